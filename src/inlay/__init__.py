@@ -1,0 +1,1 @@
+"""Inlay: the layer right after the tokenizer. Ids in, position-aware vectors out."""

@@ -1,0 +1,67 @@
+"""Which array library is this, and the few names the libraries spell differently.
+
+The mathematics of the core runs unchanged on NumPy, JAX and torch. It asks here for the
+namespace of an array and for the handful of operations that have no common spelling.
+No framework is ever imported: an array of a framework can only exist once the caller has
+imported it.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def namespace_of(x: Any) -> ModuleType:
+    """Return the array namespace of ``x``: ``numpy``, ``jax.numpy`` or ``torch``.
+
+    Example:
+        >>> import numpy as np
+        >>> namespace_of(np.ones(3)).__name__
+        'numpy'
+    """
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch
+    raise TypeError(f"expected a NumPy, JAX or torch array, got {type(x).__name__}")
+
+
+def cast(x: Any, dtype: str) -> Any:
+    """Return ``x`` in the dtype of that name, in its own library.
+
+    Example:
+        >>> import numpy as np
+        >>> cast(np.arange(2), "float32")
+        array([0., 1.], dtype=float32)
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch"):
+        return x.to(getattr(xp, dtype))
+    return x.astype(dtype)
+
+
+def is_real(x: Any) -> bool:
+    """Tell whether ``x`` holds floating-point numbers, half precision included.
+
+    Example:
+        >>> import numpy as np
+        >>> is_real(np.ones(2, np.float16)), is_real(np.arange(2))
+        (True, False)
+    """
+    return "float" in str(x.dtype)
+
+
+def work_dtype(dtype: Any) -> str:
+    """Name the dtype that numbers of ``dtype`` are worked on in.
+
+    ``"float64"`` for float64 and ``"float32"`` for everything else: half precision is for
+    keeping numbers, not for adding them.
+
+    Example:
+        >>> import numpy as np
+        >>> work_dtype(np.dtype("float16")), work_dtype(np.float64)
+        ('float32', 'float64')
+    """
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    return "float64" if name.endswith("float64") else "float32"

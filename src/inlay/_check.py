@@ -1,0 +1,149 @@
+"""The argument checks that every face shares, and their sentences.
+
+Each check looks at concrete values on the host and either returns what it was given in a
+canonical form or raises: *name, rule, value*, in the same words in every face.
+"""
+
+from typing import Any
+
+import numpy as np
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def not_negative(name: str, value: int) -> int:
+    """Return ``value`` as an int if it is a whole number of at least 0."""
+    return _whole(name, value, least=0, rule="at least 0")
+
+
+def positive(name: str, value: int) -> int:
+    """Return ``value`` as an int if it is a whole number of at least 1.
+
+    Example:
+        >>> positive("num_heads", 0)
+        Traceback (most recent call last):
+        ...
+        ValueError: num_heads must be positive, got 0
+    """
+    return _whole(name, value, least=1, rule="positive")
+
+
+def _whole(name: str, value: int, *, least: int, rule: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return int(value)
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return ``value`` if it is one of the words in ``allowed``."""
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
+        raise ValueError(f"{name} must be {words}, got {value!r}")
+    return value
+
+
+def probability(name: str, value: float) -> float:
+    """Return ``value`` if it lies in [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    return float(value)
+
+
+def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
+    """Return ``padding_idx`` counted from the front, or None.
+
+    Example:
+        >>> padding_index(-1, 10)
+        9
+    """
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(
+            f"padding_idx must be in [-{num_embeddings}, {num_embeddings}) "
+            f"for num_embeddings {num_embeddings}, got {padding_idx}"
+        )
+    return int(padding_idx) % num_embeddings
+
+
+def integers(x: Any, *, name: str = "ids") -> np.ndarray:
+    """Return ``x`` as a NumPy array of integers, in the dtype it came in.
+
+    An empty list counts as integers. Floats and bools are a TypeError: a float id has
+    been rounded somewhere, and a bool is a mask.
+
+    Example:
+        >>> integers([True, False])
+        Traceback (most recent call last):
+        ...
+        TypeError: ids must be integers, got bool
+    """
+    array = np.asarray(x)
+    if array.dtype.kind in "iu":
+        return array
+    if array.size == 0 and not isinstance(x, np.ndarray | np.generic):
+        return array.astype(np.int64)
+    raise TypeError(f"{name} must be integers, got {array.dtype.name}")
+
+
+def ids_in_range(
+    x: Any, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
+) -> np.ndarray:
+    """Return ``x`` as int64 ids, all of them in ``[0, num_embeddings)``.
+
+    Values are looked at before any conversion, so that no wide id loses its high bits on
+    the way.
+
+    Args:
+        x: Integers of any dtype and shape, or nested lists of them.
+        num_embeddings: How many rows there are.
+        name: What the ids are called in the sentence.
+        bound: What the number of rows is called in the sentence.
+
+    Example:
+        >>> ids_in_range([3, -1], 5)
+        Traceback (most recent call last):
+        ...
+        IndexError: ids[1] is -1, but num_embeddings is 5
+    """
+    ids = integers(x, name=name)
+    if ids.size and (int(ids.max()) >= num_embeddings or int(ids.min()) < 0):
+        raise_out_of_range(ids, num_embeddings, name=name, bound=bound)
+    return ids.astype(np.int64, copy=False)
+
+
+def raise_out_of_range(
+    ids: np.ndarray,
+    num_embeddings: int,
+    *,
+    name: str = "ids",
+    bound: str = "num_embeddings",
+) -> None:
+    """Raise the IndexError that names the first id out of range, if there is one."""
+    bad = (ids >= num_embeddings) | (ids < 0)
+    if not bad.any():
+        return
+    place = np.unravel_index(int(np.argmax(bad)), ids.shape)
+    where = f"[{', '.join(str(int(i)) for i in place)}]" if place else ""
+    raise IndexError(f"{name}{where} is {ids[place]}, but {bound} is {num_embeddings}")
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """Return ``dtype`` as a NumPy dtype if a table may have it; None is float32.
+
+    Example:
+        >>> float_dtype("bfloat16").itemsize
+        2
+    """
+    if dtype is None:
+        return np.dtype(np.float32)
+    if str(dtype) == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    found = np.dtype(dtype)
+    if found.name not in FLOATS:
+        raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {found}")
+    return found

@@ -1,0 +1,124 @@
+"""Compiling loops: one decorator, and the intrinsics that Numba lacks.
+
+Numba refuses float16 and bfloat16, so tables of those travel as integer views whose type
+says which they are: ``int16`` holds the bits of a float16, ``uint16`` those of a bfloat16.
+``widen`` and ``narrow`` turn bits into numbers and back, rounding to nearest even.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+# Sums may be reordered and multiply-adds fused. Never all of fastmath, which would delete
+# tests for NaN.
+REORDER = {"reassoc", "contract", "arcp"}
+
+
+def kernel(*, reorder: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a loop over ``[lo, hi)`` to code that releases the GIL.
+
+    The result is kept on disk for the next process; where no folder can be written it is
+    compiled again each time, which ``cache=True`` alone would refuse to do.
+
+    Args:
+        reorder: Whether floating-point sums may be reordered for speed.
+    """
+
+    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+        options = {
+            "nogil": True,
+            "error_model": "numpy",
+            "fastmath": REORDER if reorder else False,
+        }
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:
+            return numba.njit(**options)(function)
+
+    return compile_
+
+
+@intrinsic
+def widen(typingctx, bits):
+    """Return the number that ``bits`` stand for: float32 for halves, floats as they are."""
+    if bits == types.int16:
+
+        def codegen(context, builder, signature, args):
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(types.int16), codegen
+    if bits == types.uint16:
+
+        def codegen(context, builder, signature, args):
+            wide = builder.zext(args[0], ir.IntType(32))
+            return builder.bitcast(
+                builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType()
+            )
+
+        return types.float32(types.uint16), codegen
+
+    def codegen(context, builder, signature, args):
+        return args[0]
+
+    return bits(bits), codegen
+
+
+@intrinsic
+def narrow(typingctx, number, like):
+    """Return ``number`` rounded to the type of ``like``, as bits for the halves."""
+    if like == types.int16:
+
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+        return types.int16(types.float32, types.int16), codegen
+    if like == types.uint16:
+
+        def codegen(context, builder, signature, args):
+            i32 = ir.IntType(32)
+            bits = builder.bitcast(args[0], i32)
+            odd = builder.and_(
+                builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1)
+            )
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
+            # Rounding would carry a NaN's payload away; a quiet NaN keeps its sign.
+            quiet = builder.or_(
+                builder.and_(bits, ir.Constant(i32, 0x80000000)),
+                ir.Constant(i32, 0x7FC00000),
+            )
+            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+            chosen = builder.select(is_nan, quiet, rounded)
+            return builder.trunc(builder.lshr(chosen, ir.Constant(i32, 16)), ir.IntType(16))
+
+        return types.uint16(types.float32, types.uint16), codegen
+
+    def codegen(context, builder, signature, args):
+        return args[0]
+
+    return like(like, like), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, row):
+    """Ask for the first bytes of ``array[row]``, a hint that changes nothing."""
+
+    def codegen(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        stride = builder.extract_value(view.strides, 0)
+        i8p = ir.IntType(8).as_pointer()
+        pointer = builder.gep(
+            builder.bitcast(view.data, i8p), [builder.mul(args[1], stride)]
+        )
+        i32 = ir.IntType(32)
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch", [i8p], ir.FunctionType(ir.VoidType(), [i8p, i32, i32, i32])
+        )
+        # A read (0), to be kept in every level of cache (3), of data (1).
+        builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen

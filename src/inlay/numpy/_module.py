@@ -1,0 +1,62 @@
+"""What every layer of this face has: named parameters, a state that saves, a config.
+
+A layer says which arrays it holds (``parameters``) and what it was built from
+(``config``); loading, copying and saving follow from those two.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._array import work_dtype
+
+
+class Module:
+    """Base of the NumPy layers. Holds no state of its own."""
+
+    #: What tensor names begin with in a file: ``"token."`` for a table of tokens.
+    prefix: ClassVar[str] = ""
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return the arrays that are trained, by name. They are the layer's own."""
+        return {}
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one, as plain values."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return a copy of every parameter, by name."""
+        return {name: value.copy() for name, value in self.parameters().items()}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Copy ``state`` into the layer. Nothing is changed if a name or shape is wrong.
+
+        Args:
+            state: An array for each name in :meth:`parameters`, of the same shape. It is
+                rounded to the layer's dtype.
+        """
+        mine = self.parameters()
+        missing, unknown = sorted(mine.keys() - state), sorted(state.keys() - mine)
+        if missing or unknown:
+            raise ValueError(
+                f"state must have exactly the names {sorted(mine)}; "
+                f"missing {missing}, unknown {unknown}"
+            )
+        for name, value in mine.items():
+            if np.shape(state[name]) != value.shape:
+                raise ValueError(
+                    f"state[{name!r}] must have shape {value.shape}, "
+                    f"got {np.shape(state[name])}"
+                )
+        for name, value in mine.items():
+            value[...] = state[name]
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
+        return f"{type(self).__name__}({words})"
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` in the dtype that its numbers are worked on in."""
+    return x.astype(work_dtype(x.dtype), copy=False)
