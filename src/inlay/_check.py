@@ -147,3 +147,27 @@ def float_dtype(dtype: Any) -> np.dtype:
     if found.name not in FLOATS:
         raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {found}")
     return found
+
+
+def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
+    """Return ``x`` as a NumPy array of integers or reals; anything else is a TypeError."""
+    array = np.asarray(x)
+    if array.dtype.kind in "iu" or array.dtype.name in FLOATS:
+        return array
+    raise TypeError(f"{name} must be integers or reals, got {array.dtype.name}")
+
+
+def positions_in_reach(positions: np.ndarray, limit: int) -> np.ndarray:
+    """Return ``positions`` if all of them are smaller than ``limit`` in size.
+
+    Example:
+        >>> positions_in_reach(np.array([3, -400]), 256)
+        Traceback (most recent call last):
+        ...
+        ValueError: positions must be smaller than 256 in size, got -400
+    """
+    inside = (positions < limit) & (positions > -limit)
+    if not inside.all():
+        worst = positions[np.unravel_index(int(np.argmin(inside)), inside.shape)]
+        raise ValueError(f"positions must be smaller than {limit} in size, got {worst}")
+    return positions

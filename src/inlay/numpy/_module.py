@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .._array import work_dtype
+from .._check import positions_array
+from ..positions import resolve
 
 
 class Module:
@@ -60,3 +62,12 @@ class Module:
 def widened(x: np.ndarray) -> np.ndarray:
     """Return ``x`` in the dtype that its numbers are worked on in."""
     return x.astype(work_dtype(x.dtype), copy=False)
+
+
+def positions_for(length: int, *, positions: Any, offset: Any) -> np.ndarray:
+    """Return checked positions: those given, or ``0, 1, …`` moved on by ``offset``."""
+    if positions is not None:
+        positions = positions_array(positions)
+    if not isinstance(offset, int):
+        offset = positions_array(offset, name="offset")
+    return resolve(positions, offset=offset, steps=np.arange(length))
