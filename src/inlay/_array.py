@@ -65,3 +65,33 @@ def work_dtype(dtype: Any) -> str:
     """
     name = getattr(dtype, "__name__", None) or str(dtype)
     return "float64" if name.endswith("float64") else "float32"
+
+
+def take_last(x: Any, index: Any) -> Any:
+    """Return the entries of ``x`` at ``index`` along the last axis.
+
+    Example:
+        >>> import numpy as np
+        >>> take_last(np.array([[5, 6, 7]]), np.array([[2, 0]])).tolist()
+        [[7, 5]]
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch"):
+        return xp.take_along_dim(x, cast(index, "int64"), dim=-1)
+    return xp.take_along_axis(x, index, axis=-1)
+
+
+def running_max(x: Any) -> Any:
+    """Return the largest so far along the last axis.
+
+    Example:
+        >>> import numpy as np
+        >>> running_max(np.array([0, 2, 1, 3])).tolist()
+        [0, 2, 2, 3]
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch"):
+        return xp.cummax(x, -1).values
+    if xp.__name__ == "jax.numpy":
+        return sys.modules["jax"].lax.cummax(x, axis=x.ndim - 1)
+    return xp.maximum.accumulate(x, axis=-1)

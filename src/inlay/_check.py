@@ -110,24 +110,22 @@ def ids_in_range(
     """
     ids = integers(x, name=name)
     if ids.size and (int(ids.max()) >= num_embeddings or int(ids.min()) < 0):
-        raise_out_of_range(ids, num_embeddings, name=name, bound=bound)
+        raise out_of_range(ids, num_embeddings, name=name, bound=bound)
     return ids.astype(np.int64, copy=False)
 
 
-def raise_out_of_range(
+def out_of_range(
     ids: np.ndarray,
     num_embeddings: int,
     *,
     name: str = "ids",
     bound: str = "num_embeddings",
-) -> None:
-    """Raise the IndexError that names the first id out of range, if there is one."""
+) -> IndexError:
+    """Return the error that names the first id out of range, its place and the bound."""
     bad = (ids >= num_embeddings) | (ids < 0)
-    if not bad.any():
-        return
     place = np.unravel_index(int(np.argmax(bad)), ids.shape)
     where = f"[{', '.join(str(int(i)) for i in place)}]" if place else ""
-    raise IndexError(f"{name}{where} is {ids[place]}, but {bound} is {num_embeddings}")
+    return IndexError(f"{name}{where} is {ids[place]}, but {bound} is {num_embeddings}")
 
 
 def float_dtype(dtype: Any) -> np.dtype:

@@ -106,7 +106,9 @@ def _whole_turns(positions: Any, tables: Any) -> tuple[Any, Any]:
     if positions.dtype.itemsize < 4:
         positions = cast(positions, "int32")  # int8 cannot be compared with LIMIT
     # Compared before it is narrowed, and never by its size: -(-2**31) is -2**31 in int32.
-    inside = (positions < LIMIT) & (positions > -LIMIT)
+    inside = positions < LIMIT
+    if "uint" not in str(positions.dtype):  # -LIMIT is a huge number in JAX's uint32
+        inside = inside & (positions > -LIMIT)
     near = cast(xp.where(inside, positions, xp.zeros_like(positions)), "int32")
     far = xp.abs(near)
     cos, sin = tables[0, 0][far % 256], tables[1, 0][far % 256]

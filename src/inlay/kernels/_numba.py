@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -42,8 +43,16 @@ def kernel(*, reorder: bool = False) -> Callable[[Callable[..., Any]], Callable[
     return compile_
 
 
-@intrinsic
-def widen(typingctx, bits):
+def bits_of(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` as the loops take it: halves as integers, the rest as it is."""
+    if x.dtype == np.float16:
+        return x.view(np.int16)
+    if x.dtype.name == "bfloat16":
+        return x.view(np.uint16)
+    return x
+
+
+def _widen(typingctx, bits):
     """Return the number that ``bits`` stand for: float32 for halves, floats as they are."""
     if bits == types.int16:
 
@@ -67,8 +76,7 @@ def widen(typingctx, bits):
     return bits(bits), codegen
 
 
-@intrinsic
-def narrow(typingctx, number, like):
+def _narrow(typingctx, number, like):
     """Return ``number`` rounded to the type of ``like``, as bits for the halves."""
     if like == types.int16:
 
@@ -102,8 +110,7 @@ def narrow(typingctx, number, like):
     return like(like, like), codegen
 
 
-@intrinsic
-def prefetch(typingctx, array, row):
+def _prefetch(typingctx, array, row):
     """Ask for the first bytes of ``array[row]``, a hint that changes nothing."""
 
     def codegen(context, builder, signature, args):
@@ -122,3 +129,9 @@ def prefetch(typingctx, array, row):
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
+
+
+# Typed as Any: a type checker sees the typing context that Numba passes itself.
+widen: Any = intrinsic(_widen)
+narrow: Any = intrinsic(_narrow)
+prefetch: Any = intrinsic(_prefetch)

@@ -1,0 +1,98 @@
+"""What the schemes on attention scores share: checked positions, parameters, gradients."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from .._check import FLOATS, float_dtype, positions_array
+from ..token import Init, Seed, initial
+from ._module import Module, widened
+
+
+class Bias(Module):
+    """Base of the layers whose output is added to attention scores.
+
+    Shape:
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k_positions: ``(k_length,)`` or ``(batch, k_length)``
+        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
+          has it
+    """
+
+    prefix: ClassVar[str] = "bias."
+
+    def bias(self, q_positions: Any, k_positions: Any, *, dtype: Any = None) -> np.ndarray:
+        """Return what is added to the score of every query and key."""
+        raise NotImplementedError
+
+    def __call__(
+        self, q_positions: Any, k_positions: Any, *, dtype: Any = None
+    ) -> np.ndarray:
+        return self.bias(q_positions, k_positions, dtype=dtype)
+
+
+def checked_pair(
+    q_positions: Shaped[Any, "*#batch q_length"],
+    k_positions: Shaped[Any, "*#batch k_length"],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return both positions as arrays of int64 or of finite reals."""
+    return _checked("q_positions", q_positions), _checked("k_positions", k_positions)
+
+
+def _checked(name: str, positions: Any) -> np.ndarray:
+    array = positions_array(positions, name=name)
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64, copy=False)
+    array = widened(array)
+    known = np.isfinite(array)
+    if not known.all():
+        raise ValueError(f"{name} must be finite, got {array[~known].flat[0]}")
+    return array
+
+
+def parameter(
+    value: Float[Any, "..."] | None,
+    shape: tuple[int, ...],
+    *,
+    name: str = "weight",
+    init: Init,
+    dtype: Any,
+    rng: Seed,
+) -> Float[np.ndarray, "..."]:
+    """Return the parameter of that shape: the array given, not copied if it fits, or new.
+
+    Args:
+        value: The array to use, or None.
+        shape: The shape it must have.
+        name: What it is called in the sentence.
+        init: How a new one is drawn; see :func:`inlay.token.initial`.
+        dtype: None keeps that of ``value``, and is float32 for a new one.
+        rng: A seed or a generator for ``init``.
+    """
+    if value is None:
+        return initial(shape, init=init, rng=rng, dtype=dtype)
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    if dtype is None and array.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be real, got {array.dtype.name}")
+    return np.ascontiguousarray(
+        array, dtype=array.dtype if dtype is None else float_dtype(dtype)
+    )
+
+
+def gradient_like(
+    gradient: Float[Any, "..."], output: np.ndarray, *, name: str = "dbias"
+) -> Float[np.ndarray, "..."]:
+    """Return the gradient of ``output``, widened, if it has its shape."""
+    array = widened(np.asarray(gradient))
+    if array.shape != output.shape:
+        raise ValueError(f"{name} must have shape {output.shape}, got {array.shape}")
+    return array
+
+
+def sum_over_pairs(values: Float[np.ndarray, "*batch num_heads q k"]) -> np.ndarray:
+    """Return the sum for each head, added up in float64, in the dtype of ``values``."""
+    axes = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 3)
+    return values.sum(axis=axes, dtype=np.float64).astype(values.dtype)

@@ -1,0 +1,99 @@
+"""Row gradients: which rows of a table got a gradient, and what it is.
+
+A batch of 4096 ids touches at most 4096 rows of a table of a million. Its gradient is kept
+as those ids, each once and in ascending order, with the sum of what arrived for it. Sums
+are made in float32 (float64 for float64) whatever the table's dtype: an id seen 3000 times
+in bfloat16 gets 3000, where a sum in bfloat16 sticks at 256.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Int64
+
+from . import kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The gradient of a table, by row.
+
+    Args:
+        ids: The rows that have a gradient, ascending, each once.
+        values: Their gradients, float32 or float64.
+
+    Example:
+        >>> grad = sum_by_id(np.array([4, 1, 4]), np.ones((3, 2), np.float32))
+        >>> grad.ids.tolist(), grad.values[:, 0].tolist()
+        ([1, 4], [1.0, 2.0])
+    """
+
+    ids: Int64[np.ndarray, " rows"]
+    values: Float[np.ndarray, "rows *width"]
+
+    def dense(self, num_embeddings: int) -> Float[np.ndarray, "num_embeddings *width"]:
+        """Return the gradient as an array of the table's shape, zero where nothing came."""
+        out = np.zeros((num_embeddings, *self.values.shape[1:]), self.values.dtype)
+        out[self.ids] = self.values
+        return out
+
+    def __add__(self, other: "Rows") -> "Rows":
+        """Return the sum of two gradients of one table, as accumulating batches asks."""
+        return sum_by_id(
+            np.concatenate([self.ids, other.ids]),
+            np.concatenate([self.values, other.values]),
+        )
+
+
+def sum_by_id(
+    ids: Int[np.ndarray, "*batch"],
+    values: Float[np.ndarray, "*batch width"],
+    *,
+    skip: int | None = None,
+    mean: bool = False,
+) -> Rows:
+    """Return what arrived for each id, summed in the order it came.
+
+    Args:
+        ids: Not negative, any shape.
+        values: One row for each id, in any float dtype.
+        skip: An id that gets no gradient, as padding does.
+        mean: Divide each sum by how often its id occurs.
+    """
+    flat = ids.reshape(-1).astype(np.int64, copy=False)
+    values = np.ascontiguousarray(values).reshape(flat.size, -1)
+    order, bounds, unique = group_by_id(flat)
+    sums = kernels.sum_groups(values, order, bounds)
+    if mean:
+        sums /= np.diff(bounds)[:, None].astype(sums.dtype)
+    if skip is not None:
+        kept = unique != skip
+        unique, sums = unique[kept], sums[kept]
+    return Rows(unique, sums)
+
+
+def group_by_id(ids: Int64[np.ndarray, " n"]) -> tuple[Any, Any, Any]:
+    """Return an order that brings equal ids together, where each group begins, and its id.
+
+    The order is stable. ``bounds`` has one more entry than there are groups.
+
+    Example:
+        >>> order, bounds, unique = group_by_id(np.array([7, 3, 7]))
+        >>> order.tolist(), bounds.tolist(), unique.tolist()
+        ([1, 0, 2], [0, 1, 3], [3, 7])
+    """
+    place_bits = int(ids.size).bit_length()
+    if ids.size and int(ids.max()).bit_length() + place_bits <= 63:
+        # Sorting ids with their places packed in is stable and faster than an argsort.
+        keys = (ids << place_bits) | np.arange(ids.size)
+        keys.sort()
+        order, in_order = keys & ((1 << place_bits) - 1), keys >> place_bits
+    else:
+        order = np.argsort(ids, kind="stable")
+        in_order = ids[order]
+    is_first = np.empty(ids.size, bool)
+    is_first[:1] = True
+    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+    starts = np.flatnonzero(is_first)
+    return order, np.append(starts, ids.size), in_order[starts]

@@ -1,0 +1,210 @@
+"""Sinusoidal positions: a vector of sines and cosines of the position, added to the token's.
+
+Each pair of features is a clock hand that turns at its own speed, the fastest one radian
+per position, the slowest ``base`` times slower. The vector of position ``p + k`` is a
+rotation of the vector of ``p`` that depends on ``k`` alone, so that a linear layer can
+learn to look ``k`` back (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, §3.5).
+
+Four conventions are in wide use. They differ in the order of the features, in the slowest
+frequency and in what an odd width does; a checkpoint works with one of them. All are
+arguments here, and ``CONVENTIONS`` gives them names.
+
+The hands are set by :mod:`inlay.turns`, so they are right at any position up to 2^24 and
+there is no maximum to declare. ``waves``, ``encode`` and ``join_axes`` create no arrays of
+their own and run unchanged on NumPy, JAX and torch.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Float64, Shaped
+
+from ._array import cast, is_real, namespace_of
+from ._check import one_of, positive
+from .turns import axial_turns, digit_tables, turns
+
+Layout = Literal["interleaved", "half"]
+Odd = Literal["sine", "zero"]
+LAYOUTS = ("interleaved", "half")
+ODDS = ("sine", "zero")
+
+# What a fraction of a position is counted in: the fraction times a power of two is exact.
+FINE = 65536
+
+# "paper": Vaswani et al., most tutorials, keras-hub. "tensor2tensor": fairseq, M2M100,
+# Speech2Text, the Whisper encoder, MLX. "marian": Pegasus too, x-transformers and, on two
+# axes, ViT-MAE. "timestep": guided-diffusion, DiT and Stable Diffusion's UNet; the first
+# diffusion models have shift=1 and cos_first=False.
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "tensor2tensor": {"layout": "half", "shift": 1.0, "odd": "zero"},
+    "marian": {"layout": "half"},
+    "timestep": {"layout": "half", "cos_first": True, "odd": "zero"},
+}
+
+
+def frequencies(
+    embedding_dim: int,
+    *,
+    base: float = 10_000.0,
+    shift: float = 0.0,
+    odd: Odd = "sine",
+    frequency_scale: float = 1.0,
+) -> Float64[np.ndarray, " pairs"]:
+    """Return the angle per position of each feature pair, fastest first.
+
+    Frequency ``i`` is ``frequency_scale * base ** (-i / (embedding_dim / 2 - shift))``.
+
+    Args:
+        embedding_dim: Number of features. Positive.
+        base: Ratio of the slowest wavelength to the fastest, reached with ``shift=1``.
+            Positive.
+        shift: 0 in the paper, 1 in tensor2tensor and fairseq. Smaller than half of
+            ``embedding_dim``, unless there is but one pair.
+        odd: What the last feature of an odd width is: ``"sine"`` makes it the sine of one
+            more frequency (the paper, Marian), ``"zero"`` leaves it zero (tensor2tensor).
+        frequency_scale: What every frequency is multiplied by; what diffusion calls
+            ``scale``. Positive.
+
+    Example:
+        >>> frequencies(4), frequencies(4, shift=1)
+        (array([1.  , 0.01]), array([1.e+00, 1.e-04]))
+    """
+    dim = positive("embedding_dim", embedding_dim)
+    one_of("odd", odd, ODDS)
+    _check_positive("base", base)
+    _check_positive("frequency_scale", frequency_scale)
+    if odd == "zero" and dim == 1:
+        raise ValueError("embedding_dim must be at least 2 for odd='zero', got 1")
+    half, pairs = (dim / 2, (dim + 1) // 2) if odd == "sine" else (dim // 2, dim // 2)
+    if pairs > 1 and not shift < half:
+        raise ValueError(f"shift must be smaller than {half}, got {shift}")
+    # A single pair has exponent 0, whatever the shift; half - shift may be 0 there.
+    exponents = np.arange(pairs) / (half - shift if pairs > 1 else 1.0)
+    return frequency_scale * float(base) ** -exponents
+
+
+def wave_tables(
+    frequencies: Float64[np.ndarray, "*axes pairs"], *, scale: float = 1.0
+) -> tuple[
+    Float32[np.ndarray, "levels *axes 2 3 256 pairs"],
+    Float32[np.ndarray, "levels *axes pairs"],
+]:
+    """Return the tables and the rates that :func:`waves` needs.
+
+    There is one level if no frequency is greater than one radian per position. Otherwise
+    a fraction of a position would turn so far that float32 could not say how far, and a
+    second level counts it in steps of 1/65536.
+
+    Args:
+        frequencies: What :func:`frequencies` returned.
+        scale: What every wave is multiplied by.
+
+    Example:
+        >>> tables, rates = wave_tables(np.array([1000.0, 1.0]))
+        >>> tables.shape, rates.shape
+        ((2, 2, 3, 256, 2), (2, 2))
+    """
+    levels = [np.asarray(frequencies, np.float64)]
+    tables = [digit_tables(levels[0], factor=scale)]
+    if np.abs(levels[0]).max(initial=0.0) > 1.0:
+        levels.append(levels[0] / FINE)
+        tables.append(digit_tables(levels[1]))
+    return np.stack(tables), np.stack(levels).astype(np.float32)
+
+
+def waves(
+    positions: Shaped[Any, "*seq"],
+    tables: Float[Any, "levels 2 3 256 pairs"],
+    rates: Float[Any, "levels pairs"],
+) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
+    """Return the cosine and the sine of each pair, NaN where a position is out of reach.
+
+    Args:
+        positions: Integers or reals smaller than ``inlay.turns.LIMIT`` in size.
+        tables: From :func:`wave_tables`, as an array of the same library.
+        rates: Likewise, in the dtype of ``tables``.
+
+    Example:
+        >>> cos, sin = waves(np.array([0.5]), *wave_tables(np.array([3.0])))
+        >>> bool(np.allclose(sin, np.sin(1.5)))
+        True
+    """
+    if tables.shape[0] == 1 or not is_real(positions):
+        return turns(positions, tables[0], rates[0])
+    real = cast(positions, str(tables.dtype).removeprefix("torch."))
+    return axial_turns(namespace_of(real).stack(split(real)), tables, rates)
+
+
+def split(real: Float[Any, "*seq"]) -> tuple[Float[Any, "*seq"], Float[Any, "*seq"]]:
+    """Return the whole part of each number and its fraction in steps of 1/65536.
+
+    Both are exact. The fraction carries the gradient.
+
+    Example:
+        >>> [part.tolist() for part in split(np.array([3.5, -0.25]))]
+        [[3.0, -0.0], [32768.0, -16384.0]]
+    """
+    whole = namespace_of(real).trunc(real)
+    return whole, (real - whole) * FINE
+
+
+def encode(
+    cos: Float[Any, "*seq pairs"],
+    sin: Float[Any, "*seq pairs"],
+    *,
+    embedding_dim: int,
+    layout: Layout = "interleaved",
+    cos_first: bool = False,
+) -> Float[Any, "*seq embedding_dim"]:
+    """Put cosines and sines in the order of the features.
+
+    Args:
+        cos: Cosines from :func:`waves`.
+        sin: Sines, likewise.
+        embedding_dim: Number of features. If it is odd, the last pair is a sine alone, or
+            a zero is added, by the number of pairs there are.
+        layout: ``"interleaved"`` is sine, cosine, sine, cosine, … (the paper); ``"half"``
+            is all sines, then all cosines (tensor2tensor, Marian).
+        cos_first: Swap sines and cosines (diffusion's ``flip_sin_to_cos``).
+
+    Example:
+        >>> cos, sin = np.array([1.0, 2.0]), np.array([10.0, 20.0])
+        >>> encode(cos, sin, embedding_dim=4).tolist()
+        [10.0, 1.0, 20.0, 2.0]
+        >>> encode(cos, sin, embedding_dim=4, layout="half", cos_first=True).tolist()
+        [1.0, 2.0, 10.0, 20.0]
+    """
+    xp = namespace_of(cos)
+    half = embedding_dim // 2
+    one_of("layout", layout, LAYOUTS)
+    if layout == "half":
+        parts = _in_order(cos[..., :half], sin, cos_first)
+    else:
+        pairs = xp.stack(_in_order(cos[..., :half], sin[..., :half], cos_first), axis=-1)
+        parts = [pairs.reshape(*cos.shape[:-1], 2 * half), sin[..., half:]]
+    if 2 * sin.shape[-1] < embedding_dim:
+        parts.append(xp.zeros_like(sin[..., :1]))
+    return xp.concat(parts, axis=-1)
+
+
+def join_axes(
+    features: Float[Any, "axes *seq part"],
+) -> Float[Any, "*seq embedding_dim"]:
+    """Return the features of several coordinates side by side, in the order of the axes.
+
+    Example:
+        >>> join_axes(np.array([[[1.0, 2.0]], [[3.0, 4.0]]])).tolist()
+        [[1.0, 2.0, 3.0, 4.0]]
+    """
+    parts = [features[axis] for axis in range(features.shape[0])]
+    return namespace_of(features).concat(parts, axis=-1)
+
+
+def _in_order(cos: Any, sin: Any, cos_first: bool) -> list[Any]:
+    return [cos, sin] if cos_first else [sin, cos]
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {value}")

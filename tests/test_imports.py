@@ -1,0 +1,155 @@
+"""What an import costs, and which part of the package may know which."""
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "inlay"
+FRAMEWORKS = {"torch", "jax", "equinox", "flax", "tensorflow"}
+HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich"}
+
+# Arrows point down: what each part may import of Inlay, and of the world beyond the
+# standard library, wherever in a file the import stands.
+PARTS = {
+    "kernels": ({"kernels", "_array", "_check"}, {"numpy", "numba", "llvmlite"}),
+    "core": (
+        {"core", "kernels"},
+        {"numpy", "jaxtyping", "ml_dtypes", "safetensors"},
+    ),
+    "numpy": ({"numpy", "core", "kernels"}, {"numpy", "jaxtyping", "ml_dtypes"}),
+    "torch": ({"torch", "core", "kernels"}, {"numpy", "jaxtyping", "torch"}),
+    "equinox": ({"equinox", "core", "kernels"}, {"numpy", "jaxtyping", "jax", "equinox"}),
+}
+
+
+def imported_by(code: str) -> set[str]:
+    """Return the modules that ``code`` imports in a fresh interpreter."""
+    script = "import json, sys; before = set(sys.modules)\n" + textwrap.dedent(code)
+    script += "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def outside(modules: set[str]) -> set[str]:
+    """Return what is neither Inlay's nor the standard library's, by first name."""
+    tops = {name.partition(".")[0] for name in modules}
+    return tops - sys.stdlib_module_names - {"inlay"}
+
+
+def test_import_inlay_loads_the_standard_library_only():
+    loaded = imported_by("import inlay; dir(inlay); inlay.__doc__")
+    assert "inlay" in loaded and not outside(loaded)
+
+
+def test_every_public_name_comes_without_numba_or_a_framework():
+    loaded = imported_by("""
+        import inlay
+        for name in inlay.__all__:
+            getattr(inlay, name)
+    """)
+    assert {"numpy", "jaxtyping"} <= outside(loaded)
+    assert not outside(loaded) & (HEAVY | {"safetensors", "ml_dtypes"})
+
+
+def test_the_numpy_face_comes_without_numba_or_a_framework():
+    loaded = imported_by("""
+        import inlay.numpy
+        for name in inlay.numpy.__all__:
+            getattr(inlay.numpy, name)
+    """)
+    assert "inlay.numpy.token" in loaded
+    assert not outside(loaded) & (HEAVY | {"safetensors"})
+
+
+def test_numba_comes_with_the_first_kernel_call():
+    build = "from inlay.numpy import Embedding; layer = Embedding(5, 4)"
+    assert "numba" not in imported_by(build)
+    call = build + "; import numpy as np; layer.vjp([1, 1])[1](np.ones((2, 4), 'float32'))"
+    loaded = imported_by(call)
+    assert "numba" in loaded and not outside(loaded) & FRAMEWORKS
+
+
+def test_safetensors_comes_with_the_first_file(tmp_path):
+    assert "safetensors" not in imported_by("import inlay.files, inlay.numpy.files")
+    loaded = imported_by(f"""
+        from inlay.files import read, write
+        write({str(tmp_path / "a")!r}, {{}}, {{}})
+        read({str(tmp_path / "a")!r})
+    """)
+    assert "safetensors" in loaded and not outside(loaded) & HEAVY
+
+
+def part_of(module: str) -> str:
+    """Return which part of the package a dotted name after ``inlay.`` belongs to."""
+    first = module.partition(".")[0]
+    is_package = (SOURCE / first).is_dir() and first != ""
+    return first if is_package else "core"
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the absolute names that the import statements of a file mention."""
+    package = ["inlay", *path.relative_to(SOURCE).parts[:-1]]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *filter(None, [node.module])])
+            names |= {f"{stem}.{alias.name}" for alias in node.names}
+    return names
+
+
+def wrong_arrows(path: Path) -> list[str]:
+    """Return the imports of a file that its part may not make."""
+    part = part_of(".".join(path.relative_to(SOURCE).parts[:-1]))
+    ours, theirs = PARTS[part]
+    wrong = []
+    for name in imports_of(path):
+        top, _, rest = name.partition(".")
+        if top == "inlay":
+            allowed = part_of(rest) in ours or rest.partition(".")[0] in ours
+        else:
+            allowed = top in theirs or top in sys.stdlib_module_names
+        wrong += [] if allowed else [name]
+    return sorted(wrong)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=name_of)
+def test_arrows_point_down(path):
+    assert wrong_arrows(path) == []
+
+
+@pytest.mark.parametrize(
+    "where, line, name",
+    [
+        ("x.py", "from .numpy import token", "inlay.numpy.token"),
+        ("x.py", "from . import numpy", "inlay.numpy"),
+        ("x.py", "def f():\n    import torch.nn", "torch.nn"),
+        ("x.py", "import inlay.cli.main", "inlay.cli.main"),
+        ("kernels/x.py", "from ..rows import Rows", "inlay.rows.Rows"),
+        ("kernels/x.py", "from inlay import positions", "inlay.positions"),
+        (
+            "numpy/x.py",
+            "from ..torch.token import Embedding",
+            "inlay.torch.token.Embedding",
+        ),
+        ("numpy/x.py", "from numba import njit", "numba.njit"),
+    ],
+)
+def test_an_arrow_that_points_up_is_found(where, line, name, tmp_path, monkeypatch):
+    for part in ("kernels", "numpy", "torch", "cli"):
+        (tmp_path / part).mkdir()
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / where).write_text(f"import numpy as np\nfrom . import _check\n{line}\n")
+    assert wrong_arrows(tmp_path / where) == [name]
