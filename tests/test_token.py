@@ -11,23 +11,11 @@ from hypothesis import strategies as st
 
 from inlay.numpy.token import Embedding
 from inlay.token import initial, normal, resized, uniform, within_norm
+from tests.gradients import central_difference
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 rng = np.random.default_rng(0)
-
-
-def central_difference(f, x, *, step=1e-6):
-    """Return the gradient of the number ``f()`` with respect to the float64 array ``x``."""
-    grad = np.zeros_like(x)
-    for place in np.ndindex(*x.shape):
-        kept = x[place]
-        x[place] = kept + step
-        above = f()
-        x[place] = kept - step
-        grad[place] = (above - f()) / (2 * step)
-        x[place] = kept
-    return grad
 
 
 # Lookup

@@ -95,3 +95,17 @@ def running_max(x: Any) -> Any:
     if xp.__name__ == "jax.numpy":
         return sys.modules["jax"].lax.cummax(x, axis=x.ndim - 1)
     return xp.maximum.accumulate(x, axis=-1)
+
+
+def take_columns(x: Any, index: Any) -> Any:
+    """Return the columns ``index`` of a matrix, which may have any shape.
+
+    Example:
+        >>> import numpy as np
+        >>> take_columns(np.array([[5, 6], [7, 8]]), np.array([[1]])).tolist()
+        [[[6]], [[8]]]
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch"):
+        return x[:, index]
+    return xp.take(x, index, axis=1)

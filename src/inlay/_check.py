@@ -155,7 +155,9 @@ def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
     raise TypeError(f"{name} must be integers or reals, got {array.dtype.name}")
 
 
-def positions_in_reach(positions: np.ndarray, limit: int) -> np.ndarray:
+def positions_in_reach(
+    positions: np.ndarray, limit: int, *, name: str = "positions"
+) -> np.ndarray:
     """Return ``positions`` if all of them are smaller than ``limit`` in size.
 
     Example:
@@ -164,8 +166,10 @@ def positions_in_reach(positions: np.ndarray, limit: int) -> np.ndarray:
         ...
         ValueError: positions must be smaller than 256 in size, got -400
     """
-    inside = (positions < limit) & (positions > -limit)
+    # As float64: a plain number would overflow to the float16 it is compared with.
+    reach = np.float64(limit)
+    inside = (positions < reach) & (positions > -reach)
     if not inside.all():
         worst = positions[np.unravel_index(int(np.argmin(inside)), inside.shape)]
-        raise ValueError(f"positions must be smaller than {limit} in size, got {worst}")
+        raise ValueError(f"{name} must be smaller than {limit} in size, got {worst}")
     return positions

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64
 
-from ._array import cast, namespace_of
+from ._array import cast, namespace_of, work_dtype
 from ._check import positive
 from .sinusoidal import split, wave_tables
 from .turns import axial_turns
@@ -93,7 +93,7 @@ def fourier_turns(
         True
     """
     xp = namespace_of(coordinates)
-    real = cast(coordinates, str(tables.dtype).removeprefix("torch."))
+    real = cast(coordinates, work_dtype(coordinates.dtype))
     parts = xp.moveaxis(real, -1, 0)
     if tables.shape[0] > parts.shape[0]:
         parts = xp.concat(split(parts))

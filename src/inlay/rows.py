@@ -62,7 +62,7 @@ def sum_by_id(
         mean: Divide each sum by how often its id occurs.
     """
     flat = ids.reshape(-1).astype(np.int64, copy=False)
-    values = np.ascontiguousarray(values).reshape(flat.size, -1)
+    values = np.ascontiguousarray(values).reshape(flat.size, values.shape[-1])
     order, bounds, unique = group_by_id(flat)
     sums = kernels.sum_groups(values, order, bounds)
     if mean:

@@ -1,4 +1,4 @@
-"""Sinusoidal positions: a vector of sines and cosines of the position, added to the token's.
+"""Sinusoidal positions: sines and cosines of the position, added to the token's vector.
 
 Each pair of features is a clock hand that turns at its own speed, the fastest one radian
 per position, the slowest ``base`` times slower. The vector of position ``p + k`` is a
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
-from ._array import cast, is_real, namespace_of
+from ._array import cast, is_real, namespace_of, work_dtype
 from ._check import one_of, positive
 from .turns import axial_turns, digit_tables, turns
 
@@ -132,7 +132,7 @@ def waves(
     """
     if tables.shape[0] == 1 or not is_real(positions):
         return turns(positions, tables[0], rates[0])
-    real = cast(positions, str(tables.dtype).removeprefix("torch."))
+    real = cast(positions, work_dtype(positions.dtype))
     return axial_turns(namespace_of(real).stack(split(real)), tables, rates)
 
 

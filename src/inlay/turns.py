@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
-from ._array import cast, is_real, namespace_of
+from ._array import cast, is_real, namespace_of, work_dtype
 
 LIMIT = 256**3
 
@@ -40,7 +40,8 @@ def digit_tables(
     digits = np.arange(256.0) * 256.0 ** np.arange(3)[:, None]
     angles = digits[..., None] * np.asarray(frequencies, np.float64)[..., None, None, :]
     tables = np.stack([np.cos(angles), np.sin(angles)], axis=-4)
-    tables[..., 0, :, :] *= factor
+    # Once, however many axes there are: their turns are multiplied.
+    tables.reshape(-1, *tables.shape[-4:])[0, :, 0] *= factor
     return tables.astype(np.float32)
 
 
@@ -66,11 +67,13 @@ def turns(
     if not is_real(positions):
         return _whole_turns(positions, tables)
     xp = namespace_of(tables)
-    real = cast(positions, str(tables.dtype).removeprefix("torch."))
+    # As exact as it came: a float64 position rounded to float32 is another position.
+    real = cast(positions, work_dtype(positions.dtype))
     inside = (real < LIMIT) & (real > -LIMIT)
     # Towards zero, so that the fraction is smaller than one and has the sign of the whole.
     whole = xp.trunc(xp.where(inside, real, 0.0))
-    angle = (real - whole)[..., None] * rates
+    part = cast(real - whole, str(tables.dtype).removeprefix("torch."))
+    angle = part[..., None] * rates
     cos, sin = _times(
         *_whole_turns(cast(whole, "int32"), tables), xp.cos(angle), xp.sin(angle)
     )

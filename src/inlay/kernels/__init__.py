@@ -9,12 +9,14 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "bag": "_bag",
+    "dot_bags": "_bag",
     "gather": "_gather",
     "get_num_threads": "_pool",
     "layer": "_layer",
+    "max_bags": "_bag",
     "rotate": "_rotate",
     "set_num_threads": "_pool",
+    "sum_bags": "_bag",
     "sum_groups": "_rows",
     "turns": "_turns",
 }

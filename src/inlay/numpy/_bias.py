@@ -1,13 +1,16 @@
 """What the schemes on attention scores share: checked positions, parameters, gradients."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._check import FLOATS, float_dtype, positions_array
-from ..token import Init, Seed, initial
 from ._module import Module, widened
+
+QPositions = Shaped[Any, "*#batch q_length"] | Sequence[Any]
+KPositions = Shaped[Any, "*#batch k_length"] | Sequence[Any]
 
 
 class Bias(Module):
@@ -22,19 +25,20 @@ class Bias(Module):
 
     prefix: ClassVar[str] = "bias."
 
-    def bias(self, q_positions: Any, k_positions: Any, *, dtype: Any = None) -> np.ndarray:
+    def bias(
+        self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
+    ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
         """Return what is added to the score of every query and key."""
         raise NotImplementedError
 
     def __call__(
-        self, q_positions: Any, k_positions: Any, *, dtype: Any = None
-    ) -> np.ndarray:
+        self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
+    ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
         return self.bias(q_positions, k_positions, dtype=dtype)
 
 
 def checked_pair(
-    q_positions: Shaped[Any, "*#batch q_length"],
-    k_positions: Shaped[Any, "*#batch k_length"],
+    q_positions: QPositions, k_positions: KPositions
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return both positions as arrays of int64 or of finite reals."""
     return _checked("q_positions", q_positions), _checked("k_positions", k_positions)
@@ -51,27 +55,21 @@ def _checked(name: str, positions: Any) -> np.ndarray:
     return array
 
 
-def parameter(
-    value: Float[Any, "..."] | None,
+def given(
+    value: Float[Any, "..."] | Sequence[Any],
     shape: tuple[int, ...],
     *,
-    name: str = "weight",
-    init: Init,
     dtype: Any,
-    rng: Seed,
+    name: str = "weight",
 ) -> Float[np.ndarray, "..."]:
-    """Return the parameter of that shape: the array given, not copied if it fits, or new.
+    """Return ``value`` as a parameter of that shape, not copied if it fits.
 
     Args:
-        value: The array to use, or None.
+        value: What the caller gave.
         shape: The shape it must have.
+        dtype: None keeps the one it has.
         name: What it is called in the sentence.
-        init: How a new one is drawn; see :func:`inlay.token.initial`.
-        dtype: None keeps that of ``value``, and is float32 for a new one.
-        rng: A seed or a generator for ``init``.
     """
-    if value is None:
-        return initial(shape, init=init, rng=rng, dtype=dtype)
     array = np.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")

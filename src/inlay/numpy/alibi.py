@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from .._array import work_dtype
 from .._check import float_dtype
 from ..alibi import alibi_bias, alibi_slopes
-from ._bias import Bias, checked_pair
+from ._bias import Bias, KPositions, QPositions, checked_pair
 
 
 class AlibiBias(Bias):
@@ -47,13 +47,13 @@ class AlibiBias(Bias):
     ) -> None:
         #: The slope of each head, in float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), symmetric
+        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     def bias(
         self,
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
         *,
         dtype: Any = None,
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:

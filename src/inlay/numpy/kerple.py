@@ -1,10 +1,10 @@
 """KERPLE on NumPy: a learned penalty that grows with distance."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from .._array import work_dtype
 from .._check import float_dtype, positive
@@ -17,7 +17,15 @@ from ..kerple import (
     zero_safe_power,
 )
 from ..token import Seed
-from ._bias import Bias, checked_pair, gradient_like, parameter, sum_over_pairs
+from ._bias import (
+    Bias,
+    KPositions,
+    QPositions,
+    checked_pair,
+    given,
+    gradient_like,
+    sum_over_pairs,
+)
 from ._module import widened
 
 
@@ -53,29 +61,28 @@ class KerpleBias(Bias):
         num_heads: int,
         *,
         form: Form = "log",
-        r1: Float[Any, " num_heads"] | None = None,
-        r2: Float[Any, " num_heads"] | None = None,
+        r1: Float[Any, " num_heads"] | Sequence[float] | None = None,
+        r2: Float[Any, " num_heads"] | Sequence[float] | None = None,
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.num_heads, self.form = positive("num_heads", num_heads), form
+        self.form: Form = form
+        self.num_heads = positive("num_heads", num_heads)
         drawn = kerple_initial(num_heads, form=form, rng=np.random.default_rng(rng))
+        new = [number.astype(float_dtype(dtype)) for number in drawn]
         self.r1, self.r2 = (
-            parameter(
-                value,
-                (num_heads,),
-                name=name,
-                init=lambda shape, rng, new=new: new,
-                dtype=dtype,
-                rng=None,
-            )
-            for name, value, new in (("r1", r1, drawn[0]), ("r2", r2, drawn[1]))
+            fresh if value is None else given(value, (num_heads,), dtype=dtype, name=name)
+            for name, value, fresh in (("r1", r1, new[0]), ("r2", r2, new[1]))
         )
+        if self.r1.dtype != self.r2.dtype:
+            raise ValueError(
+                f"r1 and r2 must have one dtype, got {self.r1.dtype} and {self.r2.dtype}"
+            )
 
     def bias(
         self,
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
         *,
         dtype: Any = None,
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
@@ -98,8 +105,8 @@ class KerpleBias(Bias):
 
     def vjp(
         self,
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
         """Return the bias and the function from its gradient to those of ``r1`` and ``r2``.
 
@@ -109,7 +116,7 @@ class KerpleBias(Bias):
             [-1.0]
         """
         bias = self.bias(q_positions, k_positions)
-        stored = widened(self.r1), widened(self.r2)
+        stored = widened(self.r1.copy()), widened(self.r2.copy())
         used = kerple_limited(*stored, form=self.form)
         distance = pair_distances(
             *checked_pair(q_positions, k_positions), dtype=work_dtype(stored[0].dtype)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from .._array import work_dtype
 from .._check import float_dtype, positive
 from ..relative import clipped_index, reach, relative_positions, t5_bias, t5_buckets
-from ..token import Init, Seed
-from ._bias import Bias, checked_pair, gradient_like, parameter
+from ..token import Init, Seed, initial
+from ._bias import Bias, KPositions, QPositions, checked_pair, given, gradient_like
 
 
 class T5Bias(Bias):
@@ -64,15 +64,21 @@ class T5Bias(Bias):
         self.buckets = t5_buckets(
             num_buckets, max_distance=max_distance, bidirectional=bidirectional
         )
-        self.num_heads, self.num_buckets = positive("num_heads", num_heads), num_buckets
-        self.max_distance, self.bidirectional = max_distance, bidirectional
-        shape = (num_buckets, num_heads)
-        self.weight = parameter(weight, shape, init=init, dtype=dtype, rng=rng)
+        self.num_heads, self.num_buckets = (
+            positive("num_heads", num_heads),
+            int(num_buckets),
+        )
+        self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
+        shape = (self.num_buckets, self.num_heads)
+        if weight is None:
+            self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
+        else:
+            self.weight = given(weight, shape, dtype=dtype)
 
     def bias(
         self,
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
         *,
         dtype: Any = None,
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
@@ -95,8 +101,8 @@ class T5Bias(Bias):
 
     def vjp(
         self,
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
         """Return the bias and the function from its gradient to the table's.
 

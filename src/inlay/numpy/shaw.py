@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 
 from .._array import work_dtype
 from .._check import FLOATS, not_negative, positive
 from ..relative import clipped_index, relative_positions
 from ..shaw import lined_up, shaw_scores
-from ..token import Init, Seed
-from ._bias import checked_pair, gradient_like, parameter
+from ..token import Init, Seed, initial
+from ._bias import KPositions, QPositions, checked_pair, given, gradient_like
 from ._module import Module
 
 
@@ -58,15 +58,18 @@ class ShawScores(Module):
         self.head_dim = positive("head_dim", head_dim)
         self.max_left = not_negative("max_left", max_left)
         self.max_right = not_negative("max_right", max_right)
-        shape = (max_left + max_right + 1, head_dim)
-        self.weight = parameter(weight, shape, init=init, dtype=dtype, rng=rng)
+        shape = (self.max_left + self.max_right + 1, self.head_dim)
+        if weight is None:
+            self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
+        else:
+            self.weight = given(weight, shape, dtype=dtype)
 
     def scores(
         self,
         q: Float[Any, "*lead q_length head_dim"],
         k: Float[Any, "*lead k_length head_dim"],
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
     ) -> Float[np.ndarray, "*lead q_length k_length"]:
         """Return the scores of every query and key.
 
@@ -95,8 +98,8 @@ class ShawScores(Module):
         self,
         q: Float[Any, "*lead q_length head_dim"],
         k: Float[Any, "*lead k_length head_dim"],
-        q_positions: Shaped[Any, "*#batch q_length"],
-        k_positions: Shaped[Any, "*#batch k_length"],
+        q_positions: QPositions,
+        k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
         """Return the scores and the function to the gradients of ``q, k`` and ``weight``.
 
@@ -104,7 +107,7 @@ class ShawScores(Module):
         """
         scores = self.scores(q, k, q_positions, k_positions)
         q, k = np.array(q), np.array(k)
-        wide_q, wide_k, weight = _widened_together(q, k, self.weight)
+        wide_q, wide_k, weight = _widened_together(q, k, self.weight.copy())
         relative = relative_positions(*checked_pair(q_positions, k_positions))
         index = clipped_index(relative, left=self.max_left, right=self.max_right)
         index = lined_up(index, q, k)

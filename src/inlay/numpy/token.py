@@ -86,7 +86,7 @@ class Embedding(Module):
                 self.weight[self.padding_idx] = 0
         else:
             self.weight = _as_table(weight, shape, dtype)
-        self._keep_padding()
+        self.keep_padding()
 
     def __call__(
         self, ids: Int[Any, "*batch"]
@@ -205,7 +205,7 @@ class Embedding(Module):
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         self.weight[self.padding_idx] = value
-        self._keep_padding()
+        self.keep_padding()
 
     def mask(self, ids: Int[Any, "*batch"]) -> np.ndarray:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -229,7 +229,7 @@ class Embedding(Module):
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Copy a table into this one. Its padding row becomes what padding is."""
         super().load_state_dict(state)
-        self._keep_padding()
+        self.keep_padding()
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that build a table like this one."""
@@ -243,7 +243,8 @@ class Embedding(Module):
             "dtype": self.weight.dtype.name,
         }
 
-    def _keep_padding(self) -> None:
+    def keep_padding(self) -> None:
+        """Make what is in the padding row now what padding is."""
         if self.padding_idx is not None:
             self.padding_row = self.weight[self.padding_idx].copy()
 

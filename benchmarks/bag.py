@@ -1,0 +1,34 @@
+"""Sums of rows over bags."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from inlay.numpy import EmbeddingBag
+
+from .ids import KINDS, batches
+from .timing import Case
+
+
+def cases() -> Iterator[Case]:
+    """Yield 512 bags of 20 ids from a table of a million rows."""
+    table = np.random.default_rng(0).standard_normal((1_000_000, 128), dtype=np.float32)
+    for kind in KINDS:
+        for mode in ("sum", "mean", "max"):
+            yield _bag(table, kind, mode)
+
+
+def _bag(table: np.ndarray, kind: str, mode: str) -> Case:
+    layer = EmbeddingBag(*table.shape, mode=mode, weight=table)
+    ids = batches(kind, table.shape[0], (512, 20))
+    name = f"bag {mode} 1,000,000 × 128, 512 bags of 20, {kind}"
+    try:
+        import torch
+    except ImportError:
+        return Case(name, lambda batch: layer(ids[batch]), {}, missing=("torch",))
+    theirs = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(table), mode=mode)
+    tensors = [torch.from_numpy(batch) for batch in ids]
+    peers = {"torch": lambda batch: theirs(tensors[batch])}
+    return Case(
+        name, lambda batch: layer(ids[batch]), peers, {"torch": 1.0}, tolerance=1e-5
+    )

@@ -1,0 +1,84 @@
+"""What every rotary scaling rule is: a frozen value, checked as it is built.
+
+The rules themselves are in :mod:`inlay.scaling`.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import Float64
+
+from ._check import positive
+
+Frequencies = Float64[np.ndarray, " pairs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """What every rule has. Rules that say nothing else change no attention."""
+
+    def inverse_frequencies(self, rotary_dim: int, *, base: float) -> Frequencies:
+        """Return the angle per position of each feature pair under this rule.
+
+        Args:
+            rotary_dim: How many features are rotated. Positive and even.
+            base: Ratio of the slowest wavelength to the fastest, before the rule.
+        """
+        raise NotImplementedError
+
+    @property
+    def attention_factor(self) -> float:
+        """What every cosine and sine is multiplied by."""
+        return 1.0
+
+    def at_length(self, n: int) -> Self:
+        """Return the rule for sequences of ``n`` positions; most rules are the same."""
+        positive("n", n)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as plain values, for :func:`scaling_from`."""
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {"rule": type(self).__name__, **plain}
+
+
+def number(
+    rule: Scaling,
+    name: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    what: str = "",
+    optional: bool = False,
+) -> None:
+    value = getattr(rule, name)
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    wrong = value < least if least is not None else value <= (above or 0.0)
+    if wrong or not math.isfinite(value):
+        bound = (
+            f"at least {what}{least:g}" if least is not None else f"above {what}{above:g}"
+        )
+        raise ValueError(f"{name} must be finite and {bound}, got {value}")
+    object.__setattr__(rule, name, float(value))
+
+
+def count(rule: Scaling, name: str, *, least: int = 1, optional: bool = False) -> None:
+    value = getattr(rule, name)
+    if optional and value is None:
+        return
+    if positive(name, value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    object.__setattr__(rule, name, int(value))
+
+
+def divisors(rule: Scaling, name: str) -> None:
+    values = tuple(float(value) for value in getattr(rule, name))
+    for place, value in enumerate(values):
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name}[{place}] must be finite and above 0, got {value}")
+    object.__setattr__(rule, name, values)

@@ -1,0 +1,56 @@
+"""What the layers that add a vector at each position share: which position is whose."""
+
+from typing import Any
+
+import numpy as np
+
+from .._check import FLOATS
+from ..positions import check_fit
+from ._module import positions_for
+
+
+def vectors(x: Any, embedding_dim: int) -> np.ndarray:
+    """Return ``x`` as an array of real vectors of that width."""
+    x = np.asarray(x)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"x must be real, got {x.dtype.name}")
+    if x.ndim < 2 or x.shape[-1] != embedding_dim:
+        raise ValueError(f"x must have shape (..., length, {embedding_dim}), got {x.shape}")
+    return x
+
+
+def positions_of(
+    shape: tuple[int, ...], *, positions: Any, offset: Any, axes: int = 1
+) -> np.ndarray:
+    """Return positions for vectors of this shape, of a shape that belongs to them.
+
+    Args:
+        shape: Of the vectors, ``(..., length, embedding_dim)``.
+        positions: What the caller gave; None is ``0, 1, …`` moved on by ``offset``.
+        offset: How many positions came before, a number or one per row.
+        axes: How many coordinates a position has; if more than one they come first.
+    """
+    if axes > 1 and positions is None:
+        raise ValueError(f"positions must be given when axes is {axes}, got None")
+    found = positions_for(shape[-2], positions=positions, offset=offset)
+    if axes > 1:
+        check_axes(found, axes)
+    check_fit(found.shape if axes == 1 else found.shape[1:], shape)
+    return found
+
+
+def check_axes(positions: np.ndarray, axes: int) -> None:
+    """Refuse positions that have not one coordinate for each of ``axes``."""
+    if positions.shape[:1] != (axes,):
+        raise ValueError(
+            f"positions must have shape ({axes}, ...), one coordinate for each of the "
+            f"axes, got {positions.shape}"
+        )
+
+
+def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
+    """Return ``dy`` as an array, of the shape of the output it is the gradient of."""
+    dy = np.asarray(dy)
+    if dy.shape != y.shape:
+        raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")
+    return dy

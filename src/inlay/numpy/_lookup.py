@@ -1,0 +1,189 @@
+"""What one call of the complete layer looks up, and where the gradients go back to."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import kernels
+from .._array import is_real, work_dtype
+from .._check import ids_in_range, integers
+from ..learned import check_positions
+from ._added import positions_of, vectors
+from .learned import LearnedPositions
+
+if TYPE_CHECKING:
+    from .layer import EmbeddingLayer
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """The checked arguments of a call.
+
+    Args:
+        layer: Whose call it is.
+        shape: Of the output.
+        ids: Token ids, or None if only ``embeds`` were given.
+        embeds: Token rows that were looked up elsewhere, or None.
+        positions: A position for each token, or ``(length,)``; None without positions.
+        segments: A segment for each token, or None.
+        mask: False where the output shall be zero, or None.
+    """
+
+    layer: "EmbeddingLayer"
+    shape: tuple[int, ...]
+    ids: np.ndarray | None
+    embeds: np.ndarray | None
+    positions: np.ndarray | None
+    segments: np.ndarray | None
+    mask: np.ndarray | None
+
+    def rows(self, *, norm: Any, dtype: Any) -> np.ndarray:
+        """Return token rows plus what is added, normalised if there is a ``norm``."""
+        layer, out = self.layer, np.empty(self.shape, dtype)
+        width = layer.embedding_dim
+        if out.size == 0:
+            return out
+        kernels.layer(
+            self._token(),
+            tuple(self._added()),
+            scale=width**0.5 if layer.scale else 1.0,
+            norm=norm and (*norm, layer.norm_eps),
+            out=out.reshape(-1, width),
+        )
+        return out
+
+    def gradients(self, dy: np.ndarray) -> dict[str, Any]:
+        """Return the gradients of the tables, given that of the sum of rows."""
+        layer, found = self.layer, {}
+        dtoken = dy * layer.embedding_dim**0.5 if layer.scale else dy
+        if self.embeds is not None:
+            found["inputs_embeds"] = dtoken.astype(self.embeds.dtype)
+        elif self.ids is not None:
+            found["token.weight"] = layer.token.row_gradient(self.ids, dtoken)
+        if self.positions is not None and hasattr(layer.position, "row_gradient"):
+            found["position.weight"] = layer.position.row_gradient(self.positions, dy)
+        if layer.segment is not None and self.segments is not None:
+            segments = np.broadcast_to(self.segments, dy.shape[:-1])
+            found["segment.weight"] = layer.segment.row_gradient(segments, dy)
+        return found
+
+    def _token(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.embeds is not None:
+            flat = self.embeds.reshape(-1, self.shape[-1])
+            work = work_dtype(self.layer.dtype)
+            return np.ascontiguousarray(flat, dtype=work), np.arange(len(flat))
+        self.layer.token.repair()
+        return self.layer.token.weight, np.ascontiguousarray(self.ids).reshape(-1)
+
+    def _added(self):
+        """Yield a table and the row of it for each token: of positions, of segments."""
+        if self.positions is not None:
+            table, rows = self._position_rows(self.positions)
+            yield table, self._for_each_token(rows)
+        if self.layer.segment is not None and self.segments is not None:
+            yield self.layer.segment.weight, self._for_each_token(self.segments)
+
+    def _position_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        position = self.layer.position
+        plain = isinstance(position, LearnedPositions) and position.scale == 1.0
+        if plain and not is_real(positions):
+            check_positions(
+                positions,
+                max_positions=position.max_positions,
+                row_offset=position.row_offset,
+            )
+            position.table.repair()
+            return position.weight, positions.astype(np.int64) + position.row_offset
+        made = position.encode(positions, dtype=work_dtype(self.layer.dtype))
+        lead = made.shape[:-1]
+        return made.reshape(-1, self.shape[-1]), np.arange(math.prod(lead)).reshape(lead)
+
+    def _for_each_token(self, rows: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(np.broadcast_to(rows, self.shape[:-1])).reshape(-1)
+
+
+def looked_up(
+    layer: "EmbeddingLayer",
+    ids: Any,
+    *,
+    positions: Any,
+    offset: Any,
+    segments: Any,
+    inputs_embeds: Any,
+    mask: Any,
+) -> Lookup:
+    """Return the arguments of a call, checked against the layer and each other."""
+    embeds = None if inputs_embeds is None else vectors(inputs_embeds, layer.embedding_dim)
+    if ids is not None:
+        # A copy: what is pulled back later must be what was looked up now.
+        ids = ids_in_range(ids, layer.token.num_embeddings).copy()
+    if embeds is not None:
+        lead = embeds.shape[:-1]
+    elif ids is not None:
+        lead = ids.shape
+    else:
+        raise ValueError("give ids or inputs_embeds, got neither")
+    if ids is not None and ids.shape != lead:
+        raise ValueError(
+            f"ids must have the shape {lead} of inputs_embeds, got {ids.shape}"
+        )
+    return Lookup(
+        layer,
+        (*lead, layer.embedding_dim),
+        ids,
+        None if embeds is None else embeds.copy(),
+        _positions(layer, lead, positions, offset),
+        _segments(layer, lead, segments),
+        _mask(layer, ids, lead, mask),
+    )
+
+
+def _positions(layer: Any, lead: tuple[int, ...], positions: Any, offset: Any) -> Any:
+    if layer.position is None:
+        return None
+    if not lead:
+        raise ValueError("ids must have a length axis when there are positions, got one id")
+    shape = (*lead, layer.embedding_dim)
+    axes = getattr(layer.position, "axes", 1)
+    return positions_of(shape, positions=positions, offset=offset, axes=axes).copy()
+
+
+def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> np.ndarray | None:
+    if layer.segment is None:
+        if segments is not None:
+            raise ValueError("segments were given, but the layer was made without them")
+        return None
+    if segments is None:
+        return np.zeros((), np.int64)
+    count = layer.segment.num_embeddings
+    found = ids_in_range(segments, count, name="segments", bound="the number of segments")
+    if found.shape not in (lead, lead[-1:]):
+        raise ValueError(f"segments must have shape {lead}, got {found.shape}")
+    return found.copy()
+
+
+def _mask(layer: Any, ids: Any, lead: tuple[int, ...], mask: Any) -> np.ndarray | None:
+    if not layer.zero_padding:
+        return None
+    if mask is None:
+        if ids is None:
+            raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
+        return layer.token.mask(integers(ids))
+    found = np.array(mask)
+    if found.dtype != np.bool_ or found.shape != lead:
+        raise ValueError(
+            f"mask must be bools of shape {lead}, got {found.dtype} {found.shape}"
+        )
+    return found
+
+
+def dropped(
+    shape: tuple[int, ...], probability: float, rng: np.random.Generator
+) -> np.ndarray:
+    """Return what to multiply by: 0 with that probability, else what keeps the mean."""
+    if probability == 1.0:
+        return np.zeros(shape, np.float32)
+    kept = rng.random(shape, dtype=np.float32) >= probability
+    return kept * np.float32(1 / (1 - probability))

@@ -1,0 +1,157 @@
+"""Fourier features on NumPy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from .._check import FLOATS, one_of, positions_in_reach
+from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
+from ..sinusoidal import LAYOUTS, Layout, encode
+from ..turns import LIMIT
+from ._added import gradient_of
+from ._module import Module, widened
+
+
+class FourierFeatures(Module):
+    """Turns coordinates into waves of fixed frequencies. Has no parameters.
+
+    The frequencies are part of the config, not of the parameters: they are saved and come
+    back to the bit, and no optimizer touches them.
+
+    Args:
+        matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
+        layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
+        cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
+
+    Shape:
+        - coordinates: ``(..., axes)``
+        - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
+
+    Example:
+        >>> FourierFeatures.gaussian(64, axes=2, std=10.0, rng=0)(np.zeros((5, 2))).shape
+        (5, 128)
+        >>> FourierFeatures.octaves(2, axes=1)([0.5]).round(6).tolist()
+        [1.0, 0.0, 0.0, -1.0]
+    """
+
+    def __init__(
+        self,
+        matrix: Float[Any, "pairs axes"] | list[list[float]],
+        *,
+        layout: Layout = "half",
+        cos_first: bool = True,
+    ) -> None:
+        self.matrix = np.array(matrix, np.float64)
+        if self.matrix.ndim != 2 or not self.matrix.size:
+            raise ValueError(
+                f"matrix must have shape (pairs, axes), got {np.shape(matrix)}"
+            )
+        if not np.isfinite(self.matrix).all():
+            raise ValueError("matrix must be finite, got NaN or infinity in it")
+        self.layout: Layout = layout
+        one_of("layout", layout, LAYOUTS)
+        self.cos_first = cos_first
+        self.tables, self.rates = fourier_tables(self.matrix)
+
+    @classmethod
+    def gaussian(
+        cls, pairs: int, *, axes: int, std: float, rng: Any = None
+    ) -> "FourierFeatures":
+        """Return features of randomly drawn frequencies, as Tancik et al. have them.
+
+        Args:
+            pairs: How many waves; there are twice as many features.
+            axes: How many coordinates a point has.
+            std: Standard deviation of the frequencies, in cycles per unit.
+            rng: A seed or a generator. None is random.
+        """
+        drawn = np.random.default_rng(rng)
+        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=drawn))
+
+    @classmethod
+    def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
+
+        Args:
+            octaves: How many frequencies each coordinate has.
+            axes: How many coordinates a point has.
+        """
+        matrix = octave_matrix(octaves, axes=axes)
+        return cls(matrix, layout="interleaved", cos_first=False)
+
+    def __call__(
+        self, coordinates: Float[Any, "*batch axes"] | list[Any]
+    ) -> Float[np.ndarray, "*batch features"]:
+        return self._features(self._checked(coordinates))
+
+    def vjp(
+        self, coordinates: Float[Any, "*batch axes"] | list[Any]
+    ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
+        """Return the features and the function to the gradient of the coordinates, ``"x"``.
+
+        Example:
+            >>> y, pull = FourierFeatures([[1.0]]).vjp([0.0])
+            >>> pull([0.0, 1.0])["x"].round(4).tolist()
+            [6.2832]
+        """
+        found = self._checked(coordinates).copy()
+        y = self._features(found)
+
+        def pull(dy: Any) -> dict[str, np.ndarray]:
+            dangle = widened(gradient_of(y, dy)) * self._slopes(widened(found))
+            # Each feature has the frequencies of its pair.
+            rates = (2 * np.pi * self.matrix.T).astype(dangle.dtype)
+            return {"x": (dangle @ self._arranged(rates, rates).T).astype(found.dtype)}
+
+        return y, pull
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "matrix": self.matrix.tolist(),
+            "layout": self.layout,
+            "cos_first": self.cos_first,
+        }
+
+    def __repr__(self) -> str:
+        pairs, axes = self.matrix.shape
+        return (
+            f"FourierFeatures(<{pairs} pairs of {axes} axes>, "
+            f"layout={self.layout!r}, cos_first={self.cos_first})"
+        )
+
+    def _checked(self, coordinates: Any) -> np.ndarray:
+        found = np.asarray(coordinates)
+        if found.dtype.name not in FLOATS:
+            raise TypeError(f"coordinates must be real, got {found.dtype.name}")
+        axes = self.matrix.shape[1]
+        if found.shape[-1:] != (axes,):
+            raise ValueError(
+                f"coordinates must have shape (..., {axes}), got {found.shape}"
+            )
+        return positions_in_reach(found, LIMIT, name="coordinates")
+
+    def _features(self, coordinates: np.ndarray) -> np.ndarray:
+        cos, sin = self._turns(widened(coordinates))
+        return self._arranged(cos, sin).astype(coordinates.dtype, copy=False)
+
+    def _slopes(self, wide: np.ndarray) -> np.ndarray:
+        cos, sin = self._turns(wide)
+        return self._arranged(-sin, cos)
+
+    def _turns(self, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tables, rates = (
+            a.astype(wide.dtype, copy=False) for a in (self.tables, self.rates)
+        )
+        return fourier_turns(wide, tables, rates)
+
+    def _arranged(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        return encode(
+            cos,
+            sin,
+            embedding_dim=2 * cos.shape[-1],
+            layout=self.layout,
+            cos_first=self.cos_first,
+        )

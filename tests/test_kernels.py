@@ -1,0 +1,151 @@
+"""Each kernel equals its obvious NumPy counterpart, for any number of threads."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from inlay import kernels
+from inlay.kernels._numba import bits_of, kernel, narrow, widen
+from inlay.kernels._pool import run
+
+DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+HALVES = [np.float16, ml_dtypes.bfloat16]
+rng = np.random.default_rng(0)
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    before = kernels.get_num_threads()
+    kernels.set_num_threads(request.param)
+    yield request.param
+    kernels.set_num_threads(before)
+
+
+@kernel()
+def _widen_all(lo, hi, bits, out):
+    for i in range(lo, hi):
+        out[i] = widen(bits[i])
+
+
+@kernel()
+def _narrow_all(lo, hi, numbers, out):
+    for i in range(lo, hi):
+        out[i] = narrow(numbers[i], out[i])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_precision_number_is_widened_to_the_bit(dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    out = np.empty(every.size, np.float32)
+    _widen_all(0, every.size, bits_of(every), out)
+    np.testing.assert_array_equal(out, every.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_to_half_precision_is_to_the_nearest_even_to_the_bit(dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    finite = every[np.isfinite(every)]
+    ties = (np.sort(finite)[1:].astype(float) + np.sort(finite)[:-1]) / 2
+    random = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    numbers = np.concatenate([every, ties.astype(np.float32), random])
+    out = np.empty(numbers.size, dtype)
+    _narrow_all(0, numbers.size, numbers, bits_of(out))
+    with np.errstate(over="ignore", invalid="ignore"):
+        want, real = numbers.astype(dtype), ~np.isnan(numbers)
+    np.testing.assert_array_equal(out.view(np.uint16)[real], want.view(np.uint16)[real])
+    assert np.isnan(out[~real].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 3, 300, 9000])
+def test_gather_equals_indexing(dtype, count, threads):
+    table = rng.standard_normal((100, 700)).astype(dtype)
+    ids = rng.integers(0, 100, count)
+    got = kernels.gather(table, ids)
+    assert got is not None and got.dtype == table.dtype
+    assert got.tobytes() == table[ids].tobytes()
+
+
+@pytest.mark.parametrize("bad", [-1, 100, -(2**63)])
+@pytest.mark.parametrize("count", [3, 300])
+def test_gather_notices_an_id_out_of_range(bad, count):
+    ids = np.zeros(count, np.int64)
+    ids[-1] = bad
+    assert kernels.gather(np.ones((100, 4)), ids) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_groups_equal_additions_in_order(dtype, threads):
+    values = rng.standard_normal((3000, 130)).astype(dtype)
+    order = rng.permutation(3000)
+    bounds = np.unique(np.r_[0, rng.integers(1, 3000, 1500), 3000])
+    want = []
+    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+        wide = values[order[lo:hi]].astype(
+            np.float64 if dtype == np.float64 else np.float32
+        )
+        total = wide[0]
+        for row in wide[1:]:
+            total = total + row
+        want.append(total)
+    np.testing.assert_array_equal(kernels.sum_groups(values, order, bounds), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [0, 1, 2])
+@pytest.mark.parametrize("normed", [False, True])
+def test_layer_equals_its_definition_in_float64(dtype, parts, normed, threads):
+    n, width = 600, 300
+    tables = [rng.standard_normal((50, width)).astype(dtype) for _ in range(3)]
+    rows = [rng.integers(0, 50, n) for _ in range(3)]
+    norm = (rng.standard_normal((2, width)).astype(dtype), 1e-3) if normed else None
+    out = np.empty((n, width), dtype)
+    kernels.layer(
+        (tables[0], rows[0]),
+        tuple(zip(tables[1 : 1 + parts], rows[1 : 1 + parts], strict=True)),
+        scale=3.0,
+        norm=None if norm is None else (norm[0][0], norm[0][1], norm[1]),
+        out=out,
+    )
+    want = tables[0].astype(float)[rows[0]] * 3
+    for part in range(1, 1 + parts):
+        want = want + tables[part].astype(float)[rows[part]]
+    if norm is not None:
+        centred = want - want.mean(-1, keepdims=True)
+        want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm[1])
+        want = want * norm[0][0].astype(float) + norm[0][1].astype(float)
+    step = {np.float64: 1e-14, np.float32: 1e-6, np.float16: 2**-11}.get(dtype, 2**-8)
+    np.testing.assert_allclose(out.astype(float), want, rtol=1.01 * step, atol=20 * 1e-6)
+
+
+def test_layer_keeps_nan_rows_nan_and_their_neighbours_whole():
+    table = np.ones((2, 8), np.float32)
+    table[1, 3] = np.nan
+    out = np.empty((3, 8), np.float32)
+    norm = (np.ones(8, np.float32), np.zeros(8, np.float32), 1e-5)
+    kernels.layer((table, np.array([0, 1, 0])), (), scale=1.0, norm=norm, out=out)
+    assert np.isnan(out[1]).all() and (out[[0, 2]] == 0).all()
+
+
+def test_a_range_is_covered_once_however_many_threads_there_are(threads):
+    seen = np.zeros(1000, int)
+
+    def mark(lo, hi, by):
+        seen[lo:hi] += by
+
+    run(mark, 1000, 3, grain=7)
+    assert (seen == 3).all()
+
+
+def test_an_error_in_a_thread_reaches_the_caller(threads):
+    def fail(lo, hi):
+        raise ZeroDivisionError(f"{lo}")
+
+    with pytest.raises(ZeroDivisionError):
+        run(fail, 100, grain=1)
+
+
+@pytest.mark.rejects
+def test_there_is_at_least_one_thread():
+    with pytest.raises(ValueError, match="n must be positive, got 0"):
+        kernels.set_num_threads(0)

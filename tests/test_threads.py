@@ -1,0 +1,143 @@
+"""One layer under eight threads, after a fork and in a pool of processes.
+
+Each scenario runs in a process of its own: what goes wrong here goes wrong by an abort or a
+deadlock, and must not take the other tests with it.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SETUP = """
+    import numpy as np
+    import inlay
+    from inlay.numpy.bag import EmbeddingBag
+    from inlay.numpy.layer import EmbeddingLayer
+    from inlay.numpy.rotary import RotaryPositions
+
+    inlay.set_num_threads(4)
+    rng = np.random.default_rng(0)
+    layer = EmbeddingLayer(2000, 512, max_positions=300, layer_norm=True, padding_idx=0, rng=0)
+    bag = EmbeddingBag(2000, 512, rng=0)
+    rotary = RotaryPositions(64)
+    ids = rng.integers(0, 2000, (16, 300))
+    x = rng.standard_normal((4, 8, 300, 64), dtype=np.float32)
+
+    def work():
+        y, pull = layer.vjp(ids)
+        grad = pull(np.ones_like(y) + y)["token.weight"].values
+        return [layer(ids), grad, bag(ids), rotary(x)]
+
+    def same(got):
+        return all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
+"""
+
+EIGHT_THREADS = """
+    from concurrent.futures import ThreadPoolExecutor
+
+    want = work()
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(work) for _ in range(24)]
+        assert all(same(future.result()) for future in futures)
+"""
+
+FIRST_CALL_IN_EIGHT_THREADS = """
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        results = [future.result() for future in [pool.submit(work) for _ in range(8)]]
+    want = results[0]
+    assert all(map(same, results))
+"""
+
+RESIZED_MEANWHILE = """
+    from concurrent.futures import ThreadPoolExecutor
+
+    want = work()
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(work) for _ in range(12)]
+        while not all(future.done() for future in futures):
+            for n in (1, 3, 2, 4):
+                inlay.set_num_threads(n)
+        assert all(same(future.result()) for future in futures)
+"""
+
+FORKED = """
+    import os
+
+    want = work()
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if same(work()) and same(work()) else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same(work())
+"""
+
+POOL_OF_PROCESSES = """
+    import multiprocessing
+
+    want = work()
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for got in pool.starmap(work, [()] * 4):
+            assert same(got)
+"""
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        EIGHT_THREADS,
+        FIRST_CALL_IN_EIGHT_THREADS,
+        RESIZED_MEANWHILE,
+        FORKED,
+        POOL_OF_PROCESSES,
+    ],
+    ids=["eight threads", "first call", "resized meanwhile", "forked", "pool of processes"],
+)
+def test_numbers_are_the_same_and_nothing_aborts_or_hangs(scenario):
+    code = textwrap.dedent(SETUP) + textwrap.dedent(scenario)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    code = (
+        textwrap.dedent(SETUP)
+        + "want = work()\nfor n in (1, 2, 3, 7):\n"
+        + "    inlay.set_num_threads(n)\n    assert same(work()), n\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import(tmp_path):
+    # Numba then finds no place for its cache, which cache=True alone refuses.
+    code = (
+        "import numba.core.caching as caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "from inlay.numpy.token import Embedding\n"
+        "assert Embedding(5, 3)([1, 2]).shape == (2, 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
