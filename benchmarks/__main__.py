@@ -3,30 +3,55 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 
-from . import bag, layer, lookup, rotary, sinusoidal
-from .timing import Result, measure
+from . import bag, layer, lookup, promises, rotary
+from .timing import Case, Result, measure
 
-MODULES = (lookup, layer, rotary, sinusoidal, bag)
+MODULES = (lookup, layer, rotary, bag)
 
 
 def main() -> None:
-    """Measure every case whose name has one of the words in it, and print one table."""
+    """Print what is kept that others do not keep, and how fast ours is beside its peers."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("words", nargs="*", help="only cases with one of these in the name")
+    parser.add_argument(
+        "words", nargs="*", help="only what has one of these words in its name"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--rounds", type=int, default=60, help="readings of each contestant")
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="readings of each contestant"
+    )
     options = parser.parse_args()
+    kept = [p for p in promises.measured() if _wanted(p.name, options.words)]
+    if not options.json:
+        for promise in kept:
+            print(_kept(promise), flush=True)
     results = []
-    for case in (case for module in MODULES for case in module.cases()):
-        if options.words and not any(word in case.name for word in options.words):
-            continue
+    for case in _cases(options.words):
         results.append(measure(case, rounds=options.rounds))
         if not options.json:
             print(_line(results[-1]), flush=True)
     if options.json:
-        json.dump([result.as_dict() for result in results], sys.stdout, indent=2)
+        everything = {
+            "promises": [promise.as_dict() for promise in kept],
+            "speed": [result.as_dict() for result in results],
+        }
+        json.dump(everything, sys.stdout, indent=2, ensure_ascii=False)
         print()
+
+
+def _cases(words: list[str]) -> Iterator[Case]:
+    for module in MODULES:
+        yield from (case for case in module.cases() if _wanted(case.name, words))
+
+
+def _wanted(name: str, words: list[str]) -> bool:
+    return not words or any(word in name for word in words)
+
+
+def _kept(promise: promises.Promise) -> str:
+    theirs = "not installed" if promise.theirs is None else promise.theirs
+    return f"{promise.name}: {promise.ours}  ({promise.peer}: {theirs})"
 
 
 def _line(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""The complete layer: token + learned position + LayerNorm."""
+"""The complete layer: token + position + LayerNorm."""
 
 from collections.abc import Iterator
 
@@ -7,39 +7,53 @@ import numpy as np
 from inlay.numpy import EmbeddingLayer
 
 from .ids import KINDS, batches
-from .timing import Case
+from .timing import Case, Run
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layer at two sizes, on 32 × 128 ids."""
+    """Yield the layer at two sizes, on 32 × 128 ids, with both kinds of positions."""
     for rows, width in ((50_000, 512), (30_000, 768)):
-        for kind in KINDS:
-            yield _layer(rows, width, kind)
+        for options in ({"max_positions": 512}, {"position": "sinusoidal"}):
+            layer = EmbeddingLayer(rows, width, layer_norm=True, rng=0, **options)
+            for kind in KINDS:
+                yield _layer(layer, kind)
 
 
-def _layer(rows: int, width: int, kind: str) -> Case:
-    layer = EmbeddingLayer(rows, width, max_positions=512, layer_norm=True, rng=0)
+def _layer(layer: EmbeddingLayer, kind: str) -> Case:
+    rows, width = layer.token.weight.shape
     ids = batches(kind, rows, (32, 128))
-    name = f"layer {rows:,} × {width}, token + position + norm, {kind}"
+    position = type(layer.position).__name__.removesuffix("Positions").lower()
     peers, bars = _torch_peers(layer, ids)
-    missing = () if peers else ("torch",)
-    return Case(name, lambda batch: layer(ids[batch]), peers, bars, missing, tolerance=1e-5)
+    return Case(
+        f"layer {rows:,} × {width}, token + {position} + norm, {kind}",
+        lambda batch: layer(ids[batch]),
+        peers,
+        bars,
+        missing=() if peers else ("torch",),
+        tolerance=1e-5,
+    )
 
 
-def _torch_peers(layer: EmbeddingLayer, ids: list[np.ndarray]):
+def _torch_peers(
+    layer: EmbeddingLayer, ids: list[np.ndarray]
+) -> tuple[dict[str, Run], dict[str, float]]:
     try:
         import torch
     except ImportError:
         return {}, {}
     state = {name: torch.from_numpy(value) for name, value in layer.state_dict().items()}
+    # A ready table, which is the fastest that a sinusoid can be in torch.
+    table = torch.from_numpy(layer.position.encode(np.arange(512)))
     tensors = [torch.from_numpy(batch) for batch in ids]
 
     @torch.no_grad()
     def eager(batch):
         token = torch.nn.functional.embedding(batch, state["token.weight"])
-        position = state["position.weight"][: batch.shape[1]]
         return torch.nn.functional.layer_norm(
-            token + position, token.shape[-1:], state["norm.weight"], state["norm.bias"]
+            token + table[: batch.shape[1]],
+            token.shape[-1:],
+            state["norm.weight"],
+            state["norm.bias"],
         )
 
     compiled = torch.compile(eager)

@@ -74,9 +74,7 @@ def _gradient(rows: int, width: int, kind: str) -> Case:
     ]
 
     def theirs(batch: int) -> np.ndarray:
-        (sparse,) = torch.autograd.grad(
-            outputs[batch], weight, gradient, retain_graph=True
-        )
+        (sparse,) = torch.autograd.grad(outputs[batch], weight, gradient, retain_graph=True)
         return sparse.coalesce().values().numpy()
 
     peers = {"torch sparse + coalesce": theirs}

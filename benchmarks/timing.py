@@ -79,7 +79,13 @@ def measure(case: Case, *, rounds: int = 60) -> Result:
     peers = {name: medians[name] for name in case.peers}
     ratios = {name: value / medians["ours"] for name, value in peers.items()}
     return Result(
-        case.name, medians["ours"], medians["memcpy"], peers, ratios, case.bars, case.missing
+        case.name,
+        medians["ours"],
+        medians["memcpy"],
+        peers,
+        ratios,
+        case.bars,
+        case.missing,
     )
 
 

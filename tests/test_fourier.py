@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from inlay.numpy.fourier import FourierFeatures
 from tests.gradients import central_difference
 
 rng = np.random.default_rng(0)
+LAYOUT: Any = "x"
 
 
 def reference(coordinates, matrix):
@@ -104,6 +106,7 @@ def test_the_matrix_is_the_layers_own():
     layer = FourierFeatures(matrix)
     matrix[:] = 9
     np.testing.assert_allclose(layer([0.25]), [0, 1], atol=1e-6)
+    assert layer.config()["matrix"] == [[1.0]]
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
@@ -190,7 +193,7 @@ def test_rejects_bad_arguments():
     with pytest.raises(ValueError, match="matrix must be finite, got NaN or infinity"):
         FourierFeatures([[np.nan]])
     with pytest.raises(ValueError, match="layout must be 'interleaved' or 'half', got 'x'"):
-        FourierFeatures([[1.0]], layout="x")
+        FourierFeatures([[1.0]], layout=LAYOUT)
     with pytest.raises(ValueError, match="std must be positive and finite, got 0"):
         FourierFeatures.gaussian(4, axes=2, std=0.0)
     with pytest.raises(ValueError, match="pairs must be positive, got 0"):

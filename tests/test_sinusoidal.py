@@ -1,6 +1,7 @@
 import itertools
 import json
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,12 @@ def reference(
         sines, cosines = [], []
         for i in range((dim + (odd == "sine")) // 2):
             sine, cosine = wave(
-                position, i, half=half, base=base, shift=shift, frequency_scale=frequency_scale
+                position,
+                i,
+                half=half,
+                base=base,
+                shift=shift,
+                frequency_scale=frequency_scale,
             )
             sines.append(sine)
             if len(cosines) < dim // 2:
@@ -104,10 +110,14 @@ def test_a_single_pair_does_not_divide_by_zero(dim):
     np.testing.assert_allclose(got, reference([0, 3], dim), atol=2.5e-7)
 
 
-@pytest.mark.parametrize("positions", [[0.001, 0.5, 0.9999], [7, 1000, -3], [99.37, -12.5]])
-def test_fast_frequencies_are_right_between_whole_positions(positions):
-    positions = np.float32(positions) if isinstance(positions[0], float) else positions
-    options = {"frequency_scale": 1000.0, "scale": 3.0}
+@pytest.mark.parametrize(
+    "positions", [[0.001, 0.5, 0.9999], [7, 1000, -3], [9999.37, -12.1]]
+)
+@pytest.mark.parametrize("dtype", [None, np.float32])
+def test_fast_frequencies_are_right_between_whole_positions(positions, dtype):
+    """A float64 position is not rounded to float32 on the way."""
+    positions = np.array(positions, dtype)
+    options: dict[str, Any] = {"frequency_scale": 1000.0, "scale": 3.0}
     got = SinusoidalPositions(16, **options).encode(positions)
     want = reference(positions, 16, **options)
     np.testing.assert_allclose(got, want, atol=3 * 3.5e-7, rtol=0)
@@ -187,7 +197,8 @@ def test_marian_agrees(dim):
 
 @pytest.mark.parametrize("dim", [6, 7])
 @pytest.mark.parametrize(
-    "theirs", [M2M100SinusoidalPositionalEmbedding, Speech2TextSinusoidalPositionalEmbedding]
+    "theirs",
+    [M2M100SinusoidalPositionalEmbedding, Speech2TextSinusoidalPositionalEmbedding],
 )
 def test_fairseq_agrees_padding_and_cache_included(theirs, dim):
     """transformers 5.22.2: tokens begin at padding_idx + 1 and padding gets zeros."""
@@ -333,7 +344,9 @@ def test_lists_empty_and_single_positions_are_accepted():
 def test_two_layers_do_not_share_anything():
     a, b = SinusoidalPositions(8), SinusoidalPositions(8, base=5e5)
     before = a.encode([9, 10])
-    np.testing.assert_allclose(b.encode([9, 10]), reference([9, 10], 8, base=5e5), atol=3e-7)
+    np.testing.assert_allclose(
+        b.encode([9, 10]), reference([9, 10], 8, base=5e5), atol=3e-7
+    )
     assert (a.encode([9, 10]) == before).all()
     assert np.abs(a.encode([9]) - b.encode([9])).max() > 0.1
 
@@ -468,7 +481,11 @@ def test_waves_have_the_gradient_of_a_wave(frequency_scale):
         (4, {"axes": 0}, "axes must be positive, got 0"),
         (4, {"base": 0.0}, "base must be positive and finite, got 0.0"),
         (4, {"base": float("nan")}, "base must be positive and finite, got nan"),
-        (4, {"frequency_scale": -1.0}, "frequency_scale must be positive and finite, got -1"),
+        (
+            4,
+            {"frequency_scale": -1.0},
+            "frequency_scale must be positive and finite, got -1",
+        ),
         (4, {"shift": 2.0}, "shift must be smaller than 2.0, got 2.0"),
         (5, {"shift": 2.0, "odd": "zero"}, "shift must be smaller than 2, got 2.0"),
         (4, {"layout": "split"}, "layout must be 'interleaved' or 'half', got 'split'"),
@@ -506,6 +523,13 @@ def test_rejects_bad_input(x, positions, error, want):
 
 
 @pytest.mark.rejects
+@pytest.mark.parametrize("offset", [True, [True, False], np.array([True, False])])
+def test_rejects_an_offset_of_bools(offset):
+    with pytest.raises(TypeError, match="offset must be integers or reals, got bool"):
+        SinusoidalPositions(4)(np.zeros((2, 3, 4)), offset=offset)
+
+
+@pytest.mark.rejects
 def test_rejects_positions_that_are_not_one_per_axis():
     layer = SinusoidalPositions(4, axes=2)
     with pytest.raises(ValueError, match="must be given when axes is 2, got None"):
@@ -527,5 +551,6 @@ def test_rejects_an_offset_besides_positions_and_a_gradient_of_another_shape():
 
 @pytest.mark.rejects
 def test_encode_rejects_an_unknown_layout():
+    layout: Any = "neox"
     with pytest.raises(ValueError, match="got 'neox'"):
-        sinusoidal.encode(np.ones(2), np.ones(2), embedding_dim=4, layout="neox")
+        sinusoidal.encode(np.ones(2), np.ones(2), embedding_dim=4, layout=layout)

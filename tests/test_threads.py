@@ -19,7 +19,7 @@ SETUP = """
 
     inlay.set_num_threads(4)
     rng = np.random.default_rng(0)
-    layer = EmbeddingLayer(2000, 512, max_positions=300, layer_norm=True, padding_idx=0, rng=0)
+    layer = EmbeddingLayer(2000, 512, max_positions=300, layer_norm=True, rng=0)
     bag = EmbeddingBag(2000, 512, rng=0)
     rotary = RotaryPositions(64)
     ids = rng.integers(0, 2000, (16, 300))

@@ -63,11 +63,12 @@ def bags_of(
     bounds = bounds_of(ids.shape, offsets, include_last_offset=include_last_offset)
     if weights is not None:
         weights = _weights_like(ids, weights).astype(dtype).reshape(-1)
-    flat, end = ids.reshape(-1), int(bounds[-1])
-    counts = np.ones(ids.size, bool) if padding_idx is None else flat != padding_idx
-    counts[end:] = False
-    if counts.all():
+    flat, end = np.ascontiguousarray(ids).reshape(-1), int(bounds[-1])
+    if padding_idx is None and end == flat.size:
         return Bags(flat, bounds, weights, None)
+    counts = np.arange(flat.size) < end
+    if padding_idx is not None:
+        counts &= flat != padding_idx
     before = np.concatenate([[0], np.cumsum(counts)])
     places = np.flatnonzero(counts)
     kept = None if weights is None else weights[places]

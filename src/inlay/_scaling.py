@@ -50,24 +50,35 @@ def number(
     *,
     least: float | None = None,
     above: float | None = None,
-    what: str = "",
+    bound: str = "",
     optional: bool = False,
 ) -> None:
+    """Make a field a float, if it is a finite number within its bound.
+
+    Args:
+        rule: The rule that is being built.
+        name: The field.
+        least: The smallest value allowed, or
+        above: the largest value not allowed.
+        bound: What the bound is called, if it is not just a number.
+        optional: Whether None is allowed.
+    """
     value = getattr(rule, name)
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    wrong = value < least if least is not None else value <= (above or 0.0)
-    if wrong or not math.isfinite(value):
-        bound = (
-            f"at least {what}{least:g}" if least is not None else f"above {what}{above:g}"
-        )
-        raise ValueError(f"{name} must be finite and {bound}, got {value}")
+    if least is not None:
+        inside, words = value >= least, f"at least {bound}{least:g}"
+    else:
+        inside, words = value > (above or 0.0), f"above {bound}{above or 0.0:g}"
+    if not inside or not math.isfinite(value):
+        raise ValueError(f"{name} must be finite and {words}, got {value}")
     object.__setattr__(rule, name, float(value))
 
 
 def count(rule: Scaling, name: str, *, least: int = 1, optional: bool = False) -> None:
+    """Make a field an int, if it is a whole number of at least ``least``."""
     value = getattr(rule, name)
     if optional and value is None:
         return
@@ -77,6 +88,7 @@ def count(rule: Scaling, name: str, *, least: int = 1, optional: bool = False) -
 
 
 def divisors(rule: Scaling, name: str) -> None:
+    """Make a field a tuple of floats, if they are finite and above 0."""
     values = tuple(float(value) for value in getattr(rule, name))
     for place, value in enumerate(values):
         if not 0.0 < value < math.inf:

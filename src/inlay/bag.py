@@ -29,7 +29,7 @@ from ._ragged import Bags, bag_numbers
 from .rows import Rows, group_by_id
 
 Mode = Literal["sum", "mean", "max"]
-MODES = ("sum", "mean", "max")
+MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 
 
 def divided(sums: Float[Any, "*shape"], by: Float[Any, "*#shape"]) -> Float[Any, "*shape"]:
@@ -45,8 +45,8 @@ def divided(sums: Float[Any, "*shape"], by: Float[Any, "*#shape"]) -> Float[Any,
 def pool(
     rows: Float[Any, "*lead length embedding_dim"],
     counted: Any,
-    steps: Int[Any, " length"],
     *,
+    steps: Int[Any, " length"],
     weights: Float[Any, "*lead length"] | None = None,
     mode: Mode = "mean",
 ) -> Float[Any, "*lead embedding_dim"]:
@@ -61,7 +61,8 @@ def pool(
 
     Example:
         >>> rows = np.array([[1.0, 8.0], [3.0, 4.0], [9.0, 9.0]])
-        >>> pool(rows, np.array([True, True, False]), np.arange(3), mode="max").tolist()
+        >>> counted = np.array([True, True, False])
+        >>> pool(rows, counted, steps=np.arange(3), mode="max").tolist()
         [3.0, 8.0]
     """
     xp = namespace_of(rows)
@@ -139,8 +140,8 @@ def table_gradient(
 def weights_gradient(
     table: Float[np.ndarray, "rows embedding_dim"],
     bags: Bags,
-    dy: Float[np.ndarray, "bags embedding_dim"],
     *,
+    dy: Float[np.ndarray, "bags embedding_dim"],
     mode: Mode,
     winners: np.ndarray | None = None,
 ) -> Float[np.ndarray, " counted"]:

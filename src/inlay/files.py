@@ -33,7 +33,7 @@ Path = str | os.PathLike[str]
 
 KEY = "inlay"
 FORMAT = 1
-LONGEST_CONFIG = 2**20
+LONGEST_CONFIG = 2**17
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Float64, Shaped
 
-from ._array import cast, namespace_of, work_dtype
+from ._array import namespace_of, work_dtype
 from ._check import one_of
-from .relative import relative_positions
+from .relative import distances
 
 Form = Literal["log", "power"]
 FORMS = ("log", "power")
@@ -94,21 +94,11 @@ def kerple_bias(
         -4.0
     """
     r1, r2 = (r[:, None, None] for r in kerple_limited(r1, r2, form=form))
-    distance = pair_distances(q_positions, k_positions, dtype=work_dtype(r1.dtype))
+    dtype = work_dtype(r1.dtype)
+    distance = distances(q_positions, k_positions, dtype=dtype)[..., None, :, :]
     if form == "log":
         return -r1 * namespace_of(r1).log1p(r2 * distance)
     return -r1 * zero_safe_power(distance, r2)
-
-
-def pair_distances(
-    q_positions: Shaped[Any, "*#batch q_length"],
-    k_positions: Shaped[Any, "*#batch k_length"],
-    *,
-    dtype: str,
-) -> Float[Any, "*batch 1 q_length k_length"]:
-    """Return how far apart each query and key are, with an axis for the heads."""
-    relative = relative_positions(q_positions, k_positions)
-    return cast(namespace_of(relative).abs(relative), dtype)[..., None, :, :]
 
 
 def zero_safe_power(

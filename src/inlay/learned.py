@@ -17,7 +17,7 @@ rows; it is done in float64 on the host and rounded once, and equals what
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from ._array import cast, is_real, namespace_of, work_dtype
 from ._check import not_negative, one_of, positive
@@ -55,19 +55,20 @@ def rows_at(
     if not is_real(positions):
         inside, near = _whole_inside(positions, first=-row_offset, last=last)
         return xp.where(inside[..., None], weight[near + row_offset], float("nan"))
-    low, high, share = neighbours(positions, first=-row_offset, last=last)
+    inside, low, high, share = neighbours(positions, first=-row_offset, last=last)
     work = work_dtype(weight.dtype)
     a, b = (cast(weight[row + row_offset], work) for row in (low, high))
     share = cast(share, work)[..., None]
-    return a * (1 - share) + b * share
+    # Chosen last: a share of NaN would make the gradient of the rows NaN.
+    return xp.where(inside[..., None], a * (1 - share) + b * share, float("nan"))
 
 
 def neighbours(
     positions: Float[Any, "*seq"], *, first: int, last: int
-) -> tuple[Int[Any, "*seq"], Int[Any, "*seq"], Float[Any, "*seq"]]:
-    """Return the whole positions around each real one, and the share of the upper.
+) -> tuple[Bool[Any, "*seq"], Int[Any, "*seq"], Int[Any, "*seq"], Float[Any, "*seq"]]:
+    """Return which positions there are, the whole ones around each, and the upper's share.
 
-    The share is NaN for a position before ``first`` or after ``last``.
+    Where there is no such position the others are those of ``first``.
 
     Args:
         positions: Reals.
@@ -75,17 +76,17 @@ def neighbours(
         last: The last one.
 
     Example:
-        >>> low, high, share = neighbours(np.array([2.25, 5.0]), first=0, last=5)
+        >>> inside, low, high, share = neighbours(np.array([2.25, 5.0]), first=0, last=5)
         >>> low.tolist(), high.tolist(), share.tolist()
         ([2, 5], [3, 5], [0.25, 0.0])
     """
     xp = namespace_of(positions)
     real = cast(positions, work_dtype(positions.dtype))
     inside = (real >= first) & (real <= last)
-    below = xp.floor(xp.where(inside, real, first))
+    near = xp.where(inside, real, first)
+    below = xp.floor(near)
     low = cast(below, "int32")
-    share = xp.where(inside, real - below, float("nan"))
-    return low, xp.clip(low + 1, None, last), share
+    return inside, low, xp.clip(low + 1, None, last), near - below
 
 
 def check_positions(positions: np.ndarray, *, max_positions: int, row_offset: int) -> None:
@@ -142,7 +143,7 @@ def resize_linear(
     one_of("align", align, ("ends", "centres", "starts"))
     old = len(weight)
     places = _places(positive("weight rows", old), positive("length", length), align)
-    low, high, share = neighbours(np.clip(places, 0, old - 1), first=0, last=old - 1)
+    _, low, high, share = neighbours(np.clip(places, 0, old - 1), first=0, last=old - 1)
     taps = np.stack([low, high], axis=1), np.stack([1 - share, share], axis=1)
     return _resampled(weight, taps, axis=0).astype(weight.dtype)
 

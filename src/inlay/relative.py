@@ -9,8 +9,8 @@ one query's bias is one row of the whole.
 
 Where a bucket begins is found on the host in whole numbers, and what is looked up at run
 time is a table by distance: no logarithm is taken on a device, so that no two libraries or
-devices can disagree about a bucket. ``relative_positions``, ``clipped_index`` and
-``t5_bias`` create no arrays and run unchanged on NumPy, torch and JAX.
+devices can disagree about a bucket. Apart from the two that make
+tables, these functions create no arrays and run unchanged on NumPy, torch and JAX.
 """
 
 from typing import Any
@@ -54,6 +54,27 @@ def relative_positions(
         )
     dtype = _difference_dtype(q_positions, k_positions)
     return cast(k_positions, dtype)[..., None, :] - cast(q_positions, dtype)[..., :, None]
+
+
+def distances(
+    q_positions: Shaped[Any, "*#batch q_length"],
+    k_positions: Shaped[Any, "*#batch k_length"],
+    *,
+    dtype: str,
+) -> Float[Any, "*batch q_length k_length"]:
+    """Return how far apart each query and key are, whichever comes first.
+
+    Args:
+        q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
+        k_positions: Likewise.
+        dtype: The name of the result's dtype, to which it is rounded last.
+
+    Example:
+        >>> distances(np.array([2]), np.array([0, 3]), dtype="float32")
+        array([[2., 1.]], dtype=float32)
+    """
+    relative = relative_positions(q_positions, k_positions)
+    return cast(namespace_of(relative).abs(relative), dtype)
 
 
 def clipped_index(

@@ -131,7 +131,7 @@ class Llama3(Scaling):
         number(self, "factor", least=1.0)
         count(self, "original_length")
         number(self, "low_factor", above=0.0)
-        number(self, "high_factor", above=self.low_factor, what="low_factor ")
+        number(self, "high_factor", above=self.low_factor, bound="low_factor ")
 
     def inverse_frequencies(self, rotary_dim: int, *, base: float) -> Frequencies:
         plain = inverse_frequencies(rotary_dim, base=base)

@@ -67,7 +67,7 @@ def frequencies(
             ``scale``. Positive.
 
     Example:
-        >>> frequencies(4), frequencies(4, shift=1)
+        >>> frequencies(4), frequencies(4, shift=1.0)
         (array([1.  , 0.01]), array([1.e+00, 1.e-04]))
     """
     dim = positive("embedding_dim", embedding_dim)

@@ -70,8 +70,9 @@ def turns(
     # As exact as it came: a float64 position rounded to float32 is another position.
     real = cast(positions, work_dtype(positions.dtype))
     inside = (real < LIMIT) & (real > -LIMIT)
+    real = xp.where(inside, real, 0.0)
     # Towards zero, so that the fraction is smaller than one and has the sign of the whole.
-    whole = xp.trunc(xp.where(inside, real, 0.0))
+    whole = xp.trunc(real)
     part = cast(real - whole, str(tables.dtype).removeprefix("torch."))
     angle = part[..., None] * rates
     cos, sin = _times(

@@ -52,10 +52,12 @@ class YaRN(Scaling):
         number(self, "factor", least=1.0)
         count(self, "original_length")
         number(self, "beta_slow", above=0.0)
-        number(self, "beta_fast", least=self.beta_slow, what="beta_slow ")
+        number(self, "beta_fast", least=self.beta_slow, bound="beta_slow ")
         for name in ("mscale", "mscale_all_dim"):
             number(self, name, least=0.0, optional=True)
         number(self, "attention", above=0.0, optional=True)
+        if not isinstance(self.truncate, bool):
+            raise TypeError(f"truncate must be a bool, got {type(self.truncate).__name__}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
                 "mscale and mscale_all_dim must be given together, "

@@ -68,6 +68,6 @@ def positions_for(length: int, *, positions: Any, offset: Any) -> np.ndarray:
     """Return checked positions: those given, or ``0, 1, …`` moved on by ``offset``."""
     if positions is not None:
         positions = positions_array(positions)
-    if not isinstance(offset, int):
+    if isinstance(offset, bool) or not isinstance(offset, int):
         offset = positions_array(offset, name="offset")
     return resolve(positions, offset=offset, steps=np.arange(length))

@@ -130,7 +130,7 @@ class EmbeddingBag(Embedding):
             )
             if given is None:
                 return {"weight": weight}
-            flat = weights_gradient(table, used, d, mode=self.mode, winners=winners)
+            flat = weights_gradient(table, used, dy=d, mode=self.mode, winners=winners)
             return {"weight": weight, "per_sample_weights": _like(given, flat, bags)}
 
         return y.astype(self.weight.dtype, copy=False), pull

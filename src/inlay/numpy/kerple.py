@@ -13,9 +13,9 @@ from ..kerple import (
     kerple_bias,
     kerple_initial,
     kerple_limited,
-    pair_distances,
     zero_safe_power,
 )
+from ..relative import distances
 from ..token import Seed
 from ._bias import (
     Bias,
@@ -118,9 +118,8 @@ class KerpleBias(Bias):
         bias = self.bias(q_positions, k_positions)
         stored = widened(self.r1.copy()), widened(self.r2.copy())
         used = kerple_limited(*stored, form=self.form)
-        distance = pair_distances(
-            *checked_pair(q_positions, k_positions), dtype=work_dtype(stored[0].dtype)
-        )
+        pair = checked_pair(q_positions, k_positions)
+        distance = distances(*pair, dtype=work_dtype(stored[0].dtype))[..., None, :, :]
 
         def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
             d = gradient_like(dbias, bias).astype(distance.dtype, copy=False)

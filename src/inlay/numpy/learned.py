@@ -110,7 +110,7 @@ class LearnedPositions(Module):
         return (widened(x) + rows).astype(x.dtype, copy=False)
 
     def encode(
-        self, positions: Shaped[Any, "*seq"] | list[Any] | float, *, dtype: Any = None
+        self, positions: Shaped[Any, "*seq"] | list[Any] | int | float, *, dtype: Any = None
     ) -> Float[np.ndarray, "*seq embedding_dim"]:
         """Return the vectors that are added at these positions.
 
@@ -128,7 +128,7 @@ class LearnedPositions(Module):
         positions: Shaped[Any, "*seq"] | list[Any] | None = None,
         *,
         offset: Any = 0,
-    ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray | Rows]]]:
+    ) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
         """Return the output and the function to the gradients of ``x`` and ``weight``.
 
         Example:
@@ -141,7 +141,7 @@ class LearnedPositions(Module):
         found = positions_of(x.shape, positions=positions, offset=offset).copy()
         y = self(x, found)
 
-        def pull(dy: Any) -> dict[str, np.ndarray | Rows]:
+        def pull(dy: Any) -> dict[str, Any]:
             dy = gradient_of(y, dy)
             return {"x": dy.astype(y.dtype), "weight": self.row_gradient(found, dy)}
 
@@ -163,7 +163,7 @@ class LearnedPositions(Module):
         if not is_real(positions):
             rows = positions.astype(np.int64) + self.row_offset
             return self.table.row_gradient(rows, dy)
-        low, high, share = neighbours(
+        _, low, high, share = neighbours(
             positions, first=-self.row_offset, last=self.max_positions - 1
         )
         share = share.astype(dy.dtype)[..., None]
@@ -211,7 +211,9 @@ class LearnedPositions(Module):
             )
         )
 
-    def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
+    def set_padding(
+        self, value: Float[Any, " embedding_dim"] | list[float] | float
+    ) -> None:
         """Make ``value`` the padding row, from now on."""
         self.table.set_padding(value)
 

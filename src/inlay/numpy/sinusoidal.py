@@ -136,7 +136,7 @@ class SinusoidalPositions(Module):
         return (wide + self.encode(found, dtype=wide.dtype)).astype(x.dtype, copy=False)
 
     def encode(
-        self, positions: Shaped[Any, "*seq"] | list[Any] | float, *, dtype: Any = None
+        self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
     ) -> Float[np.ndarray, "*seq embedding_dim"]:
         """Return the vectors that are added at these positions.
 

@@ -1,0 +1,74 @@
+"""Turning rows on the kernels: which turn is whose, and rows as they lie in memory."""
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from .. import kernels
+from ..turns import axial_turns, turns
+
+
+def turn_at(
+    positions: Shaped[np.ndarray, "*seq"],
+    tables: Float[np.ndarray, "*axes 2 3 256 pairs"],
+    rates: Float[np.ndarray, "*axes pairs"],
+) -> Float[np.ndarray, "turns 2*pairs"]:
+    """Return the cosines of all pairs, then the sines, one row for each position.
+
+    Args:
+        positions: Within reach; with several coordinates, they come first.
+        tables: Digit tables in the dtype of the result.
+        rates: The frequencies, likewise.
+
+    Example:
+        >>> from inlay.turns import digit_tables
+        >>> turn_at(np.array([0.0]), digit_tables(np.ones(2)), np.ones(2, np.float32))
+        array([[1., 1., 0., 0.]], dtype=float32)
+    """
+    if rates.ndim == 2:
+        cos, sin = axial_turns(positions.reshape(len(positions), -1), tables, rates)
+    elif positions.dtype.kind in "iu":
+        return kernels.turns(np.ascontiguousarray(positions, np.int64).reshape(-1), tables)
+    else:
+        cos, sin = turns(positions.reshape(-1), tables, rates)
+    return np.concatenate([cos, sin], axis=-1)
+
+
+def turned_back(turn: Float[np.ndarray, "turns 2*pairs"]) -> np.ndarray:
+    """Return the turns the other way, the same size."""
+    cos, sin = np.split(turn, 2, axis=-1)
+    return np.concatenate([cos, -sin], axis=-1)
+
+
+def rotated(
+    x: Float[np.ndarray, "*lead head_dim"],
+    turn: Float[np.ndarray, "turns 2*pairs"],
+    seq: tuple[int, ...],
+    *,
+    read_half: bool,
+    write_half: bool,
+) -> Float[np.ndarray, "*lead head_dim"]:
+    """Return ``x`` turned, laid out in memory as ``x`` is.
+
+    Args:
+        x: Queries or keys.
+        turn: As many turns as ``seq`` has places.
+        seq: The shape that, broadcast to that of ``x`` without its features, says which
+            turn is whose.
+        read_half: As in ``inlay.kernels.rotate``.
+        write_half: Likewise.
+
+    Example:
+        >>> quarter = np.array([[0.0, 1.0]])
+        >>> rotated(np.eye(2), quarter, (1,), read_half=True, write_half=True).tolist()
+        [[0.0, 1.0], [-1.0, 0.0]]
+    """
+    # Heads are often a transposed view; taken as they lie, nothing is copied for them.
+    order = sorted(range(x.ndim - 1), key=lambda axis: -x.strides[axis])
+    moved = np.ascontiguousarray(x.transpose(*order, -1))
+    index = np.arange(len(turn)).reshape(seq)
+    which = np.broadcast_to(index, x.shape[:-1]).transpose(order).flatten()
+    rows = moved.reshape(-1, x.shape[-1])
+    out = kernels.rotate(
+        rows, turn, which=which, read_half=read_half, write_half=write_half
+    )
+    return out.reshape(moved.shape).transpose(*np.argsort(order), -1)

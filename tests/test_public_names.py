@@ -1,0 +1,100 @@
+"""The public names are a promise: adding one is a choice, losing one is a break."""
+
+import doctest
+import importlib
+import inspect
+
+import pytest
+
+import inlay
+
+NAMES = {
+    "inlay": [
+        "DynamicNTK",
+        "Linear",
+        "Llama3",
+        "LongRoPE",
+        "NTK",
+        "Proportional",
+        "Rows",
+        "YaRN",
+        "__version__",
+        "convert_layout",
+        "get_num_threads",
+        "positions",
+        "query_temperature",
+        "set_num_threads",
+    ],
+    "inlay.numpy": [
+        "AlibiBias",
+        "Embedding",
+        "EmbeddingBag",
+        "EmbeddingLayer",
+        "FireBias",
+        "FourierFeatures",
+        "KerpleBias",
+        "LearnedPositions",
+        "RotaryPositions",
+        "ShawScores",
+        "SinusoidalPositions",
+        "T5Bias",
+        "load",
+        "save",
+    ],
+}
+
+# Names whose example is that of another.
+SHOWN_WITH = {"load": "save", "get_num_threads": "set_num_threads"}
+
+# The arguments that may be given by position, in every face.
+LEADING = {
+    "AlibiBias": ["num_heads"],
+    "Embedding": ["num_embeddings", "embedding_dim"],
+    "EmbeddingBag": ["num_embeddings", "embedding_dim"],
+    "EmbeddingLayer": ["num_embeddings", "embedding_dim"],
+    "FireBias": ["num_heads"],
+    "FourierFeatures": ["matrix"],
+    "KerpleBias": ["num_heads"],
+    "LearnedPositions": ["max_positions", "embedding_dim"],
+    "RotaryPositions": ["head_dim"],
+    "ShawScores": ["head_dim"],
+    "SinusoidalPositions": ["embedding_dim"],
+    "T5Bias": ["num_heads"],
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_are_pinned(module):
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == NAMES[module]
+    for name in found.__all__:
+        assert getattr(found, name) is not None
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_public_name_is_documented_with_an_example_that_runs(module):
+    found = importlib.import_module(module)
+    for name in set(found.__all__) - {"__version__", "positions"}:
+        value = getattr(found, name)
+        if name in SHOWN_WITH:
+            value = getattr(found, SHOWN_WITH[name])
+        examples = doctest.DocTestFinder().find(value, name)
+        assert any(test.examples for test in examples), name
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_leading_parameters_are_pinned(name):
+    layer = getattr(importlib.import_module("inlay.numpy"), name)
+    parameters = inspect.signature(layer).parameters.values()
+    leading = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert leading == LEADING[name]
+
+
+@pytest.mark.rejects
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'inlay' has no attribute 'Torch'"):
+        inlay.Torch  # noqa: B018  # pyright: ignore
+
+
+def test_dir_lists_what_is_fetched_on_demand():
+    assert {"YaRN", "Rows", "positions"} <= set(dir(inlay))

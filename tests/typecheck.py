@@ -1,0 +1,35 @@
+"""Checks the types and shapes in signatures while the tests run.
+
+A plugin: ``python -m pytest -p tests.typecheck -m "not rejects"``. Tests that pass wrong
+arguments on purpose are left out, for it would refuse those first.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from beartype import beartype
+from jaxtyping import install_import_hook
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the arguments and the result of ``function`` against its annotations."""
+    # beartype knows what Self is in a class only, and jaxtyping hands it functions.
+    if Self in getattr(function, "__annotations__", {}).values():
+        return function
+    return beartype(function)
+
+
+def modules() -> list[str]:
+    """Return the names of the modules with shapes to check: all but the compiled loops."""
+    files = (SOURCE / "inlay").rglob("[!_]*.py")
+    names = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
+    return [name for name in names if not name.startswith("inlay.kernels")]
+
+
+install_import_hook(modules(), "tests.typecheck.checked")
+# torch cannot trace through the checks.
+torch.compile = lambda model=None, **_: model
