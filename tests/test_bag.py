@@ -101,7 +101,7 @@ def test_rows_of_two_dimensional_ids_are_bags(mode):
     np.testing.assert_array_equal(layer(ids), flat)
     np.testing.assert_array_equal(layer(np.asfortranarray(ids)), flat)
     np.testing.assert_array_equal(
-        layer(np.repeat(ids.ravel(), 2)[::2], range(0, 24, 4)), flat
+        layer(np.repeat(ids.ravel(), 2)[::2], list(range(0, 24, 4))), flat
     )
     np.testing.assert_array_equal(
         layer(ids.tolist()), by_hand(layer.weight, ids, mode=mode)

@@ -23,9 +23,11 @@ from inlay.numpy.kerple import KerpleBias
 from inlay.numpy.layer import EmbeddingLayer
 from inlay.numpy.learned import LearnedPositions
 from inlay.numpy.relative import T5Bias
+from inlay.numpy.rotary import RotaryPositions
 from inlay.numpy.shaw import ShawScores
 from inlay.numpy.sinusoidal import SinusoidalPositions
 from inlay.numpy.token import Embedding
+from inlay.scaling import LongRoPE, YaRN
 
 IDS = np.array([[3, 0, 9], [9, 1, 2]])
 X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
@@ -78,6 +80,27 @@ CASES = {
     "EmbeddingLayer square": lambda: EmbeddingLayer(
         10, 8, max_positions=10, segments=10, rng=9
     ),
+    "RotaryPositions": lambda: RotaryPositions(
+        8,
+        base=500.0,
+        layout="interleaved",
+        scaling=YaRN(factor=4.0, original_length=32),
+        rotary_dim=6,
+        sections=[1, 1, 1],
+        interleaved_sections=True,
+        heads_axis=-2,
+    ),
+    "RotaryPositions long": lambda: RotaryPositions(
+        4,
+        scaling=LongRoPE(
+            short_factors=[1.0, 2.0],
+            long_factors=[1.0, 8.0],
+            original_length=64,
+            factor=4.0,
+            length=65,
+        ),
+    ),
+    "RotaryPositions ready": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
     "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
     "T5Bias": lambda: T5Bias(
         3, num_buckets=6, max_distance=20, bidirectional=False, dtype="float64", rng=10
@@ -98,6 +121,10 @@ def asked(layer):
         return layer(IDS)
     if isinstance(layer, LearnedPositions | SinusoidalPositions):
         return layer(X, offset=1)
+    if isinstance(layer, RotaryPositions):
+        x = np.expand_dims(X[..., : layer.head_dim], layer.heads_axis)
+        positions = np.array([[5, 70, 1], [0, 2, 9], [4, 4, 300]])
+        return layer(x, positions if layer.sections else positions[0])
     if isinstance(layer, FourierFeatures):
         return layer(X[..., :1])
     if isinstance(layer, ShawScores):
@@ -317,6 +344,8 @@ HUGE = [
     (WEIGHT, {**LAYER, "segments": 2**16, "embedding_dim": 2**16}),
     ({}, {"class": "SinusoidalPositions", "embedding_dim": 10**9}),
     ({}, {"class": "RotaryPositions", "head_dim": 10**9}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**16, "sections": [1] * 2**15}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**12, "sections": [1] * 2**11}),
     ({}, {"class": "AlibiBias", "num_heads": 10**10}),
     ({}, {"class": "T5Bias", "num_heads": 2**16, "num_buckets": 2**16}),
     (

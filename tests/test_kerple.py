@@ -237,6 +237,20 @@ def test_torch_and_jax_agree_in_bias_and_gradient(form):
         np.testing.assert_allclose(got, grad, rtol=1e-5)
 
 
+def test_real_positions_have_a_gradient_at_the_zero_of_a_power_below_one():
+    q, k, r = np.array([2.0], "float32"), np.array([2.0, 5.0], "float32"), [0.5]
+
+    def total(q, array):
+        return kerple_bias(q, array(k), r1=array(r), r2=array(r), form="power").sum()
+
+    tensor = torch.asarray(q).requires_grad_()
+    total(tensor, lambda x: torch.asarray(x, dtype=torch.float32)).backward()
+    found = jax.grad(total)(jnp.asarray(q), lambda x: jnp.asarray(x, jnp.float32))
+    # Only the key at distance 3 pulls, with -0.5 · 3^0.5.
+    for gradient in (np.asarray(tensor.grad), found):
+        np.testing.assert_allclose(gradient, [0.25 / 3**0.5], rtol=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_compiles_the_bias_whole(form):
     def run(q, k, r1, r2):

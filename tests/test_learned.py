@@ -321,7 +321,7 @@ def test_half_precision_tables_are_resized_in_float64_and_rounded_once():
 
 def test_resizing_a_layer_keeps_what_is_no_position():
     layer = LearnedPositions(6, 4, row_offset=2, padding_idx=1, rng=0)
-    layer.set_padding([1.0, 2.0, 3.0, 4.0])
+    layer.set_padding(np.array([1.0, 2.0, 3.0, 4.0]))
     before = layer.weight.copy()
     layer.resize(11, align="centres")
     np.testing.assert_array_equal(layer.weight[:2], before[:2])

@@ -396,6 +396,17 @@ def test_gradient_is_right_against_finite_differences():
     np.testing.assert_allclose(got, want, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_layer_and_the_core_give_the_same_bits(dtype):
+    """The layer has whole positions from a compiled loop."""
+    layer = SinusoidalPositions(9, base=77.0, scale=0.3, layout="half")
+    positions = np.array([*WHOLE, -1, -255, -256, -65_536])
+    tables, rates = layer.tables.astype(dtype), layer.rates.astype(dtype)
+    cos, sin = sinusoidal.waves(positions, tables, rates)
+    want = sinusoidal.encode(cos, sin, embedding_dim=9, layout="half")
+    np.testing.assert_array_equal(layer.encode(positions, dtype=dtype), want)
+
+
 # The core on the other libraries
 
 

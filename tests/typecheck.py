@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
 SOURCE = Path(__file__).parent.parent / "src"
+# An int is good where a float is asked for.
+_check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +22,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     # beartype knows what Self is in a class only, and jaxtyping hands it functions.
     if Self in getattr(function, "__annotations__", {}).values():
         return function
-    return beartype(function)
+    return _check(function)
 
 
 def modules() -> list[str]:

@@ -1,8 +1,9 @@
 """What a transformers config leaves unsaid about rotation, by ``model_type``.
 
 A config says how fast pairs turn. Which features make a pair, and how multimodal models
-share pairs out, is in each model's code: read off transformers 5.22.2. A model that is not
-named here pairs halves and turns by one coordinate, as nearly all do.
+share pairs out, is in each model's code: read off transformers 5.22.2 (Kimi K2 brings
+DeepSeek-V3's along). A model that is not named here pairs halves and turns by one
+coordinate, as nearly all do.
 """
 
 #: Pairs ``2i`` with ``2i + 1``.

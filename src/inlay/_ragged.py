@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Int64, Real
+from jaxtyping import Float, Int, Int64, Integer, Real
 
 from ._array import namespace_of
 from ._check import ids_in_range, integers, positions_array
@@ -33,11 +33,11 @@ class Bags:
 
 
 def bags_of(
-    ids: Int[Any, "*batch"],
-    offsets: Int[Any, " bags"] | None = None,
+    ids: Integer[Any, "*batch"] | list[Any],
+    offsets: Integer[Any, " offsets"] | list[Any] | None = None,
     *,
     num_embeddings: int,
-    weights: Real[Any, "*batch"] | None = None,
+    weights: Real[Any, "*batch"] | list[Any] | None = None,
     padding_idx: int | None = None,
     include_last_offset: bool = False,
     dtype: str = "float32",
@@ -77,7 +77,7 @@ def bags_of(
 
 def bounds_of(
     shape: tuple[int, ...],
-    offsets: Int[Any, " bags"] | None,
+    offsets: Integer[Any, " offsets"] | list[Any] | None,
     *,
     include_last_offset: bool = False,
 ) -> Int64[np.ndarray, " ends"]:

@@ -61,9 +61,13 @@ def _plain(config: Any) -> Config:
     if not isinstance(config, dict):
         found = type(config).__name__
         raise TypeError(f"config must be a dict or have to_dict, got {found}")
-    model = config.get("model_type")
+    model, own = config.get("model_type"), ("rope_parameters", "rope_scaling", "rope_theta")
     if model in PECULIAR:
         raise ValueError(f"model_type must be one that rotates as others do, got {model!r}")
+    if config.get("text_config") and not any(config.get(key) for key in own):
+        raise ValueError(
+            f"config must be a text model's: give the text_config of {model!r}"
+        )
     return config
 
 
@@ -80,6 +84,9 @@ def _rope_of(config: Config, layer_type: str | None) -> tuple[Config, bool]:
                 f"got {layer_type!r}"
             )
         return rope, False
+    stray = [name for name, value in rope.items() if not isinstance(value, dict | None)]
+    if stray:
+        raise ValueError(f"rope parameters must all be in a layer type, got {stray[0]!r}")
     types = " or ".join(repr(name) for name, value in rope.items() if value is not None)
     own = None if layer_type is None else rope.get(layer_type)
     if not isinstance(own, dict):

@@ -107,5 +107,5 @@ def zero_safe_power(
     """Return ``distance ** power``, with zero for zero and a gradient that is never NaN."""
     xp = namespace_of(distance)
     apart = distance != 0
-    # The derivative by the power has a logarithm of the base, also where it is not used.
+    # At zero a power has a logarithm in its derivative, and below one an infinite slope.
     return xp.where(apart, xp.where(apart, distance, 1.0) ** power, 0.0)

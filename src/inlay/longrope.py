@@ -1,6 +1,7 @@
 """LongRoPE: a searched divisor for each pair, and others beyond the original length."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -36,8 +37,8 @@ class LongRoPE(Scaling):
         [1.0, 0.00125]
     """
 
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
+    short_factors: Sequence[float]
+    long_factors: Sequence[float]
     original_length: int
     factor: float
     attention: float | None = None

@@ -27,7 +27,7 @@ def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*mo
         >>> from_offset(np.arange(3), np.array([0, 10])).tolist()
         [[0, 1, 2], [10, 11, 12]]
     """
-    if getattr(offset, "ndim", 0) == 0:
+    if isinstance(offset, int | float) or offset.ndim == 0:
         return steps + offset
     return steps + offset[..., None]
 

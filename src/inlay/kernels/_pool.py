@@ -7,8 +7,9 @@ first needed and forgotten in a forked child, where its threads do not exist.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -26,22 +27,29 @@ class _Pool:
     def forget(self) -> None:
         self.lock = threading.Lock()
         self.executor: ThreadPoolExecutor | None = None
+        self.capacity = 0
 
-    def workers(self) -> ThreadPoolExecutor:
+    def workers(self, count: int) -> ThreadPoolExecutor:
         with self.lock:
-            if self.executor is None:
-                self.executor = ThreadPoolExecutor(self.size - 1, "inlay")
+            if self.executor is None or self.capacity < count:
+                self.drop()
+                self.executor, self.capacity = ThreadPoolExecutor(count, "inlay"), count
             return self.executor
+
+    def drop(self) -> None:
+        if self.executor is not None:
+            self.executor.shutdown(wait=False)
+            self.executor = None
 
     def resize(self, size: int) -> None:
         with self.lock:
-            if size != self.size and self.executor is not None:
-                self.executor.shutdown(wait=False)
-                self.executor = None
+            if size != self.size:
+                self.drop()
             self.size = size
 
 
 _pool = _Pool()
+_here = threading.local()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.forget)
 
@@ -67,6 +75,22 @@ def get_num_threads() -> int:
     return _pool.size
 
 
+@contextmanager
+def on_threads(n: int) -> Iterator[None]:
+    """Use ``n`` threads in the kernels that this thread calls inside, whatever is set.
+
+    Example:
+        >>> with on_threads(1):
+        ...     run(print, 7, "one part", grain=2)
+        0 7 one part
+    """
+    before, _here.size = getattr(_here, "size", None), n
+    try:
+        yield
+    finally:
+        _here.size = before
+
+
 def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
     """Call ``loop(lo, hi, *args)`` over parts that cover ``[0, size)``, and wait.
 
@@ -76,7 +100,8 @@ def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
         args: Passed on to every call.
         grain: The least length worth a thread: handing over costs about 40 µs.
     """
-    parts = min(_pool.size, size // max(grain, 1))
+    threads = getattr(_here, "size", None) or _pool.size
+    parts = min(threads, size // max(grain, 1))
     if parts <= 1:
         loop(0, size, *args)
         return
@@ -86,7 +111,7 @@ def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
     others = []
     for lo, hi in zip(bounds[1:-1], bounds[2:], strict=True):
         try:
-            others.append(_pool.workers().submit(loop, lo, hi, *args))
+            others.append(_pool.workers(parts - 1).submit(loop, lo, hi, *args))
         except RuntimeError:
             loop(lo, hi, *args)
     loop(bounds[0], bounds[1], *args)

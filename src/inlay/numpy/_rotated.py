@@ -11,7 +11,7 @@ def turn_at(
     positions: Shaped[np.ndarray, "*seq"],
     tables: Float[np.ndarray, "*axes 2 3 256 pairs"],
     rates: Float[np.ndarray, "*axes pairs"],
-) -> Float[np.ndarray, "turns 2*pairs"]:
+) -> Float[np.ndarray, "turns width"]:
     """Return the cosines of all pairs, then the sines, one row for each position.
 
     Args:
@@ -33,7 +33,7 @@ def turn_at(
     return np.concatenate([cos, sin], axis=-1)
 
 
-def turned_back(turn: Float[np.ndarray, "turns 2*pairs"]) -> np.ndarray:
+def turned_back(turn: Float[np.ndarray, "turns width"]) -> np.ndarray:
     """Return the turns the other way, the same size."""
     cos, sin = np.split(turn, 2, axis=-1)
     return np.concatenate([cos, -sin], axis=-1)
@@ -41,7 +41,7 @@ def turned_back(turn: Float[np.ndarray, "turns 2*pairs"]) -> np.ndarray:
 
 def rotated(
     x: Float[np.ndarray, "*lead head_dim"],
-    turn: Float[np.ndarray, "turns 2*pairs"],
+    turn: Float[np.ndarray, "turns width"],
     seq: tuple[int, ...],
     *,
     read_half: bool,

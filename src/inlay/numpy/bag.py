@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Real
+from jaxtyping import Float, Integer, Real
 
 from .._array import work_dtype
 from .._check import FLOATS, one_of
@@ -86,9 +86,9 @@ class EmbeddingBag(Embedding):
 
     def __call__(
         self,
-        ids: Int[Any, "*batch"],
-        offsets: Int[Any, " bags"] | None = None,
-        per_sample_weights: Real[Any, "*batch"] | None = None,
+        ids: Integer[Any, "*batch"] | list[Any],
+        offsets: Integer[Any, " offsets"] | list[Any] | None = None,
+        per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
     ) -> Float[np.ndarray, "bags embedding_dim"]:
         bags = self._bags(ids, offsets, per_sample_weights)
         table, used = self._rows_of(bags, copied=False)
@@ -97,9 +97,9 @@ class EmbeddingBag(Embedding):
 
     def vjp(
         self,
-        ids: Int[Any, "*batch"],
-        offsets: Int[Any, " bags"] | None = None,
-        per_sample_weights: Real[Any, "*batch"] | None = None,
+        ids: Integer[Any, "*batch"] | list[Any],
+        offsets: Integer[Any, " offsets"] | list[Any] | None = None,
+        per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, Any]]]:
         """Return the output and the function from its gradient to all others.
 

@@ -148,6 +148,9 @@ def _check_options(layer: Any, options: dict[str, Any], tensors: Tensors) -> Non
         for option, value in options.items()
         if isinstance(value, int) and _is_whole(known[option].annotation)
     }
+    if isinstance(sections := options.get("sections"), list):
+        # A rotary layer has tables for each of them.
+        sizes["sections × head_dim"] = len(sections) * sizes.get("head_dim", 1)
     numbers = sum(tensor.size for tensor in tensors.values())
     most = max(_LARGEST, numbers)
     for option, size in sizes.items():

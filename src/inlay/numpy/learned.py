@@ -211,9 +211,7 @@ class LearnedPositions(Module):
             )
         )
 
-    def set_padding(
-        self, value: Float[Any, " embedding_dim"] | list[float] | float
-    ) -> None:
+    def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
         """Make ``value`` the padding row, from now on."""
         self.table.set_padding(value)
 

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._array import work_dtype
+from .. import kernels
+from .._array import is_real, work_dtype
 from .._check import float_dtype, one_of, positions_array, positions_in_reach, positive
 from ..sinusoidal import (
     CONVENTIONS,
@@ -152,7 +153,7 @@ class SinusoidalPositions(Module):
         work = work_dtype(dtype)
         tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
         features = encode(
-            *waves(found, tables, rates),
+            *_waves(found, tables, rates),
             embedding_dim=self.embedding_dim // self.axes,
             layout=self.layout,
             cos_first=self.cos_first,
@@ -191,3 +192,17 @@ class SinusoidalPositions(Module):
             "axes": self.axes,
             "frequency_scale": self.frequency_scale,
         }
+
+
+def _waves(
+    positions: Shaped[np.ndarray, "*seq"],
+    tables: Float[np.ndarray, "levels 2 3 256 pairs"],
+    rates: Float[np.ndarray, "levels pairs"],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what :func:`inlay.sinusoidal.waves` does, from the kernel if it can."""
+    if is_real(positions):
+        return waves(positions, tables, rates)
+    rows = np.ascontiguousarray(positions, np.int64).reshape(-1)
+    pairs = tables.shape[-1]
+    turns = kernels.turns(rows, tables[0]).reshape(*positions.shape, 2 * pairs)
+    return turns[..., :pairs], turns[..., pairs:]
