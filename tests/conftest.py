@@ -14,9 +14,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NothingIsSkipped())
     # Numba does not notice every edit of a cached function, so each run compiles afresh.
     # Subprocesses inherit the folder, and what was compiled for it.
-    folder = tempfile.TemporaryDirectory(prefix="inlay-numba-")
-    os.environ["NUMBA_CACHE_DIR"] = folder.name
-    config.add_cleanup(folder.cleanup)
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="inlay-numba-")
+        os.environ["NUMBA_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 class NothingIsSkipped:

@@ -35,6 +35,11 @@ def everything(folder):
     return sorted(entry.name for entry in folder.iterdir())
 
 
+def run(script, path):
+    """Run a script in a process of its own."""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), path], check=True)
+
+
 def forge(path, *, inlay=None, tensors=None, data=b"", length=None):
     """Write the bytes of a file whose header says whatever is asked."""
     header = dict(tensors or {})
@@ -91,6 +96,19 @@ def test_any_safetensors_reader_opens_the_file(tmp_path):
     assert h.dtype == torch.bfloat16 and h.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_fresh_process_reads_bfloat16(tmp_path):
+    write(tmp_path / "a", {"h": np.arange(3).astype(ml_dtypes.bfloat16)}, {})
+    script = """
+        import sys
+        from inlay.files import read
+
+        tensors, _ = read(sys.argv[1])
+        assert tensors["h"].astype("float32").tolist() == [0.0, 1.0, 2.0]
+        assert tensors["h"].dtype.name == "bfloat16"
+    """
+    run(script, tmp_path / "a")
+
+
 def test_tensors_are_aligned_to_their_own_size(tmp_path):
     write(tmp_path / "a", {"a": np.ones(1, "float16"), "b": np.ones(1, "float64")}, {})
     raw = (tmp_path / "a").read_bytes()
@@ -128,7 +146,7 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
         assert seen == {0, 1}, seen
     """
     path = tmp_path / "a.safetensors"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), path], check=True)
+    run(script, path)
     # What was left behind shows that writers did die in the middle of writing.
     left = [name for name in everything(tmp_path) if name != path.name]
     assert len(left) > 10 and all(name.startswith(".inlay-") for name in left)
@@ -185,7 +203,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
         assert read(sys.argv[1])[1] == {"k": 0}
     """
     path = tmp_path / "a"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), path], check=True)
+    run(script, path)
     assert everything(tmp_path) == ["a"]
 
 

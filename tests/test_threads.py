@@ -86,6 +86,24 @@ POOL_OF_PROCESSES = """
 """
 
 
+EVERY_NUMBER_OF_THREADS = """
+    want = work()
+    for n in (1, 2, 3, 7):
+        inlay.set_num_threads(n)
+        assert same(work()), n
+"""
+
+# Numba then finds no place for its cache, which cache=True alone refuses.
+NO_FOLDER_FOR_THE_CACHE = """
+    import numba.core.caching as caching
+
+    caching.CacheImpl._locator_classes = []
+    from inlay.numpy.token import Embedding
+
+    assert Embedding(5, 3)([1, 2]).shape == (2, 3)
+"""
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -98,46 +116,25 @@ POOL_OF_PROCESSES = """
     ids=["eight threads", "first call", "resized meanwhile", "forked", "pool of processes"],
 )
 def test_numbers_are_the_same_and_nothing_aborts_or_hangs(scenario):
-    code = textwrap.dedent(SETUP) + textwrap.dedent(scenario)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(SETUP, scenario)
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    code = (
-        textwrap.dedent(SETUP)
-        + "want = work()\nfor n in (1, 2, 3, 7):\n"
-        + "    inlay.set_num_threads(n)\n    assert same(work()), n\n"
-    )
+    run_alone(SETUP, EVERY_NUMBER_OF_THREADS)
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import():
+    run_alone(NO_FOLDER_FOR_THE_CACHE)
+
+
+def run_alone(*parts: str) -> None:
+    """Run code in a process of its own and fail with what it wrote if it failed."""
+    code = "".join(map(textwrap.dedent, parts))
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import(tmp_path):
-    # Numba then finds no place for its cache, which cache=True alone refuses.
-    code = (
-        "import numba.core.caching as caching\n"
-        "caching.CacheImpl._locator_classes = []\n"
-        "from inlay.numpy.token import Embedding\n"
-        "assert Embedding(5, 3)([1, 2]).shape == (2, 3)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int64, Integer, Real
 
-from ._array import namespace_of
+from ._array import namespace_of, work_dtype
 from ._check import ids_in_range, integers, positions_array
 
 
@@ -40,7 +40,7 @@ def bags_of(
     weights: Real[Any, "*batch"] | list[Any] | None = None,
     padding_idx: int | None = None,
     include_last_offset: bool = False,
-    dtype: str = "float32",
+    dtype: Any = "float32",
 ) -> Bags:
     """Check what a call was given and return the bags it means.
 
@@ -52,7 +52,7 @@ def bags_of(
         padding_idx: The id that does not count, from the front.
         include_last_offset: Whether the last offset is the end of the last bag. Ids after
             it are in no bag.
-        dtype: What weights are worked on in.
+        dtype: Of the table, which says what weights are worked on in.
 
     Example:
         >>> bags = bags_of([4, 0, 2, 2], [0, 3], num_embeddings=5, padding_idx=0)
@@ -62,7 +62,7 @@ def bags_of(
     ids = ids_in_range(ids, num_embeddings)
     bounds = bounds_of(ids.shape, offsets, include_last_offset=include_last_offset)
     if weights is not None:
-        weights = _weights_like(ids, weights).astype(dtype).reshape(-1)
+        weights = _weights_like(ids, weights).astype(work_dtype(dtype)).reshape(-1)
     flat, end = np.ascontiguousarray(ids).reshape(-1), int(bounds[-1])
     if padding_idx is None and end == flat.size:
         return Bags(flat, bounds, weights, None)

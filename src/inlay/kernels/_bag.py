@@ -14,7 +14,7 @@ from ._pool import run
 # Rows are asked for this many ids before they are needed, about as long as memory takes.
 AHEAD = 16
 # About how many entries of work are worth waking a second core for.
-GRAIN = 1 << 17
+GRAIN = 1 << 19
 
 
 def sum_bags(
@@ -118,8 +118,12 @@ def _sum_wide(lo, hi, numbers, ids, bounds, weights, divisors, block, out):
             for place in range(first, last):
                 if place + AHEAD < end:
                     fetch(sums, numbers, ids[place + AHEAD] * width + start)
-                factor = weights[place] if weights.size else one
-                sums = add(sums, factor, numbers, ids[place] * width + start)
+                row = ids[place] * width + start
+                if weights.size:
+                    sums = add(sums, weights[place], numbers, row)
+                else:
+                    # A multiplication by a constant 1 is left out by the compiler.
+                    sums = add(sums, one, numbers, row)
             store(sums, total, start)
         if divisors.size:
             divisor = divisors[bag]

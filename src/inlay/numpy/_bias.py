@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._check import FLOATS, float_dtype, positions_array
+from .._check import positions_array
 from ._module import Module, widened
 
 QPositions = Shaped[Any, "*#batch q_length"] | Sequence[Any]
@@ -53,31 +53,6 @@ def _checked(name: str, positions: Any) -> np.ndarray:
     if not known.all():
         raise ValueError(f"{name} must be finite, got {array[~known].flat[0]}")
     return array
-
-
-def given(
-    value: Float[Any, "..."] | Sequence[Any],
-    shape: tuple[int, ...],
-    *,
-    dtype: Any,
-    name: str = "weight",
-) -> Float[np.ndarray, "..."]:
-    """Return ``value`` as a parameter of that shape, not copied if it fits.
-
-    Args:
-        value: What the caller gave.
-        shape: The shape it must have.
-        dtype: None keeps the one it has.
-        name: What it is called in the sentence.
-    """
-    array = np.asarray(value)
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-    if dtype is None and array.dtype.name not in FLOATS:
-        raise TypeError(f"{name} must be real, got {array.dtype.name}")
-    return np.ascontiguousarray(
-        array, dtype=array.dtype if dtype is None else float_dtype(dtype)
-    )
 
 
 def gradient_like(

@@ -4,12 +4,14 @@ A layer says which arrays it holds (``parameters``) and what it was built from
 (``config``); loading, copying and saving follow from those two.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from jaxtyping import Float
 
 from .._array import work_dtype
-from .._check import positions_array
+from .._check import FLOATS, float_dtype, positions_array
 from ..positions import resolve
 
 
@@ -57,6 +59,31 @@ class Module:
     def __repr__(self) -> str:
         words = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
         return f"{type(self).__name__}({words})"
+
+
+def given(
+    value: Float[Any, "..."] | Sequence[Any],
+    shape: tuple[int, ...],
+    *,
+    dtype: Any,
+    name: str = "weight",
+) -> Float[np.ndarray, "..."]:
+    """Return ``value`` as a parameter of that shape, not copied if it fits.
+
+    Args:
+        value: What the caller gave.
+        shape: The shape it must have.
+        dtype: None keeps the one it has.
+        name: What it is called in the sentence.
+    """
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    if dtype is None and array.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be real, got {array.dtype.name}")
+    return np.ascontiguousarray(
+        array, dtype=array.dtype if dtype is None else float_dtype(dtype)
+    )
 
 
 def widened(x: np.ndarray) -> np.ndarray:

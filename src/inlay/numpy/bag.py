@@ -152,7 +152,7 @@ class EmbeddingBag(Embedding):
             weights=weights,
             padding_idx=self.padding_idx,
             include_last_offset=self.include_last_offset,
-            dtype=work_dtype(self.weight.dtype),
+            dtype=self.weight.dtype,
         )
 
     def _rows_of(self, bags: Bags, *, copied: bool) -> tuple[np.ndarray, Bags]:

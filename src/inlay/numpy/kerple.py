@@ -22,11 +22,10 @@ from ._bias import (
     KPositions,
     QPositions,
     checked_pair,
-    given,
     gradient_like,
     sum_over_pairs,
 )
-from ._module import widened
+from ._module import given, widened
 
 
 class KerpleBias(Bias):

@@ -10,7 +10,8 @@ from .._array import work_dtype
 from .._check import float_dtype, positive
 from ..relative import clipped_index, reach, relative_positions, t5_bias, t5_buckets
 from ..token import Init, Seed, initial
-from ._bias import Bias, KPositions, QPositions, checked_pair, given, gradient_like
+from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
+from ._module import given
 
 
 class T5Bias(Bias):

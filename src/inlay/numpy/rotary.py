@@ -88,7 +88,8 @@ class RotaryPositions(Module):
         )
         #: The turns of each digit of a position; see :mod:`inlay.turns`.
         self.tables = digit_tables(self.frequencies, factor=self.attention_factor)
-        self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
+        self.head_dim, self.base = int(head_dim), float(base)
+        self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
         self.heads_axis, self.ready = heads_axis, frequencies is not None

@@ -12,8 +12,8 @@ from .._check import FLOATS, not_negative, positive
 from ..relative import clipped_index, relative_positions
 from ..shaw import lined_up, shaw_scores
 from ..token import Init, Seed, initial
-from ._bias import KPositions, QPositions, checked_pair, given, gradient_like
-from ._module import Module
+from ._bias import KPositions, QPositions, checked_pair, gradient_like
+from ._module import Module, given
 
 
 class ShawScores(Module):

@@ -8,8 +8,6 @@ from jaxtyping import Float, Int
 
 from .. import kernels
 from .._check import (
-    FLOATS,
-    float_dtype,
     ids_in_range,
     integers,
     not_negative,
@@ -18,7 +16,7 @@ from .._check import (
 )
 from ..rows import Rows, sum_by_id
 from ..token import Init, Resized, Seed, check_norm, initial, resized, within_norm
-from ._module import Module, widened
+from ._module import Module, given, widened
 
 # How many table entries are widened at a time when half-precision logits are made.
 CHUNK = 1 << 22
@@ -85,7 +83,7 @@ class Embedding(Module):
             if self.padding_idx is not None:
                 self.weight[self.padding_idx] = 0
         else:
-            self.weight = _as_table(weight, shape, dtype)
+            self.weight = given(weight, shape, dtype=dtype)
         self.keep_padding()
 
     def __call__(
@@ -251,14 +249,3 @@ class Embedding(Module):
     def _shortened(self, rows: np.ndarray, max_norm: float) -> np.ndarray:
         short = within_norm(widened(rows), max_norm=max_norm, norm_type=self.norm_type)
         return short.astype(rows.dtype, copy=False)
-
-
-def _as_table(weight: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
-    table = np.asarray(weight)
-    if table.shape != shape:
-        raise ValueError(f"weight must have shape {shape}, got {table.shape}")
-    if dtype is None and table.dtype.name not in FLOATS:
-        raise TypeError(f"weight must be real, got {table.dtype.name}")
-    return np.ascontiguousarray(
-        table, dtype=table.dtype if dtype is None else float_dtype(dtype)
-    )
