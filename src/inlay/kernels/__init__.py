@@ -13,6 +13,7 @@ _HOME = {
     "gather": "_gather",
     "get_num_threads": "_pool",
     "layer": "_layer",
+    "layer_pull": "_layer",
     "max_bags": "_bag",
     "rotate": "_rotate",
     "set_num_threads": "_pool",

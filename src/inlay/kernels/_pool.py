@@ -1,20 +1,76 @@
-"""A small pool of threads that splits a long range between the cores.
+"""A few threads that share out a long range between the cores.
 
 Numba's own threading layers abort a process that forks or that calls them from two threads
-at once, so the loops are serial and the splitting happens here. The pool is made when it is
-first needed and forgotten in a forked child, where its threads do not exist.
+at once, so the loops are serial and the sharing happens here. A range is cut into pieces,
+and whoever is free takes the next: the caller begins at once, and a helper that is slow to
+wake leaves more to the others instead of holding them up. Pieces write to places of their
+own, so that results do not depend on who made them.
+
+Helpers are made when they are first needed and forgotten in a forked child, where they do
+not exist.
 """
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
+
+# Pieces for each thread: enough to even out, few enough to cost little.
+PIECES = 4
+# How long to look for the last helper before sleeping, which takes as long to wake from.
+PATIENCE = 100e-6
+
+
+class _Job:
+    """A range that is being worked on by its caller and whoever joins."""
+
+    def __init__(
+        self, loop: Callable[..., Any], args: tuple[Any, ...], pieces: Any
+    ) -> None:
+        self.loop, self.args = loop, args
+        # One iterator for all: under the GIL each piece is handed out once.
+        self.pieces: Iterator[tuple[int, int]] = iter(pieces)
+        self.lock, self.done = threading.Lock(), threading.Event()
+        self.helpers, self.closed = 0, False
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        for lo, hi in self.pieces:
+            self.loop(lo, hi, *self.args)
+
+    def join(self) -> None:
+        with self.lock:
+            if self.closed:
+                return
+            self.helpers += 1
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+        with self.lock:
+            self.helpers -= 1
+            if self.closed and not self.helpers:
+                self.done.set()
+
+    def finish(self) -> None:
+        """Let nobody join any more, and wait for those who did."""
+        with self.lock:
+            self.closed = True
+            if not self.helpers:
+                self.done.set()
+        limit = time.perf_counter() + PATIENCE
+        while not self.done.is_set() and time.perf_counter() < limit:
+            time.sleep(0)
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
 
 
 class _Pool:
-    """The threads and how many there are: the only state this package keeps."""
+    """The helpers and how many threads to use: the only state this package keeps."""
 
     def __init__(self) -> None:
         self.size = (
@@ -26,26 +82,24 @@ class _Pool:
 
     def forget(self) -> None:
         self.lock = threading.Lock()
-        self.executor: ThreadPoolExecutor | None = None
-        self.capacity = 0
+        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.helpers = 0
 
-    def workers(self, count: int) -> ThreadPoolExecutor:
+    def call(self, job: _Job, count: int) -> None:
+        """Ask ``count`` helpers to join a job."""
         with self.lock:
-            if self.executor is None or self.capacity < count:
-                self.drop()
-                self.executor, self.capacity = ThreadPoolExecutor(count, "inlay"), count
-            return self.executor
+            while self.helpers < count:
+                threading.Thread(
+                    target=_help, args=(self.jobs,), name="inlay", daemon=True
+                ).start()
+                self.helpers += 1
+        for _ in range(count):
+            self.jobs.put(job)
 
-    def drop(self) -> None:
-        if self.executor is not None:
-            self.executor.shutdown(wait=False)
-            self.executor = None
 
-    def resize(self, size: int) -> None:
-        with self.lock:
-            if size != self.size:
-                self.drop()
-            self.size = size
+def _help(jobs: "SimpleQueue[_Job]") -> None:
+    while True:
+        jobs.get().join()
 
 
 _pool = _Pool()
@@ -67,7 +121,7 @@ def set_num_threads(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"n must be positive, got {n}")
-    _pool.resize(int(n))
+    _pool.size = int(n)
 
 
 def get_num_threads() -> int:
@@ -76,7 +130,7 @@ def get_num_threads() -> int:
 
 
 @contextmanager
-def on_threads(n: int) -> Iterator[None]:
+def on_threads(n: int) -> Generator[None, None, None]:
     """Use ``n`` threads in the kernels that this thread calls inside, whatever is set.
 
     Example:
@@ -92,28 +146,23 @@ def on_threads(n: int) -> Iterator[None]:
 
 
 def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
-    """Call ``loop(lo, hi, *args)`` over parts that cover ``[0, size)``, and wait.
+    """Call ``loop(lo, hi, *args)`` over pieces that cover ``[0, size)``, and wait.
 
     Args:
         loop: A compiled loop that writes to disjoint places for disjoint ranges.
         size: Length of the whole range.
         args: Passed on to every call.
-        grain: The least length worth a thread: handing over costs about 40 µs.
+        grain: The least length worth a thread: a helper joins after about 50 µs.
     """
-    threads = getattr(_here, "size", None) or _pool.size
-    parts = min(threads, size // max(grain, 1))
-    if parts <= 1:
+    threads = min(getattr(_here, "size", None) or _pool.size, size // max(grain, 1))
+    if threads <= 1:
         loop(0, size, *args)
         return
-    bounds = [size * part // parts for part in range(parts + 1)]
-    # Submitted under no lock of ours: a pool that is resized meanwhile says so, and then
-    # the caller does the rest itself.
-    others = []
-    for lo, hi in zip(bounds[1:-1], bounds[2:], strict=True):
-        try:
-            others.append(_pool.workers(parts - 1).submit(loop, lo, hi, *args))
-        except RuntimeError:
-            loop(lo, hi, *args)
-    loop(bounds[0], bounds[1], *args)
-    for other in others:
-        other.result()
+    count = min(threads * PIECES, size)
+    bounds = [size * piece // count for piece in range(count + 1)]
+    job = _Job(loop, args, list(zip(bounds[:-1], bounds[1:], strict=True)))
+    _pool.call(job, threads - 1)
+    try:
+        job.work()
+    finally:
+        job.finish()
