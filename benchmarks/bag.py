@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from inlay.bag import MODES, Mode
 from inlay.numpy import EmbeddingBag
 
 from .ids import KINDS, batches
@@ -14,11 +15,11 @@ def cases() -> Iterator[Case]:
     """Yield 512 bags of 20 ids from a table of a million rows."""
     table = np.random.default_rng(0).standard_normal((1_000_000, 128), dtype=np.float32)
     for kind in KINDS:
-        for mode in ("sum", "mean", "max"):
+        for mode in MODES:
             yield _bag(table, kind, mode)
 
 
-def _bag(table: np.ndarray, kind: str, mode: str) -> Case:
+def _bag(table: np.ndarray, kind: str, mode: Mode) -> Case:
     layer = EmbeddingBag(*table.shape, mode=mode, weight=table)
     ids = batches(kind, table.shape[0], (512, 20))
     name = f"bag {mode} 1,000,000 × 128, 512 bags of 20, {kind}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inlay.numpy import EmbeddingLayer
+from inlay.numpy import EmbeddingLayer, LearnedPositions, SinusoidalPositions
 
 from .ids import KINDS, batches
 from .timing import Case, Run
@@ -13,8 +13,8 @@ from .timing import Case, Run
 def cases() -> Iterator[Case]:
     """Yield the layer at two sizes, on 32 × 128 ids, with both kinds of positions."""
     for rows, width in ((50_000, 512), (30_000, 768)):
-        for options in ({"max_positions": 512}, {"position": "sinusoidal"}):
-            layer = EmbeddingLayer(rows, width, layer_norm=True, rng=0, **options)
+        for position in (LearnedPositions(512, width), SinusoidalPositions(width)):
+            layer = EmbeddingLayer(rows, width, position=position, layer_norm=True, rng=0)
             for kind in KINDS:
                 yield _layer(layer, kind)
 

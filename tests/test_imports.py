@@ -13,6 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "inlay"
 FRAMEWORKS = {"torch", "jax", "equinox", "flax", "tensorflow"}
 HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich"}
 
+USED_BY = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
+FACES = USED_BY.keys()
+
 # Arrows point down: what each part may import of Inlay, and of the world beyond the
 # standard library, wherever in a file the import stands.
 PARTS = {
@@ -22,7 +25,10 @@ PARTS = {
         {"numpy", "jaxtyping", "ml_dtypes", "safetensors"},
     ),
     "numpy": ({"numpy", "core", "kernels"}, {"numpy", "jaxtyping", "ml_dtypes"}),
-    "torch": ({"torch", "core", "kernels"}, {"numpy", "jaxtyping", "torch"}),
+    "torch": (
+        {"torch", "core", "kernels"},
+        {"numpy", "jaxtyping", "safetensors", "torch"},
+    ),
     "equinox": ({"equinox", "core", "kernels"}, {"numpy", "jaxtyping", "jax", "equinox"}),
 }
 
@@ -65,6 +71,14 @@ def test_the_numpy_face_comes_without_numba_or_a_framework():
     """)
     assert "inlay.numpy.token" in loaded
     assert not outside(loaded) & (HEAVY | {"safetensors"})
+
+
+@pytest.mark.parametrize("face", [face for face in FACES if (SOURCE / face).is_dir()])
+def test_a_face_comes_without_the_others(face):
+    loaded = imported_by(f"import inlay.{face}")
+    others = {f"inlay.{other}" for other in FACES - {face}}
+    assert f"inlay.{face}" in loaded and not loaded & others
+    assert not outside(loaded) & (FRAMEWORKS - USED_BY[face])
 
 
 def test_numba_comes_with_the_first_kernel_call():

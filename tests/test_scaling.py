@@ -285,11 +285,16 @@ YARNS = [
     ({"attention_factor": 1.3}, {"attention": 1.3}),
     ({"mscale": 0.707, "mscale_all_dim": 0.5}, {"mscale": 0.707, "mscale_all_dim": 0.5}),
     ({"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 20.0, "beta_slow": 2.0}),
+    ({"beta_fast": 500.0, "beta_slow": 0.5}, {"beta_fast": 500.0, "beta_slow": 0.5}),
 ]
 
 
 @pytest.mark.parametrize("theirs, ours", YARNS)
-@pytest.mark.parametrize("theta, factor, length", [(1e4, 40.0, 4096), (1.5e5, 32.0, 512)])
+# The last two bend beyond the last pair, and beyond the last feature.
+@pytest.mark.parametrize(
+    "theta, factor, length",
+    [(1e4, 40.0, 4096), (1.5e5, 32.0, 512), (500.0, 8.0, 4096), (10.0, 8.0, 4096)],
+)
 def test_yarn_is_that_of_transformers(theirs, ours, theta, factor, length):
     given = {"factor": factor, "original_max_position_embeddings": length, **theirs}
     rule = YaRN(factor=factor, original_length=length, **ours)

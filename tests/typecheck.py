@@ -30,8 +30,9 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def modules() -> list[str]:
     """Return the names of the modules to check: the core's and the NumPy face's."""
-    files = [*SOURCE.glob("inlay/[!_]*.py"), *SOURCE.glob("inlay/numpy/[!_]*.py")]
-    return [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
+    files = [*SOURCE.glob("inlay/*.py"), *SOURCE.glob("inlay/numpy/*.py")]
+    names = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
+    return [name for name in names if not name.endswith(".__init__")]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -77,7 +77,10 @@ def take_last(x: Any, index: Any) -> Any:
     """
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
-        return xp.take_along_dim(x, cast(index, "int64"), dim=-1)
+        # Not take_along_dim, which makes every size a constant when it is compiled.
+        lead = xp.broadcast_shapes(x.shape[:-1], index.shape[:-1])
+        index = xp.broadcast_to(cast(index, "int64"), (*lead, index.shape[-1]))
+        return xp.gather(xp.broadcast_to(x, (*lead, x.shape[-1])), -1, index)
     return xp.take_along_axis(x, index, axis=-1)
 
 
@@ -109,3 +112,17 @@ def take_columns(x: Any, index: Any) -> Any:
     if xp is sys.modules.get("torch"):
         return x[:, index]
     return xp.take(x, index, axis=1)
+
+
+def move_axis(x: Any, source: int, target: int) -> Any:
+    """Return ``x`` with one of its axes in another place.
+
+    Example:
+        >>> import numpy as np
+        >>> move_axis(np.zeros((2, 3, 4)), 0, -1).shape
+        (3, 4, 2)
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch"):
+        return xp.movedim(x, source, target)  # vmap has no rule for torch.moveaxis
+    return xp.moveaxis(x, source, target)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtyping import Float, Shaped
 
-from ._array import cast, namespace_of, work_dtype
+from ._array import cast, move_axis, namespace_of, work_dtype
 from .relative import distances
 
 
@@ -79,4 +79,4 @@ def fire_bias(
     sums = share[..., None] * hidden_weight + hidden_bias
     # Not a clip, whose gradient at zero differs between the libraries; NaN stays NaN.
     hidden = xp.where(sums <= 0, 0.0, sums)
-    return xp.moveaxis(hidden @ head_weight.mT + head_bias, -1, -3)
+    return move_axis(hidden @ head_weight.mT + head_bias, -1, -3)

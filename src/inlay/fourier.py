@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64
 
-from ._array import cast, namespace_of, work_dtype
+from ._array import cast, move_axis, namespace_of, work_dtype
 from ._check import positive
 from .sinusoidal import split, wave_tables
 from .turns import axial_turns
@@ -94,7 +94,7 @@ def fourier_turns(
     """
     xp = namespace_of(coordinates)
     real = cast(coordinates, work_dtype(coordinates.dtype))
-    parts = xp.moveaxis(real, -1, 0)
+    parts = move_axis(real, -1, 0)
     if tables.shape[0] > parts.shape[0]:
         parts = xp.concat(split(parts))
     return axial_turns(parts, tables, rates)

@@ -122,7 +122,7 @@ class EmbeddingLayer(Module):
         offset: Any = 0,
         segments: Int[Any, "*seq"] | list[Any] | None = None,
         inputs_embeds: Float[Any, "*batch length embedding_dim"] | None = None,
-        mask: Bool[Any, "*batch length"] | None = None,
+        mask: Bool[Any, "*batch length"] | list[Any] | None = None,
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
         """Return the vectors of ``ids``.
 

@@ -1,10 +1,10 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from .. import kernels
 from .._check import (
@@ -20,6 +20,9 @@ from ._module import Module, given, widened
 
 # How many table entries are widened at a time when half-precision logits are made.
 CHUNK = 1 << 22
+
+
+Ids = Integer[Any, "*batch"] | Sequence[Any] | int | np.integer
 
 
 class Embedding(Module):
@@ -86,9 +89,7 @@ class Embedding(Module):
             self.weight = given(weight, shape, dtype=dtype)
         self.keep_padding()
 
-    def __call__(
-        self, ids: Int[Any, "*batch"]
-    ) -> Float[np.ndarray, "*batch embedding_dim"]:
+    def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
         self.repair()
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
             ids = ids_in_range(ids, self.num_embeddings)
@@ -99,9 +100,7 @@ class Embedding(Module):
             rows = self._shortened(rows, self.max_norm)
         return rows.reshape(*ids.shape, self.embedding_dim)
 
-    def vjp(
-        self, ids: Int[Any, "*batch"]
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, Rows]]]:
+    def vjp(self, ids: Ids) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, Rows]]]:
         """Return the output and the function from its gradient to the table's.
 
         Example:
@@ -165,7 +164,7 @@ class Embedding(Module):
 
         return self.logits(x), pull
 
-    def project(self, ids: Int[Any, "*batch"] | None = None) -> None:
+    def project(self, ids: Ids | None = None) -> None:
         """Shorten the stored rows to ``max_norm``: those of ``ids``, or all.
 
         To be called after an optimizer step. Between two steps every use of the table then
@@ -198,14 +197,16 @@ class Embedding(Module):
         self.num_embeddings = num_embeddings
         return what
 
-    def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
+    def set_padding(
+        self, value: Float[Any, " embedding_dim"] | Sequence[float] | float
+    ) -> None:
         """Make ``value`` the padding row, from now on."""
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         self.weight[self.padding_idx] = value
         self.keep_padding()
 
-    def mask(self, ids: Int[Any, "*batch"]) -> np.ndarray:
+    def mask(self, ids: Ids) -> np.ndarray:
         """Return True where ``ids`` is a token and False where it is padding."""
         ids = integers(ids)
         if self.padding_idx is None:
