@@ -1,0 +1,76 @@
+"""What is done when a gradient has arrived at a parameter: marks it, shortens rows.
+
+torch calls such a hook once the whole gradient of a backward is in ``.grad``. The hook
+lives on the parameter, which neither a copy nor a pickle takes along, so layers ask for it
+again before each lookup that needs one.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._lookup import shortened
+from ._tables import work
+
+
+class Arrival:
+    """Calls ``layer._settle(parameter)``, as long as that layer lives."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = weakref.ref(layer)
+
+    def __call__(self, parameter: Tensor) -> None:
+        layer = self.layer()
+        if layer is not None:
+            layer._settle(parameter)
+
+
+def watch(layer: Any, parameter: Tensor) -> None:
+    """Have ``layer._settle`` called for the gradients of the parameter, once for each."""
+    if type(parameter) is not Parameter or not parameter.requires_grad:
+        return
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    if not any(isinstance(hook, Arrival) and hook.layer() is layer for hook in hooks):
+        parameter.register_post_accumulate_grad_hook(Arrival(layer))
+
+
+def coalesce_gradient(parameter: Tensor) -> None:
+    """Mark a row gradient as what it is: summed by id, which accumulating forgets."""
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse or grad.is_coalesced():
+        return
+    ids = grad._indices()[0]
+    if bool((ids[1:] > ids[:-1]).all()):
+        grad._coalesced_(True)
+    else:
+        parameter.grad = grad.coalesce()
+
+
+@torch.no_grad()
+def shorten_rows(
+    weight: Tensor, rows: Tensor | None, *, max_norm: float, norm_type: float
+) -> None:
+    """Shorten rows of a table in place: those given, or all that are too long."""
+    if rows is None and weight.is_cpu:
+        kind = work(weight.dtype)
+        norms = torch.linalg.vector_norm(weight, norm_type, dim=1, dtype=kind)
+        rows = (norms > max_norm).nonzero()[:, 0]
+    # Elsewhere than on the CPU, to ask which rows are too long would be to wait.
+    at = slice(None) if rows is None else rows
+    if rows is not None and not rows.numel():
+        return
+    weight[at] = shortened(weight[at], max_norm, norm_type=norm_type)
+
+
+def rows_with_gradient(weight: Tensor) -> Tensor | None:
+    """Return the rows that a row gradient has arrived for, or None for all rows.
+
+    Copies of a model on several machines must shorten the same rows, and each knows of its
+    own ids only, so there it is always all of them.
+    """
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    grad = weight.grad
+    return grad.indices()[0] if alone and grad is not None and grad.is_sparse else None

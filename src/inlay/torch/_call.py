@@ -1,0 +1,129 @@
+"""The arguments of one call of the complete layer, checked against it and each other.
+
+Values that are concrete on the CPU are refused in the core's own sentences; elsewhere only
+shapes and dtypes are looked at.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._check import ids_in_range
+from ._errors import torch_classes
+from ._fused import array_of, concrete
+from ._lookup import as_index
+from ._positions import Offset, Positions, check_vectors
+from ._tables import name_of
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What was asked of a layer.
+
+    Args:
+        lead: Shape of the output without its last axis.
+        ids: Token ids, or None if only ``embeds`` were given.
+        embeds: Token rows that were looked up elsewhere, or None.
+        positions: As the caller gave them.
+        offset: Likewise.
+        segments: A segment for each token, or for each place; None without segments.
+        mask: False where the output shall be zero, or None.
+    """
+
+    lead: tuple[int, ...]
+    ids: Tensor | None
+    embeds: Tensor | None
+    positions: Positions | None
+    offset: Offset
+    segments: Tensor | None
+    mask: Tensor | None
+
+
+def checked_call(
+    layer: Any,
+    ids: Any,
+    *,
+    positions: Any,
+    offset: Any,
+    segments: Any,
+    inputs_embeds: Any,
+    mask: Any,
+) -> Call:
+    """Return the arguments of a call, or say what is wrong with them."""
+    if inputs_embeds is not None:
+        check_vectors(inputs_embeds, layer.embedding_dim, name="inputs_embeds")
+    if ids is not None:
+        ids = _ids(ids, layer.token.num_embeddings, device=layer.token.weight.device)
+    if inputs_embeds is not None:
+        lead = tuple(inputs_embeds.shape[:-1])
+    elif ids is not None:
+        lead = tuple(ids.shape)
+    else:
+        raise ValueError("give ids or inputs_embeds, got neither")
+    if ids is not None and tuple(ids.shape) != lead:
+        raise ValueError(
+            f"ids must have the shape {lead} of inputs_embeds, got {tuple(ids.shape)}"
+        )
+    if layer.position is not None and not lead:
+        raise ValueError("ids must have a length axis when there are positions, got one id")
+    segments = _segments(layer, lead, segments)
+    mask = _mask(layer, ids, lead, mask)
+    return Call(lead, ids, inputs_embeds, positions, offset, segments, mask)
+
+
+def _ids(
+    value: Any,
+    count: int,
+    *,
+    device: torch.device,
+    name: str = "ids",
+    bound: str = "num_embeddings",
+) -> Tensor:
+    ids = value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
+    found = as_index(ids, name=name)
+    if concrete(ids):
+        with torch_classes():
+            ids_in_range(array_of(ids), count, name=name, bound=bound)
+    return found
+
+
+def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> Tensor | None:
+    if layer.segment is None:
+        if segments is not None:
+            raise ValueError("segments were given, but the layer was made without them")
+        return None
+    device = layer.segment.weight.device
+    if segments is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    found = _ids(
+        segments,
+        layer.segment.num_embeddings,
+        device=device,
+        name="segments",
+        bound="the number of segments",
+    )
+    if tuple(found.shape) not in (lead, lead[-1:]):
+        raise ValueError(f"segments must have shape {lead}, got {tuple(found.shape)}")
+    return found
+
+
+def _mask(
+    layer: Any, ids: Tensor | None, lead: tuple[int, ...], mask: Any
+) -> Tensor | None:
+    if not layer.zero_padding:
+        return None
+    if mask is None:
+        if ids is None:
+            raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
+        return layer.mask(ids)
+    found = mask
+    if not isinstance(mask, Tensor):
+        found = torch.as_tensor(mask, device=layer.token.weight.device)
+    if found.dtype != torch.bool or tuple(found.shape) != lead:
+        raise ValueError(
+            f"mask must be bools of shape {lead}, "
+            f"got {name_of(found.dtype)} {tuple(found.shape)}"
+        )
+    return found

@@ -1,0 +1,53 @@
+"""Errors that are of the right class and of the class that torch would have raised.
+
+The sentences are the core's. Code written for torch may catch what torch raises, which is
+often a RuntimeError or an AssertionError, so these classes inherit from both.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from .._check import out_of_range
+from ._fused import array_of, concrete
+
+
+class OutOfRange(IndexError, RuntimeError):
+    """An id that is not a row of the table."""
+
+
+class WrongType(TypeError, RuntimeError):
+    """An argument of a type that cannot be meant."""
+
+
+class WrongValue(ValueError, RuntimeError, AssertionError):
+    """An argument whose value is not allowed."""
+
+
+@contextmanager
+def torch_classes() -> Generator[None, None, None]:
+    """Raise the core's errors as ones that torch's users catch too.
+
+    Example:
+        >>> with torch_classes():
+        ...     raise ValueError("n must be positive, got 0")
+        Traceback (most recent call last):
+        ...
+        inlay.torch._errors.WrongValue: n must be positive, got 0
+    """
+    try:
+        yield
+    except IndexError as error:
+        raise OutOfRange(*error.args) from None
+    except TypeError as error:
+        raise WrongType(*error.args) from None
+    except ValueError as error:
+        raise WrongValue(*error.args) from None
+
+
+def explained(error: IndexError, ids: Tensor, num_embeddings: int) -> IndexError:
+    """Return the error that names the bad id, or torch's own where ids cannot be read."""
+    if not concrete(ids):
+        return error
+    return OutOfRange(*out_of_range(array_of(ids), num_embeddings).args)

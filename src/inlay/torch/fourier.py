@@ -1,0 +1,152 @@
+"""Fourier features for torch."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._check import one_of
+from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
+from ..sinusoidal import LAYOUTS, Layout, encode
+from ._positions import in_reach
+from ._tables import Precomputed, name_of, widened
+
+
+class FourierFeatures(Precomputed):
+    """Turns coordinates into waves of fixed frequencies. Has no parameters.
+
+    Frequencies that were drawn cannot be made again, so they are part of a state_dict: the
+    int64 bits of ``matrix``, as the layer's extra state.
+
+    Args:
+        matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
+        layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
+        cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
+
+    Shape:
+        - coordinates: ``(..., axes)``
+        - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
+
+    Half precision is widened, worked on in float32 and rounded once. Autocast changes
+    nothing.
+
+    Example:
+        >>> FourierFeatures.gaussian(64, axes=2, std=10.0, rng=0)(torch.zeros(5, 2)).shape
+        torch.Size([5, 128])
+        >>> FourierFeatures.octaves(2, axes=1)(torch.tensor([0.25])).round(decimals=4)
+        tensor([0.7071, 0.7071, 1.0000, 0.0000])
+    """
+
+    bits: Tensor
+    rate_bits: Tensor
+
+    def __init__(
+        self,
+        matrix: Any,
+        *,
+        layout: Layout = "half",
+        cos_first: bool = True,
+    ) -> None:
+        super().__init__()
+        #: The frequencies, in float64.
+        self.matrix = _checked(matrix)
+        #: How many coordinates a point has.
+        self.axes = self.matrix.shape[1]
+        self.layout: Layout = layout
+        one_of("layout", layout, LAYOUTS)
+        self.cos_first = cos_first
+        self._build()
+
+    @classmethod
+    def gaussian(
+        cls, pairs: int, *, axes: int, std: float, rng: Any = None
+    ) -> "FourierFeatures":
+        """Return features of randomly drawn frequencies, as Tancik et al. have them.
+
+        Args:
+            pairs: How many waves; there are twice as many features.
+            axes: How many coordinates a point has.
+            std: Standard deviation of the frequencies, in cycles per unit.
+            rng: A seed or a NumPy generator. None draws a seed from torch's own.
+        """
+        if rng is None:
+            rng = int(torch.randint(2**62, (), device="cpu"))
+        drawn = np.random.default_rng(rng)
+        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=drawn))
+
+    @classmethod
+    def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
+
+        Args:
+            octaves: How many frequencies each coordinate has.
+            axes: How many coordinates a point has.
+        """
+        matrix = octave_matrix(octaves, axes=axes)
+        return cls(matrix, layout="interleaved", cos_first=False)
+
+    def forward(
+        self, coordinates: Float[Tensor, "*batch axes"]
+    ) -> Float[Tensor, "*batch features"]:
+        if not coordinates.is_floating_point():
+            raise TypeError(f"coordinates must be real, got {name_of(coordinates.dtype)}")
+        if tuple(coordinates.shape[-1:]) != (self.axes,):
+            raise ValueError(
+                f"coordinates must have shape (..., {self.axes}), "
+                f"got {tuple(coordinates.shape)}"
+            )
+        wide = widened(in_reach(coordinates, name="coordinates"))
+        tables = self._floats("bits", wide.dtype, wide.device)
+        rates = self._floats("rate_bits", wide.dtype, wide.device)
+        cos, sin = fourier_turns(wide, tables, rates)
+        return encode(
+            cos,
+            sin,
+            embedding_dim=2 * cos.shape[-1],
+            layout=self.layout,
+            cos_first=self.cos_first,
+        ).to(coordinates.dtype)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the bits of the frequencies, for a state_dict."""
+        return torch.from_numpy(self.matrix.view(np.int64).copy())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the frequencies of a state_dict, which are those of another draw."""
+        matrix = _checked(state.cpu().numpy().view(np.float64))
+        if matrix.shape != self.matrix.shape:
+            raise ValueError(
+                f"matrix must have shape {self.matrix.shape}, got {matrix.shape}"
+            )
+        self.matrix = matrix
+        self.reset_parameters()
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "matrix": self.matrix.tolist(),
+            "layout": self.layout,
+            "cos_first": self.cos_first,
+        }
+
+    def extra_repr(self) -> str:
+        pairs, axes = self.matrix.shape
+        return (
+            f"<{pairs} pairs of {axes} axes>, "
+            f"layout={self.layout!r}, cos_first={self.cos_first}"
+        )
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        tables, rates = fourier_tables(self.matrix)
+        return {"bits": tables, "rate_bits": rates}
+
+
+def _checked(matrix: Any) -> np.ndarray:
+    found = np.array(matrix, np.float64)
+    if found.ndim != 2 or not found.size:
+        raise ValueError(f"matrix must have shape (pairs, axes), got {found.shape}")
+    if not np.isfinite(found).all():
+        raise ValueError("matrix must be finite, got NaN or infinity in it")
+    return found

@@ -1,0 +1,379 @@
+"""Ours in the place of torch's: torch's own samples, and code written for torch."""
+
+# A gradient is None before there is one; here there always is.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
+import copy
+import inspect
+import sys
+import types
+import unittest
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from inlay.torch import functional as ours
+from inlay.torch.bag import EmbeddingBag
+from inlay.torch.token import Embedding
+
+# torch's lists of samples import a test helper that does not come with torch.
+helper: Any = types.ModuleType("expecttest")
+helper.TestCase = unittest.TestCase
+sys.modules.setdefault("expecttest", helper)
+
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+OPS = {op.name: op for op in op_db if op.name.startswith("nn.functional.embedding")}
+FUNCTIONS: dict[str, tuple[Any, Any]] = {
+    "nn.functional.embedding": (ours.embedding, F.embedding),
+    "nn.functional.embedding_bag": (ours.embedding_bag, F.embedding_bag),
+}
+PAIRS = [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
+by_torch = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    monkeypatch.setattr(torch.nn, "Embedding", Embedding)
+    monkeypatch.setattr(torch.nn, "EmbeddingBag", EmbeddingBag)
+
+
+# The same names
+
+
+def arguments(function):
+    """Return name, kind and default of each argument."""
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in found]
+
+
+@pytest.mark.parametrize("mine, theirs", PAIRS)
+def test_signatures_are_torchs(mine, theirs):
+    assert arguments(mine) == arguments(theirs)
+    assert arguments(mine.forward) == arguments(theirs.forward)
+    assert arguments(mine.from_pretrained) == arguments(theirs.from_pretrained)
+    assert issubclass(mine, theirs) and mine.__constants__ == theirs.__constants__
+
+
+@pytest.mark.parametrize("mine, theirs", FUNCTIONS.values())
+def test_functional_signatures_are_torchs(mine, theirs):
+    assert arguments(mine) == arguments(theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding_idx": -2, "max_norm": 1.5, "norm_type": 3.0, "scale_grad_by_freq": True},
+        {"sparse": True, "dtype": torch.float64, "device": "meta"},
+    ],
+)
+@pytest.mark.parametrize("mine, theirs", PAIRS)
+def test_attributes_repr_and_state_are_torchs(mine, theirs, options):
+    torch.manual_seed(1)
+    a = mine(6, 3, **options)
+    torch.manual_seed(1)
+    b = theirs(6, 3, **options)
+    assert repr(a) == repr(b)
+    for name in theirs.__constants__:
+        assert getattr(a, name) == getattr(b, name), name
+    assert list(a.state_dict()) == list(b.state_dict()) == ["weight"]
+    assert dict(a.named_buffers()) == {} and list(dict(a.named_parameters())) == ["weight"]
+    assert a.weight.device == b.weight.device and a.weight.dtype == b.weight.dtype
+    if not a.weight.is_meta:
+        assert torch.equal(a.weight, b.weight)
+        b.load_state_dict(a.state_dict())
+        a.load_state_dict(b.state_dict())
+
+
+@pytest.mark.parametrize("mine, theirs", PAIRS)
+def test_from_pretrained_is_torchs(mine, theirs):
+    table = torch.randn(5, 2)
+    for freeze in (True, False):
+        a, b = (
+            cls.from_pretrained(table, freeze=freeze, padding_idx=1, max_norm=9.0)
+            for cls in (mine, theirs)
+        )
+        assert a.weight.data_ptr() == table.data_ptr()
+        assert a.weight.requires_grad == b.weight.requires_grad == (not freeze)
+        assert repr(a) == repr(b) and type(a) is mine
+        ids = torch.tensor([[1, 2]])
+        torch.testing.assert_close(a(ids), b(ids))
+    with pytest.raises(AssertionError, match="2-dimensional"):
+        mine.from_pretrained(torch.ones(3))
+
+
+# torch's own samples
+
+
+def run(function, sample):
+    """Return the result and the gradients of whatever can have one."""
+    given = [sample.input, *sample.args]
+    kwargs = dict(sample.kwargs)
+    leaves = []
+
+    def fresh(x):
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            leaves.append(x.detach().clone().requires_grad_())
+            return leaves[-1]
+        return x
+
+    weight, ids = (fresh(x) for x in given)
+    y = function(ids, weight, **{name: fresh(x) for name, x in kwargs.items()})
+    dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float32).reshape(y.shape)
+    y.backward(dy.to(y.dtype))
+    return y.detach(), [leaf.grad.to_dense() for leaf in leaves]
+
+
+def wanted(function, sample):
+    """Return what torch gives; where it scales gradients, divide by the counts ourselves.
+
+    torch has no scaled row gradients, and its dense bags divide by counts of other ids.
+    """
+    if not sample.kwargs.get("scale_grad_by_freq"):
+        return run(function, sample)
+    other, (ids,) = copy.copy(sample), sample.args
+    other.kwargs = {**sample.kwargs, "scale_grad_by_freq": False}
+    y, grads = run(function, other)
+    counts = torch.bincount(ids.reshape(-1), minlength=len(grads[0])).clamp(min=1)
+    return y, [grads[0] / counts[:, None].to(y.dtype), *grads[1:]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_samples_of_opinfo(name, dtype):
+    mine, theirs = FUNCTIONS[name]
+    samples = [
+        sample
+        for requires_grad in (False, True)
+        for sample in OPS[name].sample_inputs("cpu", dtype, requires_grad=requires_grad)
+    ]
+    assert len(samples) >= 12
+    tolerance = 2e-2 if dtype in DTYPES[2:] else 1e-5
+    for sample in samples:
+        got, want = run(mine, sample), wanted(theirs, sample)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_error_samples_of_opinfo(name):
+    mine, theirs = FUNCTIONS[name]
+    op = OPS[name]
+    if op.error_inputs_func is None:
+        assert name == "nn.functional.embedding_bag"
+        return
+    for wrong in op.error_inputs("cpu"):
+        sample = wrong.sample_input
+        for function in (mine, theirs):
+            with pytest.raises(wrong.error_type, match=wrong.error_regex):
+                function(*sample.args, sample.input, **sample.kwargs)
+
+
+INFO = next(info for info in module_db if info.module_cls is torch.nn.Embedding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("training", [False, True])
+def test_samples_of_moduleinfo(dtype, training):
+    samples = INFO.module_inputs_func(
+        INFO, device="cpu", dtype=dtype, requires_grad=True, training=training
+    )
+    for sample in samples:
+        built, called = sample.constructor_input, sample.forward_input
+        a, b = (
+            cls(*built.args, **built.kwargs, dtype=dtype).train(training)
+            for cls in (Embedding, nn.Embedding)
+        )
+        a.load_state_dict(b.state_dict())
+        got, want = (m(*called.args, **called.kwargs) for m in (a, b))
+        assert torch.equal(got, want)
+        got.sum().backward()
+        want.sum().backward()
+        assert torch.equal(a.weight.grad.clone(), b.weight.grad.clone())
+
+
+@pytest.mark.rejects
+def test_error_samples_of_moduleinfo():
+    samples: Any = INFO.module_error_inputs_func
+    wrong = samples(
+        INFO, device="cpu", dtype=torch.float32, requires_grad=False, training=False
+    )
+    assert len(wrong) >= 3
+    for error in wrong:
+        built = error.module_error_input.constructor_input
+        called = error.module_error_input.forward_input
+        with pytest.raises(error.error_type):
+            Embedding(*built.args, **built.kwargs)(*called.args, **called.kwargs)
+
+
+# Code written for torch
+
+
+def small_models():
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+    bert = BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=20,
+    )  # fmt: skip
+    gpt2 = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20)
+    return [(BertModel, bert), (GPT2LMHeadModel, gpt2)]
+
+
+def trained(cls, config):
+    """Build a model from a seed, train it two steps, return its outputs and state."""
+    torch.manual_seed(3)
+    model = cls(config).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(0, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(input_ids=ids)[0] ** 2).mean().backward()
+        optimizer.step()
+    return model, model(input_ids=ids)[0].detach()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_patched_transformers_train_as_before(which, monkeypatch, request):
+    cls, config = small_models()[which]
+    plain, want = trained(cls, config)
+    request.getfixturevalue("patched")
+    model, got = trained(cls, config)
+    kinds = {type(m) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    assert kinds == {Embedding}
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    assert plain.state_dict().keys() == model.state_dict().keys()
+
+
+def test_patched_transformers_save_load_and_resize(patched, tmp_path):
+    cls, config = small_models()[0]
+    torch.manual_seed(3)
+    model = cls(config).eval()
+    layer = model.get_input_embeddings()
+    assert type(layer) is Embedding and layer.padding_idx == 0
+    layer.set_padding(0.5)
+    ids = torch.tensor([[0, 5, 7, 0]])
+    want = model(input_ids=ids)[0]
+    model.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(input_ids=ids)[0], want)
+    layer = loaded.get_input_embeddings()
+    nn.init.normal_(layer.weight)
+    assert layer(torch.tensor([0])).tolist() == [[0.5] * 16]
+    loaded.resize_token_embeddings(70, mean_resizing=False)
+    layer = loaded.get_input_embeddings()
+    assert layer.weight.shape == (70, 16) and layer.num_embeddings == 70
+    nn.init.normal_(layer.weight)
+    assert layer(torch.tensor([0, 69])).tolist()[0] == [0.5] * 16
+
+
+def test_classes_written_for_torch(patched):
+    class Positions(torch.nn.Embedding):
+        def __init__(self, size, width):
+            super().__init__(size + 2, width)
+
+        def forward(self, ids):  # pyright: ignore
+            return super().forward(torch.arange(ids.shape[1]) + 2)
+
+    layer = Positions(5, 3)
+    assert torch.equal(layer(torch.zeros(1, 4)), layer.weight[2:6])
+    shared = torch.nn.Embedding(5, 3, padding_idx=1)
+    head = torch.nn.Linear(3, 5, bias=False)
+    head.weight = shared.weight
+    head(shared(torch.tensor([0, 2]))).sum().backward()
+    assert shared.weight.grad is head.weight.grad
+    copied = copy.deepcopy(torch.nn.ModuleList([shared, head]))
+    assert copied[0].weight is copied[1].weight
+    model = torch.nn.utils.skip_init(torch.nn.Embedding, 5, 3, padding_idx=1)
+    assert model(torch.tensor([1])).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@by_torch
+def test_scripted_traced_and_symbolically_traced(patched):
+    ids = torch.tensor([[2, 1, 0]])
+    layer = torch.nn.Embedding(5, 3, padding_idx=1)
+    bag = torch.nn.EmbeddingBag(5, 3, padding_idx=1)
+    for module in (layer, bag):
+        want = module(ids)
+        assert torch.equal(torch.jit.script(torch.nn.Sequential(module))(ids), want)
+        assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(module))(ids), want)
+    assert torch.equal(torch.jit.trace(layer, ids)(ids[:, :2]), layer(ids[:, :2]))  # pyright: ignore
+
+
+def test_parametrized_weights(patched):
+    from torch.nn.utils import parametrize
+
+    layer: Any = torch.nn.Embedding(5, 3, padding_idx=1)
+    parametrize.register_parametrization(layer, "weight", nn.Sigmoid())
+    y = layer(torch.tensor([0, 1]))
+    assert (y[0] > 0).all() and y[1].tolist() == [0, 0, 0]
+    y.sum().backward()
+    grad = layer.parametrizations.weight.original.grad
+    assert grad[1].tolist() == [0, 0, 0] and (grad[0] > 0).all()
+    assert list(layer.state_dict()) == ["parametrizations.weight.original"]
+    assert copy.deepcopy(layer)(torch.tensor([1])).tolist() == [[0, 0, 0]]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 2, "max_norm": 1.0}, {"sparse": True}]
+)
+@pytest.mark.parametrize("cls", [Embedding, EmbeddingBag])
+def test_data_parallel_training(cls, options, alone):
+    layer = cls(10, 4, **options)
+    model = nn.parallel.DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = layer.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([[1, 3, 1]])).sum().backward()
+        optimizer.step()
+    moved = (layer.weight != before).any(dim=1)
+    assert (
+        moved[1]
+        and moved[3]
+        and layer.weight.grad.is_sparse == options.get("sparse", False)
+    )
+    assert list(model.state_dict()) == ["module.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_sharded_training(alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (Embedding(10, 4, padding_idx=2), EmbeddingBag(10, 4, padding_idx=2)):
+        layer.set_padding(3.0)
+        model: Any = fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        ids = torch.tensor([[1, 2, 3]])
+        before = model(ids).detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(ids) ** 2).sum().backward()
+            optimizer.step()
+        after = model(ids)
+        assert not torch.equal(after, before) and list(model.state_dict()) == ["weight"]
+        if isinstance(layer, Embedding):
+            assert after[0, 1].tolist() == [3, 3, 3, 3]
