@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
@@ -21,6 +20,7 @@ from inlay.torch import _bags
 from inlay.torch.bag import EmbeddingBag
 from inlay.torch.functional import embedding_bag
 from tests.gradients import central_difference
+from tests.torch_lives import forget_graphs, graphs
 
 MODES = ["sum", "mean", "max"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -400,8 +400,7 @@ def test_torchs_operator_and_the_kernels_give_the_same(mode, padding_idx, monkey
 
 def test_compiled_bags_are_one_graph_for_all_lengths():
     layer = EmbeddingBag(20, 6, padding_idx=3, mode="mean")
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     offsets = torch.tensor([0, 2, 2, 5])
     for size in (7, 8, 11, 13, 17):
@@ -415,19 +414,18 @@ def test_compiled_bags_are_one_graph_for_all_lengths():
         (want**2).sum().backward()
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(gradient, layer.weight.grad)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_rows_of_ids(mode):
     layer = EmbeddingBag(20, 6, padding_idx=3, mode=mode)
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (3, 4, 6, 9, 11):
         ids = torch.randint(0, 20, (2, length))
         torch.testing.assert_close(compiled(ids), layer(ids))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ from ._pool import run
 # Up to here one compiled pass that checks and copies costs less than NumPy's two calls.
 FEW_IDS = 256
 # From here a second core adds more bandwidth than waking it costs.
-MANY_BYTES = 12 << 20
+MANY_BYTES = 4 << 20
 
 
 def gather(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:

@@ -108,33 +108,37 @@ def _three(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray, ...]:
 
 @inlined
 def _sum(row, i, token, ids, second, seconds, third, thirds, scale):
+    """Put the row together and return the sum of its numbers."""
     # Named outside the loops: read inside, a store to the row might change it.
-    width = row.size
-    first = ids[i]
-    for d in range(width):
-        row[d] = widen(token[first, d]) * scale
+    first, total = ids[i], type(scale)(0)
     if seconds.size:
         other = seconds[i]
-        for d in range(width):
-            row[d] += widen(second[other, d])
+        for d in range(row.size):
+            value = widen(token[first, d]) * scale + widen(second[other, d])
+            row[d] = value
+            total += value
+    else:
+        for d in range(row.size):
+            value = widen(token[first, d]) * scale
+            row[d] = value
+            total += value
     if thirds.size:
         other = thirds[i]
-        for d in range(width):
-            row[d] += widen(third[other, d])
+        for d in range(row.size):
+            value = widen(third[other, d])
+            row[d] += value
+            total += value
+    return total
 
 
 @inlined
-def _centre(row, eps):
-    """Take the mean off the row and return what makes its variance 1."""
+def _factor(row, mean, eps):
+    """Return what the row, less its mean, is multiplied by to have a variance of 1."""
     # Every number here has the type of eps: an int would widen it to float64.
-    mean = type(eps)(0)
-    for d in range(row.size):
-        mean += row[d]
-    mean /= type(eps)(row.size)
     spread = type(eps)(0)
     for d in range(row.size):
-        row[d] -= mean
-        spread += row[d] * row[d]
+        off = row[d] - mean
+        spread += off * off
     return type(eps)(1) / np.sqrt(spread / type(eps)(row.size) + eps)
 
 
@@ -145,13 +149,16 @@ def _rows(lo, hi, token, ids, second, seconds, third, thirds, gain, shift, scale
     for i in range(lo, hi):
         if i + AHEAD < hi:
             prefetch(token, ids[i + AHEAD])
-        _sum(row, i, token, ids, second, seconds, third, thirds, scale)
+        total = _sum(row, i, token, ids, second, seconds, third, thirds, scale)
         if gain.size:
-            factor = _centre(row, eps)
+            mean = total / type(scale)(width)
+            factor = _factor(row, mean, eps)
             for d in range(width):
-                row[d] = row[d] * factor * widen(gain[d]) + widen(shift[d])
-        for d in range(width):
-            out[i, d] = narrow(row[d], out[i, d])
+                value = (row[d] - mean) * factor * widen(gain[d]) + widen(shift[d])
+                out[i, d] = narrow(value, out[i, d])
+        else:
+            for d in range(width):
+                out[i, d] = narrow(row[d], out[i, d])
 
 
 @kernel(reorder=True)
@@ -178,11 +185,12 @@ def _rows_pull(
         for i in range(part * block, min(rows, (part + 1) * block)):
             if i + AHEAD < rows:
                 prefetch(token, ids[i + AHEAD])
-            _sum(row, i, token, ids, second, seconds, third, thirds, scale)
-            factor = _centre(row, eps)
+            total = _sum(row, i, token, ids, second, seconds, third, thirds, scale)
+            centre = total / type(scale)(width)
+            factor = _factor(row, centre, eps)
             mean, along = type(scale)(0), type(scale)(0)
             for d in range(width):
-                row[d] *= factor
+                row[d] = (row[d] - centre) * factor
                 up = widen(dy[i, d])
                 sums[part, 0, d] += up * row[d]
                 sums[part, 1, d] += up
