@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import run_alone
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,10 +20,10 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_code_blocks_run(page, tmp_path):
+    # Each in a process of its own, for what they do to the libraries they import.
     for block in blocks(page):
-        exec(compile(block, str(page), "exec"), {"__name__": "__main__"})
+        run_alone(block, folder=tmp_path)
 
 
 def test_the_readme_has_code_to_run():

@@ -4,11 +4,9 @@ Each scenario runs in a process of its own: what goes wrong here goes wrong by a
 deadlock, and must not take the other tests with it.
 """
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
+
+from tests.alone import run_alone
 
 SETUP = """
     import numpy as np
@@ -125,16 +123,3 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import():
     run_alone(NO_FOLDER_FOR_THE_CACHE)
-
-
-def run_alone(*parts: str) -> None:
-    """Run code in a process of its own and fail with what it wrote if it failed."""
-    code = "".join(map(textwrap.dedent, parts))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

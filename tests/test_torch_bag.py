@@ -185,16 +185,24 @@ def test_half_precision_gradients_are_summed_in_float32(dtype, mode, sparse):
 @pytest.mark.parametrize("mode", MODES)
 def test_first_of_equals_gets_the_gradient_and_nan_is_largest(mode):
     table = torch.tensor([[1.0, 2.0], [1.0, float("nan")], [0.0, 5.0]])
-    ids = torch.tensor([[2, 0, 1, 0]])
-    for function in (embedding_bag, by_operators):
+    ids = torch.tensor([2, 0, 1, 0])
+    for function, offsets in product((embedding_bag, by_operators), (None, ids[1:2])):
         leaf = table.clone().requires_grad_()
-        y = function(ids, leaf, mode=mode)
+        y = function(ids[None] if offsets is None else ids, leaf, offsets, mode=mode)
         if mode != "max":
             assert y[0, 1].isnan()
             continue
         assert y[0, 0] == 1 and y[0, 1].isnan()
         y.sum().backward()
         assert leaf.grad.tolist() == [[1, 0], [0, 1], [0, 0]]
+
+
+def test_the_largest_of_nothing_but_minus_infinity():
+    table = torch.tensor([[1.0], [-float("inf")]])
+    for function in (embedding_bag, by_operators):
+        ids, offsets = torch.tensor([0, 1, 0]), torch.tensor([0, 2])
+        y = function(ids, table, offsets, mode="max", padding_idx=0)
+        assert y.tolist() == [[-float("inf")], [0]]
 
 
 def test_a_mean_whose_weights_sum_to_zero_is_zero_and_sends_no_gradient():

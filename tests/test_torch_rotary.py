@@ -1,6 +1,5 @@
 """RotaryPositions on torch: right numbers, one set of bits, a gradient, a whole life."""
 
-import multiprocessing
 import threading
 
 import numpy as np
@@ -15,6 +14,7 @@ from inlay.numpy.rotary import RotaryPositions as NumpyRotary
 from inlay.rotary import qwen_axial_frequencies
 from inlay.scaling import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from inlay.torch.rotary import RotaryPositions
+from tests.alone import run_alone
 from tests.torch_lives import LIVES, forget_graphs, graphs, plain_operators
 
 # Inductor and forward-mode AD import what torch itself has deprecated.
@@ -408,21 +408,19 @@ def test_threads_at_once_get_the_same_numbers():
     assert all(y is not None and torch.equal(y, want) for y in got)
 
 
-def _in_a_child(queue, layer, x):
-    torch.set_num_threads(2)
-    queue.put(layer(x).numpy())
-
-
 def test_a_forked_child_gets_the_same_numbers():
-    layer, x = RotaryPositions(64), draw(4, 2048, 64)
-    want = layer(x)  # the threads of the pool exist before the fork
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_in_a_child, args=(queue, layer, x))
-    child.start()
-    got = queue.get(timeout=60)
-    child.join(60)
-    np.testing.assert_array_equal(got, want)
+    run_alone("""
+        import os
+        import torch
+        from inlay.torch import RotaryPositions
+
+        layer, x = RotaryPositions(64), torch.randn(4, 2048, 64)
+        want = layer(x)  # the helpers of the pool exist before the fork
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(layer(x), want) else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """)
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):

@@ -312,6 +312,10 @@ def test_transforms_of_torch_func_agree_with_autograd():
 
 
 def test_row_gradients_are_coalesced_and_accumulate():
+    weight = torch.randn(6, 3, requires_grad=True)
+    rows = embedding(ids_of(5, 1, 5), weight, sparse=True)
+    (grad,) = torch.autograd.grad(rows.sum(), weight)
+    assert grad.is_coalesced() and grad.indices().tolist() == [[1, 5]]
     layer = Embedding(1000, 4, sparse=True, padding_idx=7)
     for count, ids in enumerate([ids_of(5, 900, 5, 7), ids_of(900, 3)], 1):
         layer(ids).sum().backward()
@@ -443,10 +447,10 @@ def test_padding_is_set_by_construction_loading_and_set_padding():
 def test_a_state_that_does_not_fit_leaves_padding_as_it_was():
     layer = Embedding(4, 3, padding_idx=1)
     layer.set_padding(5.0)
+    layer.weight.data.zero_()
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict({"weight": torch.ones(3, 3)})
     layer.load_state_dict({}, strict=False)
-    layer.weight.data.zero_()
     assert layer(ids_of(1)).tolist() == [[5, 5, 5]]
 
 
@@ -477,6 +481,10 @@ def test_padding_idx_may_be_changed_later():
     assert layer(ids_of(2)).tolist() == [want]
     layer.padding_idx = 0
     assert layer(ids_of(0, 2)).tolist() == [[0, 0, 0], want]
+    layer.padding_idx = -1
+    layer(ids_of(0))
+    layer.weight.data.fill_(2.0)
+    assert layer(ids_of(3, 2)).tolist() == [[0, 0, 0], [2, 2, 2]]
     layer.padding_idx = None
     layer.weight.data.fill_(1.0)
     assert layer(ids_of(0)).tolist() == [[1, 1, 1]]
@@ -718,6 +726,17 @@ def test_compiled_half_precision_and_row_gradients():
     compiled(ids_of(1, 2, 1)).sum().backward()
     assert rows.weight.grad.is_coalesced()
     assert rows.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 1, 0]
+
+
+def test_compiled_lookup_takes_the_padding_of_a_new_parameter():
+    layer = Embedding(4, 3, padding_idx=1, max_norm=9.0)
+    layer.weight = nn.Parameter(torch.full((4, 3), 6.0))
+    copied = copy.deepcopy(layer)
+    compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
+    short = torch.full((2, 3), 27.0**0.5)
+    torch.testing.assert_close(compiled(ids_of(1, 2)), short)
+    compiled(ids_of(2)).sum().backward()
+    torch.testing.assert_close(copied.weight.detach()[2:], short)
 
 
 def test_a_compiled_id_out_of_range_is_an_error():

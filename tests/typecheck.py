@@ -41,5 +41,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     )
 
 
-install_import_hook(modules(), "tests.typecheck.checked")
-torch.compile = lambda model=None, **_: model
+def pytest_configure() -> None:
+    install_import_hook(modules(), "tests.typecheck.checked")
+    torch.compile = lambda model=None, **_: model

@@ -8,40 +8,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from .. import kernels
-from ..turns import axial_turns, turns
 from ._fused import array_of, fusable, tensor_of, threads_of_torch
-from ._positions import on_host
 
 
-def turn_at(
-    positions: Shaped[Tensor, "*seq"],
-    tables: Float[Tensor, "*axes 2 3 256 pairs"],
-    rates: Float[Tensor, "*axes pairs"],
-) -> Float[Tensor, "turns 2*pairs"]:
+def whole_turns(
+    positions: Integer[np.ndarray, "*seq"], tables: Float[Tensor, "2 3 256 pairs"]
+) -> Float[np.ndarray, "turns 2*pairs"]:
     """Return the cosines of all pairs, then the sines, one row for each position.
 
     Args:
-        positions: Concrete; with several coordinates, they come first.
+        positions: Whole numbers, within reach.
         tables: Digit tables in the dtype of the result.
-        rates: The frequencies, likewise.
     """
-    if rates.ndim == 2:
-        flat = positions.reshape(positions.shape[0], -1)
-        return torch.cat(axial_turns(flat, tables, rates), dim=-1)
-    if positions.is_floating_point():
-        return torch.cat(turns(positions.reshape(-1), tables, rates), dim=-1)
-    whole = np.ascontiguousarray(on_host(positions), np.int64).reshape(-1)
+    whole = np.ascontiguousarray(positions, np.int64).reshape(-1)
     with threads_of_torch():
-        return torch.from_numpy(kernels.turns(whole, tables.numpy()))
+        return kernels.turns(whole, tables.numpy())
 
 
 def turned(
     x: Float[Tensor, "*lead head_dim"],
-    turn: Float[Tensor, "turns cosines_and_sines"],
+    turn: Float[np.ndarray, "turns cosines_and_sines"],
     seq: tuple[int, ...],
     *,
     read_half: bool,
@@ -51,17 +41,18 @@ def turned(
 
     Args:
         x: Queries or keys.
-        turn: As many turns as ``seq`` has places.
+        turn: As many turns as ``seq`` has places, in the dtype ``x`` is worked on in.
         seq: The shape that, broadcast to that of ``x`` without its features, says which
             turn is whose.
         read_half: Whether pair ``i`` of ``x`` is features ``i`` and ``i + pairs``;
             otherwise it is ``2 * i`` and ``2 * i + 1``.
         write_half: The same for the result.
     """
-    if fusable(x):
+    if not fusable(x):
+        return _turned(x, turn.reshape(*seq, -1), read_half, write_half)
+    if x.requires_grad and torch.is_grad_enabled():
         return _Turned.apply(x, turn, seq, read_half, write_half)  # pyright: ignore
-    wide = _turned(x.to(turn.dtype), turn.reshape(*seq, -1), read_half, write_half)
-    return wide.to(x.dtype)
+    return _rotated(x, turn, seq, read_half=read_half, write_half=write_half)
 
 
 class _Turned(torch.autograd.Function):
@@ -69,47 +60,49 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, turn: Tensor, seq: Any, read: bool, write: bool
+        ctx: Any, x: Tensor, turn: np.ndarray, seq: Any, read: bool, write: bool
     ) -> Tensor:
         ctx.turn, ctx.seq, ctx.read, ctx.write = turn, seq, read, write
         return _rotated(x, turn, seq, read_half=read, write_half=write)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = ctx.turn.chunk(2, dim=-1)
-        back = torch.cat([cos, -sin], dim=-1)
+        cos, sin = np.split(ctx.turn, 2, axis=-1)
+        back = np.concatenate([cos, -sin], axis=-1)
         dx = turned(grads[0], back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
         return dx, None, None, None, None
 
 
 def _rotated(
-    x: Tensor, turn: Tensor, seq: tuple[int, ...], *, read_half: bool, write_half: bool
+    x: Tensor, turn: np.ndarray, seq: tuple[int, ...], *, read_half: bool, write_half: bool
 ) -> Tensor:
+    array, lead = array_of(x), x.ndim - 1
     # Heads are often a transposed view; taken as they lie, nothing is copied for them.
-    order = sorted(range(x.ndim - 1), key=lambda axis: -x.stride(axis))
-    moved = x.permute(*order, -1).contiguous()
-    index = np.arange(len(turn)).reshape(seq)
-    which = np.broadcast_to(index, x.shape[:-1]).transpose(order).flatten()
-    rows = moved.reshape(-1, x.shape[-1])
+    order = sorted(range(lead), key=lambda axis: -array.strides[axis])
+    back = sorted(range(lead), key=order.__getitem__)
+    moved = np.ascontiguousarray(array.transpose(*order, lead))
+    which = np.empty(moved.shape[:-1], np.int64)
+    which.transpose(back)[...] = np.arange(len(turn)).reshape(seq)
     with threads_of_torch():
         out = kernels.rotate(
-            array_of(rows),
-            turn.numpy(),
-            which=which,
+            moved.reshape(which.size, x.shape[-1]),
+            turn,
+            which=which.reshape(-1),
             read_half=read_half,
             write_half=write_half,
         )
-    back = tensor_of(out).reshape(moved.shape)
-    return back.permute(*np.argsort(order).tolist(), -1)
+    return tensor_of(out.reshape(moved.shape).transpose(*back, lead))
 
 
-def _turned(x: Tensor, turn: Tensor, read_half: bool, write_half: bool) -> Tensor:
+def _turned(x: Tensor, turns: np.ndarray, read_half: bool, write_half: bool) -> Tensor:
+    turn = torch.from_numpy(turns).to(x.device)
     # Operators that autograd's own vmap, of batched gradients, knows: neither torch.concat
     # nor a slice of everything.
     cos, sin = turn.chunk(2, dim=-1)
     part, rest = x.split([turn.shape[-1], x.shape[-1] - turn.shape[-1]], dim=-1)
-    a, b = part.chunk(2, dim=-1) if read_half else (part[..., 0::2], part[..., 1::2])
+    wide = part.to(turn.dtype)
+    a, b = wide.chunk(2, dim=-1) if read_half else (wide[..., 0::2], wide[..., 1::2])
     pair = [a * cos - b * sin, b * cos + a * sin]
     if not write_half:
         pair = [torch.stack(pair, dim=-1).reshape(part.shape)]
-    return torch.cat([*pair, rest], dim=-1)
+    return torch.cat([*(each.to(x.dtype) for each in pair), rest], dim=-1)

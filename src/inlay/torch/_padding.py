@@ -112,7 +112,7 @@ class Padded(nn.Module):
         idx, row = padding_of(self.padding_idx, weight.shape[0]), self.padding_row
         if idx is None or weight.is_meta:
             return
-        moved = self._place is not None and self._place.padding_idx != idx
+        moved = self._place is not None and self._place.padding_idx != self.padding_idx
         owned = self._owner is not None and self._owner() is weight
         if row is None or moved or not owned or row.shape != weight.shape[1:]:
             self.keep_padding()
@@ -150,10 +150,9 @@ class Padded(nn.Module):
         self._know(self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        row = self.padding_row
         super()._apply(fn, recurse)
-        # Not fn(row): to_empty() would leave nothing of it.
-        self.padding_row, weight = row, self._parameters.get("weight")
+        # The padding row is not given to fn: to_empty() would leave nothing of it.
+        weight = self._parameters.get("weight")
         if weight is not None:
             self._know(weight)
         return self

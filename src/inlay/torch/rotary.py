@@ -15,7 +15,7 @@ from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_turns, digit_tables, turns
 from ._fused import fusable
-from ._fused_rotate import turn_at, turned
+from ._fused_rotate import turned, whole_turns
 from ._positions import (
     Offset,
     Positions,
@@ -24,6 +24,7 @@ from ._positions import (
     in_reach,
     positions_for,
     positions_tensor,
+    whole_on_host,
 )
 from ._tables import Precomputed, widened
 
@@ -141,14 +142,19 @@ class RotaryPositions(Precomputed):
         offset: Offset = 0,
     ) -> Float[Tensor, "*lead head_dim"]:
         self._check(x)
-        found, axial = self._positions(x, positions, offset), self.axes is not None
+        on_kernels, length = fusable(x), x.shape[-2 if self.heads_axis == -3 else -3]
+        if on_kernels and self.axes is None:
+            whole = whole_on_host(length, positions=positions, offset=offset)
+            if whole is not None:
+                lined = over_heads(whole, x, heads_axis=self.heads_axis)
+                turn = whole_turns(lined, self._floats("bits", x.dtype, x.device))
+                return self._turned(x, turn, lined.shape)
+        found, axial = self._positions(x, length, positions, offset), self.axes is not None
         lined = over_heads(found, x, heads_axis=self.heads_axis, axial=axial)
-        if fusable(x) and not lined.requires_grad:
-            turn = turn_at(lined, *self._constants(x.dtype, x.device))
-            read, write = self.layout == "half", self.layout != "interleaved"
-            seq = tuple(lined.shape[axial:])
-            return turned(x, turn, seq, read_half=read, write_half=write)
         cos, sin = self._turns(lined, x.dtype)
+        if on_kernels and not cos.requires_grad:
+            turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
+            return self._turned(x, turn, cos.shape[:-1])
         return rotate(widened(x), cos, sin, layout=self.layout).to(x.dtype)
 
     def turns(
@@ -237,20 +243,20 @@ class RotaryPositions(Precomputed):
         tables = digit_tables(self.frequencies, factor=self.attention_factor)
         return {"bits": tables, "rate_bits": self.frequencies.astype(np.float32)}
 
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        tables = self._floats("bits", dtype, device)
-        return tables, self._floats("rate_bits", dtype, device)
-
     def _turns(
         self, positions: Shaped[Tensor, "*seq"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        at = turns if self.axes is None else axial_turns
-        return at(positions, *self._constants(dtype, positions.device))
+        tables = self._floats("bits", dtype, positions.device)
+        rates = self._floats("rate_bits", dtype, positions.device)
+        return (turns if self.axes is None else axial_turns)(positions, tables, rates)
 
-    def _positions(self, x: Tensor, positions: Any, offset: Any) -> Tensor:
+    def _turned(self, x: Tensor, turn: np.ndarray, seq: tuple[int, ...]) -> Tensor:
+        read, write = self.layout == "half", self.layout != "interleaved"
+        return turned(x, turn, tuple(seq), read_half=read, write_half=write)
+
+    def _positions(self, x: Tensor, length: int, positions: Any, offset: Any) -> Tensor:
         if positions is None and self.axes is not None and self.ready:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
         found = positions_for(x, length=length, positions=positions, offset=offset)
         if self.axes is not None:
             if positions is None:

@@ -39,7 +39,8 @@ class Embedding(Table, TorchEmbedding):
         - output: ``(*input.shape, embedding_dim)``, in the table's dtype
 
     An id that is not a row, a negative one included, is an IndexError that names it; under
-    ``torch.compile`` and on other devices it is torch's own error.
+    ``torch.compile`` and on other devices it is torch's own error. Autocast leaves lookups
+    in the table's dtype; :meth:`logits` multiplies in the dtype that autocast asks for.
 
     Example:
         >>> import torch
