@@ -481,6 +481,9 @@ def test_padding_idx_may_be_changed_later():
     assert layer(ids_of(2)).tolist() == [want]
     layer.padding_idx = 0
     assert layer(ids_of(0, 2)).tolist() == [[0, 0, 0], want]
+    layer.padding_idx = 1
+    layer.double()
+    assert layer.padding_row is None and layer(ids_of(1)).tolist() == [[0, 0, 0]]
     layer.padding_idx = -1
     layer(ids_of(0))
     layer.weight.data.fill_(2.0)

@@ -8,22 +8,23 @@ from ._pool import run
 # Up to here one compiled pass that checks and copies costs less than NumPy's two calls.
 FEW_IDS = 256
 # From here a second core adds more bandwidth than waking it costs.
-MANY_BYTES = 4 << 20
+MANY_BYTES = 12 << 20
 
 
 def gather(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
-    bits = bits_of(weight)
-    out = np.empty((ids.size, weight.shape[1]), bits.dtype)
+    bits, width = bits_of(weight), weight.shape[1]
     if ids.size <= FEW_IDS:
-        inside = _copy(0, ids.size, bits, ids, out)
-    else:
-        # As an unsigned number a negative id is a huge one.
-        inside = ids.view(np.uint64).max() < weight.shape[0]
-        if inside:
-            grain = MANY_BYTES // 2 // max(out.strides[0], 1)
-            run(_take, ids.size, bits, ids, out, grain=grain)
-    return out.view(weight.dtype) if inside else None
+        out = np.empty((ids.size, width), bits.dtype)
+        return out.view(weight.dtype) if _copy(0, ids.size, bits, ids, out) else None
+    # As an unsigned number a negative id is a huge one.
+    if ids.view(np.uint64).max() >= weight.shape[0]:
+        return None
+    if ids.size * bits.strides[0] < MANY_BYTES:
+        return np.take(bits, ids, axis=0, mode="clip").view(weight.dtype)
+    out = np.empty((ids.size, width), bits.dtype)
+    run(_take, ids.size, bits, ids, out, grain=ids.size // 2)
+    return out.view(weight.dtype)
 
 
 @kernel()

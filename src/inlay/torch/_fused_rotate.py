@@ -4,6 +4,7 @@ The forward runs here only on what the kernels take. A gradient may be anything 
 as the batched one of a Jacobian, and is then turned by plain operators, to the same bits.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,55 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from .. import kernels
-from ._fused import array_of, fusable, tensor_of, threads_of_torch
+from .._check import positions_in_reach
+from ..positions import resolve
+from ..rotary import over_heads
+from ..turns import LIMIT
+from ._fused import concrete, fusable, threads_of_torch
+
+#: Up to this many features a kernel runs on one thread anyway.
+ALONE = 2**17
+#: Those that NumPy adds to others without making them reals.
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint32)
+
+
+def whole_positions(
+    x: Float[Tensor, "*lead head_dim"], *, positions: Any, offset: Any, heads_axis: int
+) -> Integer[np.ndarray, "*lined"] | None:
+    """Return whole positions on the host, lined up with ``x``; None if they are not so.
+
+    A step of decoding is too short for operators on tensors.
+
+    Args:
+        x: Queries or keys.
+        positions: What the caller gave; None is ``0, 1, …`` moved on by ``offset``.
+        offset: How many positions came before, a number or one per row.
+        heads_axis: As in :func:`inlay.rotary.over_heads`.
+    """
+    length = x.shape[-2 if heads_axis == -3 else -3]
+    if positions is None and type(offset) is int and -LIMIT < offset <= LIMIT - length:
+        steps = np.arange(offset, offset + length)
+        return steps if heads_axis == -3 else steps[:, None]
+    found = []
+    for value in (positions, offset):
+        if isinstance(value, Tensor):
+            if value.dtype not in WHOLE or not concrete(value):
+                return None
+            value = value.numpy()
+        elif value is not None and type(value) is not int:
+            return None
+        found.append(value)
+    steps = np.arange(length) if positions is None else None
+    whole = positions_in_reach(resolve(found[0], offset=found[1], steps=steps), LIMIT)
+    return over_heads(whole, x, heads_axis=heads_axis).astype(np.int64, copy=False)
 
 
 def whole_turns(
-    positions: Integer[np.ndarray, "*seq"], tables: Float[Tensor, "2 3 256 pairs"]
+    positions: Integer[np.ndarray, "*lined"], tables: Float[np.ndarray, "2 3 256 pairs"]
 ) -> Float[np.ndarray, "turns 2*pairs"]:
-    """Return the cosines of all pairs, then the sines, one row for each position.
-
-    Args:
-        positions: Whole numbers, within reach.
-        tables: Digit tables in the dtype of the result.
-    """
-    whole = np.ascontiguousarray(positions, np.int64).reshape(-1)
-    with threads_of_torch():
-        return kernels.turns(whole, tables.numpy())
+    """Return the cosines of all pairs, then the sines, one row for each position."""
+    with _threads(positions.size * tables.shape[-1]):
+        return kernels.turns(np.ascontiguousarray(positions).reshape(-1), tables)
 
 
 def turned(
@@ -40,7 +75,7 @@ def turned(
     """Return ``x`` turned, in its dtype and laid out in memory as it is.
 
     Args:
-        x: Queries or keys.
+        x: Queries or keys that kernels may run on.
         turn: As many turns as ``seq`` has places, in the dtype ``x`` is worked on in.
         seq: The shape that, broadcast to that of ``x`` without its features, says which
             turn is whose.
@@ -48,11 +83,9 @@ def turned(
             otherwise it is ``2 * i`` and ``2 * i + 1``.
         write_half: The same for the result.
     """
-    if not fusable(x):
-        return _turned(x, turn.reshape(*seq, -1), read_half, write_half)
     if x.requires_grad and torch.is_grad_enabled():
         return _Turned.apply(x, turn, seq, read_half, write_half)  # pyright: ignore
-    return _rotated(x, turn, seq, read_half=read_half, write_half=write_half)
+    return _rotated(x, turn, seq, read_half, write_half)
 
 
 class _Turned(torch.autograd.Function):
@@ -63,35 +96,45 @@ class _Turned(torch.autograd.Function):
         ctx: Any, x: Tensor, turn: np.ndarray, seq: Any, read: bool, write: bool
     ) -> Tensor:
         ctx.turn, ctx.seq, ctx.read, ctx.write = turn, seq, read, write
-        return _rotated(x, turn, seq, read_half=read, write_half=write)
+        return _rotated(x, turn, seq, read, write)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         cos, sin = np.split(ctx.turn, 2, axis=-1)
-        back = np.concatenate([cos, -sin], axis=-1)
-        dx = turned(grads[0], back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
+        back, dy = np.concatenate([cos, -sin], axis=-1), grads[0]
+        if fusable(dy):
+            dx = turned(dy, back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
+        else:
+            dx = _turned(dy, back.reshape(*ctx.seq, -1), ctx.write, ctx.read)
         return dx, None, None, None, None
 
 
 def _rotated(
-    x: Tensor, turn: np.ndarray, seq: tuple[int, ...], *, read_half: bool, write_half: bool
+    x: Tensor, turn: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
-    array, lead = array_of(x), x.ndim - 1
-    # Heads are often a transposed view; taken as they lie, nothing is copied for them.
-    order = sorted(range(lead), key=lambda axis: -array.strides[axis])
-    back = sorted(range(lead), key=order.__getitem__)
-    moved = np.ascontiguousarray(array.transpose(*order, lead))
-    which = np.empty(moved.shape[:-1], np.int64)
-    which.transpose(back)[...] = np.arange(len(turn)).reshape(seq)
-    with threads_of_torch():
+    halves = x.dtype == torch.bfloat16  # which kernels know by its bits
+    array = (x.detach().view(torch.uint16) if halves else x.detach()).numpy()
+    last, order = x.ndim - 1, None
+    index = np.arange(len(turn)).reshape((1,) * (last - len(seq)) + seq)
+    if not x.is_contiguous():
+        # Heads are often a transposed view; taken as they lie, nothing is copied for them.
+        order = sorted(range(last), key=lambda axis: -array.strides[axis])
+        array = np.ascontiguousarray(array.transpose(*order, last))
+        index = index.transpose(order)
+    which = np.empty(array.shape[:-1], np.int64)
+    which[...] = index
+    with _threads(x.numel()):
         out = kernels.rotate(
-            moved.reshape(which.size, x.shape[-1]),
+            array.reshape(which.size, x.shape[-1]),
             turn,
             which=which.reshape(-1),
             read_half=read_half,
             write_half=write_half,
-        )
-    return tensor_of(out.reshape(moved.shape).transpose(*back, lead))
+        ).reshape(array.shape)
+    if order is not None:
+        out = out.transpose(*sorted(range(last), key=order.__getitem__), last)
+    result = torch.from_numpy(out)
+    return result.view(torch.bfloat16) if halves else result
 
 
 def _turned(x: Tensor, turns: np.ndarray, read_half: bool, write_half: bool) -> Tensor:
@@ -106,3 +149,7 @@ def _turned(x: Tensor, turns: np.ndarray, read_half: bool, write_half: bool) -> 
     if not write_half:
         pair = [torch.stack(pair, dim=-1).reshape(part.shape)]
     return torch.cat([*(each.to(x.dtype) for each in pair), rest], dim=-1)
+
+
+def _threads(features: int) -> AbstractContextManager[None]:
+    return threads_of_torch() if features > ALONE else nullcontext()

@@ -54,6 +54,8 @@ class Padded(nn.Module):
 
     #: What padding is. None without padding, or as long as nothing is known of it.
     padding_row: Tensor | None = None
+    # The id that it is the row of, the parameter, and the memory.
+    _row_of: int | None = None
     _owner: "weakref.ref[Tensor] | None" = None
     _place: Place | None = None
 
@@ -68,10 +70,10 @@ class Padded(nn.Module):
                 f"value must be a number or have shape {tuple(weight.shape[1:])}, "
                 f"got {tuple(row.shape)}"
             )
-        self.padding_row = row.expand(weight.shape[1]).clone()
+        row = row.expand(weight.shape[1]).clone()
         if not weight.is_meta:
-            weight.data[self.padding_idx] = self.padding_row
-        self._know(weight)
+            weight.data[self.padding_idx] = row
+        self._keep(row)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -87,11 +89,10 @@ class Padded(nn.Module):
 
     def keep_padding(self) -> None:
         """Make what is in the padding row now what padding is."""
-        weight = self.weight
-        self.padding_row = None
-        if self.padding_idx is not None and not weight.is_meta:
-            self.padding_row = weight.detach()[self.padding_idx].clone()
-        self._know(weight)
+        if self.padding_idx is None or self.weight.is_meta:
+            self._keep(None)
+        else:
+            self._keep(self.weight.detach()[self.padding_idx].clone())
 
     def _row_to_insert(self, weight: Tensor) -> Tensor | None:
         """Repair the stored row, or return what to put into the output in its stead."""
@@ -112,8 +113,8 @@ class Padded(nn.Module):
         idx, row = padding_of(self.padding_idx, weight.shape[0]), self.padding_row
         if idx is None or weight.is_meta:
             return
-        moved = self._place is not None and self._place.padding_idx != self.padding_idx
         owned = self._owner is not None and self._owner() is weight
+        moved = self._row_of != self.padding_idx
         if row is None or moved or not owned or row.shape != weight.shape[1:]:
             self.keep_padding()
             return
@@ -121,9 +122,15 @@ class Padded(nn.Module):
         weight.data[idx].copy_(row)
         self._know(weight)
 
+    def _keep(self, row: Tensor | None) -> None:
+        self.padding_row, self._row_of = row, self.padding_idx
+        self._know(self.weight)
+
     def _know(self, weight: Tensor) -> None:
         """Remember whose row ``padding_row`` is, and where it lies."""
         self._owner, self._place = weakref.ref(weight), None
+        if self._row_of != self.padding_idx:
+            self.padding_row = None
         if self.padding_row is None or self.padding_idx is None:
             return
         self.padding_row = self.padding_row.to(_real(weight), weight.dtype)
@@ -143,11 +150,10 @@ class Padded(nn.Module):
     def _fill_padding_idx_with_zero(self) -> None:
         # What torch's constructors and reset_parameters call.
         super()._fill_padding_idx_with_zero()  # pyright: ignore
-        if self.padding_idx is not None:
-            self.padding_row = torch.zeros(
-                self.embedding_dim, dtype=self.weight.dtype, device=_real(self.weight)
-            )
-        self._know(self.weight)
+        zeros = torch.zeros(
+            self.embedding_dim, dtype=self.weight.dtype, device=_real(self.weight)
+        )
+        self._keep(None if self.padding_idx is None else zeros)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

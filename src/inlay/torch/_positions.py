@@ -20,9 +20,6 @@ from ..turns import LIMIT
 from ._fused import concrete
 from ._tables import name_of
 
-# Those that NumPy adds to others without making them reals.
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint32)
-
 Positions = Shaped[Tensor, "..."] | Sequence[Any] | int | float
 Offset = Shaped[Tensor, "..."] | Sequence[Any] | int | float
 
@@ -50,25 +47,6 @@ def positions_for(
             offset = offset.float()  # the sum would be in half precision
     steps = None if positions is not None else torch.arange(length, device=x.device)
     return resolve(positions, offset=offset, steps=steps)
-
-
-def whole_on_host(length: int, *, positions: Any, offset: Any) -> np.ndarray | None:
-    """Return the same as NumPy has it, checked, if it is concrete and whole; else None.
-
-    Kernels want it so, and a step of decoding is too short for operators on tensors.
-    """
-    found = []
-    for value in (positions, offset):
-        if isinstance(value, Tensor):
-            if value.dtype not in _WHOLE or not concrete(value):
-                return None
-            value = value.numpy()
-        elif value is not None and type(value) is not int:
-            return None
-        found.append(value)
-    steps = np.arange(length) if positions is None else None
-    whole = resolve(found[0], offset=found[1], steps=steps)
-    return positions_in_reach(whole, LIMIT)
 
 
 def positions_of(

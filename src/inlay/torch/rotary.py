@@ -15,7 +15,7 @@ from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_turns, digit_tables, turns
 from ._fused import fusable
-from ._fused_rotate import turned, whole_turns
+from ._fused_rotate import turned, whole_positions, whole_turns
 from ._positions import (
     Offset,
     Positions,
@@ -24,7 +24,6 @@ from ._positions import (
     in_reach,
     positions_for,
     positions_tensor,
-    whole_on_host,
 )
 from ._tables import Precomputed, widened
 
@@ -142,19 +141,17 @@ class RotaryPositions(Precomputed):
         offset: Offset = 0,
     ) -> Float[Tensor, "*lead head_dim"]:
         self._check(x)
-        on_kernels, length = fusable(x), x.shape[-2 if self.heads_axis == -3 else -3]
+        on_kernels, axis = fusable(x), self.heads_axis
         if on_kernels and self.axes is None:
-            whole = whole_on_host(length, positions=positions, offset=offset)
-            if whole is not None:
-                lined = over_heads(whole, x, heads_axis=self.heads_axis)
-                turn = whole_turns(lined, self._floats("bits", x.dtype, x.device))
-                return self._turned(x, turn, lined.shape)
-        found, axial = self._positions(x, length, positions, offset), self.axes is not None
-        lined = over_heads(found, x, heads_axis=self.heads_axis, axial=axial)
+            at = whole_positions(x, positions=positions, offset=offset, heads_axis=axis)
+            if at is not None:
+                return self._turned(x, whole_turns(at, self._array(x)), at.shape)
+        found, axial = self._positions(x, positions, offset), self.axes is not None
+        lined = over_heads(found, x, heads_axis=axis, axial=axial)
         cos, sin = self._turns(lined, x.dtype)
         if on_kernels and not cos.requires_grad:
             turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
-            return self._turned(x, turn, cos.shape[:-1])
+            return self._turned(x, turn, tuple(cos.shape[:-1]))
         return rotate(widened(x), cos, sin, layout=self.layout).to(x.dtype)
 
     def turns(
@@ -252,11 +249,16 @@ class RotaryPositions(Precomputed):
 
     def _turned(self, x: Tensor, turn: np.ndarray, seq: tuple[int, ...]) -> Tensor:
         read, write = self.layout == "half", self.layout != "interleaved"
-        return turned(x, turn, tuple(seq), read_half=read, write_half=write)
+        return turned(x, turn, seq, read_half=read, write_half=write)
 
-    def _positions(self, x: Tensor, length: int, positions: Any, offset: Any) -> Tensor:
+    def _array(self, x: Tensor) -> np.ndarray:
+        tables = self._integers("bits", x.device).numpy().view(np.float32)
+        return tables.astype(np.float64) if x.dtype == torch.float64 else tables
+
+    def _positions(self, x: Tensor, positions: Any, offset: Any) -> Tensor:
         if positions is None and self.axes is not None and self.ready:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
+        length = x.shape[-2 if self.heads_axis == -3 else -3]
         found = positions_for(x, length=length, positions=positions, offset=offset)
         if self.axes is not None:
             if positions is None:
