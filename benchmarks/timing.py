@@ -1,8 +1,8 @@
 """Timing ours beside its peers: equal results first, then medians over rotating batches.
 
 A machine is noisy and shared, and one hot batch of ids flatters everybody's cache. So the
-contestants take turns, each on the next of twelve batches, in an order that rotates, and
-what is reported is the median of each and the ratio to ours. A copy of the output's size
+contestants take turns, each on the next of twelve batches, after a short rest, in an order
+that rotates, and what is reported is the median of each and the ratio to ours. A copy of the output's size
 stands beside them for scale: nothing that writes its output can be much faster.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 BATCHES = 12
+# OpenMP's threads go on spinning after their work and would sit on the next one's core.
+REST = 0.005
 Run = Callable[[int], Any]
 
 
@@ -90,6 +92,7 @@ def measure(case: Case, *, rounds: int = 60) -> Result:
 
 
 def _time(run: Run, turn: int, repeat: int) -> float:
+    time.sleep(REST)
     start = time.perf_counter()
     for again in range(repeat):
         run((turn + again) % BATCHES)

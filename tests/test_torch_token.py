@@ -242,6 +242,8 @@ def test_half_precision_gradients_are_right_off_the_kernels_too(dtype):
     leaf = weight.clone().requires_grad_()
     compiled(ids, leaf).sum().backward()
     assert torch.equal(leaf.grad[1], want)
+    scaled = torch.func.grad(lambda w: embedding(ids, w, scale_grad_by_freq=True).sum())
+    assert torch.equal(scaled(weight)[1], torch.ones(2).to(dtype))
 
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"padding_idx": 4}])
@@ -944,6 +946,10 @@ def test_partly_frozen_gradient_and_frequencies():
     scaled = PartlyFrozenEmbedding(6, 3, frozen=[1, 3], scale_grad_by_freq=True)
     scaled(ids_of(5, 1, 1, 5, 0)).sum().backward()
     assert scaled.trained_rows.grad[:, 0].tolist() == [1, 0, 0, 1]
+    half = scaled.bfloat16()
+    half.zero_grad()
+    half(torch.full((3000,), 5)).sum().backward()
+    assert half.trained_rows.grad[:, 0].tolist() == [0, 0, 0, 1]
 
 
 def test_partly_frozen_lives():

@@ -46,9 +46,9 @@ def pool_bags(
         if how.max_norm is None and fusable(weight) and weight.is_contiguous():
             if offsets is None and weights is None and _is_stock(ids, weight, how=how):
                 return _by_torch(weight, ids, how=how)
-            bags = _bags(ids, how.table(weight), offsets, weights, how)
+            bags = _bags(ids, how.table(weight), offsets=offsets, weights=weights, how=how)
             return _on_kernels(weight, weights, ids=ids, bags=bags, how=how)
-        _bags(ids, how.table(weight), offsets, weights, how)
+        _bags(ids, how.table(weight), offsets=offsets, weights=weights, how=how)
     elif (ids.ndim, offsets is None) not in ((1, False), (2, True)):
         with torch_classes():
             bounds_of(tuple(ids.shape), None if offsets is None else np.array([0]))
@@ -57,7 +57,12 @@ def pool_bags(
 
 
 def _bags(
-    ids: Tensor, table: Table, offsets: Tensor | None, weights: Tensor | None, how: How
+    ids: Tensor,
+    table: Table,
+    *,
+    how: How,
+    offsets: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Bags:
     with torch_classes():
         return bags_of(
@@ -123,7 +128,7 @@ def _by_torch(weight: Tensor, ids: Tensor, *, how: How) -> Tensor:
             return _Stock.apply(weight, ids, how)  # pyright: ignore
         return _stock(weight, ids, how=how)[0]
     except RuntimeError:
-        _bags(ids, how.table(weight), None, None, how)
+        _bags(ids, how.table(weight), how=how)
         raise
 
 
@@ -153,7 +158,7 @@ class _Stock(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (ids, *rest), how, table = ctx.saved_tensors, ctx.how, ctx.table
         if torch.is_grad_enabled() or not fusable(grads[0]) or table.is_special:
-            bags = _bags(ids, table, None, None, how)
+            bags = _bags(ids, table, how=how)
             gradients = Gradients(bags, how.mode, None, table)
             return gradients.of(grads[0], None, table=None, wanted=True)[0], None, None
         skip = -1 if how.padding_idx is None else how.padding_idx

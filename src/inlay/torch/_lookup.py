@@ -216,5 +216,6 @@ def _rows(ids: Tensor, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
         weight = widened(weight) if weight.device.type == "cpu" else weight
     rows = torch_embedding(ids, weight, how.padding_idx, sparse=how.sparse)
     if how.scale_grad_by_freq:
+        rows = widened(rows)
         rows = with_gradient_divided(rows, frequencies(ids, len(weight), like=rows))
     return rows.to(dtype)

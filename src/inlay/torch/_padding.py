@@ -77,10 +77,7 @@ class Padded(nn.Module):
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
-        ids = as_index(ids)
-        if self.padding_idx is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return ids != self.padding_idx
+        return is_token(ids, self.padding_idx)
 
     def repair(self) -> None:
         """Undo whatever was written to the padding row. Lookups and saving do this."""
@@ -187,6 +184,16 @@ class Padded(nn.Module):
         weight = self._parameters.get("weight")
         if weight is not None:
             self._know(weight)
+
+
+def is_token(
+    ids: Integer[Tensor, "*batch"], padding_idx: int | None
+) -> Bool[Tensor, "*batch"]:
+    """Return True where an id is not padding."""
+    ids = as_index(ids)
+    if padding_idx is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    return ids != padding_idx
 
 
 def _real(weight: Tensor) -> torch.device:

@@ -22,6 +22,7 @@ from ._arrival import coalesce_gradient, watch
 from ._errors import WrongValue, torch_classes
 from ._fused import eager
 from ._lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
+from ._padding import is_token
 from ._table import check_arguments, products, resized_tensor
 
 
@@ -125,25 +126,25 @@ class PartlyFrozenEmbedding(nn.Module):
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
             return lookup(~place, self.frozen_rows)
-        rows = self._trained_rows(place)
-        if self.scale_grad_by_freq:
-            by = frequencies(as_index(input), self.num_embeddings, like=rows)
-            return with_gradient_divided(rows, by)
-        return rows
+        if not self.scale_grad_by_freq:
+            return self._rows(place)
+        rows = self._rows(place, wide=True)
+        by = frequencies(as_index(input), self.num_embeddings, like=rows)
+        return with_gradient_divided(rows, by).to(self.frozen_rows.dtype)
 
-    def _trained_rows(self, place: Tensor) -> Tensor:
-        """Return the rows at those places, frozen ones among them."""
-        if self.sparse and eager():
-            watch(self, self.trained_rows)
+    def _rows(self, place: Tensor, *, wide: bool = False) -> Tensor:
+        trained, sparse, now = self.trained_rows, self.sparse, eager()
+        if sparse and now:
+            watch(self, trained)
         if not len(self.frozen_rows):
-            return lookup(place, self.trained_rows, sparse=self.sparse)
-        kept = lookup((~place).clamp(min=0), self.frozen_rows)
-        if self.sparse and eager():
+            return lookup(place, trained, sparse=sparse, wide=wide)
+        kept = lookup((~place).clamp(min=0), self.frozen_rows, wide=wide)
+        if sparse and now:
             # A row gradient must not know of rows that were not looked up.
             chosen = place >= 0
-            rows = lookup(place[chosen], self.trained_rows, sparse=True)
+            rows = lookup(place[chosen], trained, sparse=True, wide=wide)
             return kept.index_put((chosen,), rows)
-        rows = lookup(place.clamp(min=0), self.trained_rows, sparse=self.sparse)
+        rows = lookup(place.clamp(min=0), trained, sparse=sparse, wide=wide)
         return torch.where((place < 0)[..., None], kept, rows)
 
     def logits(
@@ -160,10 +161,7 @@ class PartlyFrozenEmbedding(nn.Module):
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
-        ids = as_index(ids)
-        if self.padding_idx is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return ids != self.padding_idx
+        return is_token(ids, self.padding_idx)
 
     def resize(
         self,

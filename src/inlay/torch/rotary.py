@@ -14,7 +14,7 @@ from ..rotary import LAYOUTS, Layout, over_heads, rotate
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_turns, digit_tables, turns
-from ._fused import fusable
+from ._fused import concrete, fusable
 from ._fused_rotate import turned, whole_positions, whole_turns
 from ._positions import (
     Offset,
@@ -149,7 +149,7 @@ class RotaryPositions(Precomputed):
         found, axial = self._positions(x, positions, offset), self.axes is not None
         lined = over_heads(found, x, heads_axis=axis, axial=axial)
         cos, sin = self._turns(lined, x.dtype)
-        if on_kernels and not cos.requires_grad:
+        if on_kernels and concrete(cos) and not cos.requires_grad:
             turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
             return self._turned(x, turn, tuple(cos.shape[:-1]))
         return rotate(widened(x), cos, sin, layout=self.layout).to(x.dtype)
