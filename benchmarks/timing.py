@@ -2,8 +2,9 @@
 
 A machine is noisy and shared, and one hot batch of ids flatters everybody's cache. So the
 contestants take turns, each on the next of twelve batches, after a short rest, in an order
-that rotates, and what is reported is the median of each and the ratio to ours. A copy of the output's size
-stands beside them for scale: nothing that writes its output can be much faster.
+that rotates. What is reported is the median of each and the ratio to ours. A copy of the
+output's size stands beside them for scale: nothing that writes its output can be much
+faster.
 """
 
 import time
