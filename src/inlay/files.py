@@ -58,7 +58,7 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
         key=lambda item: (-item[1].itemsize, item[0]),
     )
     header = _header(arrays, config)
-    with _replacing(os.path.realpath(path)) as file:
+    with replacing(os.path.realpath(path)) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for _, array in arrays:
             file.write(array.reshape(-1).view(np.uint8).data)
@@ -110,8 +110,11 @@ def _header(arrays: list[tuple[str, np.ndarray]], config: dict[str, Any]) -> byt
 
 
 @contextlib.contextmanager
-def _replacing(target: str) -> Generator[BinaryIO, None, None]:
-    """Open a file that takes the place of ``target`` once it is written and synced."""
+def replacing(target: str) -> Generator[BinaryIO, None, None]:
+    """Open a file that takes the place of ``target`` once it is written and synced.
+
+    Whatever is raised inside leaves what was there before.
+    """
     mode = _mode_to_keep(target)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
