@@ -183,3 +183,16 @@ def check_fit(positions: tuple[int, ...], x: tuple[int, ...]) -> None:
     if not same or any(p not in (1, n) for p, n in zip(positions, lead, strict=True)):
         shapes = " or ".join(dict.fromkeys(map(str, (lead[-1:], lead))))
         raise ValueError(f"positions must have shape {shapes}, got {positions}")
+
+
+def check_axes(positions: Shaped[Any, "..."], axes: int) -> None:
+    """Refuse positions that have not one coordinate for each of ``axes``, on their first.
+
+    Example:
+        >>> check_axes(np.zeros((2, 7)), 2)
+    """
+    if tuple(positions.shape[:1]) != (axes,):
+        raise ValueError(
+            f"positions must have shape ({axes}, ...), one coordinate for each of the "
+            f"axes, got {tuple(positions.shape)}"
+        )

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from .._check import FLOATS
-from ..positions import check_fit
+from ..positions import check_axes, check_fit
 from ._module import positions_for
 
 
@@ -37,15 +37,6 @@ def positions_of(
         check_axes(found, axes)
     check_fit(found.shape if axes == 1 else found.shape[1:], shape)
     return found
-
-
-def check_axes(positions: np.ndarray, axes: int) -> None:
-    """Refuse positions that have not one coordinate for each of ``axes``."""
-    if positions.shape[:1] != (axes,):
-        raise ValueError(
-            f"positions must have shape ({axes}, ...), one coordinate for each of the "
-            f"axes, got {positions.shape}"
-        )
 
 
 def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:

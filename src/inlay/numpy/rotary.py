@@ -9,11 +9,12 @@ from jaxtyping import Float, Shaped
 from .._array import work_dtype
 from .._check import FLOATS, one_of, positions_array, positions_in_reach, positive
 from ..hf import rotary_from_hf
+from ..positions import check_axes
 from ..rotary import LAYOUTS, Layout, over_heads
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import LIMIT, digit_tables
-from ._added import check_axes, gradient_of
+from ._added import gradient_of
 from ._module import Module, positions_for
 from ._rotated import rotated, turn_at, turned_back
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from .. import kernels
 from .._array import is_real, work_dtype
 from .._check import float_dtype, one_of, positions_array, positions_in_reach, positive
+from ..positions import check_axes
 from ..sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
@@ -21,7 +22,7 @@ from ..sinusoidal import (
     waves,
 )
 from ..turns import LIMIT
-from ._added import check_axes, gradient_of, positions_of, vectors
+from ._added import gradient_of, positions_of, vectors
 from ._module import Module, widened
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from .._check import positions_in_reach
-from ..positions import check_fit, resolve
+from ..positions import check_axes, check_fit, resolve
 from ..turns import LIMIT
 from ._fused import concrete
 from ._tables import name_of
@@ -71,15 +71,6 @@ def positions_of(
         check_axes(found, axes)
     check_fit(tuple(found.shape if axes == 1 else found.shape[1:]), tuple(x.shape))
     return found
-
-
-def check_axes(positions: Tensor, axes: int) -> None:
-    """Refuse positions that have not one coordinate for each of ``axes``."""
-    if tuple(positions.shape[:1]) != (axes,):
-        raise ValueError(
-            f"positions must have shape ({axes}, ...), one coordinate for each of the "
-            f"axes, got {tuple(positions.shape)}"
-        )
 
 
 def in_reach(positions: Tensor, *, name: str = "positions") -> Shaped[Tensor, "*seq"]:

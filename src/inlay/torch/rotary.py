@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._check import one_of, positive
 from ..hf import rotary_from_hf
+from ..positions import check_axes
 from ..rotary import LAYOUTS, Layout, over_heads, rotate
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
@@ -19,7 +20,6 @@ from ._fused_rotate import turned, whole_positions, whole_turns
 from ._positions import (
     Offset,
     Positions,
-    check_axes,
     check_vectors,
     in_reach,
     positions_for,

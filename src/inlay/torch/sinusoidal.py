@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._check import one_of, positive
+from ..positions import check_axes
 from ..sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
@@ -22,7 +23,6 @@ from ..sinusoidal import (
 from ._positions import (
     Offset,
     Positions,
-    check_axes,
     check_vectors,
     in_reach,
     positions_of,
