@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from ._array import cast, is_real, namespace_of, work_dtype
 from ._check import not_negative, one_of, positive
-from .token import normal
+from .token import normal, whole_inside
 
 Align = Literal["ends", "centres", "starts"]
 Taps = tuple[Int[np.ndarray, "new taps"], Float[np.ndarray, "new taps"]]
@@ -53,7 +53,7 @@ def rows_at(
     xp = namespace_of(weight)
     last = weight.shape[0] - 1 - row_offset
     if not is_real(positions):
-        inside, near = _whole_inside(positions, first=-row_offset, last=last)
+        inside, near = whole_inside(positions, first=-row_offset, last=last)
         return xp.where(inside[..., None], weight[near + row_offset], float("nan"))
     inside, low, high, share = neighbours(positions, first=-row_offset, last=last)
     work = work_dtype(weight.dtype)
@@ -190,16 +190,6 @@ def resize_grid(
             cells = _resampled(cells, make(old, new, step=old / (new + nudge)), axis=axis)
     cells = cells.reshape(-1, weight.shape[1]).astype(weight.dtype)
     return np.concatenate([weight[:class_tokens], cells])
-
-
-def _whole_inside(positions: Any, *, first: int, last: int) -> tuple[Any, Any]:
-    xp = namespace_of(positions)
-    if positions.dtype.itemsize < 4:
-        positions = cast(positions, "int32")  # int8 cannot be compared with 1024
-    inside = positions <= last
-    if "uint" not in str(positions.dtype):  # a negative number is huge in JAX's uint32
-        inside = inside & (positions >= first)
-    return inside, cast(xp.where(inside, positions, xp.zeros_like(positions)), "int32")
 
 
 def _places(old: int, new: int, align: Align) -> np.ndarray:

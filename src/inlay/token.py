@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int, Integer
 
-from ._array import namespace_of
+from ._array import cast, namespace_of
 from ._check import float_dtype, not_negative, one_of
 
 Init = str | Callable[[tuple[int, ...], np.random.Generator], Any]
@@ -85,6 +85,27 @@ def initial(
     if table.shape != shape:
         raise ValueError(f"init must return an array of shape {shape}, got {table.shape}")
     return np.ascontiguousarray(table, dtype=float_dtype(dtype))
+
+
+def whole_inside(
+    ids: Integer[Any, "*batch"], *, first: int = 0, last: int
+) -> tuple[Bool[Any, "*batch"], Int[Any, "*batch"]]:
+    """Return which ids lie between ``first`` and ``last``, and the ids, 0 where not.
+
+    For ids that cannot be refused, of any integer dtype that can be compared.
+
+    Example:
+        >>> inside, near = whole_inside(np.array([3, -1, 100], np.int8), last=300)
+        >>> inside.tolist(), near.tolist()
+        ([True, False, True], [3, 0, 100])
+    """
+    xp = namespace_of(ids)
+    if ids.dtype.itemsize < 4:
+        ids = cast(ids, "int32")  # int8 cannot be compared with 1024
+    inside = ids <= last
+    if "uint" not in str(ids.dtype):  # a negative number is huge in JAX's uint32
+        inside = inside & (ids >= first)
+    return inside, cast(xp.where(inside, ids, xp.zeros_like(ids)), "int32")
 
 
 def within_norm(

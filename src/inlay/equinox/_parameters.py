@@ -68,7 +68,7 @@ def drawn(
         >>> drawn((3, 2), init="xavier", key=jax.random.key(0), dtype="float16").dtype
         dtype('float16')
     """
-    make = _INITS[one_of("init", init, tuple(_INITS))] if isinstance(init, str) else init
+    make = INITS[one_of("init", init, tuple(INITS))] if isinstance(init, str) else init
     found = table_dtype(dtype)
     if key is None:
         raise ValueError("key must be given to draw parameters, got None")
@@ -95,7 +95,7 @@ def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.zeros(shape, dtype)
 
 
-_INITS = {
+INITS = {
     "normal": jax.random.normal,
     "uniform": _uniform,
     "xavier": _xavier,
