@@ -30,6 +30,10 @@ PARTS = {
         {"numpy", "jaxtyping", "safetensors", "torch"},
     ),
     "equinox": ({"equinox", "core", "kernels"}, {"numpy", "jaxtyping", "jax", "equinox"}),
+    "compat": (
+        {"compat", "numpy", "torch", "equinox", "core"},
+        {"numpy", "jaxtyping", "torch", "jax", "equinox"},
+    ),
 }
 
 
