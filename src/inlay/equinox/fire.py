@@ -1,0 +1,130 @@
+"""FIRE for Equinox: a small network's bias for the share of the way back to a key."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._check import positive
+from ..fire import fire_bias, fire_share
+from ._bias import Bias, checked_pair
+from ._module import widened
+from ._parameters import Key, drawn, table_dtype
+from ._positions import Positions
+
+NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
+
+
+class FireBias(Bias):
+    """Adds a learned function of relative distance to the score of every query and key.
+
+    Args:
+        num_heads: Outputs of the network. Positive.
+        width: Hidden units of the network. Positive.
+        c: What the parameter ``c`` begins with: how strongly far distances are drawn
+            together.
+        threshold: Query positions below this, times the parameter ``multiplier``, count as
+            this. Positive.
+        eps: Keeps a denominator from zero. Positive.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: What the network is drawn with, as torch draws its linear layers.
+
+    Shape:
+        - c, multiplier: ``()``
+        - hidden_weight, hidden_bias: ``(width,)``
+        - head_weight: ``(num_heads, width)``; head_bias: ``(num_heads,)``
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k_positions: ``(k_length,)`` or ``(batch, k_length)``
+        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
+          has it
+
+    Positions are counted from the start of the text: they matter beyond ``threshold``. The
+    network works in float32, on devices too that multiply matrices in less by default.
+
+    Example:
+        >>> layer = FireBias(8, key=jax.random.key(0))
+        >>> whole = layer.bias(range(20), range(20))
+        >>> bool(jnp.allclose(layer.bias([19], range(20))[:, 0], whole[:, -1], atol=1e-6))
+        True
+    """
+
+    c: Float[Array, ""]
+    multiplier: Float[Array, ""]
+    hidden_weight: Float[Array, " width"]
+    hidden_bias: Float[Array, " width"]
+    head_weight: Float[Array, "num_heads width"]
+    head_bias: Float[Array, " num_heads"]
+    num_heads: int = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+    threshold: float = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        width: int = 32,
+        c: float = 0.1,
+        threshold: float = 512.0,
+        eps: float = 1e-6,
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.num_heads = positive("num_heads", num_heads)
+        self.width = positive("width", width)
+        for name, value in (("threshold", threshold), ("eps", eps)):
+            if not 0.0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        self.threshold, self.eps, found = float(threshold), float(eps), table_dtype(dtype)
+        self.c, self.multiplier = jnp.array(c, found), jnp.array(1.0, found)
+        keys = (None,) * 4 if key is None else jax.random.split(key, 4)
+        self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
+            drawn(
+                shape,
+                init=partial(jax.random.uniform, minval=-limit, maxval=limit),
+                key=own,
+                dtype=found,
+            )
+            for shape, limit, own in zip(
+                ((width,), (width,), (num_heads, width), (num_heads,)),
+                (1.0, 1.0, width**-0.5, width**-0.5),
+                keys,
+                strict=True,
+            )
+        )
+
+    def bias(
+        self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
+    ) -> Float[Array, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query and key.
+
+        Args:
+            q_positions: Where the queries stand.
+            k_positions: Where the keys stand.
+            dtype: Of the result, the parameters' if None. Worked on in float32, or in
+                float64 for float64 parameters, and rounded once.
+        """
+        pair = checked_pair(q_positions, k_positions)
+        wide = {name: widened(value) for name, value in self.parameters().items()}
+        threshold = wide["multiplier"] * self.threshold
+        share = fire_share(*pair, c=wide["c"], threshold=threshold, eps=self.eps)
+        with jax.default_matmul_precision("highest"):
+            out = fire_bias(share, **{name: wide[name] for name in NETWORK})
+        return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        """Return ``c``, ``multiplier`` and the four arrays of the network."""
+        return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "num_heads": self.num_heads,
+            "width": self.width,
+            "threshold": self.threshold,
+            "eps": self.eps,
+            "dtype": self.c.dtype.name,
+        }
