@@ -1,11 +1,20 @@
-"""The Equinox face: layers as ``eqx.Module``s, for JAX."""
+"""The Equinox face: layers as ``eqx.Module``s, for JAX.
 
-for _name in ("jax", "equinox"):
-    try:
-        __import__(_name)
-    except ModuleNotFoundError as error:
-        if error.name != _name:
-            raise
-        raise ImportError(
-            "inlay.equinox needs JAX and Equinox: pip install inlay[equinox]"
-        ) from error
+Ids may have any shape; one id under ``jax.vmap``, as Equinox has it, is one of them. What
+changes a layer returns another. :mod:`inlay.equinox.rows` trains large tables at the cost
+of a batch.
+"""
+
+try:
+    import equinox as _equinox  # noqa: F401
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in {"equinox", "jax", "jaxlib"}:
+        raise
+    raise ImportError(
+        "inlay.equinox needs JAX and Equinox: pip install inlay[equinox]"
+    ) from error
+
+from . import rows as rows
+from .bag import EmbeddingBag as EmbeddingBag
+from .token import Embedding as Embedding

@@ -36,6 +36,11 @@ class SomeRows(eqx.Module):
     ids: Int32[Array, " rows"]
     values: Float[Array, "rows embedding_dim"]
 
+    @property
+    def dtype(self) -> Any:
+        """Of the rows."""
+        return self.values.dtype
+
     def place(
         self, ids: Int32[Array, "*batch"]
     ) -> tuple[Int32[Array, "*batch"], Bool[Array, "*batch"]]:
