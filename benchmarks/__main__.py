@@ -19,7 +19,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--rounds", type=int, default=60, help="readings of each contestant"
+        "--rounds", type=int, default=12, help="turns of each contestant"
     )
     options = parser.parse_args()
     kept = [p for p in promises.measured() if _wanted(p.name, options.words)]
