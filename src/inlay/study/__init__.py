@@ -1,1 +1,5 @@
-"""Measurements and learning as functions that return data; the command line prints it."""
+"""Measurements as data: what tables cost, how fast lookups are, how far positions reach.
+
+Every study returns frozen dataclasses of plain values. Drawing them is
+:mod:`inlay.study.plot`, printing them the command line's.
+"""
