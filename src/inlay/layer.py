@@ -10,9 +10,55 @@ The functions here run unchanged on NumPy, torch and JAX arrays.
 
 from typing import Any
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 
 from ._array import namespace_of
+
+
+def lead_of(
+    ids: Shaped[Any, "*batch"] | None,
+    embeds: Float[Any, "*batch embedding_dim"] | None,
+    *,
+    has_positions: bool,
+) -> tuple[int, ...]:
+    """Return the shape of the output without its last axis, as the arguments agree on it.
+
+    Args:
+        ids: Token ids, or None.
+        embeds: Token rows that were looked up elsewhere, or None.
+        has_positions: Whether the layer adds positions, which need a length.
+
+    Example:
+        >>> lead_of(None, None, has_positions=False)
+        Traceback (most recent call last):
+        ...
+        ValueError: give ids or inputs_embeds, got neither
+    """
+    if embeds is not None:
+        lead = tuple(embeds.shape[:-1])
+    elif ids is not None:
+        lead = tuple(ids.shape)
+    else:
+        raise ValueError("give ids or inputs_embeds, got neither")
+    if ids is not None and tuple(ids.shape) != lead:
+        raise ValueError(
+            f"ids must have the shape {lead} of inputs_embeds, got {tuple(ids.shape)}"
+        )
+    if has_positions and not lead:
+        raise ValueError("ids must have a length axis when there are positions, got one id")
+    return lead
+
+
+def check_segments(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
+    """Refuse segments that are neither one for each token nor one for each place."""
+    if tuple(shape) not in (lead, lead[-1:]):
+        raise ValueError(f"segments must have shape {lead}, got {tuple(shape)}")
+
+
+def check_mask(dtype: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
+    """Refuse a mask that is not one bool for each token."""
+    if dtype != "bool" or tuple(shape) != lead:
+        raise ValueError(f"mask must be bools of shape {lead}, got {dtype} {tuple(shape)}")
 
 
 def combine(

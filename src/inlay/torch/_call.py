@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._check import ids_in_range
+from ..layer import check_mask, check_segments, lead_of
 from ._errors import torch_classes
 from ._fused import array_of, concrete
 from ._lookup import as_index
@@ -56,18 +57,7 @@ def checked_call(
         check_vectors(inputs_embeds, layer.embedding_dim, name="inputs_embeds")
     if ids is not None:
         ids = _ids(ids, layer.token.num_embeddings, device=layer.token.weight.device)
-    if inputs_embeds is not None:
-        lead = tuple(inputs_embeds.shape[:-1])
-    elif ids is not None:
-        lead = tuple(ids.shape)
-    else:
-        raise ValueError("give ids or inputs_embeds, got neither")
-    if ids is not None and tuple(ids.shape) != lead:
-        raise ValueError(
-            f"ids must have the shape {lead} of inputs_embeds, got {tuple(ids.shape)}"
-        )
-    if layer.position is not None and not lead:
-        raise ValueError("ids must have a length axis when there are positions, got one id")
+    lead = lead_of(ids, inputs_embeds, has_positions=layer.position is not None)
     segments = _segments(layer, lead, segments)
     mask = _mask(layer, ids, lead, mask)
     return Call(lead, ids, inputs_embeds, positions, offset, segments, mask)
@@ -104,8 +94,7 @@ def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> Tensor | None
         name="segments",
         bound="the number of segments",
     )
-    if tuple(found.shape) not in (lead, lead[-1:]):
-        raise ValueError(f"segments must have shape {lead}, got {tuple(found.shape)}")
+    check_segments(found.shape, lead)
     return found
 
 
@@ -121,9 +110,5 @@ def _mask(
     found = mask
     if not isinstance(mask, Tensor):
         found = torch.as_tensor(mask, device=layer.token.weight.device)
-    if found.dtype != torch.bool or tuple(found.shape) != lead:
-        raise ValueError(
-            f"mask must be bools of shape {lead}, "
-            f"got {name_of(found.dtype)} {tuple(found.shape)}"
-        )
+    check_mask(name_of(found.dtype), found.shape, lead)
     return found
