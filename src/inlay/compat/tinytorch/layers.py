@@ -1,0 +1,230 @@
+"""TinyTorch's embedding layers: plain objects with ``forward`` and ``parameters``."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+
+from ..._check import ids_in_range, positive
+from ...layer import combine
+from ...torch import SinusoidalPositions
+from ...torch.functional import embedding
+from .tensor import Tensor
+
+PosEncoding = Literal["learned", "sinusoidal"] | None
+
+
+class OutOfRange(IndexError, ValueError):
+    """An id that is not a row: ours are IndexErrors, TinyTorch's ValueErrors."""
+
+
+class Embedding:
+    """Looks up rows of a learned table by id.
+
+    Args:
+        vocab_size: How many ids there are.
+        embed_dim: Width of a row.
+
+    Shape:
+        - indices: integers of any shape; one out of range is an error that names it
+        - output: ``(*indices.shape, embed_dim)``
+
+    The table is drawn evenly within √(6 / (vocab_size + embed_dim)), by torch's generator.
+
+    Example:
+        >>> embed = Embedding(vocab_size=100, embed_dim=64)
+        >>> embed(Tensor([[1, 2, 3], [4, 5, 6]])).shape
+        torch.Size([2, 3, 64])
+    """
+
+    def __init__(self, vocab_size: int, embed_dim: int) -> None:
+        self.vocab_size = positive("vocab_size", vocab_size)
+        self.embed_dim = positive("embed_dim", embed_dim)
+        self.weight = _drawn(_token_limit(vocab_size, embed_dim), vocab_size, embed_dim)
+
+    def forward(self, indices: Any) -> Tensor:
+        """Return the rows of ``indices``."""
+        return _as_tensor(embedding(_checked(indices, self.vocab_size), self.weight))
+
+    def __call__(self, indices: Any) -> Tensor:
+        return self.forward(indices)
+
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained."""
+        return [self.weight]
+
+    def __repr__(self) -> str:
+        return f"Embedding(vocab_size={self.vocab_size}, embed_dim={self.embed_dim})"
+
+
+class PositionalEncoding:
+    """Adds to each vector the learned row of its position.
+
+    Args:
+        max_seq_len: How many positions there are.
+        embed_dim: Width of a vector.
+        limit: Rows are drawn evenly within it; √(2 / embed_dim) if None.
+
+    Shape:
+        - x: ``(batch, length, embed_dim)``
+        - output: as ``x``
+
+    Example:
+        >>> PositionalEncoding(512, 64)(torch.zeros(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self, max_seq_len: int, embed_dim: int, *, limit: float | None = None
+    ) -> None:
+        self.max_seq_len = positive("max_seq_len", max_seq_len)
+        self.embed_dim = positive("embed_dim", embed_dim)
+        limit = _position_limit(embed_dim) if limit is None else limit
+        self.position_embeddings = _drawn(limit, max_seq_len, embed_dim)
+
+    def forward(
+        self, x: Float[torch.Tensor, "batch length embed_dim"], start_pos: int = 0
+    ) -> Tensor:
+        """Return ``x`` with positions added, the first of them ``start_pos``."""
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+            want = f"(batch, seq, {self.embed_dim})"
+            raise ValueError(f"x must have shape {want}, got {tuple(x.shape)}")
+        end = start_pos + x.shape[1]
+        if start_pos < 0 or end > self.max_seq_len:
+            raise ValueError(
+                f"positions must be within max_seq_len {self.max_seq_len}, "
+                f"got {start_pos} to {end - 1}"
+            )
+        return _as_tensor(x + self.position_embeddings[start_pos:end])
+
+    def __call__(self, x: Any, start_pos: int = 0) -> Tensor:
+        return self.forward(x, start_pos)
+
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained."""
+        return [self.position_embeddings]
+
+    def __repr__(self) -> str:
+        return (
+            f"PositionalEncoding(max_seq_len={self.max_seq_len}, "
+            f"embed_dim={self.embed_dim})"
+        )
+
+
+def create_sinusoidal_embeddings(max_seq_len: int, embed_dim: int) -> Tensor:
+    """Return the sines and cosines of the first positions, sines in the even columns.
+
+    An odd ``embed_dim`` ends in a sine. Each number is within 2.5e-7 of what it should be.
+
+    Args:
+        max_seq_len: How many positions.
+        embed_dim: Width of a row.
+
+    Example:
+        >>> create_sinusoidal_embeddings(2, 4).data.round(4).tolist()[0]
+        [0.0, 1.0, 0.0, 1.0]
+    """
+    positions = range(positive("max_seq_len", max_seq_len))
+    return _as_tensor(SinusoidalPositions(embed_dim).encode(positions))
+
+
+class EmbeddingLayer:
+    """Token rows, scaled if asked, plus learned or sinusoidal positions.
+
+    Args:
+        vocab_size: How many ids there are.
+        embed_dim: Width of a vector.
+        max_seq_len: How many learned positions there are; sinusoidal ones have no end.
+        pos_encoding: ``"learned"``, ``"sinusoidal"`` or None.
+        scale_embeddings: Multiply token rows, not positions, by √embed_dim.
+
+    Shape:
+        - tokens: ``(length,)``, ``(batch, length)`` or more axes
+        - output: ``(*tokens.shape, embed_dim)``
+
+    Learned positions are drawn within half of what the tokens they are added to are.
+
+    Example:
+        >>> layer = EmbeddingLayer(50_000, 512, max_seq_len=2048, pos_encoding="learned")
+        >>> layer(Tensor([[1, 2, 3], [4, 5, 6]])).shape
+        torch.Size([2, 3, 512])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        max_seq_len: int = 512,
+        pos_encoding: PosEncoding = "learned",
+        scale_embeddings: bool = False,
+    ) -> None:
+        if pos_encoding not in ("learned", "sinusoidal", None):
+            rule = "'learned', 'sinusoidal' or None"
+            raise ValueError(f"pos_encoding must be {rule}, got {pos_encoding!r}")
+        self.vocab_size, self.embed_dim = vocab_size, embed_dim
+        self.max_seq_len = positive("max_seq_len", max_seq_len)
+        self.pos_encoding_type: PosEncoding = pos_encoding
+        self.scale_embeddings = scale_embeddings
+        self.token_embedding = Embedding(vocab_size, embed_dim)
+        self.pos_encoding: PositionalEncoding | SinusoidalPositions | None = None
+        if pos_encoding == "learned":
+            tokens = _token_limit(vocab_size, embed_dim)
+            tokens *= math.sqrt(embed_dim) if scale_embeddings else 1.0
+            limit = min(_position_limit(embed_dim), tokens / 2)
+            self.pos_encoding = PositionalEncoding(max_seq_len, embed_dim, limit=limit)
+        elif pos_encoding == "sinusoidal":
+            self.pos_encoding = SinusoidalPositions(embed_dim)
+
+    def forward(self, tokens: Any, start_pos: int = 0) -> Tensor:
+        """Return the vectors of ``tokens``, whose first position is ``start_pos``."""
+        rows = combine(self.token_embedding(tokens), scale=self.scale_embeddings)
+        if isinstance(self.pos_encoding, SinusoidalPositions):
+            return _as_tensor(self.pos_encoding(rows, offset=start_pos))
+        if self.pos_encoding is None:
+            return rows
+        batched = rows.reshape(-1, *rows.shape[-2:])
+        return _as_tensor(self.pos_encoding(batched, start_pos).reshape(rows.shape))
+
+    def __call__(self, tokens: Any, start_pos: int = 0) -> Tensor:
+        return self.forward(tokens, start_pos)
+
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained: the token table, and a learned position table."""
+        found = self.token_embedding.parameters()
+        if isinstance(self.pos_encoding, PositionalEncoding):
+            found += self.pos_encoding.parameters()
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"EmbeddingLayer(vocab_size={self.vocab_size}, embed_dim={self.embed_dim}, "
+            f"pos_encoding={self.pos_encoding_type!r})"
+        )
+
+
+def _token_limit(vocab_size: int, embed_dim: int) -> float:
+    return math.sqrt(6.0 / (vocab_size + embed_dim))
+
+
+def _position_limit(embed_dim: int) -> float:
+    return math.sqrt(2.0 / embed_dim)
+
+
+def _drawn(limit: float, *shape: int) -> Tensor:
+    return Tensor(torch.empty(shape).uniform_(-limit, limit), requires_grad=True)
+
+
+def _as_tensor(x: torch.Tensor) -> Tensor:
+    return x.as_subclass(Tensor)
+
+
+def _checked(indices: Any, vocab_size: int) -> torch.Tensor:
+    """Return indices as int64, or say which of them is no row."""
+    if isinstance(indices, torch.Tensor):
+        indices = indices.detach().numpy()
+    try:
+        found = ids_in_range(indices, vocab_size, name="indices", bound="vocab_size")
+    except IndexError as error:
+        raise OutOfRange(*error.args) from None
+    return torch.from_numpy(found)
