@@ -48,7 +48,7 @@ KINDS = {
 # What a size may be that no tensor accounts for: the width of a scheme without a table.
 _LARGEST = 2**16
 # What only says how a layer is made, and is no part of what it is.
-_MAKING = {"init", "rng", "device", "sparse", "_weight", "_freeze"}
+_MAKING = {"init", "rng", "key", "device", "sparse", "_weight", "_freeze"}
 
 
 def own_tensors(name: str, tensors: dict[str, Any]) -> dict[str, Shaped[Any, "..."]]:

@@ -16,5 +16,35 @@ except ModuleNotFoundError as error:
     ) from error
 
 from . import rows as rows
+from .alibi import AlibiBias as AlibiBias
 from .bag import EmbeddingBag as EmbeddingBag
+from .files import load as load
+from .files import save as save
+from .fire import FireBias as FireBias
+from .fourier import FourierFeatures as FourierFeatures
+from .kerple import KerpleBias as KerpleBias
+from .layer import EmbeddingLayer as EmbeddingLayer
+from .learned import LearnedPositions as LearnedPositions
+from .relative import T5Bias as T5Bias
+from .rotary import RotaryPositions as RotaryPositions
+from .shaw import ShawScores as ShawScores
+from .sinusoidal import SinusoidalPositions as SinusoidalPositions
 from .token import Embedding as Embedding
+
+__all__ = [
+    "AlibiBias",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingLayer",
+    "FireBias",
+    "FourierFeatures",
+    "KerpleBias",
+    "LearnedPositions",
+    "RotaryPositions",
+    "ShawScores",
+    "SinusoidalPositions",
+    "T5Bias",
+    "load",
+    "rows",
+    "save",
+]
