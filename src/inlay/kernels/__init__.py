@@ -9,17 +9,36 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "adagrad_update": "_optim_scaled",
+    "adam_advance": "_optim_adam",
+    "adam_settle": "_optim_adam",
+    "adam_update": "_optim_adam",
     "dot_bags": "_bag",
+    "draw_targets": "_skipgram",
     "gather": "_gather",
     "get_num_threads": "_pool",
+    "group_targets": "_skipgram",
     "layer": "_layer",
     "layer_pull": "_layer",
+    "linear_advance": "_optim_linear",
+    "linear_settle": "_optim_linear",
+    "lion_advance": "_optim_lion",
+    "lion_settle": "_optim_lion",
+    "lion_update": "_optim_lion",
     "max_bags": "_bag",
+    "narrow_rows": "_optim_rows",
+    "noise_table": "_skipgram",
+    "push_targets": "_skipgram",
+    "rmsprop_update": "_optim_scaled",
     "rotate": "_rotate",
     "set_num_threads": "_pool",
+    "sgd_update": "_optim_linear",
+    "stale_range": "_optim_rows",
+    "stale_rows": "_optim_rows",
     "sum_bags": "_bag",
     "sum_groups": "_rows",
     "turns": "_turns",
+    "widen_rows": "_optim_rows",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -9,6 +9,7 @@ import numpy as np
 from .. import kernels
 from .._array import is_real, work_dtype
 from .._check import ids_in_range, integers
+from ..layer import check_mask, check_segments, lead_of
 from ..learned import check_positions
 from ._added import positions_of, vectors
 from .learned import LearnedPositions
@@ -74,8 +75,9 @@ class Lookup:
             flat = self.embeds.reshape(-1, self.shape[-1])
             work = work_dtype(self.layer.dtype)
             return np.ascontiguousarray(flat, dtype=work), np.arange(len(flat))
-        self.layer.token.repair()
-        return self.layer.token.weight, np.ascontiguousarray(self.ids).reshape(-1)
+        ids = np.ascontiguousarray(self.ids).reshape(-1)
+        self.layer.token.make_ready(ids)
+        return self.layer.token.weight, ids
 
     def _added(self):
         """Yield a table and the row of it for each token: of positions, of segments."""
@@ -83,6 +85,7 @@ class Lookup:
             table, rows = self._position_rows(self.positions)
             yield table, self._for_each_token(rows)
         if self.layer.segment is not None and self.segments is not None:
+            self.layer.segment.make_ready(self.segments)
             yield self.layer.segment.weight, self._for_each_token(self.segments)
 
     def _position_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,8 +97,9 @@ class Lookup:
                 max_positions=position.max_positions,
                 row_offset=position.row_offset,
             )
-            position.table.repair()
-            return position.weight, positions.astype(np.int64) + position.row_offset
+            rows = positions.astype(np.int64) + position.row_offset
+            position.table.make_ready(rows)
+            return position.weight, rows
         made = position.encode(positions, dtype=work_dtype(self.layer.dtype))
         lead = made.shape[:-1]
         return made.reshape(-1, self.shape[-1]), np.arange(math.prod(lead)).reshape(lead)
@@ -119,16 +123,7 @@ def looked_up(
     if ids is not None:
         # A copy: what is pulled back later must be what was looked up now.
         ids = ids_in_range(ids, layer.token.num_embeddings).copy()
-    if embeds is not None:
-        lead = embeds.shape[:-1]
-    elif ids is not None:
-        lead = ids.shape
-    else:
-        raise ValueError("give ids or inputs_embeds, got neither")
-    if ids is not None and ids.shape != lead:
-        raise ValueError(
-            f"ids must have the shape {lead} of inputs_embeds, got {ids.shape}"
-        )
+    lead = lead_of(ids, embeds, has_positions=layer.position is not None)
     return Lookup(
         layer,
         (*lead, layer.embedding_dim),
@@ -143,8 +138,6 @@ def looked_up(
 def _positions(layer: Any, lead: tuple[int, ...], positions: Any, offset: Any) -> Any:
     if layer.position is None:
         return None
-    if not lead:
-        raise ValueError("ids must have a length axis when there are positions, got one id")
     shape = (*lead, layer.embedding_dim)
     axes = getattr(layer.position, "axes", 1)
     return positions_of(shape, positions=positions, offset=offset, axes=axes).copy()
@@ -159,8 +152,7 @@ def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> np.ndarray | 
         return np.zeros((), np.int64)
     count = layer.segment.num_embeddings
     found = ids_in_range(segments, count, name="segments", bound="the number of segments")
-    if found.shape not in (lead, lead[-1:]):
-        raise ValueError(f"segments must have shape {lead}, got {found.shape}")
+    check_segments(found.shape, lead)
     return found.copy()
 
 
@@ -172,10 +164,7 @@ def _mask(layer: Any, ids: Any, lead: tuple[int, ...], mask: Any) -> np.ndarray 
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return layer.token.mask(integers(ids))
     found = np.array(mask)
-    if found.dtype != np.bool_ or found.shape != lead:
-        raise ValueError(
-            f"mask must be bools of shape {lead}, got {found.dtype} {found.shape}"
-        )
+    check_mask(found.dtype.name, found.shape, lead)
     return found
 
 

@@ -25,6 +25,15 @@ class Module:
         """Return the arrays that are trained, by name. They are the layer's own."""
         return {}
 
+    def embeddings(self) -> dict[str, Any]:
+        """Return the layers that look rows up by id, by the name of their parameter."""
+        return {
+            f"{part}.{name}": table
+            for part, layer in vars(self).items()
+            if isinstance(layer, Module)
+            for name, table in layer.embeddings().items()
+        }
+
     def config(self) -> dict[str, Any]:
         """Return the arguments that build a layer like this one, as plain values."""
         raise NotImplementedError

@@ -144,8 +144,7 @@ class EmbeddingBag(Embedding):
         }
 
     def _bags(self, ids: Any, offsets: Any, weights: Any) -> Bags:
-        self.repair()
-        return bags_of(
+        bags = bags_of(
             ids,
             offsets,
             num_embeddings=self.num_embeddings,
@@ -154,6 +153,8 @@ class EmbeddingBag(Embedding):
             include_last_offset=self.include_last_offset,
             dtype=self.weight.dtype,
         )
+        self.make_ready(bags.ids)
+        return bags
 
     def _rows_of(self, bags: Bags, *, copied: bool) -> tuple[np.ndarray, Bags]:
         """Return the rows as they are used, and the bags with ids into those."""

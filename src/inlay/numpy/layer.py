@@ -203,8 +203,13 @@ class EmbeddingLayer(Module):
         return self.token.mask(ids)
 
     def train(self, mode: bool = True) -> "EmbeddingLayer":
-        """Drop entries from now on if ``mode``, and return the layer."""
+        """Drop entries from now on if ``mode``, and return the layer.
+
+        If not, every row is brought up to date.
+        """
         self.training = mode
+        if not mode:
+            self.parameters()
         return self
 
     def eval(self) -> "EmbeddingLayer":
@@ -222,7 +227,7 @@ class EmbeddingLayer(Module):
             for name, value in self.position.parameters().items():
                 found[f"position.{name}"] = value
         if self.segment is not None:
-            found["segment.weight"] = self.segment.weight
+            found["segment.weight"] = self.segment.parameters()["weight"]
         if self.norm is not None:
             found["norm.weight"], found["norm.bias"] = self.norm
         return found

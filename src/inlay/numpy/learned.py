@@ -219,6 +219,10 @@ class LearnedPositions(Module):
         """Return the table under the name ``weight``."""
         return self.table.parameters()
 
+    def embeddings(self) -> dict[str, Any]:
+        """Return the table under its parameter's name."""
+        return self.table.embeddings()
+
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Copy a table into this one. Its padding row becomes what padding is."""
         self.table.load_state_dict(state)
@@ -244,7 +248,7 @@ class LearnedPositions(Module):
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
         if is_real(positions):
-            self.table.repair()
+            self.table.make_ready()
             rows = rows_at(self.weight, positions, row_offset=self.row_offset)
         else:
             rows = widened(self.table(positions.astype(np.int64) + self.row_offset))

@@ -1,7 +1,7 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -18,9 +18,11 @@ from ..rows import Rows, sum_by_id
 from ..token import Init, Resized, Seed, check_norm, initial, resized, within_norm
 from ._module import Module, given, widened
 
+if TYPE_CHECKING:
+    from .._optim_pending import Pending
+
 # How many table entries are widened at a time when half-precision logits are made.
 CHUNK = 1 << 22
-
 
 Ids = Integer[Any, "*batch"] | Sequence[Any] | int | np.integer
 
@@ -59,6 +61,9 @@ class Embedding(Module):
     """
 
     prefix: ClassVar[str] = "token."
+    #: What a row optimizer has yet to do to rows before they are read; see
+    #: :mod:`inlay.optim`. Neither copied nor pickled.
+    pending: "Pending | None" = None
 
     def __init__(
         self,
@@ -90,9 +95,9 @@ class Embedding(Module):
         self.keep_padding()
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
-        self.repair()
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
             ids = ids_in_range(ids, self.num_embeddings)
+        self.make_ready(ids)
         rows = kernels.gather(self.weight, ids.ravel())
         if rows is None:
             raise out_of_range(ids, self.num_embeddings)
@@ -129,7 +134,7 @@ class Embedding(Module):
 
         Sums are float32 (float64 for float64); the result has the dtype of ``x``.
         """
-        self.repair()
+        self.make_ready()
         x = np.asarray(x)
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
@@ -174,7 +179,8 @@ class Embedding(Module):
             return
         rows: Any = slice(None)
         if ids is not None:
-            rows = np.unique(ids_in_range(ids, self.num_embeddings))
+            rows = ids = np.unique(ids_in_range(ids, self.num_embeddings))
+        self.make_ready(ids)
         self.weight[rows] = self._shortened(self.weight[rows], self.max_norm)
         self.repair()
 
@@ -190,7 +196,7 @@ class Embedding(Module):
             init: What new rows are; see :func:`inlay.token.resized`.
             rng: A seed or a generator, for what is drawn.
         """
-        self.repair()
+        self.make_ready()
         self.weight, what = resized(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
@@ -220,10 +226,24 @@ class Embedding(Module):
             if row.tobytes() != self.padding_row.tobytes():
                 row[...] = self.padding_row
 
+    def make_ready(self, ids: Int[np.ndarray, "*batch"] | None = None) -> None:
+        """Get ready to be read: bring rows up to date, and undo writes to padding.
+
+        Args:
+            ids: The rows that will be read, None for all.
+        """
+        if self.pending is not None:
+            self.pending.before_reading(None if ids is None else ids.ravel())
+        self.repair()
+
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the table under the name ``weight``."""
-        self.repair()
+        self.make_ready()
         return {"weight": self.weight}
+
+    def embeddings(self) -> dict[str, Any]:
+        """Return this layer under the name of its table."""
+        return {"weight": self}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Copy a table into this one. Its padding row becomes what padding is."""
@@ -246,6 +266,11 @@ class Embedding(Module):
         """Make what is in the padding row now what padding is."""
         if self.padding_idx is not None:
             self.padding_row = self.weight[self.padding_idx].copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no optimizer that would bring its rows up to date later.
+        self.make_ready()
+        return {**self.__dict__, "pending": None}
 
     def _shortened(self, rows: np.ndarray, max_norm: float) -> np.ndarray:
         short = within_norm(widened(rows), max_norm=max_norm, norm_type=self.norm_type)

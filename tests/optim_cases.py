@@ -1,0 +1,134 @@
+"""What row optimizers are held against: dense ones, on a loss that pulls weights about.
+
+The loss of a row is half its squared distance to a goal that is drawn anew in every step,
+so that gradients depend on the weights (a row that is read too early shows) and never
+vanish (where they do, Adam's direction is noise, and any rounding grows without bound).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+ROWS, WIDTH, BATCH = 40, 3, 4
+#: For each optimizer every option at a value that is not its default.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {"lr": 0.05, "weight_decay": 0.02},
+        {"lr": 0.05, "momentum": 0.9},
+        {"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.02},
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.02},
+    ],
+    "Adagrad": [{"lr": 0.3, "lr_decay": 0.01, "eps": 1e-3, "maximize": True}]
+    + [{"lr": 0.3, "initial_accumulator_value": 0.1}],
+    "Adam": [{"lr": 0.02}, {"lr": 0.02, "betas": (0.8, 0.99), "amsgrad": True}],
+    "AdamW": [
+        {"lr": 0.02, "weight_decay": 0.1},
+        {"lr": 0.02, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-3},
+        {"lr": 0.02, "weight_decay": 0.1, "amsgrad": True, "eps": 1e-2},
+        {"lr": 0.02, "weight_decay": 0.3, "betas": (0.95, 0.8), "eps": 1e-6},
+        {"lr": 0.002, "maximize": True, "betas": (0.0, 0.9)},
+    ],
+    "RMSprop": [
+        {"lr": 0.01, "alpha": 0.95, "eps": 1e-3},
+        {"lr": 0.002, "alpha": 0.9, "momentum": 0.8},
+        {"lr": 0.002, "centered": True, "momentum": 0.8, "maximize": True},
+    ],
+    "Lion": [
+        {"lr": 0.01},
+        {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1, "maximize": True},
+    ],
+    "WiseAdagrad": [
+        {"lr": 0.3, "lr_decay": 0.01, "eps": 1e-2, "initial_accumulator_value": 0.1}
+    ],
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion as in the paper's listing, dense."""
+
+    def __init__(
+        self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False
+    ):
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                g = -p.grad if group["maximize"] else p.grad
+                update = (beta1 * m + (1 - beta1) * g).sign()
+                p.sub_(lr * (update + group["weight_decay"] * p))
+                m.copy_(beta2 * m + (1 - beta2) * g)
+
+
+class WiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with the sum of mean squares of a row, dense."""
+
+    def __init__(self, params, lr, lr_decay=0.0, eps=1e-10, initial_accumulator_value=0.0):
+        defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "steps": 0}
+        super().__init__(params, {**defaults, "first": initial_accumulator_value})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr = group["lr"] / (1 + group["steps"] * group["lr_decay"])
+            group["steps"] += 1
+            for p in group["params"]:
+                first = torch.full((len(p), 1), group["first"], dtype=p.dtype)
+                total = self.state[p].setdefault("sum", first)
+                total += (p.grad**2).mean(1, keepdim=True)
+                p.sub_(lr * p.grad / (total.sqrt() + group["eps"]))
+
+
+DENSE: dict[str, Any] = {"Lion": Lion, "WiseAdagrad": WiseAdagrad}
+
+
+def dense(name: str, params: Any, **options: Any) -> Any:
+    """Return the dense optimizer of that name."""
+    return (DENSE.get(name) or getattr(torch.optim, name))(params, **options)
+
+
+def scheduler(kind: str, optimizer: Any, steps: int) -> Any:
+    """Return one of torch's schedulers: of the learning rate, of momentum too."""
+    schedulers = torch.optim.lr_scheduler
+    if kind == "cosine":
+        return schedulers.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
+    if kind == "step":
+        return schedulers.StepLR(optimizer, max(1, steps // 5), gamma=0.6)
+    if kind == "one-cycle":
+        lr = optimizer.param_groups[0]["lr"]
+        cycles = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
+        return schedulers.OneCycleLR(
+            optimizer, lr, total_steps=steps + 1, cycle_momentum=cycles
+        )
+    return schedulers.ConstantLR(optimizer, 1.0)
+
+
+SCHEDULES = ("constant", "cosine", "step", "one-cycle")
+
+
+def touches(kind: str, rng: np.random.Generator) -> Callable[[], np.ndarray]:
+    """Return a function that draws ids, evenly or as words are; one of them never."""
+    if kind == "uniform":
+        return lambda: rng.integers(1, ROWS, BATCH)
+    share = 1.0 / np.arange(1, ROWS)
+    share /= share.sum()
+    return lambda: 1 + rng.choice(ROWS - 1, BATCH, p=share)
+
+
+def same_options(theirs: Any, ours: dict[str, Any]) -> None:
+    """Give ours what a schedule has made of theirs."""
+    group = theirs.param_groups[0]
+    ours.update({key: group[key] for key in ("lr", "momentum", "betas") if key in ours})
+
+
+def close(got: Any, want: Any, tolerance: float, what: str = "") -> None:
+    """Fail unless all of the numbers are that near each other."""
+    worst = float(np.max(np.abs(np.asarray(got) - np.asarray(want)), initial=0.0))
+    assert worst <= tolerance and not math.isnan(worst), f"{what}: {worst:.1e}"
