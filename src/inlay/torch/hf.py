@@ -105,18 +105,23 @@ def replace_rotary(model: nn.Module, *, spread: str | None = None) -> int:
         >>> replace_rotary(model, spread="halves"), type(model[0]).__name__
         (1, 'HFRotary')
     """
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if hasattr(child, "config") and any("inv_freq" in b for b in child._buffers)
-    ]
+    found = rotary_places(model)
     if not found:
         raise ValueError("model must have rotary modules with inv_freq, got none")
     new = [_in_place_of(child, spread) for _, _, child in found]
     for (parent, name, _), rotary in zip(found, new, strict=True):
         setattr(parent, name, rotary)
     return len(new)
+
+
+def rotary_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return the rotary modules of a transformers model: parent, name and module."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "config") and any("inv_freq" in b for b in child._buffers)
+    ]
 
 
 def _layer_types(config: Any) -> list[str | None]:
