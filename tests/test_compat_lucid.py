@@ -1,0 +1,239 @@
+"""Lucid's page about Embedding, example by example, and what it promises and refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+import inlay.compat.lucid as lucid
+import inlay.compat.lucid.linalg
+import inlay.compat.lucid.nn as nn
+
+rng = np.random.default_rng(0)
+
+
+def test_example_simple_token_embedding():
+    emb = nn.Embedding(num_embeddings=100, embedding_dim=16)
+    idx = lucid.tensor([[1, 5, 3], [0, 2, 7]], dtype=lucid.int64)
+    y = emb(idx)
+    assert y.shape == (2, 3, 16)
+    assert np.array_equal(y, emb.weight[[[1, 5, 3], [0, 2, 7]]])
+    assert np.array_equal(emb.forward(idx), y)
+
+
+def test_example_padding_idx():
+    emb_pad = nn.Embedding(50, 8, padding_idx=0)
+    # Row 0 is always zero and never updated
+    assert (float(lucid.linalg.norm(emb_pad.weight[0])) == 0.0) is True
+    idx2 = lucid.tensor([0, 3, 0, 7], dtype=lucid.int64)
+    assert emb_pad(idx2).shape == (4, 8)
+    y, pull = emb_pad.vjp(idx2)
+    assert pull(np.ones_like(y))["weight"].ids.tolist() == [3, 7]
+    emb_pad.weight[:] = 1.0
+    assert (emb_pad(idx2)[[0, 2]] == 0).all() and (emb_pad(idx2)[[1, 3]] == 1).all()
+
+
+# What the page says of each argument.
+
+
+def test_the_table_is_drawn_from_a_standard_normal():
+    weight = nn.Embedding(2000, 50, rng=1).weight
+    assert weight.dtype == np.float32
+    assert abs(weight.mean()) < 0.01 and abs(weight.std() - 1) < 0.01
+    assert np.array_equal(weight, nn.Embedding(2000, 50, rng=1).weight)
+    assert nn.Embedding(3, 2, dtype=lucid.float64).weight.dtype == np.float64
+
+
+def test_a_negative_padding_idx_counts_from_the_end():
+    emb = nn.Embedding(50, 8, padding_idx=-2)
+    assert emb.padding_idx == 48 and (emb.weight[48] == 0).all()
+    assert nn.EmbeddingBag(50, 8, padding_idx=-2).padding_idx == 48
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_every_row_beyond_max_norm_is_shortened_in_place_at_each_call(p):
+    emb = nn.Embedding(40, 6, max_norm=2.0, norm_type=p, rng=0)
+    emb.weight[::2] *= 0.2
+    before = emb.weight.copy()
+    size = np.linalg.norm(before, ord=p, axis=1, keepdims=True)
+    assert (size > 2).any() and (size < 2).any()
+    want = np.where(size > 2, before * 2 / size, before)
+    y = emb([3])
+    np.testing.assert_allclose(emb.weight, want, rtol=1e-6)
+    assert np.array_equal(emb.weight[size[:, 0] < 2], before[size[:, 0] < 2])
+    assert np.array_equal(y[0], emb.weight[3])
+
+
+def test_a_table_with_max_norm_and_padding_is_trained():
+    emb = nn.Embedding(10, 4, padding_idx=0, max_norm=1.5, rng=0)
+    ids, target = np.array([0, 1, 2, 2, 3]), rng.standard_normal((5, 4)) * 0.4
+    losses = []
+    for _ in range(60):
+        y, pull = emb.vjp(ids)
+        losses.append(float(((y - target)[1:] ** 2).sum()))
+        grad = pull(2 * (y - target))["weight"]
+        emb.weight[grad.ids] -= 0.1 * grad.values
+    assert losses[-1] < 0.5 * losses[0] and (emb.weight[0] == 0).all()
+    best = target[2:4].mean(0)
+    np.testing.assert_allclose(emb.weight[2], best, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_scale_grad_by_freq_divides_by_how_often_an_id_occurs(padding_idx):
+    # Refused by the page, implemented here: golden values from torch 2.13.
+    ids = np.array([[1, 2, 2], [2, 5, 1]])
+    emb = nn.Embedding(8, 4, padding_idx, scale_grad_by_freq=True)
+    twin = torch.nn.Embedding(8, 4, padding_idx, scale_grad_by_freq=True)
+    dy = rng.standard_normal((2, 3, 4)).astype("float32")
+    y, pull = emb.vjp(ids)
+    # Another call in between has its own counts.
+    emb.vjp([[1, 1, 1, 1]])
+    twin(torch.from_numpy(ids)).backward(torch.from_numpy(dy))
+    assert twin.weight.grad is not None
+    want = twin.weight.grad.numpy()
+    np.testing.assert_allclose(pull(dy)["weight"].dense(8), want, atol=1e-6)
+
+
+def test_repeated_ids_add_up():
+    emb = nn.Embedding(6, 3)
+    y, pull = emb.vjp([[1, 2], [2, 5]])
+    sums = pull(np.ones_like(y))["weight"].dense(6).sum(1)
+    assert sums.tolist() == [0, 3, 6, 0, 0, 3]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_ids_of_any_integer_dtype_are_looked_up(dtype):
+    emb = nn.Embedding(100, 3)
+    idx = lucid.tensor([[99, 0]], dtype=getattr(lucid, dtype))
+    assert idx.dtype == np.dtype(dtype)
+    assert np.array_equal(emb(idx), emb.weight[[[99, 0]]])
+
+
+def test_bools_are_zero_and_one_and_nothing_is_allowed():
+    emb, bag = nn.Embedding(4, 3), nn.EmbeddingBag(4, 3, mode="sum")
+    assert np.array_equal(emb(np.array([True, False])), emb.weight[[1, 0]])
+    assert emb.vjp(np.array([True]))[0].shape == (1, 3)
+    assert np.array_equal(bag(np.array([[True, True]]))[0], 2 * bag.weight[1])
+    assert emb([]).shape == (0, 3)
+
+
+def test_extra_repr_says_what_is_not_the_default():
+    emb = nn.Embedding(10, 3, padding_idx=-1, max_norm=2.0, norm_type=1.0)
+    assert emb.extra_repr() == "10, 3, padding_idx=9, max_norm=2.0, norm_type=1.0"
+    assert repr(nn.Embedding(10, 3)) == "Embedding(10, 3)"
+    assert repr(nn.EmbeddingBag(10, 3, mode="sum")) == "EmbeddingBag(10, 3, mode='sum')"
+
+
+# Bags: golden values from torch 2.13, where Lucid ignored what it was told.
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("last", [False, True])
+def test_bags_are_torchs_with_offsets_norms_and_padding(mode, last):
+    bag = nn.EmbeddingBag(
+        10,
+        4,
+        max_norm=1.5,
+        norm_type=1.0,
+        mode=mode,
+        sparse=True,
+        padding_idx=3,
+        include_last_offset=last,
+        rng=0,
+    )
+    twin = torch.nn.EmbeddingBag(
+        10, 4, 1.5, 1.0, mode=mode, padding_idx=3, include_last_offset=last
+    )
+    with torch.no_grad():
+        twin.weight.copy_(torch.from_numpy(bag.weight))
+    ids, offsets = np.array([1, 3, 4, 9, 4]), np.array([0, 2, 5] if last else [0, 2])
+    dy = rng.standard_normal((2, 4)).astype("float32")
+    y, pull = bag.vjp(ids, offsets)
+    want = twin(torch.from_numpy(ids), torch.from_numpy(offsets))
+    want.backward(torch.from_numpy(dy))
+    np.testing.assert_allclose(y, want.detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(bag.forward(ids, offsets), y)
+    assert twin.weight.grad is not None
+    got = pull(dy)["weight"].dense(10)
+    np.testing.assert_allclose(got, twin.weight.grad.numpy(), atol=1e-6)
+
+
+def test_bags_have_weights_and_frequencies():
+    bag = nn.EmbeddingBag(10, 4, scale_grad_by_freq=True, mode="sum", rng=0)
+    ids, weights = np.array([[1, 1, 2]]), np.array([[0.5, 2.0, 3.0]], "float32")
+    y, pull = bag.vjp(ids, None, weights)
+    np.testing.assert_allclose(y[0], 2.5 * bag.weight[1] + 3 * bag.weight[2], rtol=1e-6)
+    grads = pull(np.ones_like(y))
+    np.testing.assert_allclose(grads["weight"].values[:, 0], [1.25, 3.0])
+    np.testing.assert_allclose(
+        grads["per_sample_weights"][0], bag.weight[ids[0]].sum(1), rtol=1e-6
+    )
+
+
+# Positions.
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_sinusoids_are_the_papers(base):
+    pe = nn.SinusoidalEmbedding(3000, 8, base=base)
+    at = np.arange(3000.0)[:, None] * base ** (-np.arange(0, 8, 2) / 8)
+    want = np.stack([np.sin(at), np.cos(at)], -1).reshape(3000, 8)
+    np.testing.assert_allclose(pe(), want, atol=2.5e-7)
+    assert pe.forward() is pe.pe and pe.pe.dtype == np.float32
+    other = nn.SinusoidalEmbedding(3000, 8)
+    assert np.array_equal(other(), pe()) == (base == 10_000.0)
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_rotary_tables_are_halves_alike(base):
+    cos, sin = nn.RotaryEmbedding(8, 3000, base)()
+    at = np.arange(3000.0)[:, None] * base ** (-np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(cos, np.tile(np.cos(at), 2), atol=2.5e-7)
+    np.testing.assert_allclose(sin, np.tile(np.sin(at), 2), atol=2.5e-7)
+    again = nn.RotaryEmbedding(8, 3000, base).forward()
+    assert np.array_equal(again[0], cos) and np.array_equal(again[1], sin)
+
+
+# Tensors.
+
+
+def test_tensors_are_arrays():
+    assert lucid.tensor([1.5]).dtype == np.float32 and lucid.tensor([1]).dtype == np.int64
+    x = np.ones(3)
+    y = lucid.tensor(x)
+    y[0] = 5
+    assert y.dtype == np.float64 and x[0] == 1
+    assert lucid.tensor(x, lucid.float16).dtype == np.float16
+
+
+def test_norms_are_of_everything_or_along_an_axis():
+    x = rng.standard_normal((3, 4))
+    assert lucid.linalg.norm(x) == pytest.approx(np.sqrt((x**2).sum()))
+    assert lucid.linalg.norm(x, 1) == pytest.approx(np.abs(x).sum())
+    got = inlay.compat.lucid.linalg.norm(x, ord=3, axis=1, keepdims=True)
+    np.testing.assert_allclose(got, (np.abs(x) ** 3).sum(1, keepdims=True) ** (1 / 3))
+
+
+@pytest.mark.rejects
+def test_what_cannot_be_meant_is_rejected():
+    with pytest.raises(IndexError, match=r"ids\[1\] is 100, but num_embeddings is 100"):
+        nn.Embedding(100, 4)([0, 100])
+    with pytest.raises(IndexError, match=r"ids\[0\] is -1, but num_embeddings is 100"):
+        nn.Embedding(100, 4)([-1])
+    with pytest.raises(TypeError, match="ids must be integers, got float64"):
+        nn.Embedding(100, 4)([1.0])
+    with pytest.raises(ValueError, match=r"padding_idx must be in \[-5, 5\)"):
+        nn.Embedding(5, 4, padding_idx=5)
+    with pytest.raises(ValueError, match="device must be None or 'cpu', got 'metal'"):
+        nn.Embedding(5, 4, device="metal")
+    with pytest.raises(ValueError, match="device must be None or 'cpu', got 'metal'"):
+        nn.EmbeddingBag(5, 4, device="metal")
+    with pytest.raises(ValueError, match="mode must be 'sum', 'mean' or 'max', got 'avg'"):
+        nn.EmbeddingBag(5, 4, mode="avg")
+    with pytest.raises(ValueError, match="embedding_dim must be positive and even, got 7"):
+        nn.SinusoidalEmbedding(10, 7)
+    with pytest.raises(ValueError, match="head_dim must be positive and even, got 7"):
+        nn.RotaryEmbedding(7, 10)
+    with pytest.raises(ValueError, match="num_positions must be positive, got 0"):
+        nn.SinusoidalEmbedding(0, 8)
+    with pytest.raises(ValueError, match="max_position_embeddings must be positive"):
+        nn.RotaryEmbedding(8, 0)
