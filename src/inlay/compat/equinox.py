@@ -1,0 +1,141 @@
+"""Equinox's names, without its faults.
+
+A second ``theta`` counts, where Equinox's modules share a cache that forgets it; a call has
+no effect on another; an id out of range is an error, or NaN where it is traced, and never
+the last row. Arrays in the tree are the same, so that what ``eqx.tree_serialise_leaves``
+wrote for one is read by the other.
+"""
+
+# First, for it says what to install where there is no JAX.
+from ..equinox import Embedding as _Embedding
+from ..equinox import RotaryPositions
+
+# isort: split
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._array import work_dtype
+from ..equinox._parameters import Key, table_dtype
+from ..equinox._positions import Offset, in_reach, positions_for
+from ..rotary import rotate
+
+
+class Embedding(_Embedding):
+    """Looks up rows of a table by id: one, or an array of any shape.
+
+    Args:
+        num_embeddings: Rows of the table; read off ``weight`` if that is given.
+        embedding_size: Width of a row; likewise.
+        weight: The table to use.
+        dtype: Of the table, also where ``weight`` is given; None is JAX's default, or the
+            dtype of ``weight``.
+        key: What a new table is drawn with, from N(0, 1).
+
+    Shape:
+        - x: integers of any shape, one under ``jax.vmap`` as in Equinox
+        - output: ``(*x.shape, embedding_size)``
+
+    Example:
+        >>> import jax
+        >>> embedding = Embedding(5, 3, key=jax.random.key(0))
+        >>> jax.vmap(embedding)(jnp.array([4, 0])).shape
+        (2, 3)
+        >>> embedding(jnp.array(7))
+        Traceback (most recent call last):
+        ...
+        IndexError: ids is 7, but num_embeddings is 5
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None = None,
+        embedding_size: int | None = None,
+        weight: Float[Any, "num_embeddings embedding_size"] | None = None,
+        dtype: Any = None,
+        *,
+        key: Key | None = None,
+    ) -> None:
+        if weight is not None:
+            if np.ndim(weight) != 2:
+                raise ValueError(
+                    "weight must have shape (num_embeddings, embedding_size), "
+                    f"got {np.shape(weight)}"
+                )
+            num_embeddings = len(weight) if num_embeddings is None else num_embeddings
+            embedding_size = weight.shape[1] if embedding_size is None else embedding_size
+        if num_embeddings is None or embedding_size is None:
+            raise ValueError("give num_embeddings and embedding_size, or weight")
+        super().__init__(
+            num_embeddings, embedding_size, weight=weight, dtype=dtype, key=key
+        )
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of a row."""
+        return self.embedding_dim
+
+
+class RotaryPositionalEmbedding(eqx.Module):
+    """Rotates vectors by their positions, feature ``i`` with ``i + embedding_size / 2``.
+
+    Args:
+        embedding_size: Width of a vector. Not negative, and even.
+        theta: Ratio of the slowest wavelength to the fastest.
+        dtype: What cosines and sines are rounded to; None is JAX's default.
+
+    Shape:
+        - x: ``(..., length, embedding_size)``, reals
+        - output: as ``x``, in the dtype of ``x``
+
+    Example:
+        >>> x = jnp.ones((2, 2))
+        >>> np.asarray(RotaryPositionalEmbedding(2)(x), np.float64)[1].round(4).tolist()
+        [-0.3012, 1.3818]
+    """
+
+    embedding_size: int = eqx.field(static=True)
+    theta: float = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    rotary: RotaryPositions | None
+
+    def __init__(
+        self, embedding_size: int, theta: float = 10_000.0, dtype: Any = None
+    ) -> None:
+        self.embedding_size, self.theta = embedding_size, theta
+        self.dtype = table_dtype(dtype)
+        self.rotary = (
+            RotaryPositions(embedding_size, base=theta) if embedding_size else None
+        )
+
+    def __call__(
+        self,
+        x: Float[Array | np.ndarray, "*lead length embedding_size"],
+        *,
+        offset: Offset = 0,
+        key: Key | None = None,
+    ) -> Float[Array, "*lead length embedding_size"]:
+        """Return ``x`` turned to its positions.
+
+        Args:
+            x: Queries or keys.
+            offset: How many positions came before, as when decoding with a cache.
+            key: Ignored, as in Equinox.
+        """
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x must be real, got {x.dtype.name}")
+        if x.ndim < 2 or x.shape[-1] != self.embedding_size:
+            raise ValueError(
+                f"x must have shape (..., length, {self.embedding_size}), got {x.shape}"
+            )
+        if self.rotary is None:
+            return x
+        at = positions_for(x.shape[-2], positions=None, offset=offset, check=in_reach)
+        turns = self.rotary.turns(at, dtype=work_dtype(self.dtype))
+        cos, sin = (turn.astype(self.dtype) for turn in turns)
+        return rotate(x, cos, sin, layout="half").astype(x.dtype)
