@@ -1,5 +1,8 @@
 """Each kernel equals its obvious NumPy counterpart, for any number of threads."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from inlay import kernels
 from inlay.kernels._numba import bits_of, kernel, narrow, widen
 from inlay.kernels._pool import run
+from inlay.kernels._share import pieces
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 HALVES = [np.float16, ml_dtypes.bfloat16]
@@ -127,19 +131,49 @@ def test_layer_keeps_nan_rows_nan_and_their_neighbours_whole():
     assert np.isnan(out[1]).all() and (out[[0, 2]] == 0).all()
 
 
-def test_a_range_is_covered_once_however_many_threads_there_are(threads):
-    seen = np.zeros(1000, int)
-
-    def mark(lo, hi, by):
-        seen[lo:hi] += by
-
-    run(mark, 1000, 3, grain=7)
-    assert (seen == 3).all()
+@kernel()
+def _mark(ticket, seen, by):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            seen[i] += by
 
 
-def test_an_error_in_a_thread_reaches_the_caller(threads):
-    def fail(lo, hi):
-        raise ZeroDivisionError(f"{lo}")
+@pytest.mark.parametrize("size", [1, 2, 63, 1000])
+def test_a_range_is_covered_once_however_many_threads_there_are(threads, size):
+    for _ in range(20):
+        seen = np.zeros(size, np.int64)
+        run(_mark, size, seen, 3, grain=7)
+        assert (seen == 3).all()
+
+
+def test_eight_callers_at_once_share_the_helpers(threads):
+    def call(by):
+        seen = np.zeros(5000, np.int64)
+        for _ in range(50):
+            run(_mark, 5000, seen, by, grain=7)
+        return (seen == 50 * by).all()
+
+    with ThreadPoolExecutor(8) as callers:
+        assert all(callers.map(call, range(8)))
+
+
+def test_an_error_in_a_helper_reaches_the_caller(threads):
+    caller = threading.get_ident()
+
+    def fail(ticket):
+        if threading.get_ident() != caller:
+            raise ZeroDivisionError
+
+    if threads == 1:
+        run(fail, 100, grain=1)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            run(fail, 100, grain=1)
+
+
+def test_an_error_of_the_caller_is_raised(threads):
+    def fail(ticket):
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         run(fail, 100, grain=1)

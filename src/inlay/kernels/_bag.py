@@ -7,14 +7,15 @@ float32 (float64 for float64); ids must have been checked.
 
 import numpy as np
 
-from ._lanes import WIDTH, add, fetch, store, zeros
+from ._lanes import WIDTH, fetch, load, store, zeros
 from ._numba import bits_of, kernel, narrow, prefetch, widen
 from ._pool import run
+from ._share import pieces
 
 # Rows are asked for this many ids before they are needed, about as long as memory takes.
 AHEAD = 16
 # About how many entries of work are worth waking a second core for.
-GRAIN = 1 << 19
+GRAIN = 1 << 17
 
 
 def sum_bags(
@@ -105,84 +106,87 @@ def _grain(ids: np.ndarray, out: np.ndarray) -> int:
 
 
 @kernel()
-def _sum_wide(lo, hi, numbers, ids, bounds, weights, divisors, block, out):
-    width, end = out.shape[1], bounds[hi]
+def _sum_wide(ticket, numbers, ids, bounds, weights, divisors, block, out):
+    width, end = out.shape[1], ids.size
     total = np.empty(width, weights.dtype)
     one = type(total[0])(1)
-    for bag in range(lo, hi):
-        first, last = bounds[bag], bounds[bag + 1]
-        for column in range(0, width, block):
-            # The last block of a width that is no multiple overlaps the one before it.
-            start = min(column, width - block)
-            sums = zeros(one)
-            for place in range(first, last):
-                if place + AHEAD < end:
-                    fetch(sums, numbers, ids[place + AHEAD] * width + start)
-                row = ids[place] * width + start
-                if weights.size:
-                    sums = add(sums, weights[place], numbers, row)
-                else:
-                    # A multiplication by a constant 1 is left out by the compiler.
-                    sums = add(sums, one, numbers, row)
-            store(sums, total, start)
-        if divisors.size:
-            divisor = divisors[bag]
+    for lo, hi in pieces(ticket):
+        for bag in range(lo, hi):
+            first, last = bounds[bag], bounds[bag + 1]
+            for column in range(0, width, block):
+                # The last block of a width that is no multiple overlaps the one before it.
+                start = min(column, width - block)
+                sums = zeros(one)
+                for place in range(first, last):
+                    if place + AHEAD < end:
+                        fetch(sums, numbers, ids[place + AHEAD] * width + start)
+                    row = ids[place] * width + start
+                    if weights.size:
+                        sums = sums + weights[place] * load(one, numbers, row)
+                    else:
+                        sums = sums + load(one, numbers, row)
+                store(sums, total, start)
+            if divisors.size:
+                divisor = divisors[bag]
+                for d in range(width):
+                    total[d] /= divisor
             for d in range(width):
-                total[d] /= divisor
-        for d in range(width):
-            out[bag, d] = narrow(total[d], out[bag, d])
+                out[bag, d] = narrow(total[d], out[bag, d])
 
 
 @kernel()
-def _sum_narrow(lo, hi, numbers, ids, bounds, weights, divisors, block, out):
+def _sum_narrow(ticket, numbers, ids, bounds, weights, divisors, block, out):
     width = out.shape[1]
     total = np.empty(width, weights.dtype)
     one = type(weights[0])(1)
-    for bag in range(lo, hi):
-        for d in range(width):
-            total[d] = 0
-        for place in range(bounds[bag], bounds[bag + 1]):
-            factor = weights[place] if weights.size else one
-            start = ids[place] * width
+    for lo, hi in pieces(ticket):
+        for bag in range(lo, hi):
             for d in range(width):
-                total[d] += factor * widen(numbers[start + d])
-        divisor = divisors[bag] if divisors.size else one
-        for d in range(width):
-            out[bag, d] = narrow(total[d] / divisor, out[bag, d])
+                total[d] = 0
+            for place in range(bounds[bag], bounds[bag + 1]):
+                factor = weights[place] if weights.size else one
+                start = ids[place] * width
+                for d in range(width):
+                    total[d] += factor * widen(numbers[start + d])
+            divisor = divisors[bag] if divisors.size else one
+            for d in range(width):
+                out[bag, d] = narrow(total[d] / divisor, out[bag, d])
 
 
 @kernel()
-def _max(lo, hi, table, ids, bounds, weights, out, places):
+def _max(ticket, table, ids, bounds, weights, out, places):
     best = np.empty(table.shape[1], weights.dtype)
     factor = type(best[0])(1)
-    for bag in range(lo, hi):
-        first = bounds[bag]
-        best[:] = 0
-        places[bag] = -1
-        for place in range(first, bounds[bag + 1]):
-            if place + AHEAD < bounds[hi]:
-                prefetch(table, ids[place + AHEAD])
-            if weights.size:
-                factor = weights[place]
-            row = ids[place]
+    for lo, hi in pieces(ticket):
+        for bag in range(lo, hi):
+            first = bounds[bag]
+            best[:] = 0
+            places[bag] = -1
+            for place in range(first, bounds[bag + 1]):
+                if place + AHEAD < ids.size:
+                    prefetch(table, ids[place + AHEAD])
+                if weights.size:
+                    factor = weights[place]
+                row = ids[place]
+                for d in range(best.size):
+                    value, so_far = factor * widen(table[row, d]), best[d]
+                    # Written so that NaN wins against numbers, and against a later NaN.
+                    stays = (value <= so_far or so_far != so_far) and place > first
+                    best[d] = so_far if stays else value
+                    places[bag, d] = places[bag, d] if stays else place
             for d in range(best.size):
-                value, so_far = factor * widen(table[row, d]), best[d]
-                # Written so that NaN wins against numbers, and against a later NaN.
-                stays = (value <= so_far or so_far != so_far) and place > first
-                best[d] = so_far if stays else value
-                places[bag, d] = places[bag, d] if stays else place
-        for d in range(best.size):
-            out[bag, d] = narrow(best[d], out[bag, d])
+                out[bag, d] = narrow(best[d], out[bag, d])
 
 
 @kernel(reorder=True)
-def _dot(lo, hi, table, ids, bounds, others, dots):
-    for bag in range(lo, hi):
-        for place in range(bounds[bag], bounds[bag + 1]):
-            if place + AHEAD < bounds[hi]:
-                prefetch(table, ids[place + AHEAD])
-            row = ids[place]
-            dot = type(others[0, 0])(0)
-            for d in range(others.shape[1]):
-                dot += widen(table[row, d]) * others[bag, d]
-            dots[place] = dot
+def _dot(ticket, table, ids, bounds, others, dots):
+    for lo, hi in pieces(ticket):
+        for bag in range(lo, hi):
+            for place in range(bounds[bag], bounds[bag + 1]):
+                if place + AHEAD < ids.size:
+                    prefetch(table, ids[place + AHEAD])
+                row = ids[place]
+                dot = type(others[0, 0])(0)
+                for d in range(others.shape[1]):
+                    dot += widen(table[row, d]) * others[bag, d]
+                dots[place] = dot

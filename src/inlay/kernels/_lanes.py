@@ -1,21 +1,25 @@
 """Part of a row held in vector registers, for sums that should not go through memory.
 
-A loop that adds row after row to an array writes the sum back after every row. ``Lanes``
-is a value that a loop carries instead: 256 bytes of float32 or float64, which LLVM spreads
-over whatever registers the machine has. Rows are read from flat arrays by the place of
-their first number; halves are widened as they are read.
+A loop that adds row after row to an array writes the sum back after every row, and one
+that adds up a single row waits for each addition before the next. ``Lanes`` is a value that
+a loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over whatever
+registers the machine has. It is added, subtracted and multiplied like a number, with
+another or with a number. Rows are read from flat arrays by the place of their first number;
+halves are widened as they are read.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, models, overload, register_model
+
+from ._numba import LINE
 
 #: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are.
 WIDTH = 256
-#: Bytes that memory hands over at a time.
-LINE = 64
 I32 = ir.IntType(32)
 
 
@@ -44,19 +48,35 @@ def _zeros(typingctx, like):
     return lanes(like), codegen
 
 
-def _add(typingctx, lanes, factor, numbers, start):
-    """Return ``lanes + factor * numbers[start:]``."""
+def _load(typingctx, like, numbers, start):
+    """Return ``numbers[start:]``, widened to the type of the number ``like``."""
+    lanes = Lanes(like)
 
     def codegen(context, builder, signature, args):
         wide = context.get_value_type(lanes)
-        dtype = signature.args[2].dtype
+        dtype = signature.args[1].dtype
         kept = ir.VectorType(context.get_value_type(dtype), _count(lanes))
-        pointer = _pointer(context, builder, signature.args[2], args[2], args[3])
+        pointer = _pointer(context, builder, signature.args[1], args[1], args[2])
         row = builder.load(builder.bitcast(pointer, kept.as_pointer()), align=_bytes(dtype))
-        row = _widened(builder, dtype, row, wide)
-        return builder.fadd(args[0], builder.fmul(_repeated(builder, args[1], wide), row))
+        return _widened(builder, dtype, row, wide)
 
-    return lanes(lanes, factor, numbers, types.int64), codegen
+    return lanes(like, numbers, types.int64), codegen
+
+
+def _total(typingctx, lanes):
+    """Return the sum of all lanes, halves of them added to each other until one is left."""
+
+    def codegen(context, builder, signature, args):
+        sums, count = args[0], _count(lanes)
+        while count > 1:
+            count //= 2
+            lower, upper = (
+                _taken(builder, sums, range(start, start + count)) for start in (0, count)
+            )
+            sums = builder.fadd(lower, upper)
+        return builder.extract_element(sums, I32(0))
+
+    return lanes.dtype(lanes), codegen
 
 
 def _store(typingctx, lanes, numbers, start):
@@ -72,7 +92,7 @@ def _store(typingctx, lanes, numbers, start):
 
 
 def _fetch(typingctx, lanes, numbers, start):
-    """Ask for the memory that ``add`` will read there, a hint that changes nothing."""
+    """Ask for the memory that ``load`` will read there, a hint that changes nothing."""
 
     def codegen(context, builder, signature, args):
         i8p = ir.IntType(8).as_pointer()
@@ -115,14 +135,47 @@ def _widened(builder, dtype, row, wide):
 
 
 def _repeated(builder, number, wide):
-    unset = ir.Constant(wide, ir.Undefined)
-    first = builder.insert_element(unset, number, I32(0))
-    places = ir.Constant(ir.VectorType(I32, wide.count), [0] * wide.count)
-    return builder.shuffle_vector(first, unset, places)
+    first = builder.insert_element(ir.Constant(wide, ir.Undefined), number, I32(0))
+    return _taken(builder, first, [0] * wide.count)
 
+
+def _taken(builder, lanes, places):
+    unset = ir.Constant(lanes.type, ir.Undefined)
+    which = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+    return builder.shuffle_vector(lanes, unset, which)
+
+
+def _operator(symbol: Callable[..., Any], instruction: str) -> None:
+    """Let ``symbol`` work on lanes, with a number on either side taken for all of them."""
+
+    def both(typingctx, a, b):
+        lanes = a if isinstance(a, Lanes) else b
+
+        def codegen(context, builder, signature, args):
+            wide = context.get_value_type(lanes)
+            x, y = (
+                value if isinstance(kind, Lanes) else _repeated(builder, value, wide)
+                for value, kind in zip(args, signature.args, strict=True)
+            )
+            return getattr(builder, instruction)(x, y)
+
+        return lanes(a, b), codegen
+
+    apply: Any = intrinsic(both)
+
+    @overload(symbol)
+    def _(a, b):
+        if isinstance(a, Lanes) or isinstance(b, Lanes):
+            return lambda a, b: apply(a, b)
+
+
+_operator(operator.add, "fadd")
+_operator(operator.sub, "fsub")
+_operator(operator.mul, "fmul")
 
 # Typed as Any: a type checker sees the typing context that Numba passes itself.
 zeros: Any = intrinsic(_zeros)
-add: Any = intrinsic(_add)
+load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 fetch: Any = intrinsic(_fetch)
+total: Any = intrinsic(_total)

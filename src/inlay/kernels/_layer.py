@@ -5,23 +5,23 @@ for float64), and written once. The way back puts it together again instead of r
 from a second large array.
 """
 
-import numba
 import numpy as np
 
-from ._numba import bits_of, kernel, narrow, prefetch, widen
+from ._lanes import WIDTH, load, total, zeros
+from ._numba import bits_of, inlined, kernel, narrow, prefetch_row, widen
 from ._pool import run
+from ._share import pieces
 
-AHEAD = 4
+# Rows are asked for this many ids before they are needed.
+AHEAD = 2
 # About how many entries of work are worth waking a second core for.
 GRAIN = 1 << 16
 # Rows whose share in the norm's gradients is summed together, and how many such sums.
 BLOCK, BLOCKS = 64, 256
 
 Rows = tuple[np.ndarray, np.ndarray]
-
-# Called as functions, these loops would be a fifth slower: what is known of the arrays'
-# memory does not reach into a call.
-inlined = numba.njit(inline="always")
+# What is not there is None: Numba compiles a loop of its own without it.
+_NOTHING = (None, None)
 
 
 def layer(
@@ -41,14 +41,14 @@ def layer(
         norm: Weight, bias and epsilon of a LayerNorm, or None.
         out: ``(rows, embedding_dim)``. Rows must have been checked.
     """
-    gain, shift, eps = norm or (token[0][0, :0], token[0][0, :0], 0.0)
+    gain, shift, eps = norm or (None, None, 0.0)
     work = np.float64 if out.dtype == np.float64 else np.float32
     run(
         _rows,
         out.shape[0],
         *_three(token, added),
-        bits_of(gain),
-        bits_of(shift),
+        gain if gain is None else bits_of(gain),
+        shift if shift is None else bits_of(shift),
         work(scale),
         work(eps),
         bits_of(out),
@@ -99,72 +99,81 @@ def layer_pull(
     return dx, dgain, dshift
 
 
-def _three(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray, ...]:
-    """Return three tables and the rows of each; those that are not there have none."""
-    nothing = (token[0][:0], token[1][:0])
-    pairs = (token, *added, nothing, nothing)[:3]
-    return tuple(bits_of(array) for pair in pairs for array in pair)
+def _three(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...]:
+    """Return three tables and the rows of each; None twice for one that is not there."""
+    pairs = (token, *added, _NOTHING, _NOTHING)[:3]
+    return tuple(
+        array if array is None else bits_of(array) for pair in pairs for array in pair
+    )
 
 
 @inlined
-def _sum(row, i, token, ids, second, seconds, third, thirds, scale):
-    """Put the row together and return the sum of its numbers."""
+def _put_together(row, i, token, ids, second, seconds, third, thirds, scale):
     # Named outside the loops: read inside, a store to the row might change it.
-    first, total = ids[i], type(scale)(0)
-    if seconds.size:
+    first = ids[i]
+    if seconds is not None:
         other = seconds[i]
         for d in range(row.size):
-            value = widen(token[first, d]) * scale + widen(second[other, d])
-            row[d] = value
-            total += value
+            row[d] = widen(token[first, d]) * scale + widen(second[other, d])
     else:
         for d in range(row.size):
-            value = widen(token[first, d]) * scale
-            row[d] = value
-            total += value
-    if thirds.size:
+            row[d] = widen(token[first, d]) * scale
+    if thirds is not None:
         other = thirds[i]
         for d in range(row.size):
-            value = widen(third[other, d])
-            row[d] += value
-            total += value
-    return total
+            row[d] += widen(third[other, d])
 
 
 @inlined
-def _factor(row, mean, eps):
+def _mean_of(row, zero):
+    """Return the mean of the row's numbers, which have the type of ``zero``."""
+    block = WIDTH // row.itemsize
+    whole, sums = row.size - row.size % block, zeros(zero)
+    for d in range(0, whole, block):
+        sums = sums + load(zero, row, d)
+    mean = total(sums)
+    for d in range(whole, row.size):
+        mean += row[d]
+    return mean / type(zero)(row.size)
+
+
+@inlined
+def _factor_of(row, mean, eps):
     """Return what the row, less its mean, is multiplied by to have a variance of 1."""
     # Every number here has the type of eps: an int would widen it to float64.
-    spread = type(eps)(0)
-    for d in range(row.size):
-        off = row[d] - mean
-        spread += off * off
+    block = WIDTH // row.itemsize
+    whole, sums = row.size - row.size % block, zeros(eps)
+    for d in range(0, whole, block):
+        off = load(eps, row, d) - mean
+        sums = sums + off * off
+    spread = total(sums)
+    for d in range(whole, row.size):
+        spread += (row[d] - mean) * (row[d] - mean)
     return type(eps)(1) / np.sqrt(spread / type(eps)(row.size) + eps)
 
 
 @kernel(reorder=True)
-def _rows(lo, hi, token, ids, second, seconds, third, thirds, gain, shift, scale, eps, out):
+def _rows(ticket, token, ids, second, seconds, third, thirds, gain, shift, scale, eps, out):
     width = out.shape[1]
     row = np.empty(width, type(scale))
-    for i in range(lo, hi):
-        if i + AHEAD < hi:
-            prefetch(token, ids[i + AHEAD])
-        total = _sum(row, i, token, ids, second, seconds, third, thirds, scale)
-        if gain.size:
-            mean = total / type(scale)(width)
-            factor = _factor(row, mean, eps)
-            for d in range(width):
-                value = (row[d] - mean) * factor * widen(gain[d]) + widen(shift[d])
-                out[i, d] = narrow(value, out[i, d])
-        else:
-            for d in range(width):
-                out[i, d] = narrow(row[d], out[i, d])
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            prefetch_row(token, ids[min(i + AHEAD, hi - 1)])
+            _put_together(row, i, token, ids, second, seconds, third, thirds, scale)
+            if gain is not None:
+                mean = _mean_of(row, type(scale)(0))
+                factor = _factor_of(row, mean, eps)
+                for d in range(width):
+                    value = (row[d] - mean) * factor * widen(gain[d]) + widen(shift[d])
+                    out[i, d] = narrow(value, out[i, d])
+            else:
+                for d in range(width):
+                    out[i, d] = narrow(row[d], out[i, d])
 
 
 @kernel(reorder=True)
 def _rows_pull(
-    lo,
-    hi,
+    ticket,
     token,
     ids,
     second,
@@ -181,24 +190,24 @@ def _rows_pull(
 ):
     rows, width = dx.shape
     row = np.empty(width, type(scale))
-    for part in range(lo, hi):
-        for i in range(part * block, min(rows, (part + 1) * block)):
-            if i + AHEAD < rows:
-                prefetch(token, ids[i + AHEAD])
-            total = _sum(row, i, token, ids, second, seconds, third, thirds, scale)
-            centre = total / type(scale)(width)
-            factor = _factor(row, centre, eps)
-            mean, along = type(scale)(0), type(scale)(0)
-            for d in range(width):
-                row[d] = (row[d] - centre) * factor
-                up = widen(dy[i, d])
-                sums[part, 0, d] += up * row[d]
-                sums[part, 1, d] += up
-                up *= widen(gain[d])
-                mean += up
-                along += up * row[d]
-            mean /= type(scale)(width)
-            along /= type(scale)(width)
-            for d in range(width):
-                up = widen(dy[i, d]) * widen(gain[d])
-                dx[i, d] = factor * (up - mean - row[d] * along)
+    for lo, hi in pieces(ticket):
+        for part in range(lo, hi):
+            for i in range(part * block, min(rows, (part + 1) * block)):
+                prefetch_row(token, ids[min(i + AHEAD, rows - 1)])
+                _put_together(row, i, token, ids, second, seconds, third, thirds, scale)
+                centre = _mean_of(row, type(scale)(0))
+                factor = _factor_of(row, centre, eps)
+                mean, along = type(scale)(0), type(scale)(0)
+                for d in range(width):
+                    row[d] = (row[d] - centre) * factor
+                    up = widen(dy[i, d])
+                    sums[part, 0, d] += up * row[d]
+                    sums[part, 1, d] += up
+                    up *= widen(gain[d])
+                    mean += up
+                    along += up * row[d]
+                mean /= type(scale)(width)
+                along /= type(scale)(width)
+                for d in range(width):
+                    up = widen(dy[i, d]) * widen(gain[d])
+                    dx[i, d] = factor * (up - mean - row[d] * along)

@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 # Sums may be reordered and multiply-adds fused. Never all of fastmath, which would delete
 # tests for NaN.
 REORDER = {"reassoc", "contract", "arcp"}
+# Bytes that memory hands over at a time.
+LINE = 64
 
 
 def kernel(*, reorder: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -113,17 +115,15 @@ def _narrow(typingctx, number, like):
     return like(like, like), codegen
 
 
-def _prefetch(typingctx, array, row):
-    """Ask for the first bytes of ``array[row]``, a hint that changes nothing."""
+def _prefetch_line(typingctx, array, row, byte):
+    """Ask for the memory ``byte`` bytes into ``array[row]``; a hint, no more."""
 
     def codegen(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
         stride = builder.extract_value(view.strides, 0)
-        i8p = ir.IntType(8).as_pointer()
-        pointer = builder.gep(
-            builder.bitcast(view.data, i8p), [builder.mul(args[1], stride)]
-        )
-        i32 = ir.IntType(32)
+        i8p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.add(builder.mul(args[1], stride), args[2])
+        pointer = builder.gep(builder.bitcast(view.data, i8p), [place])
         hint = builder.module.declare_intrinsic(
             "llvm.prefetch", [i8p], ir.FunctionType(ir.VoidType(), [i8p, i32, i32, i32])
         )
@@ -131,10 +131,27 @@ def _prefetch(typingctx, array, row):
         builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
         return context.get_dummy_value()
 
-    return types.void(array, types.int64), codegen
+    return types.void(array, types.int64, types.int64), codegen
 
 
 # Typed as Any: a type checker sees the typing context that Numba passes itself.
 widen: Any = intrinsic(_widen)
 narrow: Any = intrinsic(_narrow)
-prefetch: Any = intrinsic(_prefetch)
+prefetch_line: Any = intrinsic(_prefetch_line)
+
+# Called as functions, short loops are slower: what is known of the arrays' memory does not
+# reach into a call.
+inlined: Any = numba.njit(inline="always")
+
+
+@inlined
+def prefetch(array, row):
+    """Ask for the beginning of ``array[row]``; the machine often guesses the rest."""
+    prefetch_line(array, row, 0)
+
+
+@inlined
+def prefetch_row(array, row):
+    """Ask for all of ``array[row]``."""
+    for byte in range(0, array.shape[1] * array.itemsize, LINE):
+        prefetch_line(array, row, byte)

@@ -32,6 +32,7 @@ from ._optim_lines import (
 )
 from ._optim_rows import grain_of
 from ._pool import run
+from ._share import pieces
 
 AHEAD = 2
 # What is smaller is nothing: as float32 it would be a denormal, which is slow.
@@ -166,8 +167,7 @@ def _advance(lo, hi, lines, step, shrink, amsgrad, points, basis):
 
 @kernel(reorder=True)
 def _settle(  # fmt: skip
-    lo,
-    hi,
+    ticket,
     places,
     rows,
     since,
@@ -183,77 +183,79 @@ def _settle(  # fmt: skip
 ):
     width, kind = weight.shape[1], type(weight[0, 0])
     one, two = kind(1), kind(2)
-    for i in range(lo, hi):
-        place, row, at = places[i], rows[i], since[i]
-        if i + AHEAD < hi:
-            prefetch(weight, places[i + AHEAD])
-            prefetch(mean, rows[i + AHEAD])
-            prefetch(used, rows[i + AHEAD])
-        shrink = kind(lines[at, SHRINK])
-        if not seen[row]:
-            if shrink != one:
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row, at = places[i], rows[i], since[i]
+            if i + AHEAD < hi:
+                prefetch(weight, places[i + AHEAD])
+                prefetch(mean, rows[i + AHEAD])
+                prefetch(used, rows[i + AHEAD])
+            shrink = kind(lines[at, SHRINK])
+            if not seen[row]:
+                if shrink != one:
+                    for d in range(width):
+                        weight[place, d] *= shrink
+                continue
+            p = lines[at, POLY:]
+            doubt = abs(p[11]) / 1024 + abs(p[10]) / 512
+            # Written so that NaN is doubted too.
+            if doubt <= GOOD * abs(p[0]):
+                scale = kind(lines[at, SCALE])
+                p0, p1, p2, p3 = kind(p[0]), kind(p[1]), kind(p[2]), kind(p[3])
+                p4, p5, p6, p7 = kind(p[4]), kind(p[5]), kind(p[6]), kind(p[7])
+                p8, p9, p10, p11 = kind(p[8]), kind(p[9]), kind(p[10]), kind(p[11])
+                for d in range(width):
+                    over = one / (eps + scale * math.sqrt(used[row, d]))
+                    z = two * eps * over - one
+                    y = ((((p11 * z + p10) * z + p9) * z + p8) * z + p7) * z + p6
+                    y = (((((y * z + p5) * z + p4) * z + p3) * z + p2) * z + p1) * z + p0
+                    weight[place, d] = shrink * weight[place, d] - mean[row, d] * over * y
+            else:
                 for d in range(width):
                     weight[place, d] *= shrink
-            continue
-        p = lines[at, POLY:]
-        doubt = abs(p[11]) / 1024 + abs(p[10]) / 512
-        # Written so that NaN is doubted too.
-        if doubt <= GOOD * abs(p[0]):
-            scale = kind(lines[at, SCALE])
-            p0, p1, p2, p3 = kind(p[0]), kind(p[1]), kind(p[2]), kind(p[3])
-            p4, p5, p6, p7 = kind(p[4]), kind(p[5]), kind(p[6]), kind(p[7])
-            p8, p9, p10, p11 = kind(p[8]), kind(p[9]), kind(p[10]), kind(p[11])
+                first, second = 1.0, 1.0
+                for k in range(at + 1, len(lines)):
+                    first *= steps[k, BETA1]
+                    second *= steps[k, BETA2]
+                    kept = 1.0 if amsgrad else second
+                    if first <= FADED * math.sqrt(kept):
+                        break
+                    # What is left of that step's move after the decay of those after it.
+                    size = kind(lines[k, SHRINK] * steps[k, SIZE] * first)
+                    root = kind(math.sqrt(kept * steps[k, UNBIAS]))
+                    for d in range(width):
+                        under = root * math.sqrt(used[row, d]) + eps
+                        weight[place, d] -= size * mean[row, d] / under
+            first, second = kind(lines[at, FIRST]), kind(lines[at, SECOND])
             for d in range(width):
-                over = one / (eps + scale * math.sqrt(used[row, d]))
-                z = two * eps * over - one
-                y = ((((p11 * z + p10) * z + p9) * z + p8) * z + p7) * z + p6
-                y = (((((y * z + p5) * z + p4) * z + p3) * z + p2) * z + p1) * z + p0
-                weight[place, d] = shrink * weight[place, d] - mean[row, d] * over * y
-        else:
-            for d in range(width):
-                weight[place, d] *= shrink
-            first, second = 1.0, 1.0
-            for k in range(at + 1, len(lines)):
-                first *= steps[k, BETA1]
-                second *= steps[k, BETA2]
-                kept = 1.0 if amsgrad else second
-                if first <= FADED * math.sqrt(kept):
-                    break
-                # What is left of that step's move after the decay of those after it.
-                size = kind(lines[k, SHRINK] * steps[k, SIZE] * first)
-                root = kind(math.sqrt(kept * steps[k, UNBIAS]))
-                for d in range(width):
-                    under = root * math.sqrt(used[row, d]) + eps
-                    weight[place, d] -= size * mean[row, d] / under
-        first, second = kind(lines[at, FIRST]), kind(lines[at, SECOND])
-        for d in range(width):
-            mean[row, d] *= first
-            square[row, d] *= second
+                mean[row, d] *= first
+                square[row, d] *= second
 
 
 @kernel(reorder=True)
-def _update(lo, hi, places, rows, weight, values, mean, square, largest, numbers):
+def _update(ticket, places, rows, weight, values, mean, square, largest, numbers):
     sign, coupled, shrink, share1, beta2, share2, size, unbias, eps = numbers
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        if i + AHEAD < hi:
-            prefetch(weight, places[i + AHEAD])
-            prefetch(mean, rows[i + AHEAD])
-            prefetch(square, rows[i + AHEAD])
-        if not largest.size:
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
+            if i + AHEAD < hi:
+                prefetch(weight, places[i + AHEAD])
+                prefetch(mean, rows[i + AHEAD])
+                prefetch(square, rows[i + AHEAD])
+            if not largest.size:
+                for d in range(weight.shape[1]):
+                    w = weight[place, d]
+                    g = sign * values[i, d] + coupled * w
+                    m = mean[row, d] + share1 * (g - mean[row, d])
+                    v = beta2 * square[row, d] + share2 * g * g
+                    mean[row, d], square[row, d] = m, v
+                    weight[place, d] = shrink * w - size * m / (math.sqrt(v) * unbias + eps)
+                continue
             for d in range(weight.shape[1]):
-                w = weight[place, d]
-                g = sign * values[i, d] + coupled * w
-                m = mean[row, d] + share1 * (g - mean[row, d])
-                v = beta2 * square[row, d] + share2 * g * g
-                mean[row, d], square[row, d] = m, v
-                weight[place, d] = shrink * w - size * m / (math.sqrt(v) * unbias + eps)
-            continue
-        for d in range(weight.shape[1]):
-            g = sign * values[i, d] + coupled * weight[place, d]
-            mean[row, d] += share1 * (g - mean[row, d])
-            square[row, d] = beta2 * square[row, d] + share2 * g * g
-        for d in range(weight.shape[1]):
-            largest[row, d] = max(largest[row, d], square[row, d])
-            under = math.sqrt(largest[row, d]) * unbias + eps
-            weight[place, d] = shrink * weight[place, d] - size * mean[row, d] / under
+                g = sign * values[i, d] + coupled * weight[place, d]
+                mean[row, d] += share1 * (g - mean[row, d])
+                square[row, d] = beta2 * square[row, d] + share2 * g * g
+            for d in range(weight.shape[1]):
+                largest[row, d] = max(largest[row, d], square[row, d])
+                under = math.sqrt(largest[row, d]) * unbias + eps
+                weight[place, d] = shrink * weight[place, d] - size * mean[row, d] / under

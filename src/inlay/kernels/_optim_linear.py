@@ -12,6 +12,7 @@ from ._numba import kernel, prefetch
 from ._optim_lines import AVERAGE, BB, BW, WB, WW
 from ._optim_rows import grain_of
 from ._pool import run
+from ._share import pieces
 
 AHEAD = 2
 # What is smaller is nothing: as float32 it would be a denormal, which is slow.
@@ -101,47 +102,49 @@ def _advance(lo, hi, lines, step):
 
 
 @kernel(reorder=True)
-def _settle(lo, hi, places, rows, since, lines, seen, weight, buffer, first, second):
+def _settle(ticket, places, rows, since, lines, seen, weight, buffer, first, second):
     width, kind = weight.shape[1], type(weight[0, 0])
-    for i in range(lo, hi):
-        place, row, at = places[i], rows[i], since[i]
-        if i + AHEAD < hi:
-            prefetch(weight, places[i + AHEAD])
-        ww, bw = kind(lines[at, WW]), kind(lines[at, BW])
-        if not seen[row] and bw == 0 or not buffer.size:
-            if ww != 1:
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row, at = places[i], rows[i], since[i]
+            if i + AHEAD < hi:
+                prefetch(weight, places[i + AHEAD])
+            ww, bw = kind(lines[at, WW]), kind(lines[at, BW])
+            if not seen[row] and bw == 0 or not buffer.size:
+                if ww != 1:
+                    for d in range(width):
+                        weight[place, d] *= ww
+            else:
+                wb, bb = kind(lines[at, WB]), kind(lines[at, BB])
+                seen[row] = True
                 for d in range(width):
-                    weight[place, d] *= ww
-        else:
-            wb, bb = kind(lines[at, WB]), kind(lines[at, BB])
-            seen[row] = True
-            for d in range(width):
-                w, b = weight[place, d], buffer[row, d]
-                weight[place, d] = ww * w + wb * b
-                buffer[row, d] = bw * w + bb * b
-        if seen[row]:
-            average = kind(lines[at, AVERAGE])
-            if first.size:
-                for d in range(width):
-                    first[row, d] *= average
-            if second.size:
-                for d in range(width):
-                    second[row, d] *= average
+                    w, b = weight[place, d], buffer[row, d]
+                    weight[place, d] = ww * w + wb * b
+                    buffer[row, d] = bw * w + bb * b
+            if seen[row]:
+                average = kind(lines[at, AVERAGE])
+                if first.size:
+                    for d in range(width):
+                        first[row, d] *= average
+                if second.size:
+                    for d in range(width):
+                        second[row, d] *= average
 
 
 @kernel(reorder=True)
-def _sgd(lo, hi, places, rows, weight, values, buffer, numbers):
+def _sgd(ticket, places, rows, weight, values, buffer, numbers):
     sign, decay, lr, momentum, gain, direct, through = numbers
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        if buffer.size:
-            for d in range(weight.shape[1]):
-                w = weight[place, d]
-                g = sign * values[i, d] + decay * w
-                b = momentum * buffer[row, d] + gain * g
-                buffer[row, d] = b
-                weight[place, d] = w - lr * (direct * g + through * b)
-        else:
-            for d in range(weight.shape[1]):
-                w = weight[place, d]
-                weight[place, d] = w - lr * (sign * values[i, d] + decay * w)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
+            if buffer.size:
+                for d in range(weight.shape[1]):
+                    w = weight[place, d]
+                    g = sign * values[i, d] + decay * w
+                    b = momentum * buffer[row, d] + gain * g
+                    buffer[row, d] = b
+                    weight[place, d] = w - lr * (direct * g + through * b)
+            else:
+                for d in range(weight.shape[1]):
+                    w = weight[place, d]
+                    weight[place, d] = w - lr * (sign * values[i, d] + decay * w)

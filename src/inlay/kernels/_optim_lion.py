@@ -10,6 +10,7 @@ from ._numba import kernel
 from ._optim_lines import MEAN, SHRINK, WAY
 from ._optim_rows import grain_of
 from ._pool import run
+from ._share import pieces
 
 # An average that shrinks below this stays there: at zero it would lose its sign.
 LEAST = 1e-37
@@ -85,31 +86,33 @@ def _advance(lo, hi, lines, shrink, way, beta2):
 
 
 @kernel()
-def _settle(lo, hi, places, rows, since, lines, seen, weight, mean, least):
+def _settle(ticket, places, rows, since, lines, seen, weight, mean, least):
     width, kind = weight.shape[1], type(weight[0, 0])
-    for i in range(lo, hi):
-        place, row, at = places[i], rows[i], since[i]
-        shrink, way = kind(lines[at, SHRINK]), kind(lines[at, WAY])
-        if not seen[row]:
-            if shrink != 1:
-                for d in range(width):
-                    weight[place, d] *= shrink
-            continue
-        less = kind(lines[at, MEAN])
-        for d in range(width):
-            m = mean[row, d]
-            weight[place, d] = shrink * weight[place, d] - way * np.sign(m)
-            mean[row, d] = np.sign(m) * max(abs(m) * less, least)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row, at = places[i], rows[i], since[i]
+            shrink, way = kind(lines[at, SHRINK]), kind(lines[at, WAY])
+            if not seen[row]:
+                if shrink != 1:
+                    for d in range(width):
+                        weight[place, d] *= shrink
+                continue
+            less = kind(lines[at, MEAN])
+            for d in range(width):
+                m = mean[row, d]
+                weight[place, d] = shrink * weight[place, d] - way * np.sign(m)
+                mean[row, d] = np.sign(m) * max(abs(m) * less, least)
 
 
 @kernel()
-def _update(lo, hi, places, rows, weight, values, mean, numbers):
+def _update(ticket, places, rows, weight, values, mean, numbers):
     sign, shrink, lr, beta1, beta2 = numbers
     one = type(lr)(1)
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        for d in range(weight.shape[1]):
-            g, m = sign * values[i, d], mean[row, d]
-            towards = np.sign(beta1 * m + (one - beta1) * g)
-            weight[place, d] = shrink * weight[place, d] - lr * towards
-            mean[row, d] = beta2 * m + (one - beta2) * g
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
+            for d in range(weight.shape[1]):
+                g, m = sign * values[i, d], mean[row, d]
+                towards = np.sign(beta1 * m + (one - beta1) * g)
+                weight[place, d] = shrink * weight[place, d] - lr * towards
+                mean[row, d] = beta2 * m + (one - beta2) * g

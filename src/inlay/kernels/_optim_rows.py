@@ -5,6 +5,7 @@ import numpy as np
 
 from ._numba import bits_of, kernel, narrow, widen
 from ._pool import run
+from ._share import pieces
 
 # About how many entries of work are worth waking a second core for.
 GRAIN = 1 << 16
@@ -88,19 +89,21 @@ def _stale_range(lo, hi, last, now, rows, since):
 
 
 @kernel()
-def _widen_rows(lo, hi, table, rows, out):
-    for i in range(lo, hi):
-        row = rows[i]
-        for d in range(out.shape[1]):
-            out[i, d] = widen(table[row, d])
+def _widen_rows(ticket, table, rows, out):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            row = rows[i]
+            for d in range(out.shape[1]):
+                out[i, d] = widen(table[row, d])
 
 
 @kernel()
-def _narrow_rows(lo, hi, values, rows, table):
-    for i in range(lo, hi):
-        row = rows[i]
-        for d in range(values.shape[1]):
-            table[row, d] = narrow(values[i, d], table[row, d])
+def _narrow_rows(ticket, values, rows, table):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            row = rows[i]
+            for d in range(values.shape[1]):
+                table[row, d] = narrow(values[i, d], table[row, d])
 
 
 @numba.njit(inline="always")
@@ -112,14 +115,15 @@ def _mixed(x):
 
 
 @kernel()
-def _dither_rows(lo, hi, bits, key, rows, table):
-    for i in range(lo, hi):
-        row = rows[i]
-        start = _mixed(np.uint32(row) ^ _mixed(key))
-        for d in range(bits.shape[1]):
-            noise = _mixed(np.uint32(start + np.uint32(d))) & np.uint32(0xFFFF)
-            x = bits[i, d]
-            # Noise would turn some NaNs into infinities; a quiet one keeps no payload.
-            is_nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            up = np.uint32(0x7FC0) if is_nan else np.uint32(x + noise) >> np.uint32(16)
-            table[row, d] = np.uint16(up)
+def _dither_rows(ticket, bits, key, rows, table):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            row = rows[i]
+            start = _mixed(np.uint32(row) ^ _mixed(key))
+            for d in range(bits.shape[1]):
+                noise = _mixed(np.uint32(start + np.uint32(d))) & np.uint32(0xFFFF)
+                x = bits[i, d]
+                # Noise would turn some NaNs into infinities; a quiet one keeps no payload.
+                is_nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                up = np.uint32(0x7FC0) if is_nan else np.uint32(x + noise) >> np.uint32(16)
+                table[row, d] = np.uint16(up)

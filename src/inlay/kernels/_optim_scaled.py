@@ -7,6 +7,7 @@ import numpy as np
 from ._numba import kernel
 from ._optim_rows import grain_of
 from ._pool import run
+from ._share import pieces
 
 
 def adagrad_update(
@@ -64,56 +65,59 @@ def rmsprop_update(
 
 
 @kernel(reorder=True)
-def _adagrad(lo, hi, places, rows, weight, values, total, numbers):
+def _adagrad(ticket, places, rows, weight, values, total, numbers):
     sign, coupled, lr, eps = numbers
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        for d in range(weight.shape[1]):
-            g = sign * values[i, d] + coupled * weight[place, d]
-            sum_ = total[row, d] + g * g
-            total[row, d] = sum_
-            weight[place, d] -= lr * g / (math.sqrt(sum_) + eps)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
+            for d in range(weight.shape[1]):
+                g = sign * values[i, d] + coupled * weight[place, d]
+                sum_ = total[row, d] + g * g
+                total[row, d] = sum_
+                weight[place, d] -= lr * g / (math.sqrt(sum_) + eps)
 
 
 @kernel(reorder=True)
-def _rowwise(lo, hi, places, rows, weight, values, total, numbers):
+def _rowwise(ticket, places, rows, weight, values, total, numbers):
     sign, coupled, lr, eps = numbers
     width = weight.shape[1]
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        squares = type(lr)(0)
-        for d in range(width):
-            g = sign * values[i, d] + coupled * weight[place, d]
-            squares += g * g
-        total[row, 0] += squares / type(lr)(width)
-        size = lr / (math.sqrt(total[row, 0]) + eps)
-        for d in range(width):
-            w = weight[place, d]
-            weight[place, d] = w - size * (sign * values[i, d] + coupled * w)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
+            squares = type(lr)(0)
+            for d in range(width):
+                g = sign * values[i, d] + coupled * weight[place, d]
+                squares += g * g
+            total[row, 0] += squares / type(lr)(width)
+            size = lr / (math.sqrt(total[row, 0]) + eps)
+            for d in range(width):
+                w = weight[place, d]
+                weight[place, d] = w - size * (sign * values[i, d] + coupled * w)
 
 
 @kernel(reorder=True)
-def _rmsprop(lo, hi, places, rows, weight, values, square, mean, buffer, numbers):
+def _rmsprop(ticket, places, rows, weight, values, square, mean, buffer, numbers):
     sign, coupled, lr, kept, eps, momentum = numbers
     width, share = weight.shape[1], type(lr)(1) - kept
     moves = np.empty(width, weight.dtype)
-    for i in range(lo, hi):
-        place, row = places[i], rows[i]
-        for d in range(width):
-            g = sign * values[i, d] + coupled * weight[place, d]
-            square[row, d] = kept * square[row, d] + share * g * g
-            moves[d] = g
-        if mean.size:
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            place, row = places[i], rows[i]
             for d in range(width):
-                m = mean[row, d] + share * (moves[d] - mean[row, d])
-                mean[row, d] = m
-                moves[d] /= math.sqrt(square[row, d] - m * m) + eps
-        else:
+                g = sign * values[i, d] + coupled * weight[place, d]
+                square[row, d] = kept * square[row, d] + share * g * g
+                moves[d] = g
+            if mean.size:
+                for d in range(width):
+                    m = mean[row, d] + share * (moves[d] - mean[row, d])
+                    mean[row, d] = m
+                    moves[d] /= math.sqrt(square[row, d] - m * m) + eps
+            else:
+                for d in range(width):
+                    moves[d] /= math.sqrt(square[row, d]) + eps
+            if buffer.size:
+                for d in range(width):
+                    moves[d] += momentum * buffer[row, d]
+                    buffer[row, d] = moves[d]
             for d in range(width):
-                moves[d] /= math.sqrt(square[row, d]) + eps
-        if buffer.size:
-            for d in range(width):
-                moves[d] += momentum * buffer[row, d]
-                buffer[row, d] = moves[d]
-        for d in range(width):
-            weight[place, d] -= lr * moves[d]
+                weight[place, d] -= lr * moves[d]

@@ -1,72 +1,75 @@
 """A few threads that share out a long range between the cores.
 
 Numba's own threading layers abort a process that forks or that calls them from two threads
-at once, so the loops are serial and the sharing happens here. A range is cut into pieces,
-and whoever is free takes the next: the caller begins at once, and a helper that is slow to
-wake leaves more to the others instead of holding them up. Pieces write to places of their
-own, so that results do not depend on who made them.
+at once, so the threads are ours. A range is cut into pieces, and whoever is free takes the
+next (``_share``): the caller begins at once, and a helper that is slow to wake leaves more
+to the others instead of holding them up. Pieces write to places of their own, so that
+results do not depend on who made them.
 
 Helpers are made when they are first needed and forgotten in a forked child, where they do
 not exist.
 """
 
+import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
+from ._share import Shared, address, alone
+
 # Pieces for each thread: enough to even out, few enough to cost little.
-PIECES = 4
-# How long to look for the last helper before sleeping, which takes as long to wake from.
-PATIENCE = 100e-6
+PIECES = 8
+# Between two looks at a helper that the system has taken off its core.
+NAP = 20e-6
+
+
+# The core that the calling thread is on, where the system tells. It keeps the GIL.
+_core: Callable[[], int] | None = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
+
+
+def _leave(core: int) -> None:
+    """Move this thread off a core: woken where its caller works, it would wait for it.
+
+    The system would notice too, but milliseconds later.
+    """
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) > 1:
+        os.sched_setaffinity(0, allowed - {core})
+        os.sched_setaffinity(0, allowed)
 
 
 class _Job:
     """A range that is being worked on by its caller and whoever joins."""
 
     def __init__(
-        self, loop: Callable[..., Any], args: tuple[Any, ...], pieces: Any
+        self, loop: Callable[..., Any], args: tuple[Any, ...], shared: Shared
     ) -> None:
-        self.loop, self.args = loop, args
-        # One iterator for all: under the GIL each piece is handed out once.
-        self.pieces: Iterator[tuple[int, int]] = iter(pieces)
-        self.lock, self.done = threading.Lock(), threading.Event()
-        self.helpers, self.closed = 0, False
+        self.loop, self.args, self.shared = loop, args, shared
         self.error: BaseException | None = None
+        self.core = _core() if _core else None
 
-    def work(self) -> None:
-        for lo, hi in self.pieces:
-            self.loop(lo, hi, *self.args)
+    def work(self, *, is_caller: bool) -> None:
+        self.loop(self.shared.ticket(is_caller=is_caller), *self.args)
 
-    def join(self) -> None:
-        with self.lock:
-            if self.closed:
-                return
-            self.helpers += 1
+    def help(self) -> None:
         try:
-            self.work()
+            if _core and _core() == self.core:
+                _leave(self.core)
+            self.work(is_caller=False)
         except BaseException as error:
             self.error = error
-        with self.lock:
-            self.helpers -= 1
-            if self.closed and not self.helpers:
-                self.done.set()
 
-    def finish(self) -> None:
-        """Let nobody join any more, and wait for those who did."""
-        with self.lock:
-            self.closed = True
-            if not self.helpers:
-                self.done.set()
-        limit = time.perf_counter() + PATIENCE
-        while not self.done.is_set() and time.perf_counter() < limit:
-            time.sleep(0)
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
+    def wait(self) -> None:
+        while not self.shared.finished:
+            if self.error is not None:
+                raise self.error
+            time.sleep(NAP)
 
 
 class _Pool:
@@ -78,6 +81,8 @@ class _Pool:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
+        self._calls = np.zeros(1, np.int64)
+        self.bell = address(self._calls)
         self.forget()
 
     def forget(self) -> None:
@@ -99,7 +104,7 @@ class _Pool:
 
 def _help(jobs: "SimpleQueue[_Job]") -> None:
     while True:
-        jobs.get().join()
+        jobs.get().help()
 
 
 _pool = _Pool()
@@ -135,8 +140,8 @@ def on_threads(n: int) -> Generator[None, None, None]:
 
     Example:
         >>> with on_threads(1):
-        ...     run(print, 7, "one part", grain=2)
-        0 7 one part
+        ...     run(lambda ticket, word: print(word), 7, "called once", grain=2)
+        called once
     """
     before, _here.size = getattr(_here, "size", None), n
     try:
@@ -146,23 +151,21 @@ def on_threads(n: int) -> Generator[None, None, None]:
 
 
 def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
-    """Call ``loop(lo, hi, *args)`` over pieces that cover ``[0, size)``, and wait.
+    """Call ``loop(ticket, *args)`` in as many threads as are worth it, and wait.
 
     Args:
-        loop: A compiled loop that writes to disjoint places for disjoint ranges.
+        loop: A compiled loop over ``pieces(ticket)`` that writes to disjoint places for
+            disjoint pieces.
         size: Length of the whole range.
         args: Passed on to every call.
-        grain: The least length worth a thread: a helper joins after about 50 µs.
+        grain: The least length worth a thread: one that sleeps joins after about 50 µs.
     """
     threads = min(getattr(_here, "size", None) or _pool.size, size // max(grain, 1))
     if threads <= 1:
-        loop(0, size, *args)
+        loop(alone(size), *args)
         return
-    count = min(threads * PIECES, size)
-    bounds = [size * piece // count for piece in range(count + 1)]
-    job = _Job(loop, args, list(zip(bounds[:-1], bounds[1:], strict=True)))
+    piece = -(-size // (threads * PIECES))
+    job = _Job(loop, args, Shared(size, piece, _pool.bell))
     _pool.call(job, threads - 1)
-    try:
-        job.work()
-    finally:
-        job.finish()
+    job.work(is_caller=True)
+    job.wait()

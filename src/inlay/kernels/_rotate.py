@@ -13,6 +13,7 @@ import numpy as np
 
 from ._numba import bits_of, kernel, narrow, widen
 from ._pool import run
+from ._share import pieces
 
 
 def rotate(
@@ -46,23 +47,24 @@ def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
     # One loop for each way in and out: the compiler turns eight pairs at a time only where
     # it knows how far apart a pair's members are.
     @kernel()
-    def loop(lo, hi, x, turn, which, out):
+    def loop(ticket, x, turn, which, out):
         pairs = turn.shape[1] // 2
-        for row in range(lo, hi):
-            t, a, y = turn[which[row]], x[row], out[row]
-            for i in range(pairs):
-                if read_half:
-                    u, v = widen(a[i]), widen(a[i + pairs])
-                else:
-                    u, v = widen(a[2 * i]), widen(a[2 * i + 1])
-                if write_half:
-                    y[i] = narrow(u * t[i] - v * t[i + pairs], y[i])
-                    y[i + pairs] = narrow(v * t[i] + u * t[i + pairs], y[i])
-                else:
-                    y[2 * i] = narrow(u * t[i] - v * t[i + pairs], y[i])
-                    y[2 * i + 1] = narrow(v * t[i] + u * t[i + pairs], y[i])
-            for i in range(2 * pairs, x.shape[1]):
-                y[i] = a[i]
+        for lo, hi in pieces(ticket):
+            for row in range(lo, hi):
+                t, a, y = turn[which[row]], x[row], out[row]
+                for i in range(pairs):
+                    if read_half:
+                        u, v = widen(a[i]), widen(a[i + pairs])
+                    else:
+                        u, v = widen(a[2 * i]), widen(a[2 * i + 1])
+                    if write_half:
+                        y[i] = narrow(u * t[i] - v * t[i + pairs], y[i])
+                        y[i + pairs] = narrow(v * t[i] + u * t[i + pairs], y[i])
+                    else:
+                        y[2 * i] = narrow(u * t[i] - v * t[i + pairs], y[i])
+                        y[2 * i + 1] = narrow(v * t[i] + u * t[i + pairs], y[i])
+                for i in range(2 * pairs, x.shape[1]):
+                    y[i] = a[i]
 
     return loop
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from ._numba import bits_of, kernel, prefetch, widen
 from ._pool import run
+from ._share import pieces
 
 AHEAD = 4
 
@@ -21,16 +22,17 @@ def sum_groups(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) -> np.
 
 
 @kernel()
-def _sum(lo, hi, values, order, bounds, sums):
-    last = bounds[hi]
-    for group in range(lo, hi):
-        first = bounds[group]
-        row = order[first]
-        for d in range(values.shape[1]):
-            sums[group, d] = widen(values[row, d])
-        for place in range(first + 1, bounds[group + 1]):
-            row = order[place]
-            if place + AHEAD < last:
-                prefetch(values, order[place + AHEAD])
+def _sum(ticket, values, order, bounds, sums):
+    last = bounds[-1]
+    for lo, hi in pieces(ticket):
+        for group in range(lo, hi):
+            first = bounds[group]
+            row = order[first]
             for d in range(values.shape[1]):
-                sums[group, d] += widen(values[row, d])
+                sums[group, d] = widen(values[row, d])
+            for place in range(first + 1, bounds[group + 1]):
+                row = order[place]
+                if place + AHEAD < last:
+                    prefetch(values, order[place + AHEAD])
+                for d in range(values.shape[1]):
+                    sums[group, d] += widen(values[row, d])

@@ -8,6 +8,7 @@ import numpy as np
 
 from ._numba import kernel
 from ._pool import run
+from ._share import pieces
 
 # Three digits in base 256.
 LIMIT = 256**3
@@ -36,25 +37,26 @@ def turns(positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
 
 
 @kernel()
-def _turns(lo, hi, positions, tables, out):
+def _turns(ticket, positions, tables, out):
     pairs = tables.shape[3]
-    for row in range(lo, hi):
-        if not -LIMIT < positions[row] < LIMIT:
-            out[row] = np.nan
-            continue
-        cos, sin, far = out[row, :pairs], out[row, pairs:], abs(positions[row])
-        cos[:] = tables[0, 0, far % 256]
-        sin[:] = tables[1, 0, far % 256]
-        # A digit of 0 turns by nothing, and multiplying by (1, 0) changes no bit.
-        if far >= 256:
-            digit = far // 256 % 256
-            _turn_on(cos, sin, tables[0, 1, digit], tables[1, 1, digit])
-        if far >= 65536:
-            digit = far // 65536
-            _turn_on(cos, sin, tables[0, 2, digit], tables[1, 2, digit])
-        if positions[row] < 0:
-            for i in range(pairs):
-                sin[i] = -sin[i]
+    for lo, hi in pieces(ticket):
+        for row in range(lo, hi):
+            if not -LIMIT < positions[row] < LIMIT:
+                out[row] = np.nan
+                continue
+            cos, sin, far = out[row, :pairs], out[row, pairs:], abs(positions[row])
+            cos[:] = tables[0, 0, far % 256]
+            sin[:] = tables[1, 0, far % 256]
+            # A digit of 0 turns by nothing, and multiplying by (1, 0) changes no bit.
+            if far >= 256:
+                digit = far // 256 % 256
+                _turn_on(cos, sin, tables[0, 1, digit], tables[1, 1, digit])
+            if far >= 65536:
+                digit = far // 65536
+                _turn_on(cos, sin, tables[0, 2, digit], tables[1, 2, digit])
+            if positions[row] < 0:
+                for i in range(pairs):
+                    sin[i] = -sin[i]
 
 
 @kernel()
