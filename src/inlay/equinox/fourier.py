@@ -20,7 +20,8 @@ class FourierFeatures(Module):
     """Turns coordinates into waves of fixed frequencies. Has no parameters.
 
     Frequencies that were drawn cannot be made again, so their bits are leaves of the tree:
-    ``eqx.tree_serialise_leaves`` brings them back, and no optimizer touches them.
+    ``eqx.tree_serialise_leaves`` brings them back. No optimizer moves integers; give it
+    ``eqx.filter(model, eqx.is_inexact_array)``, for optax' Adam does not take them at all.
 
     Args:
         matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
@@ -93,7 +94,10 @@ class FourierFeatures(Module):
         return cls(matrix, layout="interleaved", cos_first=False)
 
     def __call__(
-        self, coordinates: Float[Array, "*batch axes"], *, key: Key | None = None
+        self,
+        coordinates: Float[Array | np.ndarray, "*batch axes"] | list[Any],
+        *,
+        key: Key | None = None,
     ) -> Float[Array, "*batch features"]:
         """Return the waves at ``coordinates``.
 

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar, Self
 
 import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
@@ -48,7 +47,7 @@ class LearnedPositions(Module):
     ``x`` once; a row's gradient is summed in float32 too.
 
     Example:
-        >>> import jax
+        >>> import jax, jax.numpy as jnp
         >>> layer = LearnedPositions(512, 4, key=jax.random.key(0))
         >>> layer(jnp.zeros((2, 3, 4)), offset=[0, 100]).shape
         (2, 3, 4)
@@ -105,7 +104,7 @@ class LearnedPositions(Module):
 
     def __call__(
         self,
-        x: Float[Array, "*batch length embedding_dim"],
+        x: Float[Array | np.ndarray, "*batch length embedding_dim"],
         positions: Positions | None = None,
         *,
         offset: Offset = 0,
@@ -122,7 +121,7 @@ class LearnedPositions(Module):
         x = vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset, check=self._check)
         wide, rows = widened(x), self._rows(found)
-        work = jnp.promote_types(wide.dtype, rows.dtype)
+        work = np.promote_types(wide.dtype, rows.dtype)
         return (wide.astype(work) + rows.astype(work)).astype(x.dtype)
 
     def encode(

@@ -4,11 +4,12 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from .._check import positive
 from ..relative import t5_bias, t5_buckets
 from ._bias import Bias, checked_pair
+from ._constant import Constant
 from ._module import widened
 from ._parameters import Init, Key, drawn, given, table_dtype
 from ._positions import Positions
@@ -53,7 +54,7 @@ class T5Bias(Bias):
 
     weight: Float[Array, "num_buckets num_heads"]
     #: The bucket of each distance, from the farthest before the query onwards.
-    buckets: Int32[Array, " distances"]
+    buckets: Constant = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_buckets: int = eqx.field(static=True)
     max_distance: int = eqx.field(static=True)
@@ -74,7 +75,7 @@ class T5Bias(Bias):
         buckets = t5_buckets(
             num_buckets, max_distance=max_distance, bidirectional=bidirectional
         )
-        self.buckets = jnp.asarray(buckets)
+        self.buckets = Constant(buckets)
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets, self.max_distance = int(num_buckets), int(max_distance)
         self.bidirectional = bool(bidirectional)
@@ -97,7 +98,7 @@ class T5Bias(Bias):
         out = t5_bias(
             *checked_pair(q_positions, k_positions),
             weight=widened(self.weight),
-            buckets=self.buckets,
+            buckets=jnp.asarray(self.buckets.array),
             bidirectional=self.bidirectional,
         )
         return out.astype(self.weight.dtype if dtype is None else table_dtype(dtype))

@@ -6,7 +6,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float64, Int32, Shaped
+from jaxtyping import Array, Float, Float64, Shaped
 
 from .._array import work_dtype
 from .._check import one_of, positive
@@ -16,7 +16,8 @@ from ..rotary import LAYOUTS, Layout, over_heads, rotate
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_turns, digit_tables, turns
-from ._module import Module, bits_of, floats_of, widened
+from ._constant import Constant
+from ._module import Module, widened
 from ._parameters import Key, table_dtype
 from ._positions import (
     Offset,
@@ -72,7 +73,7 @@ class RotaryPositions(Module):
     """
 
     #: The turns of each digit of a position; see :mod:`inlay.turns`.
-    bits: Int32[Array, "*axes 2 3 256 pairs"]
+    tables: Constant = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -110,7 +111,7 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        self.bits = bits_of(digit_tables(found, factor=factor))
+        self.tables = Constant(digit_tables(found, factor=factor))
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else tuple(int(n) for n in sections)
@@ -139,7 +140,7 @@ class RotaryPositions(Module):
 
     def __call__(
         self,
-        x: Float[Array, "*lead head_dim"],
+        x: Float[Array | np.ndarray, "*lead head_dim"],
         positions: Positions | None = None,
         *,
         offset: Offset = 0,
@@ -194,7 +195,7 @@ class RotaryPositions(Module):
         return type(self)(**{**self.config(), "scaling": scaling})
 
     def rerotate(
-        self, keys: Float[Array, "*lead head_dim"], delta: Offset
+        self, keys: Float[Array | np.ndarray, "*lead head_dim"], delta: Offset
     ) -> Float[Array, "*lead head_dim"]:
         """Return rotated keys moved on by ``delta`` positions, as when a cache is cut.
 
@@ -287,9 +288,11 @@ class RotaryPositions(Module):
     def _turns(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
-        rates = jnp.asarray(self.frequencies.astype(work_dtype(dtype)))
-        run = turns if self.axes is None else axial_turns
-        return run(positions, floats_of(self.bits, dtype), rates)
+        work, run = work_dtype(dtype), turns if self.axes is None else axial_turns
+        tables, rates = (
+            jnp.asarray(table, work) for table in (self.tables.array, self.frequencies)
+        )
+        return run(positions, tables, rates)
 
 
 def _hashable(nested: list[Any]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import not_negative, positive
@@ -74,8 +75,8 @@ class ShawScores(Module):
 
     def scores(
         self,
-        q: Float[Array, "*lead q_length head_dim"],
-        k: Float[Array, "*lead k_length head_dim"],
+        q: Float[Array | np.ndarray, "*lead q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead k_length head_dim"],
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Array, "*lead q_length k_length"]:
@@ -103,8 +104,8 @@ class ShawScores(Module):
 
     def __call__(
         self,
-        q: Float[Array, "*lead q_length head_dim"],
-        k: Float[Array, "*lead k_length head_dim"],
+        q: Float[Array | np.ndarray, "*lead q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead k_length head_dim"],
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Array, "*lead q_length k_length"]:

@@ -4,8 +4,10 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+import numpy as np
+from jaxtyping import Array, Float, Shaped
 
+from .._array import work_dtype
 from .._check import one_of, positive
 from ..positions import check_axes
 from ..sinusoidal import (
@@ -19,7 +21,8 @@ from ..sinusoidal import (
     wave_tables,
     waves,
 )
-from ._module import Module, bits_of, floats_of, widened
+from ._constant import Constant
+from ._module import Module, widened
 from ._parameters import Key, table_dtype
 from ._positions import (
     Offset,
@@ -68,9 +71,9 @@ class SinusoidalPositions(Module):
 
     prefix: ClassVar[str] = "position."
 
-    #: The turns of each digit of a position; see :mod:`inlay.turns`.
-    bits: Int32[Array, "levels 2 3 256 pairs"]
-    rate_bits: Int32[Array, "levels pairs"]
+    #: The turns of each digit of a position, and their rates; see :mod:`inlay.turns`.
+    tables: Constant = eqx.field(static=True)
+    rates: Constant = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -112,7 +115,7 @@ class SinusoidalPositions(Module):
         self.base, self.shift, self.scale = float(base), float(shift), float(scale)
         self.frequency_scale = float(frequency_scale)
         tables, rates = wave_tables(found, scale=scale)
-        self.bits, self.rate_bits = bits_of(tables), bits_of(rates)
+        self.tables, self.rates = Constant(tables), Constant(rates)
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
@@ -148,7 +151,7 @@ class SinusoidalPositions(Module):
 
     def __call__(
         self,
-        x: Float[Array, "*batch length embedding_dim"],
+        x: Float[Array | np.ndarray, "*batch length embedding_dim"],
         positions: Positions | None = None,
         *,
         offset: Offset = 0,
@@ -201,10 +204,12 @@ class SinusoidalPositions(Module):
     def _features(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> Float[Array, "*seq width"]:
+        work = work_dtype(dtype)
+        tables, rates = (
+            jnp.asarray(constant.array, work) for constant in (self.tables, self.rates)
+        )
         features = encode(
-            *waves(
-                positions, floats_of(self.bits, dtype), floats_of(self.rate_bits, dtype)
-            ),
+            *waves(positions, tables, rates),
             embedding_dim=self.embedding_dim // self.axes,
             layout=self.layout,
             cos_first=self.cos_first,
