@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.positions import claims
 from inlay.alibi import alibi_slopes
 from inlay.numpy import RotaryPositions as NumpyRotary
 from inlay.numpy import SinusoidalPositions as NumpySinusoidal
@@ -312,6 +313,46 @@ def test_a_learned_profile_is_the_mean_cosine_of_rows_that_far_apart():
     want = [np.mean([rows[i] @ rows[i + 7] for i in range(16 - 7)])]
     found = profile(model, setting=TINY)
     assert found and found.values[0][7] == pytest.approx(want[0], abs=1e-6)
+
+
+# The claims of the benchmark.
+
+
+def curves_of(**changed):
+    """Return losses of the published shape, or with some of them changed."""
+    rows = {name: [2.2, 2.2, 2.2, 2.2, 2.2] for name in SCHEMES}
+    rows |= {
+        "sinusoidal": [2.2, 3.1, 3.1, 3.2, 3.2],
+        "rotary": [1.7, 1.75, 1.9, 2.6, 3.0],
+        "rotary + linear": [1.7, 2.0, 2.3, 2.8, 3.1],
+        "rotary + ntk": [1.7, 1.76, 1.77, 2.5, 2.4],
+        "rotary + yarn": [1.7, 1.76, 1.8, 1.9, 2.1],
+    }
+    for name, losses in changed.items():
+        rows[name.replace("_", " + ")] = losses
+    lengths = Setting().lengths
+    return {name: Curve(name, None, lengths, tuple(row)) for name, row in rows.items()}
+
+
+@pytest.mark.parametrize(
+    "changed, broken",
+    [
+        ({}, []),
+        ({"alibi": [2.2, 2.2, 2.2, 2.2, 2.26]}, ["ALiBi"]),
+        ({"kerple": [1.6, 1.6, 1.6, 1.6, 1.6]}, ["rotary is best"]),
+        ({"sinusoidal": [2.2, 2.7, 3.1, 3.2, 3.2]}, ["sinusoidal"]),
+        ({"rotary_yarn": [1.7, 1.7, 1.7, 2.2, 2.2]}, ["yarn"]),
+        ({"rotary_ntk": [1.7, 1.7, 1.85, 2.2, 2.2]}, ["ntk"]),
+        ({"rotary_linear": [1.7, 1.75, 1.9, 2.2, 2.2]}, ["interpolation"]),
+        ({"rotary": [1.7, 1.7, 2.0, 2.35, 3.0]}, ["rotary rises", "yarn"]),
+    ],
+)
+def test_the_benchmark_notices_a_shape_that_was_not_published(changed, broken):
+    found = claims(curves_of(**changed), 128)
+    failed = [claim.says for claim in found if not claim.holds]
+    assert len(failed) == len(broken)
+    for says, word in zip(failed, broken, strict=True):
+        assert says.startswith(word)
 
 
 # Results and refusals.
