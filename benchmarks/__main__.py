@@ -1,14 +1,15 @@
 """Run the benchmarks: ``python -m benchmarks [--json] [--rounds N] [WORD …]``."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Iterator
 
-from . import bag, layer, lookup, promises, rotary
-from .timing import Case, Result, measure
+from . import promises
+from .timing import Case, Result, keep_freed_memory, measure
 
-MODULES = (lookup, layer, rotary, bag)
+MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "optim", "equinox_rows")
 
 
 def main() -> None:
@@ -18,10 +19,9 @@ def main() -> None:
         "words", nargs="*", help="only what has one of these words in its name"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--rounds", type=int, default=12, help="turns of each contestant"
-    )
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each contestant")
     options = parser.parse_args()
+    keep_freed_memory()
     kept = [p for p in promises.measured() if _wanted(p.name, options.words)]
     if not options.json:
         for promise in kept:
@@ -41,7 +41,12 @@ def main() -> None:
 
 
 def _cases(words: list[str]) -> Iterator[Case]:
-    for module in MODULES:
+    for name in MODULES:
+        try:
+            module = importlib.import_module(f"{__package__}.{name}")
+        except ImportError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
         yield from (case for case in module.cases() if _wanted(case.name, words))
 
 

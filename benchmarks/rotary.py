@@ -31,7 +31,7 @@ def _rotation(shape: tuple[int, ...], layout) -> Case:
         return Case(name, lambda batch: layer(batches[batch]), {}, missing=("torch",))
     cos, sin = (torch.from_numpy(turn) for turn in layer.turns(np.arange(length)))
     tensors = [torch.from_numpy(batch) for batch in batches]
-    eager = _half_forms(cos, sin) if layout == "half" else _interleaved_forms(cos, sin)
+    eager = half_forms(cos, sin) if layout == "half" else _interleaved_forms(cos, sin)
     peers = {form: _on(tensors, run) for form, run in eager.items()}
     bars = dict.fromkeys(peers, 3.0)
     compiled = torch.compile(eager["torch cat" if layout == "half" else "torch stack"])
@@ -43,7 +43,8 @@ def _on(tensors, run):
     return lambda batch: run(tensors[batch])
 
 
-def _half_forms(cos, sin):
+def half_forms(cos, sin):
+    """Return the ways torch users write the rotation of halves, by name."""
     import torch
 
     twice_cos, twice_sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
