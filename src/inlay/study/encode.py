@@ -1,0 +1,51 @@
+"""Texts as vectors: the mean of their tokens' rows."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from jaxtyping import Float32
+
+from ..numpy import EmbeddingBag
+from .neighbors import units
+from .vectors import Vectors
+
+#: How many texts are taken at a time.
+BATCH = 1024
+
+
+def encode(
+    vectors: Vectors, texts: Iterable[str]
+) -> Iterator[Float32[np.ndarray, "n dim"]]:
+    """Yield the vectors of texts, as many at a time as fit well.
+
+    A text without a known word gets zeros. Where the table says so, vectors are one unit
+    long.
+
+    Args:
+        vectors: The words and their rows, with a tokenizer or, for files of words, without:
+            then words are what stands between spaces.
+        texts: One vector is made for each.
+
+    Example:
+        >>> table = Vectors(["red", "blue"], np.array([[1, 0], [0, 1]], np.float32))
+        >>> [rows.tolist() for rows in encode(table, ["red blue", "green"])]
+        [[[0.5, 0.5], [0.0, 0.0]]]
+    """
+    bag = EmbeddingBag(*vectors.weight.shape, mode="mean", weight=vectors.weight)
+    texts = iter(texts)
+    while batch := list(itertools.islice(texts, BATCH)):
+        ids = _ids(vectors, batch)
+        offsets = np.append(0, np.cumsum([len(row) for row in ids]))[:-1]
+        flat = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
+        means = bag(flat, offsets=offsets)
+        yield units(means) if vectors.normalize else means
+
+
+def _ids(vectors: Vectors, texts: list[str]) -> list[list[int]]:
+    if vectors.tokenizer is None:
+        rows = vectors.rows
+        return [[rows[w] for w in text.split() if w in rows] for text in texts]
+    encoded = vectors.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    unknown = vectors.unknown
+    return [[i for i in one.ids if i != unknown] for one in encoded]

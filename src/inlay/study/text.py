@@ -1,0 +1,115 @@
+"""Reading text: files and standard input, in blocks or in lines.
+
+What is read is UTF-8. A file that is empty, binary or in another encoding is a ValueError
+that says so in one sentence, with the place of the first byte that is wrong.
+"""
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+#: About how many bytes are read at a time.
+BLOCK = 1 << 18
+#: How long a block may become while there is no space to end it at.
+LONGEST = 1 << 22
+# Python's tests are data more than text, and not on every machine.
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def standard_library() -> list[Path]:
+    """Return the source files of the running Python, without its tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (root / path for path in sorted(found) if not LEFT_OUT & set(path.parts))
+    files = [path for path in kept if path.stat().st_size]
+    if not files:
+        raise FileNotFoundError(f"no Python source in {root}: name files to learn from")
+    return files
+
+
+def read_blocks(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield a file's text in blocks that end between words.
+
+    Args:
+        path: The file, ``-`` for standard input. One that is empty, or no UTF-8, is a
+            ValueError that says so.
+    """
+    name = "standard input" if path == "-" else os.fspath(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{name} is a folder: name the files in it")
+    with _opened(path) as file:
+        start, rest = 0, b""
+        while block := file.read(BLOCK):
+            block = rest + block
+            cut = _cut(block)
+            yield _decoded(block[:cut], name=name, start=start)
+            start, rest = start + cut, block[cut:]
+        if start == 0 and not rest:
+            raise ValueError(f"{name} is empty")
+        yield _decoded(rest, name=name, start=start)
+
+
+def _opened(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[BinaryIO]:
+    if path == "-":
+        return contextlib.nullcontext(sys.stdin.buffer)
+    return open(path, "rb")
+
+
+def _cut(block: bytes) -> int:
+    """Return where a block can end: after its last space, 0 if it has none yet."""
+    # No byte of a character beyond ASCII is one of these.
+    cut = 1 + max(block.rfind(space) for space in (b"\n", b" ", b"\t"))
+    if cut == 0 and len(block) >= LONGEST:
+        cut = len(block) - 1
+        while cut > 0 and block[cut] & 0xC0 == 0x80:
+            cut -= 1
+    return cut
+
+
+def _decoded(block: bytes, *, name: str, start: int) -> str:
+    if (zero := block.find(0)) >= 0:
+        raise ValueError(f"{name} is binary, not text: byte {start + zero} is 0")
+    try:
+        text = block.decode()
+    except UnicodeDecodeError as error:
+        place, value = start + error.start, block[error.start]
+        raise ValueError(
+            f"{name} is not UTF-8 text: byte {place} is 0x{value:02x}"
+        ) from None
+    return text.removeprefix("\ufeff") if start == 0 else text
+
+
+def documents_in(paths: Sequence[str | os.PathLike[str]]) -> list[Iterable[str]]:
+    """Return each file as blocks that can be gone through again and again.
+
+    Files are read when they are gone through. Standard input is read here and kept, for it
+    cannot be read twice.
+    """
+    return [list(read_blocks(path)) if path == "-" else _Again(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class _Again:
+    path: str | os.PathLike[str]
+
+    def __iter__(self) -> Iterator[str]:
+        return read_blocks(self.path)
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield a file's lines, without what ends them.
+
+    Args:
+        path: The file, ``-`` for standard input.
+    """
+    rest = ""
+    for block in read_blocks(path):
+        *lines, rest = (rest + block).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if rest:
+        yield rest.removesuffix("\r")
