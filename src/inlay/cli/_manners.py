@@ -63,8 +63,32 @@ def emit(result: Any, text: str | Iterable[str], *, as_json: bool) -> None:
         as_json: Which of the two.
     """
     if as_json:
-        text = json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False)
-    click.echo(text if isinstance(text, str) else "\n".join(text))
+        click.echo(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        lines = text.splitlines() if isinstance(text, str) else text
+        click.echo("\n".join(map(printable, lines)))
+
+
+def printable(line: str) -> str:
+    r"""Return a line in which nothing can move a terminal's cursor.
+
+    Example:
+        >>> printable("a name\x1b[2J")
+        'a name\\x1b[2J'
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in line
+    )
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things in words.
+
+    Example:
+        >>> counted(1, "file"), counted(2000, "file")
+        ('1 file', '2,000 files')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def plain(value: Any) -> Any:
