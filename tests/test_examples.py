@@ -1,0 +1,198 @@
+"""The examples learn what they say, and write the same with a cache as without."""
+
+import importlib.util
+import math
+import re
+import runpy
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Return a function that runs an example as a script and returns what it printed."""
+
+    def run_script(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
+
+
+def nats(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"([\d.]+) nats", printed)]
+
+
+def module(name: str) -> Any:
+    """Return an example as a module, fresh, whose constants may be changed."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def text_file(folder: Path) -> str:
+    """Return a file of one's own: the same few sentences, over and over."""
+    path = folder / "mine.txt"
+    path.write_text("The cat sat on the mat. A dog ran to the sea.\n" * 60, "utf-8")
+    return str(path)
+
+
+def test_no_example_is_forgotten():
+    known = "bag_classifier next_token text_classifier transformer transformer_jax"
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
+
+
+def test_next_token_learns(run):
+    first, *_, last = nats(run("next_token"))
+    assert last < first - 2
+
+
+def test_text_classifier_learns_which_way_text_runs(run):
+    chance, *_, held_out = nats(run("text_classifier", "--steps", "90"))
+    assert chance == pytest.approx(math.log(2), abs=0.01)
+    # By letters alone, which are the same both ways, there is nothing below chance.
+    assert held_out < 0.4
+
+
+def test_text_classifier_reads_a_file_of_ones_own(run, tmp_path):
+    printed = run("text_classifier", text_file(tmp_path), "--steps", "40")
+    assert printed.startswith("2,760 bytes") and nats(printed)[-1] < 0.4
+
+
+def test_bag_classifier_learns_where_lines_come_from(run):
+    chance, *_, held_out = nats(run("bag_classifier", "--steps", "400"))
+    assert chance == pytest.approx(math.log(8), abs=0.01)
+    assert held_out < 0.8
+
+
+def test_bag_classifier_reads_files_of_ones_own(run, tmp_path):
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text("the sun is warm\n" * 400, "utf-8")
+    other.write_text("the moon is cold\n" * 400, "utf-8")
+    printed = run("bag_classifier", str(one), str(other), "--steps", "30")
+    assert nats(printed)[0] == 0.69 and nats(printed)[-1] < 0.1
+    assert "100% right" in printed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformer_learns_and_writes_with_a_cache(run, scheme, tmp_path):
+    mine = text_file(tmp_path)
+    printed = run("transformer", mine, "--positions", scheme, "--steps", "25")
+    chance, *_, last = nats(printed)
+    assert chance == 5.55 and last < 2.2
+    assert "the same as without" in printed and "not the same" not in printed
+
+
+def test_transformer_learns_more_than_how_often_each_byte_occurs(run):
+    *_, last = nats(run("transformer", "--steps", "100"))
+    text = Path(sysconfig.get_path("stdlib")) / "argparse.py"
+    counts = np.bincount(np.frombuffer(text.read_bytes(), np.uint8))
+    share = counts[counts > 0] / counts.sum()
+    assert last < -(share * np.log(share)).sum() - 0.8
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_a_cached_step_has_the_logits_of_the_whole(scheme):
+    torch.manual_seed(0)
+    example = module("transformer")
+    model = example.Transformer(scheme).eval()
+    if scheme == "t5":
+        nn.init.normal_(model.bias.weight)
+    ids = torch.randint(0, 256, (2, 20))
+    whole, _ = model(ids)
+    logits, cache = model(ids[:, :7])
+    torch.testing.assert_close(logits, whole[:, :7], atol=1e-4, rtol=1e-4)
+    for at in [*range(7, 12), slice(12, 20)]:
+        new = ids[:, at] if isinstance(at, slice) else ids[:, at : at + 1]
+        logits, cache = model(new, cache)
+        want = whole[:, at] if isinstance(at, slice) else whole[:, at : at + 1]
+        torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_every_scheme_but_none_tells_positions_apart():
+    example = module("transformer")
+    example.LAYERS = 1
+    ids = torch.tensor([[5, 6, 7, 8], [6, 5, 7, 8]])
+    for scheme in SCHEMES:
+        torch.manual_seed(0)
+        model = example.Transformer(scheme).eval()
+        if scheme == "t5":
+            nn.init.normal_(model.bias.weight)
+        one, other = model(ids)[0][:, -1]
+        # One layer that knows no positions sees a bag of what came before.
+        assert torch.allclose(one, other, atol=1e-5) == (scheme == "none"), scheme
+
+
+def test_the_jax_transformer_learns_and_writes_with_a_cache(run, tmp_path):
+    mine = text_file(tmp_path)
+    printed = run("transformer_jax", mine, "--steps", "25")
+    chance, *_, last = nats(printed)
+    assert chance == 5.55 and last < 2.2
+    assert "the same as without" in printed and "not the same" not in printed
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    """Return the JAX example with a model of one layer for eight places."""
+    example = module("transformer_jax")
+    example.LAYERS, example.LENGTH, example.WIDTH = 1, 8, 16
+    return example
+
+
+@pytest.mark.parametrize("scheme", ["learned", "rotary", "alibi", "t5"])
+def test_a_cached_step_in_jax_has_the_logits_of_the_whole(small, scheme):
+    model = small.Transformer(scheme, key=jax.random.key(0))
+    if scheme == "t5":
+        weight = jax.random.normal(jax.random.key(1), model.bias.weight.shape)
+        model = eqx.tree_at(lambda model: model.bias.weight, model, weight)
+    ids = np.random.default_rng(0).integers(0, 256, 8)
+
+    @eqx.filter_jit
+    def both(model, ids):
+        def step(cache, at):
+            logits, cache = model(ids[at, None], cache, offset=at)
+            return cache, logits[0]
+
+        cached = jax.lax.scan(step, small.empty_cache(), jnp.arange(8))[1]
+        return cached, model(ids)[0]
+
+    np.testing.assert_allclose(*both(model, jnp.asarray(ids)), atol=1e-5)
+
+
+def test_attention_in_jax_is_equinoxs_own(small):
+    model = small.Transformer("rotary", key=jax.random.key(0))
+    block, x = model.blocks[0], jax.random.normal(jax.random.key(1), (8, 16))
+
+    def process_heads(q, k, v):
+        return model.rotary(q), model.rotary(k), v
+
+    @eqx.filter_jit
+    def both(block, x):
+        _, mask = scores = model.scores(0, 8, 8)
+        normed = jax.vmap(block.first)(x)
+        mixed = x + block.attention(
+            normed, normed, normed, mask, process_heads=process_heads
+        )
+        want = mixed + jax.vmap(block.maps)(jax.vmap(block.second)(mixed))
+        got, _ = block(x, rotary=model.rotary, offset=0, scores=scores, past=None)
+        return got, want
+
+    np.testing.assert_allclose(*both(block, x), atol=1e-5)
