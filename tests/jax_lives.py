@@ -8,7 +8,8 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import equinox as eqx
@@ -28,6 +29,17 @@ from inlay.equinox.sinusoidal import SinusoidalPositions
 from inlay.scaling import YaRN
 
 Build = Callable[[Any], Any]
+
+
+@contextmanager
+def compiled_quickly() -> Generator[None]:
+    """Compile without optimising inside, which takes longer than what is run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
 
 #: Every scheme, each built with a key.
 SCHEMES: dict[str, Build] = {

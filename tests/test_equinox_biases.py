@@ -17,7 +17,7 @@ from inlay.equinox.fire import FireBias
 from inlay.equinox.kerple import KerpleBias
 from inlay.equinox.relative import T5Bias
 from inlay.equinox.shaw import ShawScores
-from tests.jax_lives import built, key
+from tests.jax_lives import built, compiled_quickly, key
 
 Q = np.array([[0, 7, 40], [900, 3, 12]])
 K = np.array([0, 1, 5, 12, 41, 900])
@@ -37,9 +37,20 @@ SHAW = ShawScores(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quickly():
+    with compiled_quickly():
+        yield
+
+
 @eqx.filter_jit
 def bias(layer, q, k, dtype=None):
     return layer.bias(q, k, dtype=dtype)
+
+
+@eqx.filter_jit
+def biases(layers, q, k, dtype=None):
+    return {name: layer.bias(q, k, dtype=dtype) for name, layer in layers.items()}
 
 
 @eqx.filter_jit
@@ -82,17 +93,23 @@ def bucket(before):
     return np.where(before < 5, before, np.minimum(wide, 9)).astype(int)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_biases_are_their_formulas(name):
-    want = by_hand(name)
-    got = bias(LAYERS[name], jnp.asarray(Q), jnp.asarray(K))
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
-    # A step of decoding is a row, and a query without a batch serves as one with.
-    step = bias(LAYERS[name], jnp.asarray(Q[:1, 2:]), jnp.asarray(K))
-    np.testing.assert_allclose(step[0, :, 0], want[0, :, 2], rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(
-        LAYERS[name](Q[0].tolist(), K), want[0], rtol=2e-6, atol=1e-6
-    )
+def test_biases_are_their_formulas():
+    whole = biases(LAYERS, jnp.asarray(Q), jnp.asarray(K))
+    step = biases(LAYERS, jnp.asarray(Q[:1, 2:]), jnp.asarray(K))
+    alone = biases(LAYERS, jnp.asarray(Q[0]), jnp.asarray(K))
+    for name in LAYERS:
+        want = by_hand(name)
+        close = {"rtol": 2e-6, "atol": 1e-6, "err_msg": name}
+        np.testing.assert_allclose(whole[name], want, **close)
+        # A step of decoding is a row of the whole.
+        np.testing.assert_allclose(step[name][0, :, 0], want[0, :, 2], **close)
+        np.testing.assert_allclose(alone[name], want[0], **close)
+
+
+def test_positions_may_be_lists_and_a_layer_may_be_called():
+    want = by_hand("alibi", Q[:1])[0]
+    np.testing.assert_allclose(LAYERS["alibi"](Q[0].tolist(), range(6)).shape, want.shape)
+    np.testing.assert_allclose(LAYERS["alibi"](Q[0].tolist(), K), want, rtol=1e-6)
 
 
 def test_shaw_compares_queries_with_a_vector_by_distance():
@@ -112,11 +129,12 @@ def test_alibi_is_exact_near_the_diagonal_in_half_precision():
     assert not got[:, 1].any() and not jax.tree.leaves(layer)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_half_precision_is_rounded_once(name):
-    layer, q, k = LAYERS[name], jnp.asarray(Q), jnp.asarray(K)
-    want = bias(layer, q, k).astype("bfloat16")
-    np.testing.assert_array_equal(bias(layer, q, k, jnp.bfloat16), want)
+def test_half_precision_is_rounded_once():
+    q, k = jnp.asarray(Q), jnp.asarray(K)
+    wide, half = biases(LAYERS, q, k), biases(LAYERS, q, k, jnp.bfloat16)
+    for name in LAYERS:
+        want = np.asarray(wide[name]).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(half[name], want, err_msg=name)
 
 
 @given(
@@ -132,20 +150,21 @@ def test_only_the_distance_counts_at_any_position(q, k):
 # ------------------------------------------------------------- positions of any kind
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_real_positions_count_as_what_they_are(name):
+def test_real_positions_count_as_what_they_are():
     q, k = Q + 0.25, K + 0.25
-    got = bias(LAYERS[name], jnp.asarray(q, "float32"), jnp.asarray(k, "float32"))
-    np.testing.assert_allclose(got, by_hand(name, q, k), rtol=2e-6, atol=1e-6)
+    got = biases(LAYERS, jnp.asarray(q, "float32"), jnp.asarray(k, "float32"))
+    for name in LAYERS:
+        want = by_hand(name, q, k)
+        np.testing.assert_allclose(got[name], want, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_traced_positions_that_are_nan_make_nan_and_nothing_else(name):
-    q = jnp.asarray(Q, "float32").at[0, 1].set(jnp.nan)
-    k = jnp.asarray(K, "float32").at[4].set(jnp.nan)
+def test_traced_positions_that_are_nan_make_nan_and_nothing_else():
+    q, k = Q.astype("float32"), K.astype("float32")
+    q[0, 1], k[4] = np.nan, np.nan
     want = np.zeros((2, 4, 3, 6), bool)
     want[0, :, 1], want[..., 4] = True, True
-    np.testing.assert_array_equal(np.isnan(bias(LAYERS[name], q, k)), want)
+    for name, got in biases(LAYERS, jnp.asarray(q), jnp.asarray(k)).items():
+        np.testing.assert_array_equal(np.isnan(got), want, err_msg=name)
     scores = score(SHAW, jnp.ones((2, 3, 6)), jnp.ones((2, 6, 6)), q, k)
     np.testing.assert_array_equal(np.isnan(scores), want[:, 0])
 
