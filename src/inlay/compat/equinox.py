@@ -24,6 +24,8 @@ from ..equinox._parameters import Key, table_dtype
 from ..equinox._positions import Offset, in_reach, positions_for
 from ..rotary import rotate
 
+__all__ = ["Embedding", "RotaryPositionalEmbedding"]
+
 
 class Embedding(_Embedding):
     """Looks up rows of a table by id: one, or an array of any shape.

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from ..torch._positions import Offset, Positions
 from ..torch.hf import rotary_places
 
+__all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
+
 Ids = Integer[Tensor, "*batch length"]
 Vectors = Float[Tensor, "*batch length hidden_size"]
 
@@ -72,6 +74,14 @@ class BertEmbeddings(nn.Module):
         - token_type_ids: one for each id; None is 0
         - position_ids: as in :class:`Embeddings`
         - output: ``(..., length, hidden_size)``
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> sizes = {"vocab_size": 30, "hidden_size": 8, "max_position_embeddings": 16}
+        >>> more = {"layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
+        >>> layer = BertEmbeddings(SimpleNamespace(**sizes, **more, type_vocab_size=2))
+        >>> layer(torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(self, config: Any) -> None:
@@ -110,6 +120,13 @@ class GPT2Embeddings(nn.Module):
         - token_type_ids: ids whose rows are added too, or None
         - position_ids: as in :class:`Embeddings`
         - output: ``(..., length, hidden_size)``
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> sizes = {"vocab_size": 30, "hidden_size": 8, "max_position_embeddings": 16}
+        >>> layer = GPT2Embeddings(SimpleNamespace(**sizes, embd_pdrop=0.1))
+        >>> layer(torch.tensor([[3]]), past_key_values_length=15).shape
+        torch.Size([1, 1, 8])
     """
 
     def __init__(self, config: Any) -> None:

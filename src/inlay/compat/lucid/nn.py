@@ -13,6 +13,8 @@ from ... import numpy as face
 from ..._check import positive
 from ...token import Seed
 
+__all__ = ["Embedding", "EmbeddingBag", "RotaryEmbedding", "SinusoidalEmbedding"]
+
 Ids = Shaped[Any, "..."] | list[Any] | int
 
 
