@@ -217,6 +217,15 @@ def test_dtypes_are_equinoxs(dtype, of_x):
     eqx.clear_caches()
 
 
+def test_cosines_and_sines_are_rounded_to_dtype():
+    x = np.zeros((9, 8), "float32")
+    x[:, 0] = 1.0
+    half = np.asarray(RotaryPositionalEmbedding(8, dtype=jnp.float16)(x))
+    whole = np.asarray(RotaryPositionalEmbedding(8)(x))
+    assert np.array_equal(half, whole.astype("float16").astype("float32"))
+    assert not np.array_equal(half, whole)
+
+
 def test_there_is_nothing_to_train_and_no_width_is_nothing_to_turn():
     assert not jax.tree.leaves(eqx.filter(RotaryPositionalEmbedding(8), eqx.is_array))
     assert RotaryPositionalEmbedding(0)(jnp.ones((3, 0))).shape == (3, 0)
