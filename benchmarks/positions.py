@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from inlay.study.positions import SCHEMES, Curve, Setting, measure, standard_library
+from inlay.study.positions import SCHEMES, Curve, Setting, measure, python_source
 
 Losses = dict[str, Curve]
 
@@ -72,7 +72,7 @@ def claims(curves: Losses, length: int) -> Iterator[Claim]:
 
 def measured(seed: int, results: Path | None) -> Losses:
     """Return every scheme's curves by name, out of the file or trained now."""
-    setting, text, curves = Setting(seed=seed), standard_library(), {}
+    setting, text, curves = Setting(seed=seed), python_source(), {}
     known = [] if results is None or not results.exists() else _read(results)
     for scheme in SCHEMES:
         found = next((r for r in known if (r["seed"], r["scheme"]) == (seed, scheme)), None)

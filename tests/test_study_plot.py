@@ -229,8 +229,12 @@ def test_colours_can_be_told_apart_by_any_reader(blind):
 # The page.
 
 
-def test_the_page_has_every_loss_and_marks_the_best():
-    page = report.html(STUDY)
+@pytest.fixture(scope="module")
+def page():
+    return report.html(STUDY)
+
+
+def test_the_page_has_every_loss_and_marks_the_best(page):
     for each in STUDY.curves:
         cells = "".join(
             rf'<td class="(?:best)?">{report.number(loss)}</td>' for loss in each.losses
@@ -240,8 +244,7 @@ def test_the_page_has_every_loss_and_marks_the_best():
     assert '<tr><td>none</td><td class="best">2.000</td>' in page
 
 
-def test_the_page_needs_nothing_from_elsewhere():
-    page = report.html(STUDY)
+def test_the_page_needs_nothing_from_elsewhere(page):
     assert page.count("<svg") == 1 and "<script" not in page
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(link.startswith("#") for link in links)

@@ -14,7 +14,7 @@ from inlay.alibi import alibi_slopes
 from inlay.numpy import RotaryPositions as NumpyRotary
 from inlay.numpy import SinusoidalPositions as NumpySinusoidal
 from inlay.scaling import NTK, Linear, YaRN
-from inlay.study import _text, _training
+from inlay.study import _training, _windows
 from inlay.study._profile import profile
 from inlay.study._transformer import Transformer
 from inlay.study.positions import (
@@ -26,7 +26,7 @@ from inlay.study.positions import (
     Study,
     compare,
     measure,
-    standard_library,
+    python_source,
 )
 
 TINY = Setting(
@@ -65,8 +65,8 @@ def bytes_of(*shape, seed=0):
 
 
 def test_the_same_bytes_are_predicted_at_every_length():
-    _, held_out = _text.split(TEXT, setting=TINY)
-    found = [_text.windows(held_out, n, setting=TINY) for n in TINY.lengths]
+    _, held_out = _windows.split(TEXT, setting=TINY)
+    found = [_windows.windows(held_out, n, setting=TINY) for n in TINY.lengths]
     for read, targets in found[:-1]:
         np.testing.assert_array_equal(targets, found[-1][1])
         np.testing.assert_array_equal(read, found[-1][0][:, -read.shape[1] :])
@@ -75,28 +75,28 @@ def test_the_same_bytes_are_predicted_at_every_length():
 
 def test_a_target_is_the_byte_after_what_was_read_up_to_there():
     held_out = np.arange(251, dtype=np.uint8)
-    read, targets = _text.windows(held_out, 16, setting=TINY)
+    read, targets = _windows.windows(held_out, 16, setting=TINY)
     np.testing.assert_array_equal(targets, read[:, -TINY.targets :] + 1)
     # From the first end that has the longest text before it to the last byte.
     assert targets[0, -1] == max(TINY.lengths) and targets[-1, -1] == 250
 
 
 def test_the_held_out_tenth_is_the_end_and_is_not_learned_from():
-    learn, held_out = _text.split(TEXT, setting=TINY)
+    learn, held_out = _windows.split(TEXT, setting=TINY)
     assert bytes(learn) + bytes(held_out) == TEXT
     assert len(held_out) == len(TEXT) // 10
     last = np.zeros(100, np.uint8)
     last[-1] = 1
-    drawn = np.concatenate(list(_text.batches(last, setting=TINY)))
+    drawn = np.concatenate(list(_windows.batches(last, setting=TINY)))
     assert drawn.shape == (8 * 40, 17) and drawn[:, :-1].sum() == 0 < drawn[:, -1].sum()
 
 
 def test_batches_follow_the_seed():
-    learn, _ = _text.split(TEXT, setting=TINY)
+    learn, _ = _windows.split(TEXT, setting=TINY)
 
     def drawn(seed):
         setting = dataclasses.replace(TINY, seed=seed)
-        return np.stack(list(_text.batches(learn, setting=setting)))
+        return np.stack(list(_windows.batches(learn, setting=setting)))
 
     np.testing.assert_array_equal(drawn(3), drawn(3))
     assert (drawn(3) != drawn(4)).any()
@@ -104,8 +104,8 @@ def test_batches_follow_the_seed():
         assert row.astype(np.uint8).tobytes() in TEXT
 
 
-def test_the_standard_library_is_real_source():
-    text = standard_library()
+def test_python_s_own_source_is_long_enough_to_learn_from():
+    text = python_source()
     assert b"class Fraction" in text and len(text) > 2_000_000
 
 
@@ -202,6 +202,19 @@ def test_every_scheme_learns_and_repeats_itself(scheme):
     assert [c.rule for c in found.curves] == [None, *RULES.get(scheme, ())]
 
 
+def test_the_number_of_threads_is_put_back_and_changes_nothing():
+    before, setting = torch.get_num_threads(), dataclasses.replace(TINY, steps=3)
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(measure(TEXT, "alibi", setting=setting).training)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
 def test_another_seed_is_another_model_and_other_batches():
     other = dataclasses.replace(TINY, seed=4, steps=2)
     here = measure(TEXT, "none", setting=dataclasses.replace(TINY, steps=2))
@@ -219,7 +232,7 @@ def test_every_parameter_is_trained():
         torch.manual_seed(0)
         model = _training.build(scheme, setting=TINY)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        learn, _ = _text.split(TEXT, setting=TINY)
+        learn, _ = _windows.split(TEXT, setting=TINY)
         steps = _training.steps(model, learn, scheme=scheme, setting=TINY)
         for _ in range(3):
             next(steps)
@@ -272,8 +285,8 @@ def test_the_loss_is_the_mean_over_all_targets_however_they_are_batched(
 ):
     torch.manual_seed(0)
     model = _training.build(scheme, setting=TINY)
-    _, held_out = _text.split(TEXT, setting=TINY)
-    read, targets = map(torch.from_numpy, _text.windows(held_out, 24, setting=TINY))
+    _, held_out = _windows.split(TEXT, setting=TINY)
+    read, targets = map(torch.from_numpy, _windows.windows(held_out, 24, setting=TINY))
     with torch.inference_mode():
         chosen = model(read)[:, -5:].log_softmax(-1).gather(-1, targets[..., None])
     for tested in (1, 3 * 2 * 24 * 24, 1 << 30):

@@ -8,9 +8,9 @@ is the mean cosine of the pairs' angles. Vectors that are added are alike as far
 cosine says, averaged over all pairs that far apart.
 """
 
-import torch  # noqa: TID253
-from torch import Tensor  # noqa: TID253
-from torch.nn.functional import normalize  # noqa: TID253
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from ..torch import LearnedPositions
 from ._transformer import Transformer

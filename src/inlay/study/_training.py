@@ -6,20 +6,21 @@ Imported by :mod:`inlay.study.positions` when a study begins: it needs PyTorch.
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import numpy as np
-import torch  # noqa: TID253
-from torch import Tensor  # noqa: TID253
-from torch.nn.functional import cross_entropy  # noqa: TID253
-from torch.nn.utils import clip_grad_norm_  # noqa: TID253
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 
 from ..positions import randomised
 from ..scaling import NTK, Linear, YaRN
 from ..torch import KerpleBias, LearnedPositions, RotaryPositions
 from ._profile import profile
-from ._text import batches, windows
 from ._transformer import Transformer
+from ._windows import batches, windows
 from .positions import RULES, Curve, Progress, Setting, Trained
 
 # How many bytes are tested at a time, over the length: scores are its square.
@@ -36,6 +37,32 @@ def train(
     progress: Progress | None = None,
 ) -> Trained:
     """Train one scheme's model and return its losses; the global seed is left alone."""
+    with one_thread():
+        return _trained(learn, held_out, scheme=scheme, setting=setting, progress=progress)
+
+
+@contextmanager
+def one_thread() -> Generator[None, None, None]:
+    """Let torch use one thread: models this small only lose by sharing work.
+
+    The same seed then also gives the same losses whatever the number of cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trained(
+    learn: np.ndarray,
+    held_out: np.ndarray,
+    *,
+    scheme: str,
+    setting: Setting,
+    progress: Progress | None,
+) -> Trained:
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setting.seed)

@@ -9,10 +9,10 @@ added to the vectors once (learned, sinusoidal), turned into queries and keys in
 ``none`` leaves it to the causal mask.
 """
 
-import torch  # noqa: TID253
+import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn  # noqa: TID253
-from torch.nn.functional import gelu, scaled_dot_product_attention  # noqa: TID253
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from ..torch import (
     AlibiBias,

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from .._check import one_of, positive
-from ._text import split
-from ._text import standard_library as standard_library
+from ._windows import split
+from .text import standard_library
 
 SCHEMES = (
     "none",
@@ -204,6 +204,13 @@ class Study:
             for each in self.trained
         ]
         return {"setting": asdict(self.setting), "bytes": self.bytes, "trained": trained}
+
+
+def python_source() -> bytes:
+    """Return the source of the running Python's modules, packages left aside."""
+    files = standard_library()
+    top = min(len(path.parts) for path in files)
+    return b"".join(path.read_bytes() for path in files if len(path.parts) == top)
 
 
 def compare(

@@ -1,8 +1,6 @@
 """What a study of positions learns from, and the same bytes to predict at every length."""
 
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +10,6 @@ if TYPE_CHECKING:
     from .positions import Setting
 
 HELD_OUT = 0.1
-
-
-def standard_library() -> bytes:
-    """Return the source of the running Python's top-level modules, in order of name."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
 
 
 def split(
