@@ -73,6 +73,11 @@ def class_of(face: str, name: str) -> Any:
 
 @functools.cache
 def in_all_faces(case: Case) -> dict[str, Any]:
+    """Return the layer by face, with one state, the same layers whenever it is asked."""
+    return built_in_all_faces(case)
+
+
+def built_in_all_faces(case: Case) -> dict[str, Any]:
     """Return the layer by face, with one state."""
     cls = class_of("numpy", case.name)
     seed = {"rng": 0} if "rng" in inspect.signature(cls).parameters else {}

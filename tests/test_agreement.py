@@ -17,6 +17,7 @@ from tests.faces import (
     FACES,
     Case,
     assert_agree,
+    built_in_all_faces,
     called,
     class_of,
     in_all_faces,
@@ -142,11 +143,11 @@ CASES = {
         linear=("q",),
     ),
     "embedding": tokens(padding_idx=-1),
-    "embedding, norm": tokens(padding_idx=0, max_norm=1.5, norm_type=1.0),
-    "embedding, by frequency": tokens(scale_grad_by_freq=True, max_norm=0.5),
-    "bag": bags(padding_idx=1),
-    "bag, sum": bags(mode="sum", max_norm=1.5, scale_grad_by_freq=True),
-    "bag, max": bags(mode="max", padding_idx=0),
+    "embedding, norm": tokens(
+        padding_idx=0, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True
+    ),
+    "bag": bags(padding_idx=1, max_norm=1.5, scale_grad_by_freq=True),
+    "bag, max": bags(mode="max"),
     "layer": complete(
         *("norm.weight", "norm.bias"),
         **{"max_positions": 8, "segments": 2, "layer_norm": True, "norm_eps": 1e-3},
@@ -310,7 +311,8 @@ def test_faces_agree_at_any_position(name):
     for kind in dict.fromkeys(case.name for case in CASES.values())
 ), "layer, sinusoidal", "rotary, yarn"])  # fmt: skip
 def test_a_file_is_the_same_whoever_saved_it_and_loads_everywhere(name, tmp_path):
-    layers, written = in_all_faces(CASES[name]), {}
+    # New ones: where gradients have arrived, torch has shortened rows to max_norm.
+    layers, written = built_in_all_faces(CASES[name]), {}
     for face in FACES:
         path = tmp_path / f"{face}.safetensors"
         importlib.import_module(f"inlay.{face}").save(path, layers[face])
