@@ -34,6 +34,12 @@ PARTS = {
         {"compat", "numpy", "torch", "equinox", "core"},
         {"numpy", "jaxtyping", "torch", "jax", "equinox"},
     ),
+    "study": (
+        {"study", "numpy", "torch", "core", "kernels"},
+        {"numpy", "jaxtyping", "ml_dtypes", "safetensors", "tokenizers", "torch"}
+        | {"matplotlib"},
+    ),
+    "cli": ({"cli", "study", "core"}, {"numpy", "click", "rich"}),
 }
 
 
@@ -107,7 +113,7 @@ def part_of(module: str) -> str:
     """Return which part of the package a dotted name after ``inlay.`` belongs to."""
     first = module.partition(".")[0]
     is_package = (SOURCE / first).is_dir() and first != ""
-    return first if is_package else "core"
+    return "cli" if first == "__main__" else first if is_package else "core"
 
 
 def imports_of(path: Path) -> set[str]:
@@ -126,7 +132,7 @@ def imports_of(path: Path) -> set[str]:
 
 def wrong_arrows(path: Path) -> list[str]:
     """Return the imports of a file that its part may not make."""
-    part = part_of(".".join(path.relative_to(SOURCE).parts[:-1]))
+    part = part_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
     ours, theirs = PARTS[part]
     wrong = []
     for name in imports_of(path):

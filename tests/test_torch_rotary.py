@@ -424,13 +424,13 @@ def test_a_forked_child_gets_the_same_numbers():
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):
-    from inlay.kernels import _pool, _rotate
+    from inlay.kernels import _rotate, _threads
 
     seen, before = [], torch.get_num_threads()
     kept = _rotate.run
 
     def spy(*args, **options):
-        seen.append(getattr(_pool._here, "size", None))
+        seen.append(getattr(_threads._here, "size", None))
         kept(*args, **options)
 
     monkeypatch.setattr(_rotate, "run", spy)

@@ -344,12 +344,12 @@ def test_a_table_that_was_frozen_gets_its_hook_when_it_is_trained():
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):
-    from inlay.kernels import _pool, _rows
+    from inlay.kernels import _rows, _threads
 
     seen, run = [], _rows.run
 
     def watched(*args, **options):
-        seen.append(_pool._here.size)
+        seen.append(_threads._here.size)
         return run(*args, **options)
 
     monkeypatch.setattr(_rows, "run", watched)
@@ -360,7 +360,7 @@ def test_kernels_use_as_many_threads_as_torch(monkeypatch):
             layer(ids_of(1, 2)).sum().backward()
     finally:
         torch.set_num_threads(before)
-    assert seen == [1, 2, 3] and _pool._here.size is None
+    assert seen == [1, 2, 3] and _threads._here.size is None
 
 
 # Padding

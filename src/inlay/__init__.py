@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import positions as positions
-    from .kernels._pool import get_num_threads as get_num_threads
-    from .kernels._pool import set_num_threads as set_num_threads
+    from .kernels._threads import get_num_threads as get_num_threads
+    from .kernels._threads import set_num_threads as set_num_threads
     from .rotary import convert_layout as convert_layout
     from .rotary import query_temperature as query_temperature
     from .rows import Rows as Rows
@@ -35,9 +35,9 @@ _HOME = {
     "Rows": "rows",
     "YaRN": "scaling",
     "convert_layout": "rotary",
-    "get_num_threads": "kernels._pool",
+    "get_num_threads": "kernels._threads",
     "query_temperature": "rotary",
-    "set_num_threads": "kernels._pool",
+    "set_num_threads": "kernels._threads",
 }
 
 __all__ = ["__version__", "positions", *sorted(_HOME)]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -14,14 +14,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from ._share import Shared, address, alone
+from ._threads import threads_here
 
 # Pieces for each thread: enough to even out, few enough to cost little.
 PIECES = 8
@@ -73,14 +73,9 @@ class _Job:
 
 
 class _Pool:
-    """The helpers and how many threads to use: the only state this package keeps."""
+    """The helpers: with their number, the only state this package keeps."""
 
     def __init__(self) -> None:
-        self.size = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
         self._calls = np.zeros(1, np.int64)
         self.bell = address(self._calls)
         self.forget()
@@ -108,46 +103,8 @@ def _help(jobs: "SimpleQueue[_Job]") -> None:
 
 
 _pool = _Pool()
-_here = threading.local()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.forget)
-
-
-def set_num_threads(n: int) -> None:
-    """Use ``n`` threads in the kernels from now on, the calling one included.
-
-    Results do not depend on it: each id's sum is made by one thread, in order.
-
-    Example:
-        >>> before = get_num_threads()
-        >>> set_num_threads(1); get_num_threads()
-        1
-        >>> set_num_threads(before)
-    """
-    if n < 1:
-        raise ValueError(f"n must be positive, got {n}")
-    _pool.size = int(n)
-
-
-def get_num_threads() -> int:
-    """Return how many threads the kernels use, by default one for each core allowed."""
-    return _pool.size
-
-
-@contextmanager
-def on_threads(n: int) -> Generator[None, None, None]:
-    """Use ``n`` threads in the kernels that this thread calls inside, whatever is set.
-
-    Example:
-        >>> with on_threads(1):
-        ...     run(lambda ticket, word: print(word), 7, "called once", grain=2)
-        called once
-    """
-    before, _here.size = getattr(_here, "size", None), n
-    try:
-        yield
-    finally:
-        _here.size = before
 
 
 def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
@@ -160,7 +117,7 @@ def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
         args: Passed on to every call.
         grain: The least length worth a thread: one that sleeps joins after about 50 µs.
     """
-    threads = min(getattr(_here, "size", None) or _pool.size, size // max(grain, 1))
+    threads = min(threads_here(), size // max(grain, 1))
     if threads <= 1:
         loop(alone(size), *args)
         return

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import get_num_threads
 from .._check import positive
-from ..kernels._pool import get_num_threads
 
 ROWS = (1_000, 10_000, 100_000)
 BATCHES = (1, 16, 64, 256)

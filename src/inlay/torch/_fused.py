@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .._check import float_dtype
-from ..kernels._pool import on_threads
+from ..kernels._threads import on_threads
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
