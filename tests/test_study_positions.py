@@ -240,6 +240,15 @@ def test_every_parameter_is_trained():
             assert not torch.equal(parameter, start[name]), (scheme, name)
 
 
+def test_kerple_s_numbers_stay_within_their_limits():
+    torch.manual_seed(0)
+    setting = dataclasses.replace(TINY, rate=0.5)
+    model: Any = _training.build("kerple", setting=setting)
+    learn, _ = _windows.split(TEXT, setting=setting)
+    for _ in _training.steps(model, learn, scheme="kerple", setting=setting):
+        assert min(model.bias.r1.min(), model.bias.r2.min()).item() >= np.float32(0.01)
+
+
 def test_the_rate_goes_up_and_comes_down():
     setting = Setting(steps=200, rate=0.5)
     rates = [_training.rate(step, setting=setting) for step in range(200)]
@@ -264,9 +273,11 @@ def test_a_rule_changes_nothing_at_the_length_trained_at(scheme, rule):
     ],
 )
 def test_a_rule_stretches_by_the_length_over_that_trained_at(rule, scaling):
-    model = _training.build("rotary", setting=TINY)
-    changed: Any = _training.changed(model, rule, length=48, setting=TINY)
-    want = scaling.inverse_frequencies(8, base=10_000.0)
+    # Heads wide enough for YaRN to tell the length trained at from the one tested at.
+    setting = dataclasses.replace(TINY, width=64)
+    model = _training.build("rotary", setting=setting)
+    changed: Any = _training.changed(model, rule, length=48, setting=setting)
+    want = scaling.inverse_frequencies(32, base=10_000.0)
     np.testing.assert_array_equal(changed.rotary.frequencies, want)
     assert changed.rotary.attention_factor == scaling.attention_factor
     assert model.rotary is not None and model.rotary.scaling is None

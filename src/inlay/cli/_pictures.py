@@ -1,5 +1,6 @@
 """The option to draw what a verb found, which three verbs share."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def checked_picture(
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise click.ClickException(f"no folder {folder} to draw {path} in")
-    import matplotlib  # noqa: F401
-
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(name="matplotlib")
     return suffix
 
 
