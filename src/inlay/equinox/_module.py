@@ -1,11 +1,12 @@
 """What every layer of this face has: a config, named parameters, numbers nobody trains.
 
 A layer is an :class:`equinox.Module`, a frozen tree of arrays: what changes one returns
-another. Its options are static fields. Arrays that are trained are floating-point leaves;
-what is precomputed is kept as the int32 with the same bits, so that no optimizer, no weight
-decay, no cast of a model's reals and no ``eqx.is_inexact_array`` takes it for a parameter.
-``eqx.tree_serialise_leaves`` stores those numbers too; files of :func:`inlay.equinox.save`
-do not.
+another. Its options are static fields, and so are the tables that they make
+(:mod:`inlay.equinox._constant`). Arrays that are trained are floating-point leaves. What is
+not trained and cannot be made again (padding rows, drawn frequencies) is a leaf too, the
+int32 with the same bits, so that ``eqx.tree_serialise_leaves`` stores it and no optimizer,
+no weight decay, no cast of a model's reals and no ``eqx.is_inexact_array`` takes it for a
+parameter. With ``eqx.is_array`` optax' Adam refuses integers.
 """
 
 import dataclasses

@@ -120,7 +120,7 @@ class EmbeddingLayer(Module):
         *,
         positions: Shaped[Any, "*seq"] | list[Any] | None = None,
         offset: Any = 0,
-        segments: Int[Any, "*seq"] | list[Any] | None = None,
+        segments: Int[Any, "*own"] | list[Any] | None = None,
         inputs_embeds: Float[Any, "*batch length embedding_dim"] | None = None,
         mask: Bool[Any, "*batch length"] | list[Any] | None = None,
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
