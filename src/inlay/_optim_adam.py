@@ -17,7 +17,18 @@ from ._optim_rule import (
     refuse_decay,
     sign_of,
 )
-from .kernels._optim_lines import ADAM_COLUMNS, FIRST, POINTS, SCALE, SECOND, SHRINK
+from .kernels._optim_lines import (
+    ADAM_KINDS,
+    FIRST,
+    POINTS,
+    POLY,
+    SCALE,
+    SECOND,
+    SHRINK,
+)
+
+# What is left of an average that no longer moves a weight by as much as rounding does.
+FADED = 1e-24
 
 
 class Adam(Rule):
@@ -29,7 +40,7 @@ class Adam(Rule):
             TensorFlow do, and not after it.
     """
 
-    columns: ClassVar[int] = ADAM_COLUMNS
+    kinds: ClassVar[int] = ADAM_KINDS
 
     def __init__(self, *, decoupled: bool, hat: bool = False) -> None:
         self.decoupled, self.hat = decoupled, hat
@@ -55,25 +66,25 @@ class Adam(Rule):
         return True
 
     def line(self, options: Options, step: int) -> Any:
-        line = np.zeros(ADAM_COLUMNS)
+        line = np.zeros(ADAM_KINDS)
         line[[SHRINK, FIRST, SECOND]] = 1.0
         line[SCALE] = _scale(options, step)
         return line
 
     def miss(self, past: Past, options: Options, step: int) -> None:
         beta1, beta2 = map(float, options["betas"])
-        did = np.array([
-            float(options["lr"]) / (1 - beta1**step), beta1, beta2, 1 / (1 - beta2**step)
-        ])  # fmt: skip
-        kernels.adam_advance(
-            past.lines,
-            did,
-            shrink=self._shrink(options),
-            amsgrad=bool(options["amsgrad"]),
-            points=self._points,
-            basis=self._basis,
-        )
-        past.add(self.line(options, step), did)
+        size, unbias = float(options["lr"]) / (1 - beta1**step), 1 / (1 - beta2**step)
+        shrink, lines = self._shrink(options), past.lines
+        lines *= np.array([shrink, beta1, beta2, 1.0] + POINTS * [shrink])[:, None]
+        # The averages of rows that were left before have faded.
+        lines = lines[:, np.searchsorted(lines[FIRST], FADED) :]
+        kept = 1.0 if options["amsgrad"] else lines[SECOND]
+        ratio = np.sqrt(kept * unbias) / lines[SCALE]
+        # With β₂ = 0 there is no polynomial, and its steps are taken one by one.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            terms = size * lines[FIRST] / (ratio * (1 - self._points) + self._points)
+            lines[POLY:] += self._basis @ terms
+        past.add(self.line(options, step), (size, beta1, beta2, unbias))
 
     def settle(
         self, chosen: Chosen, state: State, *, since: Any, seen: Any, past: Past, fixed: Any
@@ -83,8 +94,9 @@ class Adam(Rule):
             chosen.places,
             chosen.rows,
             since=since,
-            lines=past.lines,
-            steps=past.steps,
+            lines=past.all_lines,
+            steps=past.all_steps,
+            count=past.count,
             seen=seen,
             mean=state["exp_avg"],
             square=state["exp_avg_sq"],
@@ -242,13 +254,11 @@ class RowAdamW(RowOptimizer):
 def interpolation() -> tuple[np.ndarray, np.ndarray]:
     """Return points on [0, 1], and for each the polynomial that is 1 there alone.
 
-    The points are Chebyshev's, both ends among them. A polynomial is a row of coefficients
-    of the powers of ``2 u − 1``.
+    The points are Chebyshev's, both ends among them, one under the other. A polynomial is a
+    column of coefficients of the powers of ``2 u − 1``.
     """
-    z = np.cos(np.pi * np.arange(POINTS) / (POINTS - 1))
-    points = (1 - z) / 2
-    basis = np.linalg.inv(np.vander(-z, increasing=True)).T
-    return points, np.ascontiguousarray(basis)
+    z = -np.cos(np.pi * np.arange(POINTS) / (POINTS - 1))
+    return (1 + z[:, None]) / 2, np.linalg.inv(np.vander(z, increasing=True))
 
 
 def _scale(options: Options, step: int) -> float:

@@ -1,5 +1,6 @@
 """Row optimizers on the layers of the NumPy face; see :mod:`inlay.optim`."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -127,7 +128,8 @@ class RowOptimizer:
 
     def _table(self, name: str) -> Callable[[], np.ndarray]:
         if name in self._tables:
-            owner = self._tables[name]
+            # The layer holds what is pending, which need not hold the layer.
+            owner = weakref.proxy(self._tables[name])
             return lambda: owner.weight
         # What is no table has no rows: it is one, or an entry is one if each has a number.
         array, shape = self._parameters[name], (1, -1)

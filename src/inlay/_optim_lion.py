@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 from . import kernels
 from ._optim_base import Mode, RowOptimizer
 from ._optim_rule import Chosen, Options, Past, Rule, State, check_fractions, sign_of
-from .kernels._optim_lines import LION_COLUMNS
+from .kernels._optim_lines import LION_KINDS, WAY
 
 
 class Lion(Rule):
     """Lion (Chen et al. 2023): only the sign of an average moves weights."""
 
-    columns: ClassVar[int] = LION_COLUMNS
+    kinds: ClassVar[int] = LION_KINDS
 
     def check(self, options: Options, *, exact: bool) -> None:
         super().check(options, exact=exact)
@@ -32,7 +32,9 @@ class Lion(Rule):
     def miss(self, past: Past, options: Options, step: int) -> None:
         lr, (beta1, beta2) = float(options["lr"]), map(float, options["betas"])
         shrink, way = 1 - lr * float(options["weight_decay"]), lr if beta1 else 0.0
-        kernels.lion_advance(past.lines, shrink=shrink, way=way, beta2=beta2)
+        lines = past.lines
+        lines *= [[shrink], [shrink], [beta2]]
+        lines[WAY] += way
         past.add(self.line(options, step))
 
     def settle(
@@ -43,7 +45,7 @@ class Lion(Rule):
             chosen.places,
             chosen.rows,
             since=since,
-            lines=past.lines,
+            lines=past.all_lines,
             seen=seen,
             mean=state["exp_avg"],
         )

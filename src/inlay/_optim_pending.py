@@ -55,17 +55,13 @@ class Pending:
         rule.check(options, exact=exact)
         self.rule, self.table, self.exact, self.dither = rule, table, exact, dither
         weight = table()
-        if dither and weight.dtype.name != "bfloat16":
-            raise ValueError(
-                f"stochastic_rounding needs a table in bfloat16, got {weight.dtype.name}"
-            )
         self.shape, self.dtype = weight.shape, np.dtype(work_dtype(weight.dtype))
-        # Given arrays may be of rows that have been seen, all of them.
-        self.seen = np.zeros(self.shape[0], bool) if state is None else _all(self.shape[0])
         self.state: State = {} if state is None else state
+        # What is given may be of rows that have been seen, all of them.
+        self.seen = np.full(self.shape[0], state is not None)
         self.last = np.zeros(self.shape[0], np.int32)
         self.now = self.floor = step
-        self.past, self.fixed = Past(rule.columns), rule.fixed(options)
+        self.past, self.fixed = Past(rule.kinds), rule.fixed(options)
         self.has_moved = False
         self._grow(options)
         self.past.begin(rule.line(options, step))
@@ -76,27 +72,38 @@ class Pending:
         """Whether every row is up to date."""
         return self.floor == self.now
 
-    def settle(self, ids: Int64[np.ndarray, " n"] | None = None) -> None:
-        """Bring rows up to date: those of ``ids``, which may repeat, or all."""
+    @property
+    def is_readable(self) -> bool:
+        """Whether every row can be read: it is up to date, or none of them has moved."""
+        return self.floor == self.now or not self.has_moved
+
+    def settle(
+        self,
+        ids: Int64[np.ndarray, " n"] | None = None,
+        *,
+        table: Float[np.ndarray, "rows width"] | None = None,
+    ) -> None:
+        """Bring rows up to date: those of ``ids``, which may repeat, or all.
+
+        Args:
+            ids: Which rows; None is all of them.
+            table: A copy of the table to do it in, which becomes the table.
+        """
         if self.is_settled:
             return
         with self.lock:
+            table = self._checked(self.table() if table is None else table)
             if ids is not None:
-                self._catch_up(*kernels.stale_rows(ids, self.last, self.now))
+                self._catch_up(table, *kernels.stale_rows(ids, self.last, self.now))
                 return
             for lo in range(0, self.shape[0], CHUNK):
                 hi = min(lo + CHUNK, self.shape[0])
-                self._catch_up(*kernels.stale_range(lo, hi, self.last, self.now))
+                self._catch_up(table, *kernels.stale_range(lo, hi, self.last, self.now))
             self.floor = self.now
-
-    def before_reading(self, ids: Int64[np.ndarray, " n"] | None = None) -> None:
-        """Bring rows up to date if that changes what is read."""
-        if self.has_moved:
-            self.settle(ids)
 
     def behind(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return a row among ``ids``, or among all, that would have been read too early."""
-        if self.is_settled or not self.has_moved:
+        if self.is_readable:
             return None
         late = np.flatnonzero((self.last if ids is None else self.last[ids]) != self.now)
         if not late.size:
@@ -119,7 +126,7 @@ class Pending:
         """
         with self.lock:
             self._prepare(options, ids)
-            step = self.now + 1
+            table, step = self._checked(self.table()), self.now + 1
             if self.exact and ids is not None and not self._rests(options):
                 self.rule.miss(self.past, options, step)
                 self.has_moved = self.has_moved or self.rule.moves(options)
@@ -128,12 +135,11 @@ class Pending:
                 self.floor = step
             self.now = step
             for rows, part in _parts(ids, values):
-                self._move(rows, part, options)
+                self._move(table, rows, part, options=options)
             if self.is_settled:
                 self._begin(options)
 
     def _prepare(self, options: Options, ids: Any) -> None:
-        self._checked()
         self.rule.check(options, exact=self.exact)
         fixed = self.rule.fixed(options)
         if self.past.is_full or fixed != self.fixed or ids is None:
@@ -152,7 +158,7 @@ class Pending:
     def _rests(self, options: Options) -> bool:
         return self.is_settled and self.rule.rests(options)
 
-    def _catch_up(self, rows: np.ndarray, since: np.ndarray) -> None:
+    def _catch_up(self, table: np.ndarray, rows: np.ndarray, since: np.ndarray) -> None:
         if not rows.size:
             return
         since = np.maximum(since - self.floor, 0)
@@ -167,9 +173,11 @@ class Pending:
                 fixed=self.fixed,
             )
 
-        self._on(rows, settle, noise=2 * self.now)
+        self._on(table, rows, settle, noise=2 * self.now)
 
-    def _move(self, rows: np.ndarray, values: np.ndarray, options: Options) -> None:
+    def _move(
+        self, table: np.ndarray, rows: np.ndarray, values: np.ndarray, *, options: Options
+    ) -> None:
         values = np.ascontiguousarray(values, self.dtype)
 
         def update(chosen: Chosen) -> None:
@@ -179,20 +187,25 @@ class Pending:
 
         self.seen[rows] = True
         self.last[rows] = self.now
-        self._on(rows, update, noise=2 * self.now + 1)
+        self._on(table, rows, update, noise=2 * self.now + 1)
 
-    def _on(self, rows: np.ndarray, do: Callable[[Chosen], None], *, noise: int) -> None:
+    def _on(
+        self,
+        table: np.ndarray,
+        rows: np.ndarray,
+        do: Callable[[Chosen], None],
+        *,
+        noise: int,
+    ) -> None:
         """Do something to rows of the table, in the dtype of the work."""
-        weight = self._checked()
-        if weight.dtype == self.dtype:
-            do(Chosen(weight, rows, rows))
+        if table.dtype == self.dtype:
+            do(Chosen(table, rows, rows))
             return
-        wide = kernels.widen_rows(weight, rows)
+        wide = kernels.widen_rows(table, rows)
         do(Chosen(wide, np.arange(rows.size), rows))
-        kernels.narrow_rows(wide, weight, rows, noise=noise if self.dither else None)
+        kernels.narrow_rows(wide, table, rows, noise=noise if self.dither else None)
 
-    def _checked(self) -> np.ndarray:
-        weight = self.table()
+    def _checked(self, weight: np.ndarray) -> np.ndarray:
         if weight.shape != self.shape or work_dtype(weight.dtype) != self.dtype.name:
             raise ValueError(
                 f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
@@ -206,12 +219,8 @@ class Pending:
         for name, value in self.rule.arrays(options).items():
             if name not in self.state:
                 shape = rows, self.rule.width(name, width)
-                made = np.zeros(shape, self.dtype)
-                self.state[name] = made + self.dtype.type(value) if value else made
-
-
-def _all(rows: int) -> np.ndarray:
-    return np.ones(rows, bool)
+                made = np.full(shape, value, self.dtype) if value else None
+                self.state[name] = np.zeros(shape, self.dtype) if made is None else made
 
 
 def _parts(ids: Any, values: np.ndarray) -> Any:

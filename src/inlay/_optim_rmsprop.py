@@ -2,8 +2,6 @@
 
 from typing import Any, ClassVar
 
-import numpy as np
-
 from . import kernels
 from ._optim_base import Mode, RowOptimizer
 from ._optim_rule import (
@@ -13,16 +11,17 @@ from ._optim_rule import (
     Rule,
     State,
     check_fractions,
+    mix,
     refuse_decay,
     sign_of,
 )
-from .kernels._optim_lines import LINEAR_COLUMNS
+from .kernels._optim_lines import LINEAR_KINDS
 
 
 class RMSprop(Rule):
     """RMSprop (Hinton 2012), centred or not, with or without momentum."""
 
-    columns: ClassVar[int] = LINEAR_COLUMNS
+    kinds: ClassVar[int] = LINEAR_KINDS
 
     def check(self, options: Options, *, exact: bool) -> None:
         super().check(options, exact=exact)
@@ -48,7 +47,7 @@ class RMSprop(Rule):
         momentum, lr = float(options["momentum"]), float(options["lr"])
         kept = momentum or 1.0
         did = [kept, 0.0, -lr * momentum, 1.0, float(options["alpha"])]
-        kernels.linear_advance(past.lines, np.array(did))
+        mix(past.lines, did)
         past.add(self.line(options, step))
 
     def settle(
@@ -59,7 +58,7 @@ class RMSprop(Rule):
             chosen.places,
             chosen.rows,
             since=since,
-            lines=past.lines,
+            lines=past.all_lines,
             seen=seen,
             buffer=chosen.array(state, "momentum_buffer"),
             averages=(state["square_avg"], chosen.array(state, "grad_avg")),

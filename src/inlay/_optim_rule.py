@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
-from .kernels._optim_lines import STEP_COLUMNS
+from .kernels._optim_lines import AVERAGE, BB, BW, STEP_KINDS, WB, WW
 
 Options = Mapping[str, Any]
 State = dict[str, np.ndarray]
@@ -55,24 +55,20 @@ class Past:
     """What became of rows since a step at which all were up to date.
 
     Args:
-        columns: How many numbers a line has.
+        kinds: How many numbers a line has.
     """
 
-    def __init__(self, columns: int) -> None:
-        self._lines = np.empty((LIMIT + 1, columns))
-        self._steps = np.empty((LIMIT + 1, STEP_COLUMNS))
+    def __init__(self, kinds: int) -> None:
+        #: Room for as many lines as can be kept, and for what each step did.
+        self.all_lines = np.empty((kinds, LIMIT + 1))
+        self.all_steps = np.empty((STEP_KINDS, LIMIT + 1))
         #: How many steps there were.
         self.count = 0
 
     @property
-    def lines(self) -> Float64[np.ndarray, "steps columns"]:
+    def lines(self) -> Float64[np.ndarray, "kinds steps"]:
         """For each step that a row may be at the numbers that take it from there to now."""
-        return self._lines[: self.count + 1]
-
-    @property
-    def steps(self) -> Float64[np.ndarray, "steps numbers"]:
-        """For each step what it did, where a rule asks for that; nothing for the first."""
-        return self._steps[: self.count + 1]
+        return self.all_lines[:, : self.count + 1]
 
     @property
     def is_full(self) -> bool:
@@ -82,13 +78,26 @@ class Past:
     def begin(self, line: Any) -> None:
         """Forget all; ``line`` is that of a row which is up to date."""
         self.count = 0
-        self._lines[0] = line
+        self.all_lines[:, 0] = line
 
     def add(self, line: Any, step: Any = 0.0) -> None:
         """Keep one more step, at the end of which the rows that moved have ``line``."""
+        if self.count % 256 == 255:
+            # What has all but vanished would be slow to compute with.
+            lines = self.lines
+            lines[np.abs(lines) < 1e-200] = 0.0
         self.count += 1
-        self._lines[self.count] = line
-        self._steps[self.count] = step
+        self.all_lines[:, self.count] = line
+        self.all_steps[:, self.count] = step
+
+
+def mix(lines: Any, step: Sequence[float]) -> None:
+    """Take lines of SGD or RMSprop one step on, given that step's own line."""
+    bb, bw, wb, ww, average = step
+    buffer, weight = lines[[BB, BW]], lines[[WB, WW]]
+    lines[[BB, BW]] = bb * buffer + bw * weight
+    lines[[WB, WW]] = wb * buffer + ww * weight
+    lines[AVERAGE] *= average
 
 
 class Rule:
@@ -98,7 +107,7 @@ class Rule:
     """
 
     #: How many numbers are kept for a missed step.
-    columns: ClassVar[int] = 0
+    kinds: ClassVar[int] = 0
 
     def check(self, options: Options, *, exact: bool) -> None:
         """Refuse options that mean nothing, or that no row can be left alone with."""

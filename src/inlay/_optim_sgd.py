@@ -2,12 +2,10 @@
 
 from typing import Any, ClassVar
 
-import numpy as np
-
 from . import kernels
 from ._optim_base import Mode, RowOptimizer
-from ._optim_rule import Chosen, Options, Past, Rule, State, sign_of
-from .kernels._optim_lines import LINEAR_COLUMNS
+from ._optim_rule import Chosen, Options, Past, Rule, State, mix, sign_of
+from .kernels._optim_lines import LINEAR_KINDS
 
 
 class SGD(Rule):
@@ -17,7 +15,7 @@ class SGD(Rule):
     are linear, and can be missed.
     """
 
-    columns: ClassVar[int] = LINEAR_COLUMNS
+    kinds: ClassVar[int] = LINEAR_KINDS
 
     def check(self, options: Options, *, exact: bool) -> None:
         super().check(options, exact=exact)
@@ -45,7 +43,7 @@ class SGD(Rule):
         did = [momentum, gain * decay, -lr * through * momentum, 1 - moved, 1.0]
         if not momentum:
             did = [1.0, 0.0, 0.0, 1 - lr * decay, 1.0]
-        kernels.linear_advance(past.lines, np.array(did))
+        mix(past.lines, did)
         past.add(self.line(options, step))
 
     def settle(
@@ -57,7 +55,7 @@ class SGD(Rule):
             chosen.places,
             chosen.rows,
             since=since,
-            lines=past.lines,
+            lines=past.all_lines,
             seen=seen,
             buffer=chosen.array(state, "momentum_buffer"),
             averages=(nothing, nothing),

@@ -22,7 +22,6 @@ from ._optim_lines import (
     BETA1,
     BETA2,
     FIRST,
-    POINTS,
     POLY,
     SCALE,
     SECOND,
@@ -43,28 +42,6 @@ FADED = 1e-18
 GOOD = 1e-5
 
 
-def adam_advance(
-    lines: np.ndarray,
-    step: np.ndarray,
-    *,
-    shrink: float,
-    amsgrad: bool,
-    points: np.ndarray,
-    basis: np.ndarray,
-) -> None:
-    """Take every line one step on.
-
-    Args:
-        lines: See the module.
-        step: That step's line of ``steps``.
-        shrink: What weight decay leaves of a weight.
-        amsgrad: Whether the largest ``v`` so far is used, which a missed step keeps.
-        points: Values of ``u`` that polynomials go through.
-        basis: For each of them the polynomial that is 1 there and 0 at the others.
-    """
-    _advance(0, len(lines), lines, step, shrink, amsgrad, points, basis)
-
-
 def adam_settle(
     weight: np.ndarray,
     places: np.ndarray,
@@ -73,6 +50,7 @@ def adam_settle(
     since: np.ndarray,
     lines: np.ndarray,
     steps: np.ndarray,
+    count: int,
     seen: np.ndarray,
     mean: np.ndarray,
     square: np.ndarray,
@@ -85,9 +63,10 @@ def adam_settle(
         weight: Where the rows are, float32 or float64.
         places: Which rows of ``weight``.
         rows: Which rows of the other arrays.
-        since: For each row its line of ``lines``.
-        lines: See the module.
-        steps: For each step since the first line what it did.
+        since: For each row where in ``lines`` it is.
+        lines: Numbers by kind and step; see :mod:`inlay.kernels._optim_lines`.
+        steps: What each step did, by kind and step.
+        count: How many steps there were.
         seen: For each row whether its state may be other than zero.
         mean: Average of gradients.
         square: Average of their squares.
@@ -103,6 +82,7 @@ def adam_settle(
         seen,
         lines,
         steps,
+        count,
         weight,
         mean,
         square,
@@ -143,30 +123,8 @@ def adam_update(
     run(_update, rows.size, *args, grain=grain_of(weight))
 
 
-@kernel()
-def _advance(lo, hi, lines, step, shrink, amsgrad, points, basis):
-    for k in range(lo, hi):
-        line = lines[k]
-        line[SHRINK] *= shrink
-        if shrink != 1.0:
-            for power in range(POINTS):
-                line[POLY + power] *= shrink
-        first, second = line[FIRST] * step[BETA1], line[SECOND] * step[BETA2]
-        line[FIRST] = first if first > TINY else 0.0
-        line[SECOND] = second if second > TINY else 0.0
-        kept = 1.0 if amsgrad else second
-        if first <= FADED * math.sqrt(kept):
-            continue
-        ratio = math.sqrt(kept * step[UNBIAS]) / line[SCALE]
-        for point in range(POINTS):
-            u = points[point]
-            term = step[SIZE] * first / (ratio * (1.0 - u) + u)
-            for power in range(POINTS):
-                line[POLY + power] += term * basis[point, power]
-
-
 @kernel(reorder=True)
-def _settle(  # fmt: skip
+def _settle(
     ticket,
     places,
     rows,
@@ -174,6 +132,7 @@ def _settle(  # fmt: skip
     seen,
     lines,
     steps,
+    count,
     weight,
     mean,
     square,
@@ -190,17 +149,17 @@ def _settle(  # fmt: skip
                 prefetch(weight, places[i + AHEAD])
                 prefetch(mean, rows[i + AHEAD])
                 prefetch(used, rows[i + AHEAD])
-            shrink = kind(lines[at, SHRINK])
+            shrink = kind(lines[SHRINK, at])
             if not seen[row]:
                 if shrink != one:
                     for d in range(width):
                         weight[place, d] *= shrink
                 continue
-            p = lines[at, POLY:]
+            p = lines[POLY:, at]
             doubt = abs(p[11]) / 1024 + abs(p[10]) / 512
             # Written so that NaN is doubted too.
             if doubt <= GOOD * abs(p[0]):
-                scale = kind(lines[at, SCALE])
+                scale = kind(lines[SCALE, at])
                 p0, p1, p2, p3 = kind(p[0]), kind(p[1]), kind(p[2]), kind(p[3])
                 p4, p5, p6, p7 = kind(p[4]), kind(p[5]), kind(p[6]), kind(p[7])
                 p8, p9, p10, p11 = kind(p[8]), kind(p[9]), kind(p[10]), kind(p[11])
@@ -214,19 +173,21 @@ def _settle(  # fmt: skip
                 for d in range(width):
                     weight[place, d] *= shrink
                 first, second = 1.0, 1.0
-                for k in range(at + 1, len(lines)):
-                    first *= steps[k, BETA1]
-                    second *= steps[k, BETA2]
+                for k in range(at + 1, count + 1):
+                    first *= steps[BETA1, k]
+                    second *= steps[BETA2, k]
                     kept = 1.0 if amsgrad else second
                     if first <= FADED * math.sqrt(kept):
                         break
                     # What is left of that step's move after the decay of those after it.
-                    size = kind(lines[k, SHRINK] * steps[k, SIZE] * first)
-                    root = kind(math.sqrt(kept * steps[k, UNBIAS]))
+                    size = kind(lines[SHRINK, k] * steps[SIZE, k] * first)
+                    root = kind(math.sqrt(kept * steps[UNBIAS, k]))
                     for d in range(width):
                         under = root * math.sqrt(used[row, d]) + eps
                         weight[place, d] -= size * mean[row, d] / under
-            first, second = kind(lines[at, FIRST]), kind(lines[at, SECOND])
+            first, second = lines[FIRST, at], lines[SECOND, at]
+            first = kind(first if first > TINY else 0.0)
+            second = kind(second if second > TINY else 0.0)
             for d in range(width):
                 mean[row, d] *= first
                 square[row, d] *= second

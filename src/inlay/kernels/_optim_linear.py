@@ -19,11 +19,6 @@ AHEAD = 2
 TINY = 1e-30
 
 
-def linear_advance(lines: np.ndarray, step: np.ndarray) -> None:
-    """Take every line one step on, given that step's own line."""
-    _advance(0, len(lines), lines, step)
-
-
 def linear_settle(
     weight: np.ndarray,
     places: np.ndarray,
@@ -41,8 +36,8 @@ def linear_settle(
         weight: Where the rows are, float32 or float64.
         places: Which rows of ``weight``.
         rows: Which rows of the other arrays.
-        since: For each row its line of ``lines``.
-        lines: See the module.
+        since: For each row where in ``lines`` it is.
+        lines: Numbers by kind and step; see :mod:`inlay.kernels._optim_lines`.
         seen: For each row whether its state may be other than zero.
         buffer: The momentum; no rows if there is none.
         averages: Two arrays of averages; no rows if there are none.
@@ -87,20 +82,6 @@ def sgd_update(
     run(_sgd, rows.size, *args, grain=grain_of(weight))
 
 
-@kernel()
-def _advance(lo, hi, lines, step):
-    mbb, mbw, mwb, mww = step[BB], step[BW], step[WB], step[WW]
-    for k in range(lo, hi):
-        bb, bw, wb, ww = lines[k, BB], lines[k, BW], lines[k, WB], lines[k, WW]
-        new = mbb * bb + mbw * wb
-        lines[k, BB] = new if abs(new) > TINY else 0.0
-        lines[k, BW] = mbb * bw + mbw * ww
-        lines[k, WB] = mwb * bb + mww * wb
-        lines[k, WW] = mwb * bw + mww * ww
-        average = lines[k, AVERAGE] * step[AVERAGE]
-        lines[k, AVERAGE] = average if average > TINY else 0.0
-
-
 @kernel(reorder=True)
 def _settle(ticket, places, rows, since, lines, seen, weight, buffer, first, second):
     width, kind = weight.shape[1], type(weight[0, 0])
@@ -109,20 +90,22 @@ def _settle(ticket, places, rows, since, lines, seen, weight, buffer, first, sec
             place, row, at = places[i], rows[i], since[i]
             if i + AHEAD < hi:
                 prefetch(weight, places[i + AHEAD])
-            ww, bw = kind(lines[at, WW]), kind(lines[at, BW])
+            ww, bw = kind(lines[WW, at]), kind(lines[BW, at])
             if not seen[row] and bw == 0 or not buffer.size:
                 if ww != 1:
                     for d in range(width):
                         weight[place, d] *= ww
             else:
-                wb, bb = kind(lines[at, WB]), kind(lines[at, BB])
+                wb, bb = kind(lines[WB, at]), lines[BB, at]
+                bb = kind(bb if abs(bb) > TINY else 0.0)
                 seen[row] = True
                 for d in range(width):
                     w, b = weight[place, d], buffer[row, d]
                     weight[place, d] = ww * w + wb * b
                     buffer[row, d] = bw * w + bb * b
             if seen[row]:
-                average = kind(lines[at, AVERAGE])
+                average = lines[AVERAGE, at]
+                average = kind(average if average > TINY else 0.0)
                 if first.size:
                     for d in range(width):
                         first[row, d] *= average

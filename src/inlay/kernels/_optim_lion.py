@@ -16,18 +16,6 @@ from ._share import pieces
 LEAST = 1e-37
 
 
-def lion_advance(lines: np.ndarray, *, shrink: float, way: float, beta2: float) -> None:
-    """Take every line of ``lines`` one step on.
-
-    Args:
-        lines: See :mod:`inlay.kernels._optim_lines`.
-        shrink: What weight decay leaves of a weight.
-        way: How far the sign moves it.
-        beta2: What is left of the average.
-    """
-    _advance(0, len(lines), lines, shrink, way, beta2)
-
-
 def lion_settle(
     weight: np.ndarray,
     places: np.ndarray,
@@ -44,8 +32,8 @@ def lion_settle(
         weight: Where the rows are, float32 or float64.
         places: Which rows of ``weight``.
         rows: Which rows of the other arrays.
-        since: For each row its line of ``lines``.
-        lines: See :mod:`inlay.kernels._optim_lines`.
+        since: For each row where in ``lines`` it is.
+        lines: Numbers by kind and step; see :mod:`inlay.kernels._optim_lines`.
         seen: For each row whether its state may be other than zero.
         mean: Average of gradients.
     """
@@ -78,26 +66,18 @@ def lion_update(
 
 
 @kernel()
-def _advance(lo, hi, lines, shrink, way, beta2):
-    for k in range(lo, hi):
-        lines[k, SHRINK] *= shrink
-        lines[k, WAY] = lines[k, WAY] * shrink + way
-        lines[k, MEAN] *= beta2
-
-
-@kernel()
 def _settle(ticket, places, rows, since, lines, seen, weight, mean, least):
     width, kind = weight.shape[1], type(weight[0, 0])
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             place, row, at = places[i], rows[i], since[i]
-            shrink, way = kind(lines[at, SHRINK]), kind(lines[at, WAY])
+            shrink, way = kind(lines[SHRINK, at]), kind(lines[WAY, at])
             if not seen[row]:
                 if shrink != 1:
                     for d in range(width):
                         weight[place, d] *= shrink
                 continue
-            less = kind(lines[at, MEAN])
+            less = kind(lines[MEAN, at])
             for d in range(width):
                 m = mean[row, d]
                 weight[place, d] = shrink * weight[place, d] - way * np.sign(m)

@@ -232,8 +232,8 @@ class Embedding(Module):
         Args:
             ids: The rows that will be read, None for all.
         """
-        if self.pending is not None:
-            self.pending.before_reading(None if ids is None else ids.ravel())
+        if self.pending is not None and not self.pending.is_readable:
+            self.pending.settle(None if ids is None else ids.ravel())
         self.repair()
 
     def parameters(self) -> dict[str, np.ndarray]:

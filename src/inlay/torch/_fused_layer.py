@@ -30,6 +30,7 @@ from ._fused import (
     threads_of_torch,
 )
 from ._lookup import Table, lookup
+from ._optim_pending import settle
 from ._positions import on_host, positions_of, signed
 from ._tables import widened, work
 from .learned import LearnedPositions
@@ -132,7 +133,9 @@ class Plan:
 
     def run(self) -> Float[Tensor, "tokens embedding_dim"]:
         """Return the output rows."""
-        return _Layer.apply(self.recipe, *self.tensors)  # pyright: ignore
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors):
+            return _Layer.apply(self.recipe, *self.tensors)  # pyright: ignore
+        return self.recipe.forward(*self.tensors)
 
 
 def plan_of(layer: Any, call: Call, *, dtype: torch.dtype) -> Plan | None:
@@ -215,6 +218,7 @@ def _token(layer: Any, call: Call) -> Source | None:
         table = wide.reshape(-1, layer.embedding_dim).contiguous()
         return Source(table, torch.arange(len(table)), None)
     weight = layer.token.weight
+    settle(weight, call.ids)
     if layer.token._prepared(weight) is not None:
         return None
     return _rows_of(layer.token, call.ids, call.lead, sparse=layer.token.sparse)
@@ -223,6 +227,7 @@ def _token(layer: Any, call: Call) -> Source | None:
 def _segment(layer: Any, call: Call) -> Source | None:
     if layer.segment is None:
         return None
+    settle(layer.segment.weight, call.segments)
     layer.segment._prepared(layer.segment.weight)
     return _rows_of(layer.segment, call.segments, call.lead, sparse=layer.segment.sparse)
 
@@ -233,6 +238,10 @@ def _position(layer: Any, call: Call) -> Source | None:
         return None
     weight = layer.token.weight
     shape = (*call.lead, layer.embedding_dim)
+    if call.positions is None and type(call.offset) is int:
+        rows = _counted(position, call.offset, call.lead[-1])
+        if rows is not None:
+            return _rows_of(position, rows, call.lead)
     found = positions_of(
         weight.new_empty(()).expand(shape),
         positions=call.positions,
@@ -249,6 +258,20 @@ def _position(layer: Any, call: Call) -> Source | None:
     table = made.reshape(-1, made.shape[-1]).contiguous()
     how = Table(len(table), table.dtype, None, False, False)
     return Source(table, _for_each_token(index, call.lead), how)
+
+
+def _counted(position: Any, offset: int, length: int) -> Tensor | None:
+    """Return the rows of ``length`` positions in a row, if a plain table has them all."""
+    if (
+        type(position) is not LearnedPositions
+        or position.scale != 1.0
+        or position.padding_idx is not None
+        or offset < 0
+        or offset + length > position.max_positions
+    ):
+        return None
+    first = offset + position.row_offset
+    return torch.arange(first, first + length)
 
 
 def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Source | None:

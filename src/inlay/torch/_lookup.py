@@ -214,7 +214,14 @@ def _rows(ids: Tensor, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
     if weight.dtype in HALF and not torch.compiler.is_exporting():
         # Elsewhere than on the CPU torch itself sums in float32.
         weight = widened(weight) if weight.device.type == "cpu" else weight
-    rows = torch_embedding(ids, weight, how.padding_idx, sparse=how.sparse)
+    padding_idx, compiled = how.padding_idx, torch.compiler.is_compiling()
+    if how.sparse and compiled and padding_idx is not None:
+        # torch leaves padding out of a row gradient; while compiling, how much that is
+        # cannot be known. Here its gradient is zero.
+        rows = torch_embedding(ids, weight, sparse=True)
+        rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
+    else:
+        rows = torch_embedding(ids, weight, padding_idx, sparse=how.sparse)
     if how.scale_grad_by_freq:
         rows = widened(rows)
         rows = with_gradient_divided(rows, frequencies(ids, len(weight), like=rows))

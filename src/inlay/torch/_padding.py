@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from ._errors import WrongValue
 from ._fused import array_of, array_of_table, eager
 from ._lookup import as_index, padding_of
+from ._optim_pending import settle
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,19 @@ class Padded(nn.Module):
         )
         self._keep(None if self.padding_idx is None else zeros)
 
+    def train(self, mode: bool = True) -> Self:
+        if not mode:
+            self._settle_rows()
+        return super().train(mode)
+
+    def _settle_rows(self) -> None:
+        """Bring every row up to date, if a row optimizer has left some behind."""
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            settle(weight)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._settle_rows()
         super()._apply(fn, recurse)
         # The padding row is not given to fn: to_empty() would leave nothing of it.
         weight = self._parameters.get("weight")
@@ -161,6 +174,7 @@ class Padded(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._settle_rows()
         self.repair()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -168,6 +182,7 @@ class Padded(nn.Module):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: Any, unexpected_keys: Any, error_msgs: list[str],
     ) -> None:  # fmt: skip
+        self._settle_rows()
         before = len(error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict,

@@ -21,6 +21,7 @@ from ._arrival import coalesce_gradient, rows_with_gradient, shorten_rows, watch
 from ._errors import WrongValue, torch_classes
 from ._fused import array_of, array_of_table, tensor_of
 from ._lookup import as_index, padding_of
+from ._optim_pending import settle
 from ._padding import Padded
 
 
@@ -39,6 +40,7 @@ class Table(Padded):
         The result has the dtype of ``x``. The padding row gets no gradient.
         """
         weight, padding_idx = self.weight, self.padding_idx
+        settle(weight)
         out = products(x, weight)
         if padding_idx is not None:
             row = self._row_to_insert(weight)
@@ -54,6 +56,7 @@ class Table(Padded):
         """
         if self.max_norm is not None:
             rows = None if ids is None else as_index(ids).reshape(-1).unique()
+            settle(self.weight, rows)
             self._shorten(rows)
 
     def resize(
@@ -73,6 +76,7 @@ class Table(Padded):
             init: What new rows are; see :func:`inlay.token.resized`.
             rng: A seed or a generator for what is drawn; None follows torch's seed.
         """
+        self._settle_rows()
         self.repair()
         weight = self.weight
         table, what = resized_tensor(

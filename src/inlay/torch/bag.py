@@ -119,6 +119,7 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript compiles what it can read, which is torch's own layer.
+        self._settle_rows()
         self.repair()
         twin = TorchEmbeddingBag(
             self.num_embeddings,

@@ -22,6 +22,7 @@ from ._arrival import coalesce_gradient, watch
 from ._errors import WrongValue, torch_classes
 from ._fused import eager
 from ._lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
+from ._optim_pending import settle
 from ._padding import is_token
 from ._table import check_arguments, products, resized_tensor
 
@@ -117,6 +118,7 @@ class PartlyFrozenEmbedding(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "num_embeddings embedding_dim"]:
         """The whole table, put together; gradients reach the trained rows."""
+        settle(self.trained_rows)
         place = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
         return torch.cat([self.frozen_rows, self.trained_rows])[place]
 
@@ -134,6 +136,7 @@ class PartlyFrozenEmbedding(nn.Module):
 
     def _rows(self, place: Tensor, *, wide: bool = False) -> Tensor:
         trained, sparse, now = self.trained_rows, self.sparse, eager()
+        settle(trained, place)
         if sparse and now:
             watch(self, trained)
         if not len(self.frozen_rows):

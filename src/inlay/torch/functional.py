@@ -11,6 +11,7 @@ from ._bags import How, pool_bags
 from ._errors import WrongValue
 from ._fused import overridden
 from ._lookup import lookup, padding_of
+from ._optim_pending import settle
 
 
 def embedding(
@@ -44,6 +45,7 @@ def embedding(
     """
     if max_norm is not None:
         _check_norm(max_norm, norm_type)
+    settle(weight, input)
     return lookup(
         input,
         weight,
@@ -104,6 +106,7 @@ def embedding_bag(
         )  # fmt: skip
     if weight.dim() != 2:
         raise WrongValue(f"weight must have 2 axes, got shape {tuple(weight.shape)}")
+    settle(weight, input)
     how = How(
         mode_of(mode),
         max_norm,

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
 from ._lookup import lookup
+from ._optim_pending import settle
 from ._table import Table, check_arguments
 
 
@@ -97,6 +98,7 @@ class Embedding(Table, TorchEmbedding):
         self, input: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
         weight = self.weight
+        settle(weight, input)
         return lookup(
             input,
             weight,
@@ -110,6 +112,7 @@ class Embedding(Table, TorchEmbedding):
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript compiles what it can read, which is torch's own layer.
+        self._settle_rows()
         self.repair()
         twin = TorchEmbedding(
             self.num_embeddings,

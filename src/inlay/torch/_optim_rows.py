@@ -1,0 +1,42 @@
+"""Row gradients as torch has them, sparse tensors, summed by id."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..rows import Rows, sum_by_id
+from ._fused import array_of, tensor_of, threads_of_torch
+from ._tables import widened
+
+
+def rows_of(grad: Tensor) -> Rows:
+    """Return a sparse gradient of a table as rows, in the dtype of the work.
+
+    Ids that occur several times are summed in float32 (float64 for float64), in order.
+    """
+    ids, values = grad._indices(), grad._values().contiguous()
+    if ids.shape[0] != 1:
+        raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
+    index = np.ascontiguousarray(array_of(ids)[0])
+    if grad.is_coalesced():
+        return Rows(index, array_of(widened(values)))
+    with threads_of_torch():
+        return sum_by_id(index, array_of(values))
+
+
+def coalesced(grad: Tensor) -> Tensor:
+    """Return a sparse gradient summed by id, as :func:`rows_of` sums.
+
+    Example:
+        >>> ids, values = torch.tensor([[3, 1, 3]]), torch.ones(3, 2)
+        >>> coalesced(torch.sparse_coo_tensor(ids, values, (5, 2))).values().tolist()
+        [[1.0, 1.0], [2.0, 2.0]]
+    """
+    rows = rows_of(grad)
+    return torch.sparse_coo_tensor(
+        tensor_of(rows.ids)[None],
+        tensor_of(rows.values).to(grad.dtype),
+        grad.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
