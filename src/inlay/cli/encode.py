@@ -75,7 +75,7 @@ def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
 
     texts, lines = itertools.tee(read_lines(file))
     for rows in encode(vectors, texts):
-        yield from zip(lines, rows, strict=False)
+        yield from ((next(lines), row) for row in rows)
 
 
 def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]) -> int:

@@ -79,12 +79,8 @@ class Tensor:
     @property
     def role(self) -> str | None:
         """What it is to the layer after the tokenizer, None if it is no table."""
-        if len(self.shape) != 2 or self.dtype not in DTYPES or self.dtype[0] not in "FB":
-            return None
-        for role, pattern in ROLES.items():
-            if re.search(rf"(^|\.)({pattern})$", self.name):
-                return role
-        return None
+        is_table = len(self.shape) == 2 and self.dtype in DTYPES and self.dtype[0] in "FB"
+        return role_of(self.name) if is_table else None
 
 
 @dataclass(frozen=True)
@@ -139,6 +135,19 @@ class Checkpoint:
                 count = min(step, rows - lo)
                 flat = np.fromfile(file, np.uint8, count * width * dtype.itemsize)
                 yield flat.view(dtype).reshape(count, width)
+
+
+def role_of(name: str) -> str | None:
+    """Return what a name says that a tensor is, None if it says nothing of embeddings.
+
+    Example:
+        >>> role_of("transformer.wte.weight"), role_of("h.0.attn.weight")
+        ('token', None)
+    """
+    for role, pattern in ROLES.items():
+        if re.search(rf"(^|\.)({pattern})$", name):
+            return role
+    return None
 
 
 def _dtype(tensor: Tensor) -> np.dtype:

@@ -65,7 +65,15 @@ def learn_tokenizer(
         min_count: How often a word or a pair of pieces must occur.
         lower: Whether capitals are made small.
     """
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
 
     one_of("kind", kind, KINDS)
     positive("size", size)
@@ -84,6 +92,7 @@ def learn_tokenizer(
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **common)
     if lower:

@@ -17,7 +17,7 @@ from jaxtyping import Bool
 
 from ._scheme import Scheme, position_scheme
 from ._survey import survey
-from .checkpoint import Checkpoint, Tensor, open_checkpoint
+from .checkpoint import Checkpoint, Tensor, open_checkpoint, role_of
 from .folder import TOKENIZER, read_config
 
 #: A row shorter than this part of the median row is called under-trained.
@@ -196,6 +196,9 @@ def _tied(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[bool | None, 
     roles = {tensor.role: tensor for tensor in reversed(checkpoint.tables())}
     head, token = roles.get("head"), roles.get("token")
     said = config.get("tie_word_embeddings")
+    for dropped, kept in checkpoint.metadata.items():
+        if {role_of(dropped), role_of(str(kept))} == {"token", "head"}:
+            return True, f"the file's metadata says that {dropped} is {kept}"
     if token is None:
         return None, "there is no table of tokens"
     if head is not None:
@@ -203,8 +206,6 @@ def _tied(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[bool | None, 
         if same and _equal(checkpoint, head.name, token.name):
             return True, f"{head.name} is stored too, with the same bits"
         return False, f"{head.name} differs from {token.name}"
-    if token.name in checkpoint.metadata.values():
-        return True, "the file's metadata names it as another tensor's"
     if said is None:
         return None, "no head is stored, and no config says"
     if said:

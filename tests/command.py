@@ -1,0 +1,64 @@
+"""Running the command line in a test: in this process, or in one of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from inlay.cli._group import inlay
+
+
+def call(*args: Any, text: str | bytes | None = None) -> Result:
+    """Run ``inlay ARGS`` here and return exit code, stdout and stderr."""
+    return CliRunner().invoke(inlay, [str(arg) for arg in args], input=text)
+
+
+def data(*args: Any, text: str | bytes | None = None) -> str:
+    """Run ``inlay ARGS`` here, which must succeed, and return what it printed."""
+    done = call(*args, text=text)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refusal(*args: Any, text: str | bytes | None = None, code: int = 1) -> str:
+    """Run ``inlay ARGS`` here, which must fail, and return its one sentence."""
+    done = call(*args, text=text)
+    assert done.exit_code == code, done.output
+    return one_sentence(done.stdout, done.stderr)
+
+
+def one_sentence(stdout: str, stderr: str) -> str:
+    """Return the sentence of a failure, which is all there is but for remarks."""
+    assert stdout == ""
+    *before, last = stderr.splitlines()
+    assert last.startswith("inlay: ") and "Traceback" not in stderr
+    assert all(line.startswith(("reading ", "learning ")) for line in before)
+    return last.removeprefix("inlay: ")
+
+
+def run_alone(
+    *args: Any, folder: Path, before: str = "", **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``inlay ARGS`` in a process of its own, after the code in ``before``."""
+    script = f"{before}\nfrom inlay.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        cwd=folder,
+        text=True,
+        timeout=100,
+        check=False,
+        **{"capture_output": "stdout" not in options, **options},
+    )
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    """Return every file under a folder and what it holds."""
+    found = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root) / name
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
