@@ -61,12 +61,54 @@ NAMES = {
         "replace_rotary",
         "save",
     ],
+    "inlay.equinox": [
+        "AlibiBias",
+        "Embedding",
+        "EmbeddingBag",
+        "EmbeddingLayer",
+        "FireBias",
+        "FourierFeatures",
+        "KerpleBias",
+        "LearnedPositions",
+        "RotaryPositions",
+        "ShawScores",
+        "SinusoidalPositions",
+        "T5Bias",
+        "load",
+        "rows",
+        "save",
+    ],
+    "inlay.optim": [
+        "RowAdagrad",
+        "RowAdam",
+        "RowAdamW",
+        "RowLion",
+        "RowOptimizer",
+        "RowRMSprop",
+        "RowSGD",
+        "RowWiseAdagrad",
+    ],
+    "inlay.torch.optim": [
+        "RowAdagrad",
+        "RowAdam",
+        "RowAdamW",
+        "RowLion",
+        "RowOptimizer",
+        "RowRMSprop",
+        "RowSGD",
+        "RowWiseAdagrad",
+        "clip_grad_norm_",
+    ],
 }
 # torch's own signature, which these two keep whole, begins with the same names.
 DROP_IN = ("Embedding", "EmbeddingBag")
 
 # Names whose example is that of another.
-SHOWN_WITH = {"load": "save", "get_num_threads": "set_num_threads"}
+SHOWN_WITH = {
+    "load": "save",
+    "get_num_threads": "set_num_threads",
+    "RowOptimizer": "RowAdamW",
+}
 
 # The arguments that may be given by position, in every face.
 LEADING = {
@@ -104,7 +146,7 @@ def test_every_public_name_is_documented_with_an_example_that_runs(module):
         assert any(test.examples for test in examples), name
 
 
-@pytest.mark.parametrize("face", ["inlay.numpy", "inlay.torch"])
+@pytest.mark.parametrize("face", ["inlay.numpy", "inlay.torch", "inlay.equinox"])
 @pytest.mark.parametrize("name", LEADING)
 def test_leading_parameters_are_the_same_in_every_face(name, face):
     layer = getattr(importlib.import_module(face), name)
@@ -117,6 +159,8 @@ def test_leading_parameters_are_the_same_in_every_face(name, face):
 
 def test_the_faces_offer_the_same_names():
     assert set(NAMES["inlay.numpy"]) <= set(NAMES["inlay.torch"])
+    assert set(NAMES["inlay.numpy"]) <= set(NAMES["inlay.equinox"])
+    assert set(NAMES["inlay.optim"]) <= set(NAMES["inlay.torch.optim"])
 
 
 @pytest.mark.rejects
