@@ -113,16 +113,18 @@ def find(
         name: What the ids are called in the sentence.
         bound: What the number of rows is called in the sentence.
     """
-    values = on_host(ids)
-    if values is not None:
-        kept = ids_in_range(values, num_embeddings, name=name, bound=bound)
-        near = ids if isinstance(ids, jax.Array) else jnp.asarray(kept.astype(np.int32))
-        inside, near = None, near.astype(jnp.int32)
-    else:
+    values, inside = on_host(ids), None
+    if values is None:
         inside, near = whole_inside(whole(ids, name=name), last=num_embeddings - 1)
-    is_padding = None if padding_idx is None else near == padding_idx
-    if is_padding is not None and inside is not None:
-        is_padding = is_padding & inside
+    else:
+        kept = ids_in_range(values, num_embeddings, name=name, bound=bound)
+        near = (ids if isinstance(ids, Tracer) else kept).astype(np.int32)
+    is_padding = None
+    if padding_idx is not None:
+        is_padding = near == padding_idx
+        is_padding = is_padding if inside is None else is_padding & inside
+        is_padding = jnp.asarray(is_padding)
+    near = jnp.asarray(near)
     if not isinstance(weight, SomeRows):
         return Found(near, near, inside, is_padding)
     place, there = weight.place(near)
@@ -146,7 +148,7 @@ def rows_at(
         padding: What to return for padding, whatever the table has there.
     """
     values = weight.values if isinstance(weight, SomeRows) else weight
-    return _rows(how, values, found, padding)
+    return _compiled_rows(how, values, found, padding)
 
 
 def nan_outside(
@@ -199,7 +201,8 @@ def shortened(
 def _take(weight: Array, place: Array) -> Array:
     if weight.shape[0] == 0:
         return jnp.zeros((*place.shape, weight.shape[1]), weight.dtype)
-    return weight.at[place].get(mode="promise_in_bounds")
+    # A tangent may be NumPy's.
+    return jnp.asarray(weight).at[place].get(mode="promise_in_bounds")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -226,6 +229,10 @@ def _rows_jvp(how: How, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     if found.trains is not None:
         tangent = jnp.where(found.trains[..., None], tangent, 0.0)
     return rows, tangent.astype(rows.dtype)
+
+
+# So that an eager lookup is one operation, and not one for each line above.
+_compiled_rows = jax.jit(_rows, static_argnums=0, inline=True)
 
 
 def _often(found: Found, rows: int) -> Array:

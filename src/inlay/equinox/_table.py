@@ -1,15 +1,21 @@
 """What the layers with one table share: padding, norms, the tied head, its length.
 
-Layers are immutable, so padding is not repaired but never read from the table: its row is a
-field of its own, bit patterns that no optimizer moves, and takes the place of whatever
-``weight`` has there in every lookup, in :meth:`Table.logits` and in files. A new table put
-in by ``eqx.tree_at``, as an optimizer's step is one, therefore changes no padding;
-:meth:`Table.set_padding` and :meth:`Table.with_parameters` do.
+Layers are immutable, so padding is not repaired but never read from the table: what it is
+takes the place of whatever ``weight`` has there in every lookup, in :meth:`Table.logits`
+and in files. A new table put in by ``eqx.tree_at``, as an optimizer's step is one,
+therefore changes no padding; :meth:`Table.set_padding` and :meth:`Table.with_parameters`
+do.
+
+Zero, which it is unless something else was asked for, needs no place in the tree. Anything
+else is a leaf of integers, the bit patterns, that ``eqx.tree_serialise_leaves`` stores and
+no optimizer moves. Give optax ``eqx.filter(model, eqx.is_inexact_array)`` then: its Adam
+cannot begin with ``eqx.is_array`` where a model has an array of integers.
 
 ``max_norm``: lookups return shortened rows and leave the table alone, so that a head that
 shares it sees one weight. :meth:`Table.projected` shortens the stored rows, after a step.
 """
 
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import equinox as eqx
@@ -22,7 +28,7 @@ from .._array import work_dtype
 from .._check import integers, not_negative, padding_index
 from ..token import Resized, check_norm, resized
 from ._lookup import Found, How, SomeRows, find, rows_at, shortened, whole
-from ._module import Module, bits_of, floats_of, replaced
+from ._module import Module, bits_of, concrete, floats_of, replaced
 from ._parameters import INITS, Init, Key, drawn, given
 
 Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int | Any
@@ -33,9 +39,10 @@ class Table(Module):
 
     prefix: ClassVar[str] = "token."
 
-    weight: Float[Array, "num_embeddings embedding_dim"]
-    #: The padding row as bit patterns, two to an entry for float64; None without padding.
+    #: A padding row other than zero as bit patterns, two to an entry for float64, or None.
+    #: Before the table, so that leaves of a layer with another padding do not fit.
     padding_bits: Int32[Array, "..."] | None
+    weight: Float[Array, "num_embeddings embedding_dim"]
     num_embeddings: int = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
     padding_idx: int | None = eqx.field(static=True)
@@ -67,17 +74,20 @@ class Table(Module):
         shape = (num_embeddings, embedding_dim)
         if weight is not None:
             self.weight = given(weight, shape, dtype=dtype)
+            self.padding_bits = self._padding_in(self.weight)
         else:
             self.weight = drawn(shape, init=init, key=key, dtype=dtype)
+            self.padding_bits = None
             if self.padding_idx is not None:
                 self.weight = self.weight.at[self.padding_idx].set(0)
-        self.padding_bits = self._padding_in(self.weight)
 
     @property
-    def padding_row(self) -> Float[Array, " embedding_dim"] | None:
+    def padding_row(self) -> Float[Any, " embedding_dim"] | None:
         """What padding is, in the dtype of the work; None without padding."""
-        if self.padding_bits is None:
+        if self.padding_idx is None:
             return None
+        if self.padding_bits is None:
+            return np.zeros(self.embedding_dim, np.float32)
         kept = "float64" if self.padding_bits.ndim > 1 else "float32"
         return floats_of(self.padding_bits, kept, kept=kept)
 
@@ -114,14 +124,11 @@ class Table(Module):
         """
         if self.max_norm is None:
             return self
-        if ids is None:
-            short = shortened(self.weight, self._how()).astype(self.weight.dtype)
-            return replaced(self, weight=short)
-        _, to, inside, _ = self._find(ids)
-        rows = shortened(self.weight[to], self._how()).astype(self.weight.dtype)
-        if inside is not None:
-            to = jnp.where(inside, to, self.num_embeddings)
-        return replaced(self, weight=self.weight.at[to].set(rows, mode="drop"))
+        to = inside = None
+        if ids is not None:
+            _, to, inside, _ = self._find(ids)
+        weight = _projected(self._how(), self.weight, to, inside)
+        return replaced(self, weight=weight)
 
     def resize(
         self,
@@ -203,7 +210,10 @@ class Table(Module):
         return replaced(self, weight=weight, padding_bits=self._padding_in(weight))
 
     def _padding_in(self, weight: Array) -> Int32[Array, "..."] | None:
-        return None if self.padding_idx is None else bits_of(weight[self.padding_idx])
+        if self.padding_idx is None:
+            return None
+        bits = _row_bits(weight, self.padding_idx)
+        return None if concrete(bits) and not np.asarray(bits).any() else bits
 
     def _how(self, *, wide: bool = False) -> How:
         return How(self.max_norm, self.norm_type, self.scale_grad_by_freq, wide)
@@ -223,6 +233,22 @@ class Table(Module):
         return rows_at(found, self.weight, how=how, padding=self.padding_row)
 
 
+@partial(jax.jit, static_argnums=0, inline=True)
+def _projected(how: How, weight: Array, to: Array | None, inside: Array | None) -> Array:
+    if to is None:
+        return shortened(weight, how).astype(weight.dtype)
+    rows = shortened(weight[to], how).astype(weight.dtype)
+    if inside is not None:
+        to = jnp.where(inside, to, weight.shape[0])
+    return weight.at[to].set(rows, mode="drop")
+
+
+@jax.jit
+def _row_bits(weight: Array, row: int) -> Int32[Array, "..."]:
+    return bits_of(weight[row])
+
+
+@jax.jit
 def products(
     x: Float[Array, "*batch width"], weight: Float[Array, "rows width"]
 ) -> Float[Array, "*batch rows"]:

@@ -111,11 +111,7 @@ class EmbeddingBag(Table):
             shape, offsets, include_last_offset=self.include_last_offset
         )
         weights = checked_weights(shape, per_sample_weights)
-        if bounds is None:
-            out, right = self._of_matrix(found, weights)
-        else:
-            out, right = self._of_ragged(found, weights, Ragged(bounds, shape[0]))
-        return nan_outside(out.astype(self.weight.dtype), right)
+        return _pooled(self, found, bounds, weights)
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that build a layer like this one."""
@@ -152,3 +148,16 @@ class EmbeddingBag(Table):
         if found.trains is None:
             return rows, jnp.ones(found.ids.shape, bool)
         return rows, found.trains
+
+
+# Everything that is left once the arguments have been checked, so that an eager call is one
+# operation.
+@eqx.filter_jit
+def _pooled(
+    layer: EmbeddingBag, found: Found, bounds: Array | None, weights: Array | None
+) -> Float[Array, "bags embedding_dim"]:
+    if bounds is None:
+        out, right = layer._of_matrix(found, weights)
+    else:
+        out, right = layer._of_ragged(found, weights, Ragged(bounds, found.ids.size))
+    return nan_outside(out.astype(layer.weight.dtype), right)

@@ -157,13 +157,7 @@ class EmbeddingLayer(Module):
             self, ids, segments=segments, inputs_embeds=inputs_embeds, mask=mask
         )
         total = self._total(call, positions=positions, offset=offset)
-        used = both(call.mask, call.inside)
-        if used is not None:
-            # Before the norm, so that what does not count cannot reach its gradient.
-            total = zero_where(total, used)
-        out = self._dropped(self._normalised(total), key=key, inference=inference)
-        out = nan_outside(out.astype(self.dtype), call.inside)
-        return out if call.mask is None else zero_where(out, call.mask)
+        return _finished(self, total, call, key, inference)
 
     @property
     def num_embeddings(self) -> int:
@@ -281,3 +275,21 @@ class EmbeddingLayer(Module):
             off = self.dropout.inference if inference is None else inference
             return x if off else jnp.zeros_like(x)
         return self.dropout(x, key=key, inference=inference)
+
+
+# All that needs no check, so that it is one operation of an eager call.
+@eqx.filter_jit
+def _finished(
+    layer: EmbeddingLayer,
+    total: Float[Array, "*batch embedding_dim"],
+    call: Call,
+    key: Key | None,
+    inference: bool | None,
+) -> Float[Array, "*batch embedding_dim"]:
+    used = both(call.mask, call.inside)
+    if used is not None:
+        # Before the norm, so that what does not count cannot reach its gradient.
+        total = zero_where(total, used)
+    out = layer._dropped(layer._normalised(total), key=key, inference=inference)
+    out = nan_outside(out.astype(layer.dtype), call.inside)
+    return out if call.mask is None else zero_where(out, call.mask)

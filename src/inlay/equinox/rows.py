@@ -47,14 +47,14 @@ anyway, and give what they give densely.
 
 What an optimizer works out across rows it works out across those of the batch. The norm
 that ``optax.clip_by_global_norm`` takes is that of the whole gradient all the same, for
-the others are zero; LAMB's trust ratio is not. ``optax.MultiSteps`` does not fit: rows of
-earlier batches would wait for their turn.
+the others are zero; LAMB's trust ratio is not. Adafactor does not fit, for it has a state
+by column; nor does ``optax.MultiSteps``: rows of earlier batches would wait for their turn.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -65,6 +65,7 @@ from ._lookup import SomeRows
 from ._module import replaced
 from ._table import Ids, Table
 
+AnyTable = TypeVar("AnyTable", bound=Table)
 # True of what `_each_once` returns, and lets XLA write row after row.
 _PLACES = {"indices_are_sorted": True, "unique_indices": True}
 
@@ -81,7 +82,7 @@ class RowState(NamedTuple):
     rest: PyTree
 
 
-def touched(table: Table, ids: Ids) -> Table:
+def touched(table: AnyTable, ids: Ids) -> AnyTable:
     """Return a layer that has the rows of ``ids`` in place of its table.
 
     It looks up any of these ids as the table does, bags and ``max_norm`` included, at the
@@ -105,12 +106,7 @@ def touched(table: Table, ids: Ids) -> Table:
             f"table must be an Embedding or EmbeddingBag, got {type(table).__name__}"
         )
     found = table._find(ids)
-    flat, beyond = found.ids.reshape(-1), table.num_embeddings
-    if found.trains is not None:
-        flat = jnp.where(found.trains.reshape(-1), flat, beyond)
-    unique = _each_once(flat, beyond=beyond)
-    values = _taken(table.weight, 0, at=unique)
-    return replaced(table, weight=SomeRows(unique, values))
+    return replaced(table, weight=_some_rows(table.weight, found.ids, found.trains))
 
 
 @dataclass(frozen=True)
@@ -201,6 +197,15 @@ class RowOptimizer:
         new = eqx.apply_updates(rows, updates)
         state = jax.tree.map(partial(_put, at=at), state, axes, few)
         return _put(weight, 0, new, at=at), state
+
+
+@partial(jax.jit, inline=True)
+def _some_rows(weight: Array, ids: Array, trains: Array | None) -> SomeRows:
+    """Return the rows of the ids that are to be trained."""
+    beyond = weight.shape[0]
+    ids = ids if trains is None else jnp.where(trains, ids, beyond)
+    unique = _each_once(ids.reshape(-1), beyond=beyond)
+    return SomeRows(unique, _taken(weight, 0, at=unique))
 
 
 def _each_once(ids: Int32[Array, " n"], *, beyond: int) -> Int32[Array, " rows"]:

@@ -17,7 +17,8 @@ class Embedding(Table):
         embedding_dim: Width of a row.
         padding_idx: The id that is padding; negative counts from the end. Its row gets no
             gradient, and whatever an optimizer makes of it is not what is read: only
-            :meth:`set_padding` and :meth:`with_parameters` change padding.
+            :meth:`set_padding` and :meth:`with_parameters` change padding. Where it is not
+            zero, give optax ``eqx.filter(model, eqx.is_inexact_array)``.
         max_norm: Rows longer than this are shortened to it in the output; the table is
             left as it is until :meth:`projected`.
         norm_type: The p of the p-norm that ``max_norm`` bounds.
