@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from . import promises
 from .timing import Case, Result, keep_freed_memory, measure
 
-MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "optim", "equinox_rows")
+MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "equinox_rows")
 
 
 def main() -> None:

@@ -37,15 +37,10 @@ def pair(**options):
 # What a bag gives
 
 
-@pytest.mark.parametrize(
-    ("mode", "form", "on"),
-    [
-        *((mode, form, True) for mode in MODES for form in FORMS),
-        *((mode, form, False) for mode in MODES[1:] for form in ("matrix", "offsets")),
-    ],
-)
-def test_bags_and_their_gradients_agree_with_numpy(mode, form, on):
-    ids, offsets, last = FORMS[form]
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", FORMS)
+def test_bags_and_their_gradients_agree_with_numpy(mode, form):
+    (ids, offsets, last), on = FORMS[form], form != "last"
     layer, reference = pair(mode=mode, padding_idx=2, scale_grad_by_freq=True, **last)
     weights = WEIGHTS.reshape(ids.shape).astype("float32") if on else None
     y, pull = reference.vjp(ids, offsets, weights)
@@ -94,7 +89,8 @@ def test_gradients_of_bags_equal_finite_differences(mode, form):
             return (jnp.sin(one(ids, offsets, weights)) * dy).sum()
 
         f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        _, got = f(table, weights)
+        # Now, and not when JAX comes to it: the arrays are written to below.
+        got = jax.block_until_ready(f(table, weights)[1])
         for array, grad in zip((table, weights), got, strict=True):
             want = central_difference(lambda: float(f(table, weights)[0]), array)
             np.testing.assert_allclose(grad, want, atol=1e-6)

@@ -79,7 +79,7 @@ class Table(Module):
             self.weight = drawn(shape, init=init, key=key, dtype=dtype)
             self.padding_bits = None
             if self.padding_idx is not None:
-                self.weight = self.weight.at[self.padding_idx].set(0)
+                self.weight = _with_row(self.weight, self.padding_idx, 0.0)
 
     @property
     def padding_row(self) -> Float[Any, " embedding_dim"] | None:
@@ -174,8 +174,8 @@ class Table(Module):
         """Return a layer whose padding row is ``value``."""
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
-        row = jnp.asarray(value, self.weight.dtype)
-        return self._filled({"weight": self.weight.at[self.padding_idx].set(row)})
+        row = np.asarray(value) if isinstance(value, list) else value
+        return self._filled({"weight": _with_row(self.weight, self.padding_idx, row)})
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -188,10 +188,9 @@ class Table(Module):
 
     def parameters(self) -> dict[str, Float[Array, "num_embeddings embedding_dim"]]:
         """Return the table under the name ``weight``, its padding row as it is read."""
-        if self.padding_row is None:
+        if self.padding_row is None or self.padding_idx is None:
             return {"weight": self.weight}
-        row = self.padding_row.astype(self.weight.dtype)
-        return {"weight": self.weight.at[self.padding_idx].set(row)}
+        return {"weight": _with_row(self.weight, self.padding_idx, self.padding_row)}
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that build a layer like this one."""
@@ -241,6 +240,11 @@ def _projected(how: How, weight: Array, to: Array | None, inside: Array | None) 
     if inside is not None:
         to = jnp.where(inside, to, weight.shape[0])
     return weight.at[to].set(rows, mode="drop")
+
+
+@jax.jit
+def _with_row(weight: Array, place: int, row: Any) -> Array:
+    return weight.at[place].set(jnp.asarray(row, weight.dtype))
 
 
 @jax.jit

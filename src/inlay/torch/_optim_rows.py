@@ -28,8 +28,9 @@ def coalesced(grad: Tensor) -> Tensor:
     """Return a sparse gradient summed by id, as :func:`rows_of` sums.
 
     Example:
-        >>> ids, values = torch.tensor([[3, 1, 3]]), torch.ones(3, 2)
-        >>> coalesced(torch.sparse_coo_tensor(ids, values, (5, 2))).values().tolist()
+        >>> layer = torch.nn.Embedding(5, 2, sparse=True)
+        >>> layer(torch.tensor([3, 1, 3])).sum().backward()
+        >>> coalesced(layer.weight.grad).values().tolist()
         [[1.0, 1.0], [2.0, 2.0]]
     """
     rows = rows_of(grad)
