@@ -21,6 +21,7 @@ import time
 import token
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -130,7 +131,8 @@ def gensims(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
     model.train(sentences, total_examples=len(sentences), epochs=setting.epochs)
     seconds = time.perf_counter() - begun
     weight = np.zeros((corpus.num_embeddings, setting.embedding_dim), np.float32)
-    rows = np.array([int(name) for name in model.wv.index_to_key])
+    names: Any = model.wv.index_to_key
+    rows = np.array([int(name) for name in names])
     weight[rows] = model.wv.vectors
     return seconds, weight
 

@@ -59,8 +59,9 @@ class _Job:
 
     def help(self) -> None:
         try:
-            if _core and _core() == self.core:
-                _leave(self.core)
+            core = _core() if _core else None
+            if core is not None and core == self.core:
+                _leave(core)
             self.work(is_caller=False)
         except BaseException as error:
             self.error = error
