@@ -1,6 +1,7 @@
 """Run the benchmarks: ``python -m benchmarks [--json] [--rounds N] [WORD …]``."""
 
 import argparse
+import gc
 import importlib
 import json
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from . import promises
 from .timing import Case, Result, keep_freed_memory, measure
 
-MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "equinox_rows")
+MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "optim", "equinox_rows")
 
 
 def main() -> None:
@@ -29,6 +30,9 @@ def main() -> None:
     results = []
     for case in _cases(options.words):
         results.append(measure(case, rounds=options.rounds))
+        # Some hold tables of gigabytes.
+        del case
+        gc.collect()
         if not options.json:
             print(_line(results[-1]), flush=True)
     if options.json:

@@ -6,9 +6,10 @@ times, each goes once through all twelve batches, and each of those calls is a r
 is reported is the median of each and the ratio to ours. A copy of the output's size stands
 beside them for scale: nothing that writes its output can be much faster.
 
-Memory that was freed is kept by the process, for all of them. By default the C library
-gives some back to the system and takes it again, page by page, which in a benchmark's
-short loop costs more than the layers do and falls on whoever comes next.
+Memory that was freed is kept by the process, for all of them: blocks up to 64 MB, as
+outputs are, not those of a large table's size. By default the C library gives some back to
+the system and takes it again, page by page, which in a benchmark's short loop costs more
+than the layers do and falls on whoever comes next.
 """
 
 import ctypes
@@ -41,6 +42,7 @@ class Case:
         missing: Peers that are not installed.
         tolerance: How far results may differ.
         repeat: How often a call is repeated for one reading; many for a tiny one.
+        most_rounds: How many turns are enough; few for what takes long.
         flatten: Turns a result into something that NumPy can compare.
     """
 
@@ -51,6 +53,7 @@ class Case:
     missing: tuple[str, ...] = ()
     tolerance: float = 0.0
     repeat: int = 1
+    most_rounds: int = 1000
     flatten: Callable[[Any], Any] = np.asarray
 
 
@@ -80,8 +83,8 @@ def keep_freed_memory() -> None:
     """Let the process keep up to a gigabyte that it has freed, where it can be told to."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option in (TRIM_THRESHOLD, MMAP_THRESHOLD):
-            mallopt(option, 1 << 30)
+        mallopt(TRIM_THRESHOLD, 1 << 30)
+        mallopt(MMAP_THRESHOLD, 1 << 26)
 
 
 def measure(case: Case, *, rounds: int = 12) -> Result:
@@ -91,7 +94,7 @@ def measure(case: Case, *, rounds: int = 12) -> Result:
     runs = {"ours": case.ours, "memcpy": lambda batch: sample.copy(), **case.peers}
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
-    for turn in range(rounds):
+    for turn in range(min(rounds, case.most_rounds)):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             times[name] += _readings(runs[name], case.repeat)

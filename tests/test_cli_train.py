@@ -205,6 +205,31 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(folder, interrupted, m
 
 
 @pytest.mark.rejects
+def test_ctrl_c_while_text_is_read_ends_at_once(folder, monkeypatch):
+    def tokenized(*args):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(study, "tokenized", tokenized)
+    done = call("train", "a.txt", *FAST)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.split() == ["inlay:", "interrupted"]
+    assert os.listdir(folder) == ["a.txt"]
+
+
+def test_a_terminal_sees_tokens_per_second_and_loss(folder):
+    master, terminal = os.openpty()
+    done = run_alone(
+        "train", "a.txt", *FAST[:-1], folder=folder, stdout=subprocess.PIPE, stderr=terminal
+    )
+    os.close(terminal)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert done.returncode == 0 and done.stdout.startswith("12 × 8 from 3,000 tokens")
+    assert re.search(r"learning .*100 %.*\d tokens/s, loss \d+\.\d{3}", drawn)
+    assert "reading 1 file\r\n" in drawn
+
+
+@pytest.mark.rejects
 def test_resume_refuses_what_it_cannot_go_on_with(folder, interrupted, monkeypatch):
     want = "vectors is no folder: training.safetensors is not there"
     assert refusal("train", "--resume", "a.txt") == want
@@ -266,7 +291,9 @@ def test_a_folder_or_an_empty_pipe_is_no_text(folder):
 def test_what_is_there_is_replaced_only_by_force_and_only_if_it_is_ours(folder):
     data("train", "a.txt", *FAST)
     before = held(folder)
-    assert refusal("train", "a.txt", *FAST) == "vectors exists already"
+    assert refusal("train", "a.txt", *FAST) == "vectors exists; --force replaces it"
+    with pytest.raises(FileExistsError, match="vectors exists already"):
+        study.train(["a.txt"], "vectors", recipe=study.Recipe())
     assert held(folder) == before
     data("train", "a.txt", *FAST, "--force", "--seed", "3")
     assert held(folder).keys() == before.keys() and held(folder) != before

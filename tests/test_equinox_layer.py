@@ -53,7 +53,6 @@ def in_numpy(layer: EmbeddingLayer) -> NumpyLayer:
 # A few of all; tests/test_agreement.py has more.
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"position": "learned", "layer_norm": True, "norm_eps": 0.01, "segments": 3},
-    {"position": "learned", "scale": True, "zero_padding": True},
     {"position": "sinusoidal", "layer_norm": True, "zero_padding": True, "segments": 3},
     {"position": None, "layer_norm": True, "scale": True, "norm_eps": 0.1},
 ]
@@ -257,9 +256,8 @@ def test_a_mask_says_what_is_padding():
 # Ids that cannot be
 
 
-@pytest.mark.parametrize("zero_padding", [False, True])
-def test_a_traced_id_or_segment_out_of_range_is_nan_and_trains_nothing(zero_padding):
-    layer = build(layer_norm=True, segments=3, scale=True, zero_padding=zero_padding)
+def test_a_traced_id_or_segment_out_of_range_is_nan_and_trains_nothing():
+    layer = build(layer_norm=True, segments=3, scale=True, zero_padding=True)
     ids, segments = IDS.copy(), SEGMENTS.copy()
     ids[0, 1], ids[1, 0], segments[0, 2] = 7, -1, 3
     wrong = np.zeros(ids.shape, bool)
@@ -360,7 +358,7 @@ def test_half_precision_is_rounded_once():
     assert (got == want.astype(jnp.bfloat16)).mean() > 0.95
 
 
-@pytest.mark.parametrize("life", ["pickled", "serialised", "one of a stack"])
+@pytest.mark.parametrize("life", ["serialised", "one of a stack"])
 def test_nothing_that_happens_to_a_layer_changes_it(life):
     def make(key):
         return EmbeddingLayer(
@@ -388,31 +386,31 @@ def test_the_tied_head_and_plain_jax_work():
     np.testing.assert_allclose(grads, want, atol=1e-4)
 
 
-@pytest.mark.parametrize(("x64", "dtype"), [(False, "bfloat16"), (True, "float32")])
-def test_strict_promotion_and_nans_are_no_trouble(x64, dtype):
-    def everything(layer, ids, segments):
-        def loss(one):
-            out = one(ids, segments=segments, offset=1, key=KEY)
-            return out.astype(jnp.float32).sum(), out
+def test_strict_promotion_and_64_bits_are_no_trouble():
+    def everything(layers, ids, segments):
+        out = []
+        for layer in layers:
 
-        grads, out = eqx.filter_grad(loss, has_aux=True)(layer)
-        return out, layer(IDS, segments=segments[0], key=KEY), grads.token.weight
+            def loss(one):
+                made = one(ids, segments=segments, offset=1, key=KEY)
+                return made.astype(jnp.float32).sum(), made
 
-    options: dict[str, Any] = {"segments": 3, "layer_norm": True, "dtype": dtype}
-    if x64:
-        options |= {"position": "sinusoidal", "dropout": 0.5}
-    else:
-        options |= {"scale": True, "zero_padding": True}
-    with jax.enable_x64(x64):
-        call = build(**options), jnp.asarray(IDS), jnp.asarray(SEGMENTS)
+            grads, made = eqx.filter_grad(loss, has_aux=True)(layer)
+            out += [made, grads.token.weight]
+        return out
+
+    options: dict[str, Any] = {"segments": 3, "layer_norm": True, "dtype": "bfloat16"}
+    with jax.enable_x64(True):
+        layer = build(scale=True, zero_padding=True, **options)
+        other = build(position="sinusoidal", dropout=0.5, **options)
+        call = [layer, other], jnp.asarray(IDS), jnp.asarray(SEGMENTS)
         with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
             made = eqx.filter_jit(everything)(*call)
-    assert all(one.dtype == dtype and np.asarray(one).any() for one in made)
-    if not x64:
-        want = in_numpy(call[0])(IDS, segments=SEGMENTS, offset=1)
-        np.testing.assert_allclose(
-            np.asarray(made[0], float), want.astype(float), rtol=2**-7, atol=1e-6
-        )
+    assert all(one.dtype == jnp.bfloat16 and np.asarray(one).any() for one in made)
+    want = in_numpy(layer)(IDS, segments=SEGMENTS, offset=1)
+    np.testing.assert_allclose(
+        np.asarray(made[0], float), want.astype(float), rtol=2**-7, atol=1e-6
+    )
 
 
 def test_no_rank_is_promoted_without_positions():

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ._manners import columns, emit, force_option, progress, say, seed_option, verb
+from ._manners import (
+    columns,
+    emit,
+    force_option,
+    free_to_write,
+    progress,
+    say,
+    seed_option,
+    verb,
+)
 
 if TYPE_CHECKING:
     from ..study.skipgram import Progress
@@ -123,6 +132,8 @@ def command(ctx: click.Context, **options: Any) -> None:
     seed gives the same table, bit for bit. Ctrl-C saves what has been learned.
     """
     _check_resume(ctx, resume=options["resume"])
+    if os.path.isdir(options["output"]) and os.listdir(options["output"]):
+        free_to_write(options["output"], force=options["force"] or options["resume"])
     if options["threads"]:
         _use_threads(options["threads"])
     from ..study.train import train
@@ -182,18 +193,26 @@ def _recipe(options: dict[str, Any]) -> "Recipe":
 
 @contextmanager
 def _asked_to_stop() -> Generator[Callable[[], bool], None, None]:
-    """Yield whether Ctrl-C was pressed; a second time it ends the program at once."""
-    asked = False
+    """Yield whether Ctrl-C was pressed, for whoever can stop and save.
 
-    def ask(number: int, frame: Any) -> None:
+    Before anybody has asked, and when it is pressed again, it ends the program at once.
+    """
+    asked, waited_for = False, False
+
+    def press(number: int, frame: Any) -> None:
         nonlocal asked
-        if asked:
+        if asked or not waited_for:
             raise KeyboardInterrupt
         asked = True
 
-    before = signal.signal(signal.SIGINT, ask)
+    def stop() -> bool:
+        nonlocal waited_for
+        waited_for = True
+        return asked
+
+    before = signal.signal(signal.SIGINT, press)
     try:
-        yield lambda: asked
+        yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from ._numba import kernel, prefetch
+from ._numba import kernel, prefetch_row
 from ._optim_lines import (
     BETA1,
     BETA2,
@@ -146,9 +146,9 @@ def _settle(
         for i in range(lo, hi):
             place, row, at = places[i], rows[i], since[i]
             if i + AHEAD < hi:
-                prefetch(weight, places[i + AHEAD])
-                prefetch(mean, rows[i + AHEAD])
-                prefetch(used, rows[i + AHEAD])
+                prefetch_row(weight, places[i + AHEAD])
+                prefetch_row(mean, rows[i + AHEAD])
+                prefetch_row(used, rows[i + AHEAD])
             shrink = kind(lines[SHRINK, at])
             if not seen[row]:
                 if shrink != one:
@@ -200,9 +200,9 @@ def _update(ticket, places, rows, weight, values, mean, square, largest, numbers
         for i in range(lo, hi):
             place, row = places[i], rows[i]
             if i + AHEAD < hi:
-                prefetch(weight, places[i + AHEAD])
-                prefetch(mean, rows[i + AHEAD])
-                prefetch(square, rows[i + AHEAD])
+                prefetch_row(weight, places[i + AHEAD])
+                prefetch_row(mean, rows[i + AHEAD])
+                prefetch_row(square, rows[i + AHEAD])
             if not largest.size:
                 for d in range(weight.shape[1]):
                     w = weight[place, d]

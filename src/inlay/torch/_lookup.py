@@ -9,6 +9,7 @@ that runs on the kernels; everywhere else it is plain operators.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
@@ -16,11 +17,20 @@ from torch import Tensor
 # Under its own name: F.embedding itself may be patched to call what is in here.
 from torch.nn.functional import embedding as torch_embedding
 
+from .. import kernels
 from .._check import padding_index
 from ..rows import sum_by_id
 from ..token import within_norm
 from ._errors import WrongType, WrongValue, explained
-from ._fused import array_of, concrete, eager, fusable, tensor_of, threads_of_torch
+from ._fused import (
+    array_of,
+    array_of_table,
+    concrete,
+    eager,
+    fusable,
+    tensor_of,
+    threads_of_torch,
+)
 from ._tables import name_of, widened, work
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -28,6 +38,9 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 INDEX = frozenset({torch.int64, torch.int32})
 # Up to this many entries a table is widened at less than the cost of a kernel call.
 SMALL = 1 << 17
+# From this many on, rows are gathered by the kernels: OpenMP's threads go on spinning after
+# torch's lookup, on the core that the kernels of the gradient and of a row optimizer need.
+LARGE = 1 << 17
 
 
 def lookup(
@@ -189,6 +202,18 @@ def with_gradient_divided(
     return kept + (x - kept) / by[..., None]
 
 
+def _gathered(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return rows of a table that the kernels may read."""
+    if ids.numel() * weight.shape[1] < LARGE or not weight.is_contiguous():
+        return torch_embedding(ids, weight)
+    flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
+    with threads_of_torch():
+        rows = kernels.gather(array_of_table(weight), flat)
+    if rows is None:
+        raise IndexError("index out of range in self")
+    return tensor_of(rows).view(*ids.shape, weight.shape[1])
+
+
 class _Lookup(torch.autograd.Function):
     """A lookup whose gradient is made by :class:`Table`."""
 
@@ -196,7 +221,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, ids: Tensor, how: Table, wide: bool) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.how = how
-        rows = torch_embedding(ids, weight)
+        rows = _gathered(ids, weight)
         return widened(rows) if wide else rows
 
     @staticmethod
