@@ -15,20 +15,20 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# What is written on a ticket. The first three are addresses of numbers that all threads
-# share: the next place to be handed out, how much is done, and how many calls there were.
-NEXT, DONE, BELL, SIZE, PIECE, IS_CALLER, FIELDS = range(7)
+# A ticket is a tuple of numbers: Numba never lets go of an array that it gave a generator.
+Ticket = tuple[int, int, int, int, int, int]
+# What is written on it. The first three are addresses of numbers that all threads share:
+# the next place to be handed out, how much is done, and how many calls there were.
+NEXT, DONE, BELL, SIZE, PIECE, IS_CALLER = range(6)
 # Numbers in a line of cache: two counters in one would be fought over.
 LINE = 8
 # How often to look before giving up: about 400 µs for the next call, 150 µs for the others.
 LINGER, PATIENCE = 1_500_000, 600_000
 
 
-def alone(size: int) -> np.ndarray:
+def alone(size: int) -> Ticket:
     """Return the ticket of a thread that does all of ``[0, size)`` itself."""
-    ticket = np.zeros(FIELDS, np.int64)
-    ticket[SIZE] = size
-    return ticket
+    return 0, 0, 0, size, 0, 0
 
 
 class Shared:
@@ -44,16 +44,16 @@ class Shared:
         self.size = size
         self._words = np.zeros(2 * LINE, np.int64)
         start = address(self._words)
-        self._fields = [start, start + LINE * 8, bell, size, piece]
+        self._fields = start, start + LINE * 8, bell, size, piece
 
     @property
     def finished(self) -> bool:
         """Whether every piece is done."""
         return int(self._words[LINE]) >= self.size
 
-    def ticket(self, *, is_caller: bool) -> np.ndarray:
+    def ticket(self, *, is_caller: bool) -> Ticket:
         """Return what a thread passes to the kernel."""
-        return np.array([*self._fields, is_caller], np.int64)
+        return *self._fields, int(is_caller)
 
 
 def address(array: np.ndarray) -> int:
