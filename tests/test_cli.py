@@ -184,14 +184,50 @@ def test_a_full_or_closed_stdout_ends_without_a_traceback(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
+def test_a_stream_that_the_shell_has_closed_is_no_error(tmp_path):
+    for stream in ("1", "2"):
+        script = f'"{sys.executable}" -m inlay --version {stream}>&-'
+        done = subprocess.run(
+            ["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stderr == ""
+
+
+WARNS = """
+import warnings, click, inlay.cli.inspect as verb
+verb.command = click.command()(lambda: warnings.warn("noise"))
+"""
+
+
+def test_python_s_warnings_are_no_part_of_what_is_said(tmp_path):
+    done = run_alone("inspect", folder=tmp_path, before=WARNS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    shown = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = run_alone("inspect", folder=tmp_path, before=WARNS, env=shown)
+    assert "UserWarning: noise" in done.stderr
+
+
+@pytest.mark.rejects
+def test_ctrl_c_while_the_program_is_loading_is_one_sentence(tmp_path):
+    pressed = """
+import signal, sys
+class Press:
+    def find_spec(self, name, *rest):
+        if name == "click": signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+"""
+    done = run_alone("--help", folder=tmp_path, before=pressed)
+    assert (done.returncode, done.stderr) == (1, "inlay: interrupted\n")
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def drawn(stream, monkeypatch, *, quiet):
+def drawn(stream, monkeypatch, *, quiet, total: float | None = 10):
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress("working", total=10, quiet=quiet) as draw:
+    with progress("working", total=total, quiet=quiet) as draw:
         draw(5, note="7 tokens/s")
         say("a remark", quiet=quiet)
     monkeypatch.undo()
@@ -204,6 +240,11 @@ def test_progress_is_drawn_on_a_terminal_alone_and_never_when_quiet(monkeypatch)
     assert "a remark" in text
     assert drawn(io.StringIO(), monkeypatch, quiet=False) == "a remark\n"
     assert drawn(Terminal(), monkeypatch, quiet=True) == ""
+
+
+def test_progress_towards_nobody_knows_what_is_a_count(monkeypatch):
+    text = drawn(Terminal(), monkeypatch, quiet=False, total=None)
+    assert "working 5 7 tokens/s" in text and "%" not in text
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,9 @@ def test_columns_stand_under_each_other():
     rows = [("a", "1,000", "x"), ("bcd", "-2.5", "")]
     assert columns(rows) == ["a    1,000  x", "bcd   -2.5"]
     assert columns([]) == [] and columns([], head=["n"]) == ["n"]
+    # Numbers with a unit or a share, and those that are missing.
+    rows = [("5 B", "0.25", "1.50 (0.10)"), ("10.2 MB", "–", "12.25 (1.10)")]
+    assert columns(rows) == ["    5 B  0.25   1.50 (0.10)", "10.2 MB     –  12.25 (1.10)"]
 
 
 @pytest.mark.rejects
@@ -238,3 +282,13 @@ def test_what_is_there_is_not_overwritten_unless_forced(tmp_path):
     with pytest.raises(click.ClickException, match="x exists; --force replaces it"):
         free_to_write(path, force=False)
     assert free_to_write(path, force=True) == path
+
+
+@pytest.mark.rejects
+def test_a_folder_that_takes_no_files_is_refused(tmp_path):
+    # Not even the superuser can make a file in sysfs.
+    with pytest.raises(OSError, match=r"nothing can be written in /sys: \w+"):
+        free_to_write("/sys/x", force=False)
+    with pytest.raises(click.ClickException, match=f"no folder {tmp_path}/a to write"):
+        free_to_write(tmp_path / "a" / "b", force=True)
+    assert os.listdir(tmp_path) == []

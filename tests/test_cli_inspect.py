@@ -107,7 +107,19 @@ def test_a_real_model_is_described_as_it_is():
     assert report["position"] == {"kind": "learned", "detail": "512 positions"}
     text = data("inspect", MINILM)
     assert "30,522 × 384 F32, 46.9 MB" in text and "[unused0], [unused1]" in text
+    assert "2 × 384 F32, 3.07 kB" in text
     assert "positions  learned: 512 positions" in text
+
+
+def test_a_table_of_eight_bits_is_a_table_and_ids_are_none(tmp_path):
+    table = rng.integers(-127, 128, (40, 16), np.int8)
+    table[3] = 0
+    tensors = {"embeddings": table, "embeddings.position_ids": np.arange(9)[None]}
+    save_file(tensors, tmp_path / "m.safetensors")
+    (one,) = found(tmp_path / "m.safetensors")["tables"]
+    assert (one["name"], one["role"], one["dtype"]) == ("embeddings", "token", "I8")
+    norms = np.linalg.norm(table.astype(float), axis=1)
+    assert one["norm_max"] == pytest.approx(norms.max()) and one["zero"]["rows"] == [3]
 
 
 def test_any_tensor_can_be_looked_at_by_name():
@@ -338,6 +350,16 @@ def test_a_tensor_that_lies_is_one_sentence(tensor, want, tmp_path):
     path = tmp_path / "bad.safetensors"
     write_header(path, {"wte.weight": tensor}, size=64)
     assert want in refusal("inspect", path)
+
+
+@pytest.mark.rejects
+def test_the_tensor_that_is_wrong_is_named_in_full_unless_it_is_endless(tmp_path):
+    path = tmp_path / "bad.safetensors"
+    name = "transformer.h.11.attn.c_attn.weight"
+    write_header(path, {name: entry(4, 4)}, size=63)
+    assert f"tensor {name!r} would end at byte" in refusal("inspect", path)
+    write_header(path, {"x" * 5000: entry(4, 4)}, size=63)
+    assert len(refusal("inspect", path)) < len(str(path)) + 250
 
 
 @pytest.mark.rejects

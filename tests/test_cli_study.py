@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -87,7 +88,7 @@ def test_a_picture_in_no_folder_is_refused_before_any_work(verb, tmp_path):
     path = tmp_path / "nowhere" / "a.png"
     done = run(verb, "--plot", path)
     assert done.exit_code == 1
-    assert f"no folder {path.parent} to draw {path} in" in done.stderr
+    assert f"no folder {path.parent} to write {path} in" in done.stderr
 
 
 @pytest.mark.rejects
@@ -272,6 +273,43 @@ def test_positions_says_the_same_as_data_and_keeps_quiet(text):
     assert again["bytes"] == 2 * found["bytes"] == 2 * text.stat().st_size
     assert found["trained"][0]["curves"][0]["losses"][0] > 2
     assert run(*options, text).stderr == ""
+
+
+@pytest.fixture
+def pressed(monkeypatch):
+    """Press Ctrl-C when a scheme's training begins."""
+
+    def at(scheme):
+        measure = positions_study.measure
+
+        def measuring(text, name, **options):
+            if name == scheme:
+                signal.raise_signal(signal.SIGINT)
+            return measure(text, name, **options)
+
+        monkeypatch.setattr(positions_study, "measure", measuring)
+
+    return at
+
+
+def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
+    path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
+    pressed("alibi")
+    done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
+    assert done.exit_code == 1 and done.stderr == "inlay: interrupted before alibi, t5\n"
+    found = json.loads(done.stdout)
+    assert [each["scheme"] for each in found["trained"]] == ["none"]
+    assert "<td>none</td>" in path.read_text() and "alibi" not in path.read_text()
+
+
+@pytest.mark.rejects
+def test_ctrl_c_before_any_scheme_is_done_leaves_nothing(text, tmp_path, pressed):
+    pressed("none")
+    options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
+    done = run("positions", text, *TINY, *options)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert done.stderr.split("\n")[-2:] == ["inlay: interrupted", ""]
+    assert os.listdir(tmp_path) == [text.name]
 
 
 def test_the_same_seed_gives_the_same_losses(text):

@@ -185,6 +185,20 @@ def test_model2vecs_smaller_tables_are_read(tmp_path):
     np.testing.assert_allclose(rows, model.encode(["a b", "b x"]), atol=1e-3)
 
 
+def test_model2vecs_tables_of_eight_bits_are_read(tmp_path):
+    from model2vec import StaticModel
+
+    options = ["-q", "--dim", "8", "--epochs", "1", "-o", tmp_path / "v"]
+    data("train", "-", *options, text="one two three four five six " * 50)
+    model = StaticModel.from_pretrained(tmp_path / "v", quantize_to="int8")
+    model.save_pretrained(tmp_path / "m")
+    assert open_vectors(tmp_path / "m").weight.tobytes() == (
+        model.embedding.astype(np.float32).tobytes()
+    )
+    row = json.loads(data("encode", tmp_path / "m", text="one six"))["vector"]
+    np.testing.assert_allclose(row, model.encode("one six"), atol=1e-6)
+
+
 @pytest.mark.rejects
 def test_a_word_that_is_not_there_is_named_with_a_hint(tables):
     path = tables[0] / "a.txt"

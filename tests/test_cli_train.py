@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -91,6 +93,23 @@ def test_standard_input_and_several_files_are_read(folder):
     assert (found["documents"], found["tokens"]) == (2, 3060)
 
 
+def test_a_pipe_with_a_name_is_read_once_and_kept(folder):
+    os.mkfifo(folder / "pipe")
+    writer = threading.Thread(target=(folder / "pipe").write_text, args=[TEXT])
+    writer.start()
+    data("train", "pipe", *FAST, "-o", "piped")
+    writer.join()
+    data("train", "a.txt", *FAST, "-o", "named")
+    assert weight(folder, "piped").tobytes() == weight(folder, "named").tobytes()
+
+
+@pytest.mark.rejects
+def test_a_missing_file_is_known_before_any_is_read(folder, monkeypatch):
+    monkeypatch.setattr(study, "learn_tokenizer", lambda *args, **options: 1 / 0)
+    want = "gone.txt: no such file or directory"
+    assert refusal("train", "a.txt", "gone.txt", *FAST) == want
+
+
 def test_every_option_reaches_the_table(folder):
     data("train", "a.txt", *FAST, "-o", "plain")
     plain = weight(folder, "plain")
@@ -119,6 +138,13 @@ def test_pieces_of_words_spell_any_text(folder):
     assert "Ġfinds" in tokenizer.get_vocab() and "finds" not in tokenizer.get_vocab()
     near = data("neighbors", "vectors", "finds", "-n", "3")
     assert near.count("\n") == 3 and "Ġ" not in near
+
+
+def test_frequent_words_are_shown_as_words_and_not_as_pieces(folder):
+    options = ["--tokenizer", "bpe", "--vocab", "320"]
+    found = json.loads(data("train", "a.txt", *FAST, *options, "--json"))
+    shown = [near["query"] for near in found["neighbors"]]
+    assert shown and set(shown) <= set(TEXT.split())
 
 
 def test_without_files_it_reads_pythons_own_source(folder, monkeypatch):
@@ -202,6 +228,16 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(folder, interrupted, m
     assert weight(folder, "parts").tobytes() != weight(folder, "whole").tobytes()
     data("train", "--resume", "a.txt", "-o", "parts", "-q")
     assert held(folder / "parts") == held(folder / "whole")
+
+
+@pytest.mark.rejects
+def test_ctrl_c_says_what_to_type_whatever_files_are_called(folder, interrupted):
+    (folder / "it's a text").write_text(TEXT)
+    interrupted(3)
+    done = call("train", "it's a text", *FAST, "-o", "a folder")
+    typed = done.stderr.partition("go on with: ")[2].strip()
+    want = ["inlay", "train", "--resume", "it's a text", "-o", "a folder"]
+    assert done.exit_code == 1 and shlex.split(typed) == want
 
 
 @pytest.mark.rejects
@@ -309,6 +345,21 @@ def test_what_is_there_is_replaced_only_by_force_and_only_if_it_is_ours(folder):
     assert weight(folder, "bare").shape == (12, 8)
 
 
+@pytest.mark.rejects
+def test_a_folder_that_takes_nothing_is_refused_before_any_work(folder):
+    # Not even the superuser can make a folder in sysfs.
+    done = call("train", "a.txt", "-o", "/sys/vectors")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert re.fullmatch(r"inlay: nothing can be written in /sys: .*\n", done.stderr)
+
+
+@pytest.mark.rejects
+def test_a_table_that_came_apart_is_not_written(folder):
+    want = "learning came apart with lr 1e+30: take a lower lr"
+    assert refusal("train", "a.txt", *FAST, "--lr", "1e30") == want
+    assert os.listdir(folder) == ["a.txt"]
+
+
 FULL = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -357,5 +408,8 @@ def test_documents_do_not_touch_and_unknown_words_are_left_out():
 def test_a_tokenizer_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="kind must be 'words' or 'bpe', got 'letters'"):
         learn_tokenizer([["a"]], kind="letters")
+    want = "size must be at least 256 for bpe, a piece for each byte, got 255"
+    with pytest.raises(ValueError, match=want):
+        learn_tokenizer([["a"]], kind="bpe", size=255)
     with pytest.raises(ValueError, match="min_count must be positive, got 0"):
         learn_tokenizer([["a"]], min_count=0)

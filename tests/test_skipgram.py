@@ -1,5 +1,7 @@
 """Skip-gram learns what its definition says, to the bit the same for any thread count."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -247,8 +249,10 @@ def test_bad_settings_are_refused():
         Setting(window=17)
     with pytest.raises(ValueError, match="embedding_dim must be positive, got 0"):
         Setting(embedding_dim=0)
-    with pytest.raises(ValueError, match="lr must be positive, got nan"):
-        Setting(lr=float("nan"))
+    for lr in (float("nan"), 0.0, 1e300):
+        want = re.escape(f"lr must be positive and a float32, got {lr}")
+        with pytest.raises(ValueError, match=want):
+            Setting(lr=lr)
     with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
         Setting(seed=-1)
 

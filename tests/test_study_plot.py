@@ -139,6 +139,15 @@ def test_every_scheme_that_sees_distance_has_a_panel_of_its_profile():
                 np.testing.assert_allclose(line.get_ydata(), values)
 
 
+@pytest.mark.parametrize("count, across", [(1, 1), (4, 4), (5, 3), (7, 4), (8, 4)])
+def test_panels_of_profiles_fill_their_lines(count, across):
+    seen = tuple(each for each in STUDY.trained if each.profile)[:count]
+    assert len(seen) == count
+    below = plot.positions(dataclasses.replace(STUDY, trained=seen)).subfigs[1]
+    tops = [axes.get_position().y1 for axes in below.axes]
+    assert tops.count(max(tops)) == across and len(tops) == count
+
+
 def test_schemes_that_see_distance_alike_share_a_panel():
     rotary = STUDY.trained[SCHEMES.index("rotary")]
     other = dataclasses.replace(rotary, scheme="randomised")

@@ -8,6 +8,7 @@ in ``_manners``.
 """
 
 import sys
+import warnings
 
 #: Every verb, its module's name too, and what it does.
 VERBS = {
@@ -24,10 +25,16 @@ VERBS = {
 
 def main() -> None:
     """Run the command line on the arguments of this process."""
+    # Warnings are for who writes Python; -W and PYTHONWARNINGS still show them.
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     try:
         from ._group import inlay
+
+        inlay(prog_name="inlay")
     except ModuleNotFoundError as error:
         if error.name != "click":
             raise
         sys.exit("inlay: the command line needs click: pip install 'inlay[cli]'")
-    inlay(prog_name="inlay")
+    except KeyboardInterrupt:
+        sys.exit("inlay: interrupted")

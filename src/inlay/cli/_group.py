@@ -21,8 +21,8 @@ EXTRAS = {
 EXAMPLES = """\b
 Examples:
   inlay train                            learn from Python's own source, in a minute
-  inlay neighbors python-vectors TypeError
-  inlay inspect model.safetensors --json
+  inlay neighbors vectors TypeError      what is near a word
+  inlay inspect model.safetensors        what a checkpoint's tables are like
   inlay VERB --help                      what a verb takes, with examples
 """
 
@@ -53,7 +53,8 @@ class Verbs(click.Group):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run, and exit: 0 if all went well, 1 if it failed, 2 if it was asked wrongly."""
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="backslashreplace")  # pyright: ignore
+            if stream is not None:  # as it is where a shell has closed it
+                stream.reconfigure(errors="backslashreplace")  # pyright: ignore
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except Exception as error:
@@ -110,6 +111,8 @@ def sentence(error: Exception) -> str:
 
 def _forget_what_stdout_holds() -> None:
     # What could not be written would fail again when the interpreter closes its streams.
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except OSError:

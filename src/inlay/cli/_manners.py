@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -143,7 +144,24 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
 
 
 def _numeric(cell: Any) -> bool:
-    return str(cell).lstrip("-+").replace(",", "").replace(".", "", 1).isdigit()
+    """Tell whether a cell is a number, one with its unit or its share, or missing."""
+    number = r"[-+]?[\d,]+(\.\d+)?( [kMGT]?B| \(\d+\.\d+\))?|–"
+    return re.fullmatch(number, str(cell)) is not None
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes as people say it.
+
+    Example:
+        >>> amount(999), amount(10_240_000), amount(9_880_928_256)
+        ('999 B', '10.2 MB', '9.88 GB')
+    """
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
 def say(text: str, *, quiet: bool) -> None:
@@ -172,11 +190,14 @@ def progress(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"),
+    of_total = (
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(compact=True),
+    )
+    bar = Progress(
+        TextColumn("{task.description}"),
+        *(of_total if total is not None else [TextColumn("{task.completed:,}")]),
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True),
         transient=True,
@@ -189,8 +210,15 @@ def progress(
 def free_to_write(path: str | os.PathLike[str], *, force: bool) -> Path:
     """Return ``path`` if nothing is there or ``force`` says to replace it.
 
-    To be asked before long work begins, and once more when it is written.
+    Its folder must be there and writable. To be asked before long work begins, and once
+    more when it is written.
     """
     if os.path.lexists(path) and not force:
         raise click.ClickException(f"{os.fspath(path)} exists; --force replaces it")
+    from ..study.folder import check_writable
+
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise click.ClickException(f"no folder {folder} to write {os.fspath(path)} in")
+    check_writable(folder)
     return Path(path)

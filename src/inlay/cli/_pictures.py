@@ -45,9 +45,6 @@ def checked_picture(
             f"--plot must end in one of {names}, got {path!r}", click.get_current_context()
         )
     free_to_write(path, force=force)
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise click.ClickException(f"no folder {folder} to draw {path} in")
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(name="matplotlib")
     return suffix

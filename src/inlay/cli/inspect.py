@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._manners import columns, counted, emit, verb
+from ._manners import amount, columns, counted, emit, verb
 
 if TYPE_CHECKING:
     from ..study.inspect import Odd, Report, Table
@@ -59,8 +59,8 @@ def _text(found: "Report") -> Iterator[str]:
 def _table(table: "Table") -> Iterator[str]:
     rows, width = table.shape
     role = f" ({table.role})" if table.role else ""
-    size = f"{table.nbytes / 1e6:,.1f} MB"
-    yield f"{table.name}{role}: {rows:,} × {width} {table.dtype}, {size}"
+    size = amount(table.nbytes)
+    yield f"{table.name}{role}: {rows:,} × {width:,} {table.dtype}, {size}"
     norms = table.norm_min, table.norm_median, table.norm_max
     sampled = "" if table.rank_rows == rows else f", from {table.rank_rows:,} rows"
     lines = [

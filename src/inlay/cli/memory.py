@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ._manners import columns, emit, force_option, progress, verb
+from ._manners import amount, columns, emit, force_option, progress, verb
 from ._pictures import FORMATS, checked_picture, picture_option, write_picture
 
 if TYPE_CHECKING:
@@ -203,18 +203,3 @@ def _positions(kept: tuple["PositionTable", ...]) -> list[str]:
     ]
     head = ["scheme", "length", "kept", "gradient and adamw", "with a row for each"]
     return columns(rows, head=head)
-
-
-def amount(size: int) -> str:
-    """Return a number of bytes as people say it.
-
-    Example:
-        >>> amount(999), amount(10_240_000), amount(9_880_928_256)
-        ('999 B', '10.2 MB', '9.88 GB')
-    """
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"

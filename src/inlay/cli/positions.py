@@ -75,7 +75,8 @@ def command(
     standard input; without any, the running Python's own standard library) and tests it on
     the same bytes with more and more text before them. The table has the loss in nats a
     byte at each length. Rotary is also tried with position interpolation (linear), NTK and
-    YaRN, and a learned table resized, all without training again.
+    YaRN, and a learned table resized, all without training again. Ctrl-C shows the schemes
+    that are done.
     """
     format = checked_picture(picture, force=force, formats=(*FORMATS, "html"))
     setting = _setting(quick, sizes)
@@ -86,6 +87,8 @@ def command(
     if picture and format:
         write_picture(picture, _drawn(found, format), force=force)
     emit(found.as_dict(), _lines(found), as_json=as_json)
+    if left := schemes[len(found.trained) :]:
+        raise click.ClickException(f"interrupted before {', '.join(left)}")
 
 
 def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
@@ -128,15 +131,22 @@ def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
 def _compare(
     text: bytes, schemes: tuple[str, ...], *, setting: "Setting", quiet: bool
 ) -> "Study":
-    from ..study.positions import compare
+    """Return what came of the schemes, of those before Ctrl-C if it was pressed."""
+    from ..study.positions import Study, measure
 
+    trained = []
     with progress("training", total=len(schemes), quiet=quiet) as tell:
 
         def told(scheme: str, step: int, of: int, loss: float) -> None:
-            done = schemes.index(scheme) + step / of
-            tell(done, note=f"{scheme}, loss {loss:.2f}")
+            tell(len(trained) + step / of, note=f"{scheme}, loss {loss:.2f}")
 
-        return compare(text, schemes, setting=setting, progress=told)
+        try:
+            for scheme in schemes:
+                trained.append(measure(text, scheme, setting=setting, progress=told))
+        except KeyboardInterrupt:
+            if not trained:
+                raise
+    return Study(setting, len(text), tuple(trained))
 
 
 def _drawn(found: "Study", format: str) -> bytes:

@@ -1,6 +1,7 @@
 """``inlay train``: learn token embeddings from text."""
 
 import os
+import shlex
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -151,9 +152,9 @@ def command(ctx: click.Context, **options: Any) -> None:
         )
     emit(found, _text(found), as_json=options["as_json"])
     if not found.finished:
-        again = " ".join(["inlay train --resume", *options["files"], "-o", found.folder])
+        again = shlex.join(["--resume", *options["files"], "-o", found.folder])
         raise click.ClickException(
-            f"interrupted at {found.progress.done:.0%}; go on with: {again}"
+            f"interrupted at {found.progress.done:.0%}; go on with: inlay train {again}"
         )
 
 

@@ -20,6 +20,8 @@ from jaxtyping import Shaped
 
 #: As the format's own reader: no header is longer.
 LONGEST_HEADER = 100_000_000
+#: How much of a tensor's name an error tells.
+LONGEST_NAME = 120
 #: About how many bytes of a tensor are read at a time.
 CHUNK = 1 << 23
 INDEX = "model.safetensors.index.json"
@@ -79,7 +81,9 @@ class Tensor:
     @property
     def role(self) -> str | None:
         """What it is to the layer after the tokenizer, None if it is no table."""
-        is_table = len(self.shape) == 2 and self.dtype in DTYPES and self.dtype[0] in "FB"
+        # Of the integers, eight bits are a table that was made smaller, the rest are ids.
+        is_kind = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
+        is_table = len(self.shape) == 2 and is_kind
         return role_of(self.name) if is_table else None
 
 
@@ -249,16 +253,23 @@ def _tensor(name: str, entry: Any, *, path: Path, start: int, size: int) -> Tens
         ):
             tensor = Tensor(name, dtype, tuple(shape), path, start + lo, hi - lo)
         case _:
-            raise ValueError(f"{path} has a tensor {reprlib.repr(name)} without a place")
+            raise ValueError(f"{path} has a tensor {_short(name)} without a place")
     if lo > hi or start + hi > size:
         raise ValueError(
-            f"{path} is cut short: tensor {reprlib.repr(name)} would end at byte "
+            f"{path} is cut short: tensor {_short(name)} would end at byte "
             f"{start + hi}, but there are {size}"
         )
     bytes_each = _dtype(tensor).itemsize if dtype in DTYPES else None
     if bytes_each is not None and math.prod(shape) * bytes_each != hi - lo:
         raise ValueError(
-            f"{path} has a tensor {reprlib.repr(name)} of shape {tuple(shape)} and dtype "
+            f"{path} has a tensor {_short(name)} of shape {tuple(shape)} and dtype "
             f"{dtype} in {hi - lo} bytes"
         )
     return tensor
+
+
+def _short(name: str) -> str:
+    """Return a name that a file gives, no longer than a sentence bears."""
+    cut = reprlib.Repr()
+    cut.maxstring = LONGEST_NAME
+    return cut.repr(name)

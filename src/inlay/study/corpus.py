@@ -19,6 +19,7 @@ BATCH = 64
 #: What stands for every word that is not in the vocabulary.
 UNKNOWN = "[UNK]"
 KINDS = ("words", "bpe")
+BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ def learn_tokenizer(
     one_of("kind", kind, KINDS)
     positive("size", size)
     positive("min_count", min_count)
+    if kind == "bpe" and size < BYTES:
+        raise ValueError(
+            f"vocabulary size must be at least {BYTES} for bpe, a piece for each byte, "
+            f"got {size}"
+        )
     common: dict[str, Any] = {
         "vocab_size": size,
         "min_frequency": min_count,

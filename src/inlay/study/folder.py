@@ -39,9 +39,11 @@ def check_place(folder: str | os.PathLike[str], *, replace: bool) -> None:
         folder: Where something is to be written.
         replace: Whether a folder of ours may be replaced.
     """
-    path, name = Path(folder), os.fspath(folder)
-    if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.resolve().parent} to make {name} in")
+    path, name = Path(folder), str(Path(folder))
+    parent = path.resolve().parent
+    if not parent.is_dir():
+        raise FileNotFoundError(f"no folder {parent} to make {name} in")
+    check_writable(parent)
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -51,6 +53,27 @@ def check_place(folder: str | os.PathLike[str], *, replace: bool) -> None:
         raise FileExistsError(f"{name} holds {strange[0]!r}, so it is not replaced")
     if held and not replace:
         raise FileExistsError(f"{name} exists already")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which nothing can be made; before long work, not after it.
+
+    Permissions do not tell of a disk that is read-only, so it is tried.
+
+    Args:
+        folder: One that is there.
+    """
+    beside = _beside(folder / "new")
+    try:
+        beside.mkdir()
+        beside.rmdir()
+    except OSError as error:
+        reason = str(error.strerror).lower()
+        raise type(error)(f"nothing can be written in {folder}: {reason}") from None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".inlay-{secrets.token_hex(8)}.tmp")
 
 
 @contextlib.contextmanager
@@ -65,8 +88,7 @@ def replacing_folder(
     """
     check_place(folder, replace=replace)
     target = Path(folder).resolve()
-    beside = [target.with_name(f".inlay-{secrets.token_hex(8)}.tmp") for _ in range(2)]
-    new, old = beside
+    new, old = beside = _beside(target), _beside(target)
     new.mkdir()
     try:
         yield new

@@ -102,6 +102,7 @@ def positions(study: "Study") -> "Figure":
     seen = {trained.profile: trained for trained in reversed(study.trained)}
     seen = [seen[profile] for profile in reversed(seen) if profile is not None]
     down = math.ceil(len(seen) / 4)
+    across = math.ceil(len(seen) / max(down, 1))
     figure = _figure(10.0, 5.0 + 2.4 * down)
     heights = [5.0, max(2.4 * down, 0.01)]
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -109,7 +110,7 @@ def positions(study: "Study") -> "Figure":
     _losses(axes, study)
     above.legend(loc="outside right center", frameon=False)
     for index, trained in enumerate(seen):
-        axes = below.add_subplot(down, 4, index + 1)
+        axes = below.add_subplot(down, across, index + 1)
         _profile(axes, trained, trained_length=study.setting.length)
     return figure
 

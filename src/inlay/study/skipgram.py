@@ -31,6 +31,7 @@ NOISE_POWER = 0.75
 #: Part of the learning rate that is left at the end.
 LAST = 1e-3
 WIDEST = 16
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ class Setting:
         if self.window > WIDEST:
             raise ValueError(f"window must be at most {WIDEST}, got {self.window}")
         for name in ("sample", "lr"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ValueError(
+                    f"{name} must be positive and a float32, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)

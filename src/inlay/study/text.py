@@ -87,10 +87,19 @@ def _decoded(block: bytes, *, name: str, start: int) -> str:
 def documents_in(paths: Sequence[str | os.PathLike[str]]) -> list[Iterable[str]]:
     """Return each file as blocks that can be gone through again and again.
 
-    Files are read when they are gone through. Standard input is read here and kept, for it
-    cannot be read twice.
+    Files are read when they are gone through. Standard input and pipes are read here and
+    kept, for they cannot be read twice. A file that cannot be opened is refused at once,
+    before any other is read.
     """
-    return [list(read_blocks(path)) if path == "-" else _Again(path) for path in paths]
+    for path in paths:
+        if _is_file(path):
+            open(path, "rb").close()
+    return [_Again(path) if _is_file(path) else list(read_blocks(path)) for path in paths]
+
+
+def _is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is to be opened by name again; one that is missing is."""
+    return path != "-" and (os.path.isfile(path) or not os.path.lexists(path))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,9 @@ def train(
     resume = recipe is None
     folders.check_place(folder, replace=replace or resume)
     state = folders.read_state(folder) if resume else None
-    documents = documents_in(list(paths) or standard_library())
-    tell(f"reading {len(documents):,} file{'s' * (len(documents) != 1)}")
+    files = list(paths) or standard_library()
+    tell(f"reading {len(files):,} file{'s' * (len(files) != 1)}")
+    documents = documents_in(files)
     if recipe is None:
         recipe, corpus = _again(folder, documents)
     else:
@@ -111,6 +112,10 @@ def train(
     tell(f"learning {corpus.num_embeddings:,} rows from {corpus.ids.size:,} tokens")
     finished, last = _run(model, report=report, stop=stop)
     weight = model.result()
+    if not np.isfinite(weight).all():
+        raise ValueError(
+            f"learning came apart with lr {recipe.setting.lr}: take a lower lr"
+        )
     folders.write_folder(
         folder,
         weight,
@@ -187,13 +192,16 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
     vectors = Vectors(spelled, weight, corpus.tokenizer)
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
-    return neighbors(vectors, [[(1, word)] for word in chosen], count=5)
+    found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
+    return [replace(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
 
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
     """Return a few frequent words that have a meaning of their own, mostly."""
     counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
-    order = (vectors.words[row] for row in np.argsort(-counts, kind="stable"))
+    order = [vectors.words[row] for row in np.argsort(-counts, kind="stable")]
+    # Of pieces, those that begin a word.
+    order = [word for word in order if word.startswith("Ġ")] or order
     shown = (word for word in order if word.strip("Ġ").isalpha())
     long = [word for word in shown if len(word.strip("Ġ")) >= SHORTEST]
     return [long[rank] for rank in RANKS if rank < len(long)] or long[:3]
