@@ -1,5 +1,6 @@
 """``inlay inspect``: what it finds, what it leaves unread, what it refuses."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -249,6 +250,20 @@ def test_schemes_that_are_options_of_a_model():
     assert position_scheme({}).kind == "unknown"
 
 
+JUNK = [None, True, 0, -3, 1e400, "x", [1], {"a": 1}, {"a": {"b": {}}}, 10**400]
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+KEYS = ["model_type", "position_embedding_type", "attn_config", "text_config", "alibi"]
+KEYS += ["rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"]
+KEYS += ["num_attention_heads", "max_position_embeddings", "relative_attention_num_buckets"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_config_of_anything_has_some_scheme(key):
+    for base, junk in itertools.product(({}, LLAMA), JUNK):
+        scheme = position_scheme({**base, key: junk})
+        assert isinstance(scheme.kind, str) and isinstance(scheme.detail, str)
+
+
 def write_header(path, header, *, size=0, length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     with open(path, "wb") as file:
@@ -404,8 +419,9 @@ def test_what_cannot_be_looked_at_is_one_sentence(tmp_path):
     want = "x has dtype F4, which is not read"
     assert refusal("inspect", path, "--tensor", "x") == want
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, path)
-    (tmp_path / "tokenizer.json").write_text("[]")
-    assert "tokenizer.json holds no tokenizer" in refusal("inspect", tmp_path)
+    for tokens in ([], {"model": {"vocab": None}}, {"model": {"vocab": "a"}}, {"model": 1}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+        assert "tokenizer.json holds no tokenizer" in refusal("inspect", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "config.json").write_text("[]")
     assert "config.json must hold an object, got list" in refusal("inspect", tmp_path)

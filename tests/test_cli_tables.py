@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gensim.models import KeyedVectors
 from gensim.test.utils import datapath
+from safetensors.numpy import save_file
 
 from inlay.study.neighbors import parse
 from inlay.study.vectors import open_vectors
@@ -278,6 +279,14 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     assert "has token 9, but there are 4 rows" in refusal("neighbors", path.parent, "one")
     path.write_text("{}")
     assert "tokenizer.json holds no tokenizer" in refusal("neighbors", path.parent, "one")
+
+
+@pytest.mark.rejects
+def test_a_tokenizer_that_fails_on_a_text_is_one_sentence(tmp_path):
+    save_file({"embeddings": np.ones((1, 2), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": []}}')
+    sentence = refusal("encode", tmp_path, text="a b")
+    assert sentence.startswith("the tokenizer cannot read the text: ")
 
 
 @pytest.mark.rejects

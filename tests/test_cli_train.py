@@ -262,7 +262,7 @@ def test_a_terminal_sees_tokens_per_second_and_loss(folder):
     os.close(master)
     assert done.returncode == 0 and done.stdout.startswith("12 × 8 from 3,000 tokens")
     assert re.search(r"learning .*100 %.*\d tokens/s, loss \d+\.\d{3}", drawn)
-    assert "reading 1 file\r\n" in drawn
+    assert drawn.startswith("reading 1 file\r\nlearning 12 rows from 3,000 tokens\r\n")
 
 
 @pytest.mark.rejects

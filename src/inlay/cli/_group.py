@@ -65,6 +65,7 @@ class Verbs(click.Group):
 @click.group(
     cls=Verbs,
     invoke_without_command=True,
+    subcommand_metavar="VERB [ARGS]...",
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -202,9 +202,16 @@ def progress(
         console=Console(stderr=True),
         transient=True,
     )
-    with bar:
-        task = bar.add_task(what, total=total, note="")
-        yield lambda done, note="": bar.update(task, completed=done, note=note)
+    task = bar.add_task(what, total=total, note="")
+
+    def draw(done: float, note: str = "") -> None:
+        bar.update(task, completed=done, note=note)
+        bar.start()  # here, so that what is said before stands on lines of its own
+
+    try:
+        yield draw
+    finally:
+        bar.stop()
 
 
 def free_to_write(path: str | os.PathLike[str], *, force: bool) -> Path:

@@ -120,7 +120,11 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
 @click.option(
     "--threads", type=click.IntRange(min=1), help="The result does not depend on it."
 )
-@click.option("--resume", is_flag=True, help="Go on with what Ctrl-C has left in FOLDER.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with what Ctrl-C has left in FOLDER, from the same FILES.",
+)
 @seed_option
 @force_option
 @click.pass_context

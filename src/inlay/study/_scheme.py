@@ -38,9 +38,9 @@ def position_scheme(config: dict[str, Any], *, positions: int | None = None) -> 
         >>> position_scheme({"model_type": "bloom"}).kind
         'alibi'
     """
-    config = {**config, **(config.get("text_config") or {})}
-    model, asked = config.get("model_type"), config.get("position_embedding_type")
-    inner = config.get("attn_config") or {}
+    config = {**config, **_object(config.get("text_config"))}
+    model, asked = str(config.get("model_type")), config.get("position_embedding_type")
+    inner = _object(config.get("attn_config"))
     rotates = model in ROTARY_MODELS or any(config.get(key) for key in ROTARY_KEYS)
     if model == "bloom" or config.get("alibi") or inner.get("alibi"):
         return Scheme("alibi")
@@ -61,8 +61,13 @@ def position_scheme(config: dict[str, Any], *, positions: int | None = None) -> 
     return Scheme("learned", f"{length} positions") if length else Scheme("unknown")
 
 
+def _object(value: Any) -> dict[str, Any]:
+    # A config is what somebody has written: what should be an object may be anything.
+    return value if isinstance(value, dict) else {}
+
+
 def _rotation(config: dict[str, Any]) -> str:
-    held = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    held = _object(config.get("rope_parameters") or config.get("rope_scaling"))
     by_type = [name for name, value in held.items() if isinstance(value, dict)]
     if not by_type:
         return _one_rotation(config, None)
@@ -72,7 +77,7 @@ def _rotation(config: dict[str, Any]) -> str:
 def _one_rotation(config: dict[str, Any], layer_type: str | None) -> str:
     try:
         found = rotary_from_hf(config, layer_type)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         return f"not read: {error}"
     width, rotated = found["head_dim"], found["rotary_dim"]
     parts = [f"base {found['base']:g}", f"layout {found['layout']}"]

@@ -46,6 +46,10 @@ def _ids(vectors: Vectors, texts: list[str]) -> list[list[int]]:
     if vectors.tokenizer is None:
         rows = vectors.rows
         return [[rows[w] for w in text.split() if w in rows] for text in texts]
-    encoded = vectors.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    # What the package raises is a bare Exception.
+    try:
+        encoded = vectors.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:
+        raise ValueError(f"the tokenizer cannot read the text: {error}") from None
     unknown = vectors.unknown
     return [[i for i in one.ids if i != unknown] for one in encoded]

@@ -151,11 +151,12 @@ def _tokens(path: Path) -> dict[int, str]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = held["model"]["vocab"]
-        added = {token["id"]: token["content"] for token in held.get("added_tokens", ())}
+        added = held.get("added_tokens", ())
+        more = {token["id"]: str(token["content"]) for token in added}
         if isinstance(vocabulary, list):
-            return dict(enumerate(piece for piece, _ in vocabulary)) | added
-        return {row: token for token, row in vocabulary.items()} | added
-    except (ValueError, KeyError, TypeError, RecursionError):
+            return dict(enumerate(str(piece) for piece, _ in vocabulary)) | more
+        return {row: token for token, row in vocabulary.items()} | more
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} holds no tokenizer") from None
 
 
