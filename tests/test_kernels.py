@@ -1,11 +1,13 @@
 """Each kernel equals its obvious NumPy counterpart, for any number of threads."""
 
-import threading
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numba.core.runtime import _nrt_python as memory  # pyright: ignore
+from numba.core.runtime.nrt import rtsys
 
 from inlay import kernels
 from inlay.kernels._numba import bits_of, kernel, narrow, widen
@@ -92,7 +94,9 @@ def test_sums_of_groups_equal_additions_in_order(dtype, threads):
         for row in wide[1:]:
             total = total + row
         want.append(total)
-    np.testing.assert_array_equal(kernels.sum_groups(values, order, bounds), want)
+    np.testing.assert_array_equal(
+        kernels.sum_groups(values, order, bounds[:-1], bounds[1:]), want
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,26 +161,53 @@ def test_eight_callers_at_once_share_the_helpers(threads):
         assert all(callers.map(call, range(8)))
 
 
-def test_an_error_in_a_helper_reaches_the_caller(threads):
-    caller = threading.get_ident()
-
-    def fail(ticket):
-        if threading.get_ident() != caller:
-            raise ZeroDivisionError
-
-    if threads == 1:
-        run(fail, 100, grain=1)
-    else:
-        with pytest.raises(ZeroDivisionError):
-            run(fail, 100, grain=1)
+@kernel()
+def _fail(ticket, seen):
+    if seen[0] == 0:
+        raise ZeroDivisionError("before the first piece")
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            seen[i] += 1
 
 
-def test_an_error_of_the_caller_is_raised(threads):
-    def fail(ticket):
-        raise ZeroDivisionError
+def test_an_error_before_the_first_piece_is_raised_and_the_helpers_stay(threads):
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError, match="before the first piece"):
+            run(_fail, 100, np.zeros(100, np.int64), grain=1)
+        seen = np.ones(100, np.int64)
+        run(_fail, 100, seen, grain=1)
+        assert (seen == 2).all()
 
-    with pytest.raises(ZeroDivisionError):
-        run(fail, 100, grain=1)
+
+def test_a_call_leaves_no_reference_behind(threads):
+    seen = np.zeros(5000, np.int64)
+    before = sys.getrefcount(seen)
+    for _ in range(50):
+        run(_mark, 5000, seen, 1, grain=7)
+    assert sys.getrefcount(seen) == before
+
+
+def test_kernels_free_what_they_allocate(threads):
+    table, width = rng.standard_normal((50, 300), dtype=np.float32), 300
+    ids, out = rng.integers(0, 50, 3000), np.empty((3000, width), np.float32)
+    norm = (table[0], table[1], 1e-5)
+
+    def calls():
+        kernels.layer((table, ids), ((table, ids),), scale=2.0, norm=norm, out=out)
+        kernels.layer_pull((table, ids), (), scale=2.0, norm=norm[1:], dy=out)
+        kernels.gather(table, ids)
+
+    calls()
+    memory.memsys_enable_stats()
+    try:
+        before = rtsys.get_allocation_stats()
+        for _ in range(20):
+            calls()
+        after = rtsys.get_allocation_stats()
+    finally:
+        memory.memsys_disable_stats()
+    assert after.mi_alloc - before.mi_alloc == after.mi_free - before.mi_free >= 20
+    assert after.alloc - before.alloc == after.free - before.free
 
 
 @pytest.mark.rejects

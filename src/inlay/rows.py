@@ -64,12 +64,13 @@ def sum_by_id(
     flat = ids.reshape(-1).astype(np.int64, copy=False)
     values = np.ascontiguousarray(values).reshape(flat.size, values.shape[-1])
     order, bounds, unique = group_by_id(flat)
-    sums = kernels.sum_groups(values, order, bounds)
-    if mean:
-        sums /= np.diff(bounds)[:, None].astype(sums.dtype)
+    starts, ends = bounds[:-1], bounds[1:]
     if skip is not None:
         kept = unique != skip
-        unique, sums = unique[kept], sums[kept]
+        starts, ends, unique = starts[kept], ends[kept], unique[kept]
+    sums = kernels.sum_groups(values, order, starts, ends)
+    if mean:
+        sums /= (ends - starts)[:, None].astype(sums.dtype)
     return Rows(unique, sums)
 
 

@@ -43,7 +43,7 @@ def widen_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def narrow_rows(
     values: np.ndarray, table: np.ndarray, rows: np.ndarray, *, noise: int | None
 ) -> None:
-    """Write float32 rows to a half-precision table.
+    """Write rows to a table, float32 ones to one in half precision too.
 
     Args:
         values: What to write.

@@ -6,101 +6,58 @@ next (``_share``): the caller begins at once, and a helper that is slow to wake 
 to the others instead of holding them up. Pieces write to places of their own, so that
 results do not depend on who made them.
 
-Helpers are made when they are first needed and forgotten in a forked child, where they do
-not exist.
+Helpers never return from compiled code: one that had to ask for the GIL would stop its
+caller's Python to get it. They are made when they are first needed and forgotten in a
+forked child, where they do not exist. There is one job at a time: whoever comes while the
+helpers are busy works alone.
 """
 
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
-from ._share import Shared, address, alone
+from ._share import BLOCK, CONDITION, MUTEX, alone, help_forever
 from ._threads import threads_here
 
 # Pieces for each thread: enough to even out, few enough to cost little.
 PIECES = 8
-# Between two looks at a helper that the system has taken off its core.
-NAP = 20e-6
-
-
-# The core that the calling thread is on, where the system tells. It keeps the GIL.
-_core: Callable[[], int] | None = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
-
-
-def _leave(core: int) -> None:
-    """Move this thread off a core: woken where its caller works, it would wait for it.
-
-    The system would notice too, but milliseconds later.
-    """
-    allowed = os.sched_getaffinity(0)
-    if len(allowed) > 1:
-        os.sched_setaffinity(0, allowed - {core})
-        os.sched_setaffinity(0, allowed)
-
-
-class _Job:
-    """A range that is being worked on by its caller and whoever joins."""
-
-    def __init__(
-        self, loop: Callable[..., Any], args: tuple[Any, ...], shared: Shared
-    ) -> None:
-        self.loop, self.args, self.shared = loop, args, shared
-        self.error: BaseException | None = None
-        self.core = _core() if _core else None
-
-    def work(self, *, is_caller: bool) -> None:
-        self.loop(self.shared.ticket(is_caller=is_caller), *self.args)
-
-    def help(self) -> None:
-        try:
-            core = _core() if _core else None
-            if core is not None and core == self.core:
-                _leave(core)
-            self.work(is_caller=False)
-        except BaseException as error:
-            self.error = error
-
-    def wait(self) -> None:
-        while not self.shared.finished:
-            if self.error is not None:
-                raise self.error
-            time.sleep(NAP)
+# How often a helper looks for its next job before it sleeps: for about 400 µs.
+LINGER = 1_200_000
 
 
 class _Pool:
     """The helpers: with their number, the only state this package keeps."""
 
     def __init__(self) -> None:
-        self._calls = np.zeros(1, np.int64)
-        self.bell = address(self._calls)
         self.forget()
 
     def forget(self) -> None:
         self.lock = threading.Lock()
-        self.jobs: SimpleQueue[_Job] = SimpleQueue()
-        self.helpers = 0
+        self.block, self.helpers = 0, 0
 
-    def call(self, job: _Job, count: int) -> None:
-        """Ask ``count`` helpers to join a job."""
-        with self.lock:
-            while self.helpers < count:
-                threading.Thread(
-                    target=_help, args=(self.jobs,), name="inlay", daemon=True
-                ).start()
-                self.helpers += 1
-        for _ in range(count):
-            self.jobs.put(job)
+    def hire(self, count: int) -> int:
+        """Have that many helpers, and return the address of what they look at."""
+        self.block = self.block or _block()
+        while self.helpers < count:
+            threading.Thread(
+                target=help_forever, args=(self.block, LINGER), name="inlay", daemon=True
+            ).start()
+            self.helpers += 1
+        return self.block
 
 
-def _help(jobs: "SimpleQueue[_Job]") -> None:
-    while True:
-        jobs.get().help()
+def _block() -> int:
+    """Return the address of memory that is never freed: helpers may outlive Python."""
+    c = ctypes.CDLL(None)
+    c.calloc.restype = ctypes.c_void_p
+    # A line more, to begin where a line of cache does.
+    start = c.calloc(1, BLOCK + 64) or 0
+    block = -(-start // 64) * 64
+    c.pthread_mutex_init(ctypes.c_void_p(block + MUTEX), None)
+    c.pthread_cond_init(ctypes.c_void_p(block + CONDITION), None)
+    return block
 
 
 _pool = _Pool()
@@ -109,21 +66,21 @@ if hasattr(os, "register_at_fork"):
 
 
 def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
-    """Call ``loop(ticket, *args)`` in as many threads as are worth it, and wait.
+    """Call ``loop(ticket, *args)`` in as many threads as are worth it.
 
     Args:
-        loop: A compiled loop over ``pieces(ticket)`` that writes to disjoint places for
-            disjoint pieces.
+        loop: A compiled loop over ``pieces(ticket)`` that writes to disjoint places
+            for disjoint pieces, and allocates before the first of them if at all.
         size: Length of the whole range.
         args: Passed on to every call.
         grain: The least length worth a thread: one that sleeps joins after about 50 µs.
     """
     threads = min(threads_here(), size // max(grain, 1))
-    if threads <= 1:
+    if threads <= 1 or not _pool.lock.acquire(blocking=False):
         loop(alone(size), *args)
         return
-    piece = -(-size // (threads * PIECES))
-    job = _Job(loop, args, Shared(size, piece, _pool.bell))
-    _pool.call(job, threads - 1)
-    job.work(is_caller=True)
-    job.wait()
+    try:
+        piece = -(-size // (threads * PIECES))
+        loop((_pool.hire(threads - 1), size, piece, threads - 1, 1), *args)
+    finally:
+        _pool.lock.release()

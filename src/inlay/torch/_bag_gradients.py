@@ -47,7 +47,7 @@ class Gradients:
         with threads_of_torch():
             if wanted:
                 rows = table_gradient(self.bags, d, scale_grad_by_freq=freq, **how)
-                d_table = self.table.filled(tensor_of(rows.ids), tensor_of(rows.values))
+                d_table = self.table.filled(rows)
             if table is not None and weights is not None:
                 flat = weights_gradient(array_of_table(table), self.bags, dy=d, **how)
                 d_weights = self._put_back(tensor_of(flat), weights)

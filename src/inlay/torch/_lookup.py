@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import embedding as torch_embedding
 
 from .. import kernels
-from .._check import padding_index
-from ..rows import sum_by_id
+from .._check import float_dtype, padding_index
+from ..rows import Rows, sum_by_id
 from ..token import within_norm
 from ._errors import WrongType, WrongValue, explained
 from ._fused import (
@@ -163,16 +163,21 @@ class Table:
                 skip=self.padding_idx,
                 mean=self.scale_grad_by_freq,
             )
-        return self.filled(tensor_of(rows.ids), tensor_of(rows.values))
+        return self.filled(rows)
 
-    def filled(self, ids: Tensor, values: Tensor) -> Tensor:
+    def filled(self, rows: Rows) -> Tensor:
         """Return row gradients as the tensor that ``.grad`` shall be."""
-        shape, values = (self.num_embeddings, values.shape[1]), values.to(self.dtype)
+        shape = self.num_embeddings, rows.values.shape[1]
         if self.sparse:
+            ids, values = tensor_of(rows.ids)[None], tensor_of(rows.values).to(self.dtype)
             return torch.sparse_coo_tensor(
-                ids[None], values, shape, check_invariants=False, is_coalesced=True
+                ids, values, shape, check_invariants=False, is_coalesced=True
             )
-        return values.new_zeros(shape).index_copy_(0, ids, values)
+        # Pages that nobody writes to are not made: torch would fill them with zeros.
+        out = np.zeros(shape, float_dtype(name_of(self.dtype)))
+        with threads_of_torch():
+            kernels.narrow_rows(rows.values, out, rows.ids, noise=None)
+        return tensor_of(out)
 
     def _plain_gradient(self, ids: Tensor, dy: Tensor) -> Tensor:
         d = widened(dy)
