@@ -142,6 +142,13 @@ def test_bench_says_the_same_as_data():
     assert found["missing"] == [] and found["bandwidth"] > 0
 
 
+def test_bench_names_the_library_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    head, *_, last = run(*BENCH).stdout.splitlines()
+    assert head.split() == ["rows", "ids", "inlay", "numpy"]
+    assert last == "torch is not installed"
+
+
 @pytest.mark.rejects
 def test_bench_refuses_a_table_without_rows():
     done = run("bench", "--rows=0")

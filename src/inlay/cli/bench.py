@@ -93,5 +93,6 @@ def _lines(found: "Lookups") -> list[str]:
         "million tokens a second, and in brackets the fraction of memory's "
         f"{found.bandwidth / 1e9:.1f} GB/s with {found.threads} threads"
     )
-    lines += [f"{library} is not installed" for library in found.missing]
+    absent = [name for name in found.missing if not name.startswith("inlay.")]
+    lines += [f"{name} is not installed" for name in absent]
     return lines
