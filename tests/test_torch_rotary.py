@@ -581,6 +581,8 @@ def test_inputs_of_another_width_or_type_are_refused():
         layer(torch.ones(2, 6))
     with pytest.raises(TypeError, match="x must be real, got int64"):
         layer(torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        layer([[1.0, 2.0, 3.0, 4.0]])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"keys must have shape \(..., length, heads, 4\)"):
         RotaryPositions(4, heads_axis=-2).rerotate(torch.ones(2, 4), 1)
     with pytest.raises(ValueError, match=r"one per row of keys of shape \(3, 2, 4\), got"):

@@ -29,10 +29,14 @@ def positive(name: str, value: int) -> int:
 
 
 def _whole(name: str, value: int, *, least: int, rule: str) -> int:
+    if _integer(name, value) < least:
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return int(value)
+
+
+def _integer(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be {rule}, got {value}")
     return int(value)
 
 
@@ -60,7 +64,7 @@ def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
     """
     if padding_idx is None:
         return None
-    if not -num_embeddings <= padding_idx < num_embeddings:
+    if not -num_embeddings <= _integer("padding_idx", padding_idx) < num_embeddings:
         raise ValueError(
             f"padding_idx must be in [-{num_embeddings}, {num_embeddings}) "
             f"for num_embeddings {num_embeddings}, got {padding_idx}"
@@ -141,10 +145,31 @@ def float_dtype(dtype: Any) -> np.dtype:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    found = np.dtype(dtype)
+    found = np.dtype(dtype).newbyteorder("=")
     if found.name not in FLOATS:
         raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {found}")
     return found
+
+
+def check_real(x: Any, *, name: str, whole: bool = True) -> None:
+    """Refuse numbers that are not real, before any of them is used.
+
+    Args:
+        x: An array of NumPy or JAX, or nested lists.
+        name: What it is called in the sentence.
+        whole: Whether integers will do.
+
+    Example:
+        >>> check_real(np.ones(2, complex), name="weight")
+        Traceback (most recent call last):
+        ...
+        TypeError: weight must be real, got complex128
+    """
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        dtype = np.asarray(x).dtype
+    if dtype.name not in FLOATS and not (whole and dtype.kind in "iu"):
+        raise TypeError(f"{name} must be real, got {dtype.name}")
 
 
 def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:

@@ -10,26 +10,25 @@ frequency and in what an odd width does; a checkpoint works with one of them. Al
 arguments here, and ``CONVENTIONS`` gives them names.
 
 The hands are set by :mod:`inlay.turns`, so they are right at any position up to 2^24 and
-there is no maximum to declare. ``waves``, ``encode`` and ``join_axes`` create no arrays of
-their own and run unchanged on NumPy, JAX and torch.
+there is no maximum to declare. ``encode`` and ``join_axes`` create no arrays of their own
+and run unchanged on NumPy, JAX and torch.
 """
 
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Shaped
+from jaxtyping import Float, Float64
 
-from ._array import cast, is_real, namespace_of, work_dtype
+from ._array import namespace_of
 from ._check import one_of, positive
-from .turns import axial_turns, digit_tables, turns
+from .turns import split as split
+from .turns import wave_tables as wave_tables
+from .turns import waves as waves
 
 Layout = Literal["interleaved", "half"]
 Odd = Literal["sine", "zero"]
 LAYOUTS = ("interleaved", "half")
 ODDS = ("sine", "zero")
-
-# What a fraction of a position is counted in: the fraction times a power of two is exact.
-FINE = 65536
 
 # "paper": Vaswani et al., most tutorials, keras-hub. "tensor2tensor": fairseq, M2M100,
 # Speech2Text, the Whisper encoder, MLX. "marian": Pegasus too, x-transformers and, on two
@@ -82,71 +81,6 @@ def frequencies(
     # A single pair has exponent 0, whatever the shift; half - shift may be 0 there.
     exponents = np.arange(pairs) / (half - shift if pairs > 1 else 1.0)
     return frequency_scale * float(base) ** -exponents
-
-
-def wave_tables(
-    frequencies: Float64[np.ndarray, "*axes pairs"], *, scale: float = 1.0
-) -> tuple[
-    Float32[np.ndarray, "levels *axes 2 3 256 pairs"],
-    Float32[np.ndarray, "levels *axes pairs"],
-]:
-    """Return the tables and the rates that :func:`waves` needs.
-
-    There is one level if no frequency is greater than one radian per position. Otherwise
-    a fraction of a position would turn so far that float32 could not say how far, and a
-    second level counts it in steps of 1/65536.
-
-    Args:
-        frequencies: What :func:`frequencies` returned.
-        scale: What every wave is multiplied by.
-
-    Example:
-        >>> tables, rates = wave_tables(np.array([1000.0, 1.0]))
-        >>> tables.shape, rates.shape
-        ((2, 2, 3, 256, 2), (2, 2))
-    """
-    levels = [np.asarray(frequencies, np.float64)]
-    tables = [digit_tables(levels[0], factor=scale)]
-    if np.abs(levels[0]).max(initial=0.0) > 1.0:
-        levels.append(levels[0] / FINE)
-        tables.append(digit_tables(levels[1]))
-    return np.stack(tables), np.stack(levels).astype(np.float32)
-
-
-def waves(
-    positions: Shaped[Any, "*seq"],
-    tables: Float[Any, "levels 2 3 256 pairs"],
-    rates: Float[Any, "levels pairs"],
-) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
-    """Return the cosine and the sine of each pair, NaN where a position is out of reach.
-
-    Args:
-        positions: Integers or reals smaller than ``inlay.turns.LIMIT`` in size.
-        tables: From :func:`wave_tables`, as an array of the same library.
-        rates: Likewise, in the dtype of ``tables``.
-
-    Example:
-        >>> cos, sin = waves(np.array([0.5]), *wave_tables(np.array([3.0])))
-        >>> bool(np.allclose(sin, np.sin(1.5)))
-        True
-    """
-    if tables.shape[0] == 1 or not is_real(positions):
-        return turns(positions, tables[0], rates[0])
-    real = cast(positions, work_dtype(positions.dtype))
-    return axial_turns(namespace_of(real).stack(split(real)), tables, rates)
-
-
-def split(real: Float[Any, "*seq"]) -> tuple[Float[Any, "*seq"], Float[Any, "*seq"]]:
-    """Return the whole part of each number and its fraction in steps of 1/65536.
-
-    Both are exact. The fraction carries the gradient.
-
-    Example:
-        >>> [part.tolist() for part in split(np.array([3.5, -0.25]))]
-        [[3.0, -0.0], [32768.0, -16384.0]]
-    """
-    whole = namespace_of(real).trunc(real)
-    return whole, (real - whole) * FINE
 
 
 def encode(

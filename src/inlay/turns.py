@@ -6,12 +6,13 @@ written in base 256, and the turn to it is the product of the turns to its digit
 numbers of size one): three tables of 256 rows, built in float64 and rounded once, reach
 16,777,216 positions either side of zero with an error of at most 2.5e-7.
 
-A real-valued position is its whole part, from the tables, times the turn of its fraction.
+A real-valued position is its whole part, from the tables, times the turn of its fraction,
+which ``waves`` takes from tables too where a pair turns by more than one radian.
 Several coordinates (an image's row and column) multiply their turns, so a pair that
 belongs to one axis has frequency 0 on the others.
 
-``turns`` creates no arrays, so it runs unchanged on NumPy, JAX and torch, eager or
-compiled, and gives the same bits in all three.
+``turns`` and ``waves`` create no arrays, so they run unchanged on NumPy, JAX and torch,
+eager or compiled, and give the same bits in all three.
 """
 
 from typing import Any
@@ -22,6 +23,8 @@ from jaxtyping import Float, Float32, Float64, Shaped
 from ._array import cast, is_real, namespace_of, work_dtype
 
 LIMIT = 256**3
+# What a fraction of a position is counted in: the fraction times a power of two is exact.
+FINE = 65536
 
 
 def digit_tables(
@@ -38,11 +41,19 @@ def digit_tables(
         (2, 3, 256, 2)
     """
     digits = np.arange(256.0) * 256.0 ** np.arange(3)[:, None]
-    angles = digits[..., None] * np.asarray(frequencies, np.float64)[..., None, None, :]
-    tables = np.stack([np.cos(angles), np.sin(angles)], axis=-4)
-    # Once, however many axes there are: their turns are multiplied.
-    tables.reshape(-1, *tables.shape[-4:])[0, :, 0] *= factor
-    return tables.astype(np.float32)
+    frequencies = np.asarray(frequencies, np.float64)
+    *axes, pairs = frequencies.shape
+    tables = np.empty((*axes, 2, 3, 256, pairs), np.float32)
+    # Level by level: what is float64 on the way is a fraction of the tables.
+    for level in range(3):
+        angles = digits[level, :, None] * frequencies[..., None, :]
+        for place, wave in enumerate((np.cos, np.sin)):
+            turned = wave(angles)
+            if level == 0:
+                # Once, however many axes there are: their turns are multiplied.
+                turned.reshape(-1, 256, pairs)[0] *= factor
+            tables[..., place, level, :, :] = turned
+    return tables
 
 
 def turns(
@@ -103,6 +114,96 @@ def axial_turns(
     for axis in range(1, tables.shape[0]):
         cos, sin = _times(cos, sin, *turns(positions[axis], tables[axis], rates[axis]))
     return cos, sin
+
+
+def wave_tables(
+    frequencies: Float64[np.ndarray, "*axes pairs"], *, scale: float = 1.0
+) -> tuple[
+    Float32[np.ndarray, "levels *axes 2 3 256 pairs"],
+    Float32[np.ndarray, "levels *axes pairs"],
+]:
+    """Return the tables and the rates that :func:`waves` needs.
+
+    There is one level if no frequency is greater than one radian per position. Otherwise
+    a fraction of a position would turn so far that float32 could not say how far, and a
+    second level counts it in steps of 1/65536.
+
+    Args:
+        frequencies: Angle per position of each pair, in radians.
+        scale: What every turn is multiplied by.
+
+    Example:
+        >>> tables, rates = wave_tables(np.array([1000.0, 1.0]))
+        >>> tables.shape, rates.shape
+        ((2, 2, 3, 256, 2), (2, 2))
+    """
+    levels = [np.asarray(frequencies, np.float64)]
+    tables = [digit_tables(levels[0], factor=scale)]
+    if np.abs(levels[0]).max(initial=0.0) > 1.0:
+        levels.append(levels[0] / FINE)
+        tables.append(digit_tables(levels[1]))
+    return np.stack(tables), np.stack(levels).astype(np.float32)
+
+
+def waves(
+    positions: Shaped[Any, "*seq"],
+    tables: Float[Any, "levels 2 3 256 pairs"],
+    rates: Float[Any, "levels pairs"],
+) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
+    """Return the cosine and the sine of each pair, NaN where a position is out of reach.
+
+    Args:
+        positions: Integers or reals smaller than ``LIMIT`` in size.
+        tables: From :func:`wave_tables`, as an array of the same library.
+        rates: Likewise, in the dtype of ``tables``.
+
+    Example:
+        >>> cos, sin = waves(np.array([0.5]), *wave_tables(np.array([3.0])))
+        >>> bool(np.allclose(sin, np.sin(1.5)))
+        True
+    """
+    if tables.shape[0] == 1 or not is_real(positions):
+        return turns(positions, tables[0], rates[0])
+    real = cast(positions, work_dtype(positions.dtype))
+    return axial_turns(namespace_of(real).stack(split(real)), tables, rates)
+
+
+def axial_waves(
+    positions: Shaped[Any, "axes *seq"],
+    tables: Float[Any, "levels axes 2 3 256 pairs"],
+    rates: Float[Any, "levels axes pairs"],
+) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
+    """Return what :func:`waves` does, at positions of several coordinates.
+
+    Args:
+        positions: One coordinate along each entry of the first axis.
+        tables: From :func:`wave_tables`, of one row of frequencies for each coordinate.
+        rates: Likewise.
+
+    Example:
+        >>> w = np.array([[9.0, 0.0], [0.0, 9.0]])
+        >>> cos, sin = axial_waves(np.array([[0.5], [2.0]]), *wave_tables(w))
+        >>> bool(np.allclose(sin, np.sin([4.5, 18.0])))
+        True
+    """
+    cos, sin = waves(positions[0], tables[:, 0], rates[:, 0])
+    for axis in range(1, tables.shape[1]):
+        other = waves(positions[axis], tables[:, axis], rates[:, axis])
+        cos, sin = _times(cos, sin, *other)
+    return cos, sin
+
+
+def split(real: Float[Any, "*seq"]) -> tuple[Float[Any, "*seq"], Float[Any, "*seq"]]:
+    """Return the whole part of each number and its fraction in steps of 1/65536.
+
+    Both are exact. The fraction carries the gradient.
+
+    Example:
+        >>> [part.tolist() for part in split(np.array([3.5, -0.25]))]
+        [[3.0, -0.0], [32768.0, -16384.0]]
+    """
+    whole = namespace_of(real).trunc(real)
+    return whole, (real - whole) * FINE
 
 
 def _whole_turns(positions: Any, tables: Any) -> tuple[Any, Any]:

@@ -101,9 +101,9 @@ def checked(positions: Shaped[Any, "*seq"], check: Check) -> Shaped[Array, "*seq
     return jnp.asarray(positions)
 
 
-def in_reach(positions: Shaped[np.ndarray, "..."]) -> None:
+def in_reach(positions: Shaped[np.ndarray, "..."], *, name: str = "positions") -> None:
     """Refuse positions that the tables of :mod:`inlay.turns` do not reach."""
-    positions_in_reach(positions, LIMIT)
+    positions_in_reach(positions, LIMIT, name=name)
 
 
 def vectors(

@@ -1,6 +1,7 @@
 """Rotary positions for Equinox."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import equinox as eqx
@@ -15,7 +16,7 @@ from ..positions import check_axes
 from ..rotary import LAYOUTS, Layout, over_heads, rotate
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
-from ..turns import axial_turns, digit_tables, turns
+from ..turns import axial_waves, wave_tables, waves
 from ._constant import Constant
 from ._module import Module, widened
 from ._parameters import Key, table_dtype
@@ -72,8 +73,9 @@ class RotaryPositions(Module):
         (3, 8, 5, 2)
     """
 
-    #: The turns of each digit of a position; see :mod:`inlay.turns`.
+    #: The turns of each digit of a position; see :func:`inlay.turns.wave_tables`.
     tables: Constant = eqx.field(static=True)
+    rates: Constant = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -111,7 +113,8 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        self.tables = Constant(digit_tables(found, factor=factor))
+        tables, rates = wave_tables(found, scale=factor)
+        self.tables, self.rates = Constant(tables), Constant(rates)
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else tuple(int(n) for n in sections)
@@ -213,7 +216,7 @@ class RotaryPositions(Module):
             True
         """
         keys = self._vectors(keys, "keys")
-        found = checked(arrived(delta, name="delta"), in_reach)
+        found = checked(arrived(delta, name="delta"), partial(in_reach, name="delta"))
         if found.ndim and (found.shape != keys.shape[:1] or keys.ndim < 3):
             raise ValueError(
                 f"delta must be a number or one per row of keys of shape {keys.shape}, "
@@ -288,11 +291,10 @@ class RotaryPositions(Module):
     def _turns(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
-        work, run = work_dtype(dtype), turns if self.axes is None else axial_turns
-        tables, rates = (
-            jnp.asarray(table, work) for table in (self.tables.array, self.frequencies)
+        work, run = work_dtype(dtype), waves if self.axes is None else axial_waves
+        return run(
+            positions, *(jnp.asarray(c.array, work) for c in (self.tables, self.rates))
         )
-        return run(positions, tables, rates)
 
 
 def _hashable(nested: list[Any]) -> tuple[Any, ...]:

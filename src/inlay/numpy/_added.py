@@ -6,17 +6,18 @@ import numpy as np
 
 from .._check import FLOATS
 from ..positions import check_axes, check_fit
-from ._module import positions_for
+from ._module import native, positions_for
 
 
-def vectors(x: Any, embedding_dim: int) -> np.ndarray:
+def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
     """Return ``x`` as an array of real vectors of that width."""
     x = np.asarray(x)
     if x.dtype.name not in FLOATS:
-        raise TypeError(f"x must be real, got {x.dtype.name}")
+        raise TypeError(f"{name} must be real, got {x.dtype.name}")
     if x.ndim < 2 or x.shape[-1] != embedding_dim:
-        raise ValueError(f"x must have shape (..., length, {embedding_dim}), got {x.shape}")
-    return x
+        want = f"(..., length, {embedding_dim})"
+        raise ValueError(f"{name} must have shape {want}, got {x.shape}")
+    return native(x)
 
 
 def positions_of(
@@ -44,4 +45,4 @@ def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
     dy = np.asarray(dy)
     if dy.shape != y.shape:
         raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")
-    return dy
+    return native(dy)

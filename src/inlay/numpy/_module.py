@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import work_dtype
-from .._check import FLOATS, float_dtype, positions_array
+from .._check import check_real, float_dtype, positions_array
 from ..positions import resolve
 
 
@@ -62,6 +62,7 @@ class Module:
                     f"state[{name!r}] must have shape {value.shape}, "
                     f"got {np.shape(state[name])}"
                 )
+            check_real(state[name], name=f"state[{name!r}]")
         for name, value in mine.items():
             value[...] = state[name]
 
@@ -88,11 +89,15 @@ def given(
     array = np.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-    if dtype is None and array.dtype.name not in FLOATS:
-        raise TypeError(f"{name} must be real, got {array.dtype.name}")
-    return np.ascontiguousarray(
-        array, dtype=array.dtype if dtype is None else float_dtype(dtype)
-    )
+    check_real(array, name=name, whole=dtype is not None)
+    if dtype is None:
+        return np.ascontiguousarray(native(array))
+    return np.ascontiguousarray(array, dtype=float_dtype(dtype))
+
+
+def native(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` with its bytes in this machine's order, as the kernels take them."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def widened(x: np.ndarray) -> np.ndarray:

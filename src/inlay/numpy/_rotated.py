@@ -4,32 +4,33 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from .. import kernels
-from ..turns import axial_turns, turns
+from ..turns import axial_waves, waves
 
 
 def turn_at(
     positions: Shaped[np.ndarray, "*seq"],
-    tables: Float[np.ndarray, "*axes 2 3 256 pairs"],
-    rates: Float[np.ndarray, "*axes pairs"],
+    tables: Float[np.ndarray, "levels *axes 2 3 256 pairs"],
+    rates: Float[np.ndarray, "levels *axes pairs"],
 ) -> Float[np.ndarray, "turns width"]:
     """Return the cosines of all pairs, then the sines, one row for each position.
 
     Args:
         positions: Within reach; with several coordinates, they come first.
-        tables: Digit tables in the dtype of the result.
-        rates: The frequencies, likewise.
+        tables: What :func:`inlay.turns.wave_tables` made, in the dtype of the result.
+        rates: Likewise.
 
     Example:
-        >>> from inlay.turns import digit_tables
-        >>> turn_at(np.array([0.0]), digit_tables(np.ones(2)), np.ones(2, np.float32))
+        >>> from inlay.turns import wave_tables
+        >>> turn_at(np.array([0.0]), *wave_tables(np.ones(2)))
         array([[1., 1., 0., 0.]], dtype=float32)
     """
-    if rates.ndim == 2:
-        cos, sin = axial_turns(positions.reshape(len(positions), -1), tables, rates)
+    if rates.ndim == 3:
+        cos, sin = axial_waves(positions.reshape(len(positions), -1), tables, rates)
     elif positions.dtype.kind in "iu":
-        return kernels.turns(np.ascontiguousarray(positions, np.int64).reshape(-1), tables)
+        whole = np.ascontiguousarray(positions, np.int64).reshape(-1)
+        return kernels.turns(whole, tables[0])
     else:
-        cos, sin = turns(positions.reshape(-1), tables, rates)
+        cos, sin = waves(positions.reshape(-1), tables, rates)
     return np.concatenate([cos, sin], axis=-1)
 
 

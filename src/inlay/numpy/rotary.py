@@ -13,9 +13,9 @@ from ..positions import check_axes
 from ..rotary import LAYOUTS, Layout, over_heads
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
-from ..turns import LIMIT, digit_tables
+from ..turns import LIMIT, wave_tables
 from ._added import gradient_of
-from ._module import Module, positions_for
+from ._module import Module, native, positions_for
 from ._rotated import rotated, turn_at, turned_back
 
 
@@ -87,8 +87,8 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        #: The turns of each digit of a position; see :mod:`inlay.turns`.
-        self.tables = digit_tables(self.frequencies, factor=self.attention_factor)
+        #: The turns of each digit of a position; see :func:`inlay.turns.wave_tables`.
+        self.tables, self.rates = wave_tables(self.frequencies, scale=self.attention_factor)
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
@@ -215,7 +215,7 @@ class RotaryPositions(Module):
         seq = delta.shape + (1,) * (keys.ndim - 1 - delta.ndim)
         if self.axes is not None:
             delta = np.broadcast_to(delta, (self.axes, *delta.shape))
-        turn = self._turn(delta, keys.dtype)
+        turn = self._turn(delta, keys.dtype, name="delta")
         turn /= self.attention_factor
         half = self.layout != "interleaved"
         return rotated(keys, turn, seq, read_half=half, write_half=half)
@@ -247,7 +247,7 @@ class RotaryPositions(Module):
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             want = f"(..., {', '.join(axes)}, {self.head_dim})"
             raise ValueError(f"{name} must have shape {want}, got {x.shape}")
-        return x
+        return native(x)
 
     def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
         if positions is None and self.axes is not None and self.ready:
@@ -259,10 +259,12 @@ class RotaryPositions(Module):
             found = np.broadcast_to(found, (self.axes, *found.shape))
         return found
 
-    def _turn(self, positions: np.ndarray, dtype: Any) -> np.ndarray:
+    def _turn(
+        self, positions: np.ndarray, dtype: Any, *, name: str = "positions"
+    ) -> np.ndarray:
         if self.axes is not None:
             check_axes(positions, self.axes)
-        positions_in_reach(positions, LIMIT)
+        positions_in_reach(positions, LIMIT, name=name)
         work = work_dtype(dtype)
-        tables, rates = self.tables.astype(work, copy=False), self.frequencies.astype(work)
+        tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
         return turn_at(positions, tables, rates)

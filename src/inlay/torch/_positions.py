@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from .._check import positions_in_reach
+from .._check import positions_array, positions_in_reach
 from ..positions import check_axes, check_fit, resolve
 from ..turns import LIMIT
 from ._fused import concrete
@@ -28,7 +28,14 @@ def positions_tensor(
     value: Any, *, device: torch.device, name: str = "positions"
 ) -> Shaped[Tensor, "*seq"]:
     """Return ``value`` as a tensor of integers or reals; anything else is a TypeError."""
-    found = value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
+    if isinstance(value, Tensor):
+        found = value
+    else:
+        try:
+            found = torch.as_tensor(value, device=device)
+        except (TypeError, RuntimeError):
+            positions_array(value, name=name)
+            raise
     if found.dtype == torch.bool or found.is_complex():
         raise TypeError(f"{name} must be integers or reals, got {name_of(found.dtype)}")
     return found
@@ -92,6 +99,8 @@ def check_vectors(
     x: Tensor, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
 ) -> None:
     """Refuse what are not real vectors of that width, with those axes before the last."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be real, got {name_of(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:

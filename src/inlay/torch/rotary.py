@@ -14,7 +14,7 @@ from ..positions import check_axes
 from ..rotary import LAYOUTS, Layout, over_heads, rotate
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
-from ..turns import axial_turns, digit_tables, turns
+from ..turns import axial_waves, wave_tables, waves
 from ._fused import concrete, fusable
 from ._fused_rotate import turned, whole_positions, whole_turns
 from ._positions import (
@@ -142,6 +142,8 @@ class RotaryPositions(Precomputed):
     ) -> Float[Tensor, "*lead head_dim"]:
         self._check(x)
         on_kernels, axis = fusable(x), self.heads_axis
+        if positions is not None and not isinstance(positions, Tensor):
+            positions = positions_tensor(positions, device=x.device)
         if on_kernels and self.axes is None:
             at = whole_positions(x, positions=positions, offset=offset, heads_axis=axis)
             if at is not None:
@@ -217,7 +219,7 @@ class RotaryPositions(Precomputed):
         lined = delta.reshape(delta.shape + (1,) * (keys.ndim - 1 - delta.ndim))
         if self.axes is not None:
             lined = lined.expand(self.axes, *lined.shape)
-        turns = self._turns(in_reach(lined), keys.dtype)
+        turns = self._turns(in_reach(lined, name="delta"), keys.dtype)
         cos, sin = (turn / self.attention_factor for turn in turns)
         layout = "interleaved" if self.layout == "interleaved" else "half"
         return rotate(widened(keys), cos, sin, layout=layout).to(keys.dtype)
@@ -237,22 +239,22 @@ class RotaryPositions(Precomputed):
         }
 
     def _tables(self) -> dict[str, np.ndarray]:
-        tables = digit_tables(self.frequencies, factor=self.attention_factor)
-        return {"bits": tables, "rate_bits": self.frequencies.astype(np.float32)}
+        tables, rates = wave_tables(self.frequencies, scale=self.attention_factor)
+        return {"bits": tables, "rate_bits": rates}
 
     def _turns(
         self, positions: Shaped[Tensor, "*seq"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         tables = self._floats("bits", dtype, positions.device)
         rates = self._floats("rate_bits", dtype, positions.device)
-        return (turns if self.axes is None else axial_turns)(positions, tables, rates)
+        return (waves if self.axes is None else axial_waves)(positions, tables, rates)
 
     def _turned(self, x: Tensor, turn: np.ndarray, seq: tuple[int, ...]) -> Tensor:
         read, write = self.layout == "half", self.layout != "interleaved"
         return turned(x, turn, seq, read_half=read, write_half=write)
 
     def _array(self, x: Tensor) -> np.ndarray:
-        tables = self._integers("bits", x.device).numpy().view(np.float32)
+        tables = self._integers("bits", x.device)[0].numpy().view(np.float32)
         return tables.astype(np.float64) if x.dtype == torch.float64 else tables
 
     def _positions(self, x: Tensor, positions: Any, offset: Any) -> Tensor:
