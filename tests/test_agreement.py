@@ -267,6 +267,34 @@ def test_tables_are_equal_to_the_bit(name):
             )
 
 
+FAST = np.array([6000.0, 90.0, 2.5, 0.01])
+
+
+@pytest.mark.parametrize("frequencies", [FAST, np.array([FAST, FAST[::-1]])], ids=len)
+@pytest.mark.parametrize("face", FACES)
+def test_pairs_that_turn_by_many_radians_are_right_at_real_positions(face, frequencies):
+    layer = class_of(face, "RotaryPositions")(8, frequencies=frequencies)
+    shape = (*frequencies.shape[:-1], 50)
+    positions = np.random.default_rng(0).uniform(-300, 300, shape).astype(np.float32)
+    angles = positions[..., None].astype(float) * frequencies[..., None, :]
+    angles = angles if frequencies.ndim == 1 else angles.sum(0)
+    cos, sin = (np.asarray(turn) for turn in layer.turns(array(face, positions)))
+    np.testing.assert_allclose(cos, np.cos(angles), atol=4e-7)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=4e-7)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("norm_type", [2.0, np.inf])
+@torch.no_grad()
+def test_a_norm_may_be_unbounded_and_a_row_have_no_width(face, norm_type):
+    ids = array(face, IDS)
+    layer = in_all_faces(tokens(max_norm=np.inf, norm_type=norm_type))[face]
+    want = in_all_faces(tokens())[face](ids)
+    np.testing.assert_array_equal(np.asarray(layer(ids)), np.asarray(want))
+    empty = made("Embedding", 9, 0, max_norm=1.0, norm_type=norm_type)(face)
+    assert tuple(empty(ids).shape) == (2, 4, 0)
+
+
 FAR = st.integers(-(2**24) + 1, 2**24 - 1)
 NEAR = st.integers(-2, 39)
 DRAWN = {
@@ -420,6 +448,10 @@ REFUSED = {
     "padding_idx must be in [-9, 9) for num_embeddings 9, got 9": made(
         "Embedding", 9, 4, padding_idx=9
     ),
+    "padding_idx must be an integer, got float": made("Embedding", 9, 4, padding_idx=2.0),
+    "padding_idx must be an integer, got bool": made(
+        "EmbeddingBag", 9, 4, padding_idx=True
+    ),
     "max_norm must be positive, got -1.0": made("Embedding", 9, 4, max_norm=-1.0),
     "mode must be 'sum', 'mean' or 'max', got 'median'": made(
         "EmbeddingBag", 9, 4, mode="median"
@@ -433,6 +465,26 @@ REFUSED = {
     "position='learned' needs max_positions, got None": made("EmbeddingLayer", 9, 4),
     "norm_eps must not be negative, got -1.0": made(
         "EmbeddingLayer", 9, 4, position=None, norm_eps=-1.0
+    ),
+    "num_embeddings must be at least 0, got -2": made(
+        "EmbeddingLayer", -2, 4, position=None
+    ),
+    "position must be 'learned', 'sinusoidal', None or a layer that adds positions, got "
+    "the class dict": made("EmbeddingLayer", 9, 4, position=dict),
+    "position must be 'learned', 'sinusoidal', None or a layer that adds positions, got "
+    "ndarray": made("EmbeddingLayer", 9, 4, position=np.ones(2)),
+    "inputs_embeds must be real, got int64": wrong(
+        "layer", inputs_embeds=np.ones((1, 2, 4), int)
+    ),
+    "inputs_embeds must have shape (..., length, 4), got (1, 2, 3)": wrong(
+        "layer", inputs_embeds=np.ones((1, 2, 3), np.float32)
+    ),
+    "offset must be integers or reals, got object": wrong("learned", X, offset=None),
+    "positions must fit x of shape (2, 2, 3, 8) with heads_axis -3, got shape ()": (
+        lambda face: in_all_faces(CASES["rotary"])[face](array(face, HEADS), 5)
+    ),
+    "delta must be smaller than 16777216 in size, got 16777216": wrong(
+        "rotary", HEADS, 2**24, method="rerotate"
     ),
     "give positions or offset, not both: add the offset to positions": wrong(
         "learned", X, [1, 2, 3], offset=1

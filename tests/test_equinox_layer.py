@@ -203,6 +203,14 @@ def test_dropping_everything_divides_by_nothing():
     assert np.asarray(run(layer, [1, 2, 0], inference=True)).any()
 
 
+@pytest.mark.parametrize("options", CONFIGURATIONS)
+def test_config_and_parameters_build_an_equal_layer(options):
+    layer = build(**options)
+    other = EmbeddingLayer(**layer.config(), key=KEY)
+    other = other.with_parameters(layer.parameters())
+    assert other.config() == layer.config() and bool(other == layer)
+
+
 # Padding
 
 
@@ -232,8 +240,9 @@ def test_padding_trains_nothing_and_no_optimizer_moves_it():
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(alone))
 
 
-def test_a_mask_says_what_is_padding():
-    layer = build(zero_padding=True, layer_norm=True)
+@pytest.mark.parametrize("norm_eps", [1e-5, 0.0])
+def test_a_mask_says_what_is_padding(norm_eps):
+    layer = build(zero_padding=True, layer_norm=True, norm_eps=norm_eps)
     mask = np.array([[True, False, True, True], [False, True, True, False]])
     # What is not there may be anything.
     embeds = np.where(mask[..., None], 1.0, np.nan) * rng.standard_normal((2, 4, 6))
@@ -335,7 +344,9 @@ def test_bad_arguments_are_refused_by_name():
     refused("^position must have embedding_dim 6, got 8", position=SinusoidalPositions(8))
     refused("^zero_padding needs padding_idx, got None", zero_padding=True)
     refused("^norm_eps must not be negative, got -1", norm_eps=-1.0)
-    refused("^dropout must be between 0 and 1, got 1.5", dropout=1.5)
+    # Before anything is drawn, for which a key would be missing.
+    refused("^dropout must be between 0 and 1, got 1.5", dropout=1.5, key=None)
+    refused(r"^position\['class'\] must be 'LearnedPositions' or", position={"class": "x"})
     refused("^segments must be positive, got 0", segments=0)
     refused("^key must be given to draw parameters, got None", key=None)
     with pytest.raises(ValueError, match="^embedding_dim must be positive, got 0"):

@@ -344,6 +344,10 @@ HUGE = [
     (WEIGHT, {**LAYER, "segments": 2**16, "embedding_dim": 2**16}),
     ({}, {"class": "SinusoidalPositions", "embedding_dim": 10**9}),
     ({}, {"class": "RotaryPositions", "head_dim": 10**9}),
+    ({}, {"class": "SinusoidalPositions", "embedding_dim": 2**14 + 2}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**14 + 2}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2, "frequencies": [[0]] * 2**14}),
+    ({}, {"class": "FourierFeatures", "matrix": [[0]] * 2**14}),
     ({}, {"class": "RotaryPositions", "head_dim": 2**16, "sections": [1] * 2**15}),
     ({}, {"class": "RotaryPositions", "head_dim": 2**12, "sections": [1] * 2**11}),
     ({}, {"class": "AlibiBias", "num_heads": 10**10}),
@@ -376,6 +380,18 @@ def test_a_forged_config_cannot_ask_for_memory(tensors, config, path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 30_000_000
+
+
+@pytest.mark.rejects
+def test_what_could_not_be_loaded_is_not_saved(path):
+    wide = SinusoidalPositions(2**14 + 2)
+    with pytest.raises(ValueError, match="^pairs must be at most 8192 in a file of 0 "):
+        save(path, wide)
+    assert not path.exists()
+    # A table of tokens that wide accounts for it.
+    layer = EmbeddingLayer(2, 2**14 + 2, position=wide, init="zeros")
+    save(path, layer)
+    np.testing.assert_array_equal(load(path)([1], offset=7), layer([1], offset=7))
 
 
 @pytest.mark.rejects

@@ -159,6 +159,8 @@ def test_randomised_rows_differ_and_a_seed_repeats_them():
     ]
     np.testing.assert_array_equal(draw[0], draw[1])
     assert (draw[0][0] != draw[0][1]).any()
+    seeded = positions.randomised(8, below=1000, rng=3, batch=2)
+    np.testing.assert_array_equal(seeded, draw[0])
     single = positions.randomised(8, below=1000, rng=np.random.default_rng(3))
     np.testing.assert_array_equal(single, draw[0][0])
 
@@ -201,6 +203,20 @@ def test_check_fit_accepts_what_belongs_together(shape, x):
 def test_check_fit_rejects_the_rest(shape, x, want):
     with pytest.raises(ValueError, match=f"positions must have shape {want}"):
         positions.check_fit(shape, x)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("offset", [[0, 5], None])
+def test_from_offset_rejects_what_is_no_array(offset):
+    want = (
+        f"offset must be a number or an array of one per row, got {type(offset).__name__}"
+    )
+    for call in (
+        lambda: positions.from_offset(np.arange(3), offset),
+        lambda: positions.from_mask(np.ones((2, 3)), offset=offset),
+    ):
+        with pytest.raises(TypeError, match=want):
+            call()
 
 
 @pytest.mark.rejects

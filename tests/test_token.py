@@ -181,6 +181,11 @@ def test_a_given_weight_is_used_and_not_copied():
         ({"dtype": "int32"}, TypeError, "dtype must be float64, .* got int32"),
         ({"weight": np.ones((5, 2))}, ValueError, r"shape \(5, 3\), got \(5, 2\)"),
         ({"weight": np.ones((5, 3), int)}, TypeError, "weight must be real, got int64"),
+        (
+            {"weight": np.ones((5, 3), complex), "dtype": "float32"},
+            TypeError,
+            "weight must be real, got complex128",
+        ),
         ({"init": lambda shape, rng: np.ones(2)}, ValueError, r"\(5, 3\), got \(2,\)"),
     ],
 )
@@ -495,6 +500,19 @@ def test_state_and_config_build_an_equal_layer():
     assert repr(other) == repr(layer) and "max_norm=1.5" in repr(layer)
 
 
+def test_numbers_of_another_machine_are_taken():
+    weight = np.random.default_rng(0).standard_normal((5, 3))
+    layer, other = (
+        Embedding(5, 3, weight=weight),
+        Embedding(5, 3, weight=weight.astype(">f8")),
+    )
+    ids = np.array([4, 0, 4], ">i4")
+    np.testing.assert_array_equal(other(ids), layer([4, 0, 4]))
+    got, want = (one.vjp(ids)[1](weight[:3].astype(">f8")) for one in (other, layer))
+    np.testing.assert_array_equal(got["weight"].values, want["weight"].values)
+    assert Embedding(2, 2, dtype=">f4").weight.dtype == np.float32
+
+
 @pytest.mark.rejects
 def test_a_state_that_does_not_fit_changes_nothing():
     layer = Embedding(5, 3, rng=0)
@@ -503,4 +521,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
         layer.load_state_dict({"w": np.ones((5, 3))})
     with pytest.raises(ValueError, match=r"\['weight'\]|must have shape \(5, 3\)"):
         layer.load_state_dict({"weight": np.ones((5, 4))})
+    with pytest.raises(TypeError, match=r"state\['weight'\] must be real, got complex128"):
+        layer.load_state_dict({"weight": np.ones((5, 3), complex)})
     np.testing.assert_array_equal(layer.weight, before)

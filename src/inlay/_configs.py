@@ -23,11 +23,13 @@ class Kind(NamedTuple):
         module: The file of the class, the same in every face.
         names: Its parameters. Those of a complete layer depend on its options.
         prefix: What tensor names begin with in a file.
+        turns: Whether it makes tables for its pairs of features; see :mod:`inlay.turns`.
     """
 
     module: str
     names: tuple[str, ...] = ()
     prefix: str = ""
+    turns: bool = False
 
 
 KINDS = {
@@ -36,17 +38,20 @@ KINDS = {
     "EmbeddingBag": Kind("bag", ("weight",), "token."),
     "EmbeddingLayer": Kind("layer"),
     "FireBias": Kind("fire", ("c", "multiplier", *_NETWORK), "bias."),
-    "FourierFeatures": Kind("fourier"),
+    "FourierFeatures": Kind("fourier", turns=True),
     "KerpleBias": Kind("kerple", ("r1", "r2"), "bias."),
     "LearnedPositions": Kind("learned", ("weight",), "position."),
-    "RotaryPositions": Kind("rotary"),
+    "RotaryPositions": Kind("rotary", turns=True),
     "ShawScores": Kind("shaw", ("weight",), "bias."),
-    "SinusoidalPositions": Kind("sinusoidal"),
+    "SinusoidalPositions": Kind("sinusoidal", turns=True),
     "T5Bias": Kind("relative", ("weight",), "bias."),
 }
 
-# What a size may be that no tensor accounts for: the width of a scheme without a table.
+# What a size may be that no tensor accounts for.
 _LARGEST = 2**16
+# How many pairs of features may have tables, of 6 KB for each, or twice that, that no
+# tensor accounts for.
+_MOST_PAIRS = 2**13
 # What only says how a layer is made, and is no part of what it is.
 _MAKING = {"init", "rng", "key", "device", "sparse", "_weight", "_freeze"}
 
@@ -75,22 +80,36 @@ def check_options(layer: type, options: dict[str, Any], tensors: dict[str, Any])
         for option, value in options.items()
         if isinstance(value, int) and _is_whole(known[option].annotation)
     }
-    if isinstance(sections := options.get("sections"), list):
-        # A rotary layer has tables for each of them.
-        sizes["sections × head_dim"] = len(sections) * sizes.get("head_dim", 1)
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    most = max(_LARGEST, numbers)
     for option, size in sizes.items():
-        if size > most:
-            raise ValueError(
-                f"{option} must be at most {most} in a file of {numbers} numbers, "
-                f"got {reprlib.repr(size)}"
-            )
+        _check_size(option, size, numbers, most=_LARGEST)
+    if KINDS[layer.__name__].turns:
+        _check_size("pairs", _pairs(options), numbers, most=_MOST_PAIRS)
     # Parameters that are no arguments exist before they can be compared with tensors,
     # unless they can be made on a device that has no memory.
     made = names - known.keys() and "device" not in known
     if made and math.prod(sizes.values()) > numbers:
         raise ValueError(f"a layer of {sizes} needs more than the {numbers} numbers here")
+
+
+def _check_size(option: str, size: int, numbers: int, *, most: int) -> None:
+    most = max(most, numbers)
+    if size > most:
+        raise ValueError(
+            f"{option} must be at most {most} in a file of {numbers} numbers, "
+            f"got {reprlib.repr(size)}"
+        )
+
+
+def _pairs(options: dict[str, Any]) -> int:
+    """Return how many pairs of features, along how many axes, tables are made for."""
+    for name in ("frequencies", "matrix"):
+        if isinstance(rows := options.get(name), list):
+            return sum(len(row) if isinstance(row, list) else 1 for row in rows)
+    width = options.get("head_dim", options.get("embedding_dim"))
+    sections = options.get("sections")
+    axes = len(sections) if isinstance(sections, list) else 1
+    return axes * width // 2 if isinstance(width, int) else 0
 
 
 def _is_whole(annotation: Any) -> bool:

@@ -61,6 +61,23 @@ def check_mask(dtype: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
         raise ValueError(f"mask must be bools of shape {lead}, got {dtype} {tuple(shape)}")
 
 
+def check_adds(position: Any, embedding_dim: int) -> None:
+    """Refuse what is no layer that adds positions, or one of another width."""
+    if isinstance(position, type) or not hasattr(position, "encode"):
+        found = type(position).__name__
+        if isinstance(position, type):
+            found = f"the class {position.__name__}"
+        raise TypeError(
+            "position must be 'learned', 'sinusoidal', None or a layer that adds "
+            f"positions, got {found}"
+        )
+    if getattr(position, "embedding_dim", None) != embedding_dim:
+        raise ValueError(
+            f"position must have embedding_dim {embedding_dim}, "
+            f"got {getattr(position, 'embedding_dim', None)}"
+        )
+
+
 def combine(
     token: Float[Any, "*batch embedding_dim"],
     *added: Float[Any, "*#batch embedding_dim"],

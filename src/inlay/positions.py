@@ -27,7 +27,12 @@ def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*mo
         >>> from_offset(np.arange(3), np.array([0, 10])).tolist()
         [[0, 1, 2], [10, 11, 12]]
     """
-    if isinstance(offset, int | float) or offset.ndim == 0:
+    if isinstance(offset, int | float):
+        return steps + offset
+    if not hasattr(offset, "ndim"):
+        kind = type(offset).__name__
+        raise TypeError(f"offset must be a number or an array of one per row, got {kind}")
+    if offset.ndim == 0:
         return steps + offset
     return steps + offset[..., None]
 
@@ -109,7 +114,11 @@ def from_grid(sizes: tuple[int, ...]) -> Int[np.ndarray, "axes length"]:
 
 
 def randomised(
-    length: int, *, below: int, rng: np.random.Generator, batch: int | None = None
+    length: int,
+    *,
+    below: int,
+    rng: int | np.random.Generator | None = None,
+    batch: int | None = None,
 ) -> Int[np.ndarray, "*batch length"]:
     """Return ``length`` different positions drawn from ``[0, below)``, in ascending order.
 
@@ -119,18 +128,19 @@ def randomised(
     Args:
         length: How many positions, at most ``below``.
         below: What all positions are smaller than; longer than any sequence to come.
-        rng: Where the randomness comes from.
+        rng: A seed or a generator; None is random.
         batch: Draw this many rows, each for itself. None draws a single one, without the
             batch axis.
 
     Example:
-        >>> ids = randomised(4, below=100, rng=np.random.default_rng(0))
+        >>> ids = randomised(4, below=100, rng=0)
         >>> ids.size, bool((np.diff(ids) > 0).all())
         (4, True)
     """
     length, below = not_negative("length", length), positive("below", below)
     if length > below:
         raise ValueError(f"length must be at most below {below}, got {length}")
+    rng = np.random.default_rng(rng)
     if batch is None:
         return np.sort(rng.choice(below, length, replace=False))
     rows = np.empty((not_negative("batch", batch), length), np.int64)

@@ -1,11 +1,17 @@
-"""The positions that a complete layer adds: what its argument names, or is."""
+"""The positions that a complete layer adds: what its argument names, describes or is."""
 
 from typing import Any
 
 from .._check import one_of
+from ..layer import check_adds
 from ._parameters import Key
 from .learned import LearnedPositions
 from .sinusoidal import SinusoidalPositions
+
+POSITIONS: dict[str, Any] = {
+    "LearnedPositions": LearnedPositions,
+    "SinusoidalPositions": SinusoidalPositions,
+}
 
 
 def position_layer(
@@ -16,7 +22,7 @@ def position_layer(
     dtype: Any,
     key: Key | None,
 ) -> Any:
-    """Return the module that ``position`` names or is."""
+    """Return the module that ``position`` names, describes or is."""
     if isinstance(position, str) and position == "learned":
         if max_positions is None:
             raise ValueError("position='learned' needs max_positions, got None")
@@ -29,19 +35,11 @@ def position_layer(
     if isinstance(position, str):
         one_of("position", position, ("learned", "sinusoidal"))
         return SinusoidalPositions(embedding_dim)
+    if isinstance(position, dict):
+        name = one_of("position['class']", position.get("class", ""), tuple(POSITIONS))
+        rest = {name: value for name, value in position.items() if name != "class"}
+        drawn = {"key": key} if name == "LearnedPositions" else {}
+        position = POSITIONS[name](**rest, **drawn)
     if position is not None:
-        _check_adds(position, embedding_dim)
+        check_adds(position, embedding_dim)
     return position
-
-
-def _check_adds(position: Any, embedding_dim: int) -> None:
-    if not hasattr(position, "encode"):
-        raise TypeError(
-            "position must be 'learned', 'sinusoidal', None or a module that adds "
-            f"positions, got {type(position).__name__}"
-        )
-    if position.embedding_dim != embedding_dim:
-        raise ValueError(
-            f"position must have embedding_dim {embedding_dim}, "
-            f"got {position.embedding_dim}"
-        )

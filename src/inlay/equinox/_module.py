@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
 from .._array import work_dtype
+from .._check import check_real
 
 Layer = TypeVar("Layer", bound=eqx.Module)
 
@@ -62,6 +63,7 @@ class Module(eqx.Module):
                     f"parameters[{name!r}] must have shape {value.shape}, "
                     f"got {np.shape(parameters[name])}"
                 )
+            check_real(parameters[name], name=f"parameters[{name!r}]")
         return self._filled({
             name: jnp.array(parameters[name], mine[name].dtype) for name in mine
         })

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._array import work_dtype
-from .._check import FLOATS, float_dtype, one_of
+from .._check import check_real, float_dtype, one_of
 
 Key = PRNGKeyArray | Any
 #: A name, or what ``jax.nn.initializers`` makes: a function of key, shape and dtype.
@@ -46,8 +46,10 @@ def given(
     array = value if isinstance(value, jax.Array) else np.array(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-    if dtype is None and array.dtype.name not in FLOATS:
-        raise TypeError(f"{name} must be real, got {array.dtype.name}")
+    check_real(array, name=name, whole=dtype is not None)
+    if isinstance(array, np.ndarray):
+        # JAX takes no bytes in another machine's order.
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return jnp.asarray(array, None if dtype is None else table_dtype(dtype))
 
 

@@ -44,7 +44,9 @@ def save(path: Path, layer: Module) -> None:
             )
     parameters = layer.parameters().items()
     tensors = {layer.prefix + name: np.asarray(value) for name, value in parameters}
-    write(path, tensors, {"class": type(layer).__name__, **layer.config()})
+    config = layer.config()
+    check_options(type(layer), config, tensors)
+    write(path, tensors, {"class": type(layer).__name__, **config})
 
 
 def load(path: Path) -> Any:
@@ -70,13 +72,16 @@ def _class(name: Any) -> Any:
     return getattr(importlib.import_module(f".{KINDS[name].module}", __package__), name)
 
 
-def _built(config: dict[str, Any], tensors: Tensors) -> Module:
+def _built(
+    config: dict[str, Any], tensors: Tensors, *, file: Tensors | None = None
+) -> Module:
+    """Return the layer of a config, of these tensors of a file."""
     options = dict(config)
     name = options.pop("class", None)
     layer = _class(name)
     if layer is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
-    check_options(layer, options, tensors)
+    check_options(layer, options, tensors if file is None else file)
     if name == "EmbeddingLayer":
         return _complete(layer, options, tensors)
     held = own_tensors(name, tensors)
@@ -93,7 +98,7 @@ def _complete(layer: Any, options: dict[str, Any], tensors: Tensors) -> Module:
         if not isinstance(position, dict):
             raise ValueError(f"position must be a config, got {reprlib.repr(position)}")
         held = {key: tensors[key] for key in tensors if key.startswith("position.")}
-        position = _built(position, held)
+        position = _built(position, held, file=tensors)
 
     def unfilled(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         if any(tensor.shape == shape for tensor in tensors.values()):

@@ -96,6 +96,7 @@ class EmbeddingLayer(Module):
         key: Key | None = None,
     ) -> None:
         self.embedding_dim = positive("embedding_dim", embedding_dim)
+        p = probability("dropout", dropout)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
         if not norm_eps >= 0:
@@ -125,7 +126,6 @@ class EmbeddingLayer(Module):
         self.norm = None
         if layer_norm:
             self.norm = eqx.nn.LayerNorm(embedding_dim, self.norm_eps, dtype=dtype)
-        p = probability("dropout", dropout)
         self.dropout = eqx.nn.Dropout(p) if p else None
 
     def __call__(
@@ -249,11 +249,19 @@ class EmbeddingLayer(Module):
         return total
 
     def _normalised(
-        self, total: Float[Array, "*batch embedding_dim"]
+        self,
+        total: Float[Array, "*batch embedding_dim"],
+        used: Bool[Array, "*batch"] | None,
     ) -> Float[Array, "*batch embedding_dim"]:
         if self.norm is None:
             return total
-        y, _ = standardise(total, eps=self.norm.eps)
+        if used is None:
+            y, _ = standardise(total, eps=self.norm.eps)
+        else:
+            # Before the norm and inside it, where rows of zeros without an epsilon are
+            # NaN: what does not count must not reach the norm's gradient.
+            y, _ = standardise(zero_where(total, used), eps=self.norm.eps)
+            y = zero_where(y, used)
         weight, bias = (
             None if row is None else jnp.broadcast_to(row.astype(y.dtype), y.shape)
             for row in (self.norm.weight, self.norm.bias)
@@ -286,10 +294,7 @@ def _finished(
     key: Key | None,
     inference: bool | None,
 ) -> Float[Array, "*batch embedding_dim"]:
-    used = both(call.mask, call.inside)
-    if used is not None:
-        # Before the norm, so that what does not count cannot reach its gradient.
-        total = zero_where(total, used)
-    out = layer._dropped(layer._normalised(total), key=key, inference=inference)
+    normalised = layer._normalised(total, both(call.mask, call.inside))
+    out = layer._dropped(normalised, key=key, inference=inference)
     out = nan_outside(out.astype(layer.dtype), call.inside)
     return out if call.mask is None else zero_where(out, call.mask)

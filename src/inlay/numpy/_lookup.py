@@ -119,7 +119,9 @@ def looked_up(
     mask: Any,
 ) -> Lookup:
     """Return the arguments of a call, checked against the layer and each other."""
-    embeds = None if inputs_embeds is None else vectors(inputs_embeds, layer.embedding_dim)
+    embeds = inputs_embeds
+    if embeds is not None:
+        embeds = vectors(embeds, layer.embedding_dim, name="inputs_embeds")
     if ids is not None:
         # A copy: what is pulled back later must be what was looked up now.
         ids = ids_in_range(ids, layer.token.num_embeddings).copy()

@@ -40,7 +40,9 @@ def save(path: Path, layer: Module) -> None:
             )
     parameters = layer.parameters().items()
     tensors = {layer.prefix + name: value for name, value in parameters}
-    write(path, tensors, {"class": type(layer).__name__, **layer.config()})
+    config = layer.config()
+    check_options(type(layer), config, tensors)
+    write(path, tensors, {"class": type(layer).__name__, **config})
 
 
 def load(path: Path) -> Any:
@@ -65,13 +67,16 @@ def _class(name: Any) -> Any:
     return getattr(importlib.import_module(f".{_LAYERS[name][0]}", __package__), name)
 
 
-def _built(config: dict[str, Any], tensors: Tensors) -> Module:
+def _built(
+    config: dict[str, Any], tensors: Tensors, *, file: Tensors | None = None
+) -> Module:
+    """Return the layer of a config, of these tensors of a file."""
     options = dict(config)
     name = options.pop("class", None)
     layer = _class(name)
     if layer is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
-    check_options(layer, options, tensors)
+    check_options(layer, options, tensors if file is None else file)
     if name == "EmbeddingLayer":
         return _complete(layer, options, tensors)
     held = own_tensors(name, tensors)
@@ -89,7 +94,7 @@ def _complete(layer: Any, options: dict[str, Any], tensors: Tensors) -> Module:
         if not isinstance(position, dict):
             raise ValueError(f"position must be a config, got {reprlib.repr(position)}")
         held = {key: tensors[key] for key in tensors if key.startswith("position.")}
-        position = _built(position, held)
+        position = _built(position, held, file=tensors)
 
     def unfilled(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
         for tensor in tensors.values():

@@ -158,7 +158,7 @@ class LearnedPositions(Module):
         """
         dy = widened(dy) * self.scale
         if positions.ndim == 1:
-            dy = dy.reshape(-1, *dy.shape[-2:]).sum(axis=0)
+            dy = dy.sum(axis=tuple(range(dy.ndim - 2)))
         positions = np.broadcast_to(positions, dy.shape[:-1])
         if not is_real(positions):
             rows = positions.astype(np.int64) + self.row_offset

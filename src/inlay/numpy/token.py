@@ -16,7 +16,7 @@ from .._check import (
 )
 from ..rows import Rows, sum_by_id
 from ..token import Init, Resized, Seed, check_norm, initial, resized, within_norm
-from ._module import Module, given, widened
+from ._module import Module, given, native, widened
 
 if TYPE_CHECKING:
     from .._optim_pending import Pending
@@ -125,6 +125,7 @@ class Embedding(Module):
         if dy.shape != (*ids.shape, self.embedding_dim):
             want = (*ids.shape, self.embedding_dim)
             raise ValueError(f"dy must have shape {want}, got {dy.shape}")
+        dy = native(dy)
         return sum_by_id(ids, dy, skip=self.padding_idx, mean=self.scale_grad_by_freq)
 
     def logits(

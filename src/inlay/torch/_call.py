@@ -72,6 +72,8 @@ def _ids(
     bound: str = "num_embeddings",
 ) -> Tensor:
     ids = value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
+    if not ids.numel() and isinstance(value, list | tuple):
+        ids = ids.to(torch.int64)  # an empty list has no dtype of its own
     found = as_index(ids, name=name)
     if concrete(ids):
         with torch_classes():

@@ -55,6 +55,7 @@ def save(path: Path, layer: nn.Module) -> None:
         for option, value in _config(layer).items()
         if option not in {"sparse", *kind.names}
     }
+    check_options(type(layer), config, tensors)
     write(path, tensors, {"class": type(layer).__name__, **config})
 
 
@@ -101,13 +102,16 @@ def _config(layer: Any) -> dict[str, Any]:
     return config
 
 
-def _built(config: dict[str, Any], tensors: Tensors) -> nn.Module:
+def _built(
+    config: dict[str, Any], tensors: Tensors, *, file: Tensors | None = None
+) -> nn.Module:
+    """Return the layer of a config, of these tensors of a file."""
     options = dict(config)
     name = options.pop("class", None)
     layer = _class(name)
     if layer is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
-    check_options(layer, options, tensors)
+    check_options(layer, options, tensors if file is None else file)
     known = inspect.signature(layer).parameters
     if "dtype" in options:
         options["dtype"] = getattr(torch, float_dtype(options["dtype"]).name)
@@ -128,7 +132,7 @@ def _position(config: Any, tensors: Tensors) -> nn.Module | None:
     if not isinstance(config, dict):
         raise ValueError(f"position must be a config, got {reprlib.repr(config)}")
     held = {key: tensors[key] for key in tensors if key.startswith("position.")}
-    return _built(config, held)
+    return _built(config, held, file=tensors)
 
 
 def _filled(layer: nn.Module, held: Tensors) -> nn.Module:

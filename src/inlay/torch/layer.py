@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm as normalise
 
-from .._check import one_of, positive, probability
-from ..layer import combine, zero_where
+from .._check import not_negative, one_of, positive, probability
+from ..layer import check_adds, combine, zero_where
 from ._call import Call, checked_call
-from ._fused_layer import plan_of
+from ._layer_plan import plan_of
 from ._positions import Offset, Positions
 from ._tables import name_of, widened, work
 from .learned import LearnedPositions
@@ -92,6 +92,7 @@ class EmbeddingLayer(nn.Module):
         if not norm_eps >= 0:
             raise ValueError(f"norm_eps must not be negative, got {norm_eps}")
         probability("dropout", dropout)
+        not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
         self.norm_eps = float(norm_eps)
         place = {"device": device, "dtype": dtype}
@@ -235,6 +236,11 @@ class EmbeddingLayer(nn.Module):
             total = self.position(total, call.positions, offset=call.offset)
         if self.segment is not None:
             total = total + self.segment(call.segments).to(kind)
+        if call.mask is not None and self.norm is not None:
+            # A row that any norm takes: of NaN, or of zeros without an epsilon, the norm's
+            # gradient would be NaN where nothing is trained.
+            steps = torch.arange(self.embedding_dim, dtype=kind, device=total.device)
+            total = torch.where(call.mask[..., None], total, steps)
         return _normalised(total, self.norm)
 
     def _draw(self) -> None:
@@ -288,18 +294,5 @@ def _position_layer(
             rest["device"] = device
         position = POSITIONS[name](**rest)
     if position is not None:
-        _check_adds(position, embedding_dim)
+        check_adds(position, embedding_dim)
     return position
-
-
-def _check_adds(position: Any, embedding_dim: int) -> None:
-    if not hasattr(position, "encode"):
-        raise TypeError(
-            "position must be 'learned', 'sinusoidal', None or a module that adds "
-            f"positions, got {type(position).__name__}"
-        )
-    if position.embedding_dim != embedding_dim:
-        raise ValueError(
-            f"position must have embedding_dim {embedding_dim}, "
-            f"got {position.embedding_dim}"
-        )
