@@ -151,12 +151,16 @@ def test_ids_of_any_shape_in_every_dtype(shape, dtype, position, offset):
     np.testing.assert_allclose(got.astype(float), want, rtol=rtol, atol=3e-6)
 
 
-def test_half_precision_is_the_float32_result_rounded_once():
-    half = build(dtype="bfloat16", layer_norm=True, segments=2)
-    wide = build(dtype="float32", layer_norm=True, segments=2)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_half_precision_is_the_float32_result_rounded_once(dropout):
+    options = {"layer_norm": True, "segments": 2, "dropout": dropout}
+    half = build(dtype="bfloat16", **options).train()
+    wide = build(dtype="float32", **options).train()
     wide.load_state_dict({n: v.astype(np.float32) for n, v in half.state_dict().items()})
-    want = wide(IDS).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(half(IDS).view(np.uint16), want.view(np.uint16))
+    for run in (lambda layer: layer(IDS), lambda layer: layer.vjp(IDS)[0]):
+        half.rng, wide.rng = np.random.default_rng(3), np.random.default_rng(3)
+        want = run(wide).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(run(half).view(np.uint16), want.view(np.uint16))
 
 
 # Where a token stands
@@ -242,6 +246,58 @@ def test_zero_padding_zeroes_a_row_that_is_nan():
     y, pull = layer.vjp(inputs_embeds=x, mask=[[True, False]])
     np.testing.assert_array_equal(y, got)
     assert (pull(np.ones((1, 2, 6)))["inputs_embeds"][0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("norm_eps", [1e-5, 0.0])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_padding_that_is_nan_trains_nothing(norm_eps, dropout):
+    layer = build(layer_norm=True, norm_eps=norm_eps, dropout=dropout, zero_padding=True)
+    layer.train()
+    x, found = rng.standard_normal((2, 4, 6)), []
+    for padding in (1.0, np.nan):
+        x[IDS == 0] = padding
+        layer.rng = np.random.default_rng(5)
+        y, pull = layer.vjp(IDS, inputs_embeds=x)
+        dy = np.where(IDS[..., None] == 0, padding, np.ones_like(y))
+        found.append((y, pull(dy)))
+    (y, want), (again, got) = found
+    np.testing.assert_array_equal(y, again)
+    for name, gradient in want.items():
+        mine, other = (getattr(g, "values", g) for g in (got[name], gradient))
+        np.testing.assert_array_equal(mine, other, err_msg=name)
+        assert np.isfinite(mine).all(), name
+
+
+def test_what_is_dropped_is_zero_even_if_it_is_nan():
+    layer = build(position=None, dropout=0.5).train()
+    layer.rng = np.random.default_rng(0)
+    got = layer(inputs_embeds=np.full((9, 6), np.nan))
+    layer.rng = np.random.default_rng(0)
+    y, _ = layer.vjp(inputs_embeds=np.full((9, 6), np.nan))
+    np.testing.assert_array_equal(got, y)
+    assert (got == 0).any() and np.isnan(got).any()
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS)
+def test_a_batch_without_tokens_has_gradients_of_zero(options):
+    layer = build(**options)
+    y, pull = layer.vjp(np.zeros((2, 0), int))
+    assert y.shape == (2, 0, 6)
+    for name, gradient in pull(y).items():
+        dense = gradient.dense(1) if hasattr(gradient, "dense") else gradient
+        assert dense.shape[-1] == 6 and not dense.any(), name
+
+
+def test_a_gradient_is_of_the_tables_and_the_norm_as_they_were():
+    layer = build(layer_norm=True, segments=3, scale=True)
+    y, pull = layer.vjp(IDS, segments=IDS % 3)
+    dy = rng.standard_normal(y.shape)
+    want = pull(dy)
+    for value in layer.parameters().values():
+        value[...] = 7
+    for name, gradient in pull(dy).items():
+        mine, other = (getattr(g, "values", g) for g in (gradient, want[name]))
+        np.testing.assert_array_equal(mine, other, err_msg=name)
 
 
 def test_ids_tell_padding_beside_inputs_embeds():
@@ -488,6 +544,19 @@ def test_bad_calls_are_refused_by_name(call, error, sentence):
     for run in (layer, layer.vjp):
         with pytest.raises(error, match=sentence):
             run(**call)
+
+
+@pytest.mark.rejects
+def test_a_state_that_does_not_fit_changes_no_part():
+    layer = build(segments=2, layer_norm=True)
+    before = layer.state_dict()
+    wrong = {name: np.full_like(value, 3) for name, value in before.items()}
+    for name in before:
+        state = {**wrong, name: wrong[name].astype(str)}
+        with pytest.raises(TypeError, match=rf"state\['{name}'\] must be real, got str"):
+            layer.load_state_dict(state)
+        for part, value in layer.state_dict().items():
+            np.testing.assert_array_equal(value, before[part])
 
 
 @pytest.mark.rejects

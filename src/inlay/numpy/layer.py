@@ -7,21 +7,17 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import work_dtype
-from .._check import float_dtype, one_of, positive, probability
-from ..layer import standardise, standardise_pull, zero_where
+from .._check import float_dtype, positive, probability
+from ..layer import zero_where
 from ..learned import small_normal
 from ..token import Init, Seed, normal
 from ._added import gradient_of
 from ._lookup import dropped, looked_up
-from ._module import Module, widened
+from ._module import Module
+from ._norm import normalised, normalised_pull
+from ._position_layer import position_layer
 from .learned import LearnedPositions
-from .sinusoidal import SinusoidalPositions
 from .token import Embedding
-
-POSITIONS = {
-    "LearnedPositions": LearnedPositions,
-    "SinusoidalPositions": SinusoidalPositions,
-}
 
 
 class EmbeddingLayer(Module):
@@ -96,7 +92,7 @@ class EmbeddingLayer(Module):
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, **tables
         )
-        self.position = _position_layer(
+        self.position = position_layer(
             position,
             max_positions=max_positions,
             embedding_dim=embedding_dim,
@@ -144,10 +140,12 @@ class EmbeddingLayer(Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        out = call.rows(norm=self.norm, dtype=self.dtype)
         if self.training and self.dropout:
-            kept = dropped(out.shape, self.dropout, self.rng)
-            out = (widened(out) * kept).astype(self.dtype)
+            out = call.rows(norm=self.norm, dtype=work_dtype(self.dtype))
+            out = _thinned(out, dropped(out.shape, self.dropout, self.rng))
+            out = out.astype(self.dtype, copy=False)
+        else:
+            out = call.rows(norm=self.norm, dtype=self.dtype)
         return out if call.mask is None else zero_where(out, call.mask)
 
     def vjp(
@@ -169,22 +167,26 @@ class EmbeddingLayer(Module):
         """
         nothing = dict.fromkeys(("positions", "segments", "inputs_embeds", "mask"))
         call = looked_up(self, ids, **{**nothing, "offset": 0, **options})
+        mask, norm, eps = call.mask, self.norm, self.norm_eps
         total = call.rows(norm=None, dtype=work_dtype(self.dtype))
-        out, norm_pull = self._normalised(total)
-        kept = call.mask if call.mask is None else call.mask[..., None].astype(out.dtype)
+        out = total if norm is None else normalised(total, norm=norm, eps=eps)
+        # What is pulled back later is what was worked with now.
+        weight = None if norm is None else norm[0].copy()
+        kept = None
         if self.training and self.dropout:
-            kept = dropped(out.shape, self.dropout, self.rng) * (
-                1 if kept is None else kept
-            )
-        # Zeroed by choice and not by product: 0 · NaN is NaN.
-        y = out if kept is None else np.where(kept == 0, 0, out * kept)
+            kept = dropped(out.shape, self.dropout, self.rng)
+            out = _thinned(out, kept)
+        y = out if mask is None else zero_where(out, mask)
         y = y.astype(self.dtype, copy=False)
 
         def pull(dy: Any) -> dict[str, Any]:
-            dy = widened(gradient_of(y, dy))
-            dy = dy if kept is None else np.where(kept == 0, 0, dy * kept)
-            dtotal, gradients = norm_pull(dy)
-            return {**call.gradients(dtotal), **gradients}
+            dy = gradient_of(y, dy).astype(total.dtype, copy=False)
+            dy = dy if mask is None else zero_where(dy, mask)
+            dy = dy if kept is None else _thinned(dy, kept)
+            if weight is None:
+                return call.gradients(dy)
+            back = normalised_pull(dy, total, weight=weight, eps=eps, mask=mask)
+            return {**call.gradients(back[0]), **back[1]}
 
         return y, pull
 
@@ -258,58 +260,11 @@ class EmbeddingLayer(Module):
             "dtype": self.dtype.name,
         }
 
-    def _normalised(self, total: np.ndarray) -> tuple[np.ndarray, Callable[..., Any]]:
-        """Return the LayerNorm of ``total`` and the function to its gradients."""
-        if self.norm is None:
-            return total, lambda dy: (dy, {})
-        weight, bias = map(widened, self.norm)
-        y, factor = standardise(total, eps=self.norm_eps)
-
-        def pull(dy: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-            axes = tuple(range(dy.ndim - 1))
-            gradients = {"norm.weight": (dy * y).sum(axes), "norm.bias": dy.sum(axes)}
-            return standardise_pull(dy * weight, y, factor), gradients
-
-        return y * weight + bias, pull
-
-
-def _position_layer(
-    position: Any, *, max_positions: int | None, embedding_dim: int, dtype: Any, rng: Seed
-) -> Any:
-    """Return the layer that ``position`` names, describes or is."""
-    if position == "learned":
-        if max_positions is None:
-            raise ValueError("position='learned' needs max_positions, got None")
-        return LearnedPositions(max_positions, embedding_dim, dtype=dtype, rng=rng)
-    if max_positions is not None:
-        raise ValueError(
-            f"max_positions is for position='learned', got {max_positions} "
-            f"with {position!r}"
-        )
-    if isinstance(position, str):
-        one_of("position", position, ("learned", "sinusoidal"))
-        return SinusoidalPositions(embedding_dim)
-    if isinstance(position, dict):
-        name = one_of("position['class']", position.get("class", ""), tuple(POSITIONS))
-        rest = {key: value for key, value in position.items() if key != "class"}
-        position = POSITIONS[name](**rest)
-    if position is not None:
-        _check_adds(position, embedding_dim)
-    return position
-
-
-def _check_adds(position: Any, embedding_dim: int) -> None:
-    if not hasattr(position, "encode"):
-        raise TypeError(
-            "position must be 'learned', 'sinusoidal', None or a layer that adds "
-            f"positions, got {type(position).__name__}"
-        )
-    if position.embedding_dim != embedding_dim:
-        raise ValueError(
-            f"position must have embedding_dim {embedding_dim}, "
-            f"got {position.embedding_dim}"
-        )
-
 
 def _unit_when_scaled(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return normal(shape, rng, std=shape[-1] ** -0.5)
+
+
+def _thinned(x: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    # By choice and not by product: 0 · NaN is NaN.
+    return np.where(kept == 0, 0, x * kept).astype(x.dtype, copy=False)
