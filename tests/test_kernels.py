@@ -13,6 +13,7 @@ from inlay import kernels
 from inlay.kernels._numba import bits_of, kernel, narrow, widen
 from inlay.kernels._pool import run
 from inlay.kernels._share import pieces
+from inlay.layer_gradients import layer_gradients
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 HALVES = [np.float16, ml_dtypes.bfloat16]
@@ -194,7 +195,7 @@ def test_kernels_free_what_they_allocate(threads):
 
     def calls():
         kernels.layer((table, ids), ((table, ids),), scale=2.0, norm=norm, out=out)
-        kernels.layer_pull((table, ids), (), scale=2.0, norm=norm[1:], dy=out)
+        layer_gradients((table, ids), (), scale=2.0, norm=norm[1:], dy=out)
         kernels.gather(table, ids)
 
     calls()

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "Route": "_layer_pull",
     "adagrad_update": "_optim_scaled",
     "adam_settle": "_optim_adam",
     "adam_update": "_optim_adam",
@@ -18,7 +19,7 @@ _HOME = {
     "get_num_threads": "_threads",
     "group_targets": "_skipgram",
     "layer": "_layer",
-    "layer_pull": "_layer",
+    "layer_pull": "_layer_pull",
     "linear_settle": "_optim_linear",
     "lion_settle": "_optim_lion",
     "lion_update": "_optim_lion",

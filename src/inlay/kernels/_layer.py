@@ -1,8 +1,7 @@
-"""The complete layer in one pass over memory: look up, scale, add, normalise; and back.
+"""The complete layer in one pass over memory: look up, scale, add, normalise.
 
 A row is put together in a scratch row that stays in the first cache, in float32 (float64
-for float64), and written once. The way back puts it together again instead of reading it
-from a second large array.
+for float64), and written once.
 """
 
 import numpy as np
@@ -16,8 +15,6 @@ from ._share import pieces
 AHEAD = 2
 # About how many entries of work are worth waking a second core for.
 GRAIN = 1 << 16
-# Rows whose share in the norm's gradients is summed together, and how many such sums.
-BLOCK, BLOCKS = 64, 256
 
 Rows = tuple[np.ndarray, np.ndarray]
 # What is not there is None: Numba compiles a loop of its own without it.
@@ -37,6 +34,7 @@ def layer(
     Args:
         token: A table and the row of it that each output row begins with.
         added: Up to two more tables and rows, to be added: positions and segments.
+            ``(None, None)`` is one that is not there.
         scale: What the token's row is multiplied by.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
         out: ``(rows, embedding_dim)``. Rows must have been checked.
@@ -46,7 +44,7 @@ def layer(
     run(
         _rows,
         out.shape[0],
-        *_three(token, added),
+        *three_of(token, added),
         gain if gain is None else bits_of(gain),
         shift if shift is None else bits_of(shift),
         work(scale),
@@ -56,50 +54,7 @@ def layer(
     )
 
 
-def layer_pull(
-    token: Rows,
-    added: tuple[Rows, ...],
-    *,
-    scale: float,
-    norm: tuple[np.ndarray, float],
-    dy: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of the sums of rows, of the norm's weight and of its bias.
-
-    Those of the norm are summed over fixed blocks of rows, so that they do not depend on
-    the number of threads.
-
-    Args:
-        token: As in :func:`layer`.
-        added: Likewise.
-        scale: Likewise.
-        norm: Weight and epsilon of the LayerNorm.
-        dy: Gradient of the output, ``(rows, embedding_dim)``.
-    """
-    rows, width = dy.shape
-    work = np.float64 if dy.dtype == np.float64 else np.float32
-    dx = np.empty(dy.shape, work)
-    block = max(BLOCK, -(-rows // BLOCKS))
-    sums = np.zeros((-(-rows // block), 2, width), work)
-    gain, eps = norm
-    run(
-        _rows_pull,
-        len(sums),
-        *_three(token, added),
-        bits_of(gain),
-        work(scale),
-        work(eps),
-        bits_of(dy),
-        dx,
-        sums,
-        block,
-        grain=max(1, GRAIN // max(1, block * width)),
-    )
-    dgain, dshift = sums.sum(0)
-    return dx, dgain, dshift
-
-
-def _three(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...]:
+def three_of(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...]:
     """Return three tables and the rows of each; None twice for one that is not there."""
     pairs = (token, *added, _NOTHING, _NOTHING)[:3]
     return tuple(
@@ -108,7 +63,8 @@ def _three(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...
 
 
 @inlined
-def _put_together(row, i, token, ids, second, seconds, third, thirds, scale):
+def put_together(row, i, token, ids, second, seconds, third, thirds, scale):
+    """Write to ``row`` what the tables have for place ``i``."""
     # Named outside the loops: read inside, a store to the row might change it.
     first = ids[i]
     if seconds is not None:
@@ -125,7 +81,7 @@ def _put_together(row, i, token, ids, second, seconds, third, thirds, scale):
 
 
 @inlined
-def _mean_of(row, zero):
+def mean_of(row, zero):
     """Return the mean of the row's numbers, which have the type of ``zero``."""
     block = WIDTH // row.itemsize
     whole, sums = row.size - row.size % block, zeros(zero)
@@ -138,7 +94,7 @@ def _mean_of(row, zero):
 
 
 @inlined
-def _factor_of(row, mean, eps):
+def factor_of(row, mean, eps):
     """Return what the row, less its mean, is multiplied by to have a variance of 1."""
     # Every number here has the type of eps: an int would widen it to float64.
     block = WIDTH // row.itemsize
@@ -159,55 +115,13 @@ def _rows(ticket, token, ids, second, seconds, third, thirds, gain, shift, scale
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             prefetch_row(token, ids[min(i + AHEAD, hi - 1)])
-            _put_together(row, i, token, ids, second, seconds, third, thirds, scale)
+            put_together(row, i, token, ids, second, seconds, third, thirds, scale)
             if gain is not None:
-                mean = _mean_of(row, type(scale)(0))
-                factor = _factor_of(row, mean, eps)
+                mean = mean_of(row, type(scale)(0))
+                factor = factor_of(row, mean, eps)
                 for d in range(width):
                     value = (row[d] - mean) * factor * widen(gain[d]) + widen(shift[d])
                     out[i, d] = narrow(value, out[i, d])
             else:
                 for d in range(width):
                     out[i, d] = narrow(row[d], out[i, d])
-
-
-@kernel(reorder=True)
-def _rows_pull(
-    ticket,
-    token,
-    ids,
-    second,
-    seconds,
-    third,
-    thirds,
-    gain,
-    scale,
-    eps,
-    dy,
-    dx,
-    sums,
-    block,
-):
-    rows, width = dx.shape
-    row = np.empty(width, type(scale))
-    for lo, hi in pieces(ticket):
-        for part in range(lo, hi):
-            for i in range(part * block, min(rows, (part + 1) * block)):
-                prefetch_row(token, ids[min(i + AHEAD, rows - 1)])
-                _put_together(row, i, token, ids, second, seconds, third, thirds, scale)
-                centre = _mean_of(row, type(scale)(0))
-                factor = _factor_of(row, centre, eps)
-                mean, along = type(scale)(0), type(scale)(0)
-                for d in range(width):
-                    row[d] = (row[d] - centre) * factor
-                    up = widen(dy[i, d])
-                    sums[part, 0, d] += up * row[d]
-                    sums[part, 1, d] += up
-                    up *= widen(gain[d])
-                    mean += up
-                    along += up * row[d]
-                mean /= type(scale)(width)
-                along /= type(scale)(width)
-                for d in range(width):
-                    up = widen(dy[i, d]) * widen(gain[d])
-                    dx[i, d] = factor * (up - mean - row[d] * along)

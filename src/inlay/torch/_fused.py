@@ -21,6 +21,15 @@ from .._check import float_dtype
 from ..kernels._threads import on_threads
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_BFLOAT16 = float_dtype("bfloat16")
+# What NumPy calls numbers of a table, and its bytes.
+_NAMES = {
+    torch.float64: np.dtype(np.float64).str,
+    torch.float32: np.dtype(np.float32).str,
+    torch.float16: np.dtype(np.float16).str,
+    torch.bfloat16: np.dtype(np.uint16).str,
+    torch.uint8: np.dtype(np.uint8).str,
+}
 
 
 def eager() -> bool:
@@ -76,6 +85,12 @@ def threads_of_torch() -> AbstractContextManager[None]:
     return on_threads(torch.get_num_threads())
 
 
+class _Memory:
+    """What a tensor holds, as NumPy asks for it."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+
 def array_of(x: Tensor) -> np.ndarray:
     """Return the memory of a concrete tensor as a NumPy array, bfloat16 included."""
     x = x.detach()
@@ -89,10 +104,17 @@ def array_of_table(weight: Tensor) -> np.ndarray:
 
     ``Tensor.numpy`` forbids that for good, and FSDP frees tables between their uses.
     """
-    weight = weight.detach()
-    if weight.dtype == torch.bfloat16:
-        return np.from_dlpack(weight.view(torch.uint16)).view(float_dtype("bfloat16"))
-    return np.from_dlpack(weight)
+    memory, size = _Memory(), weight.element_size()
+    memory.tensor = weight
+    memory.__array_interface__ = {
+        "data": (weight.data_ptr(), False),
+        "shape": tuple(weight.shape),
+        "strides": tuple(size * step for step in weight.stride()),
+        "typestr": _NAMES[weight.dtype],
+        "version": 3,
+    }
+    array = np.asarray(memory)
+    return array.view(_BFLOAT16) if weight.dtype == torch.bfloat16 else array
 
 
 def tensor_of(array: Any) -> Tensor:

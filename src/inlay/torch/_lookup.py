@@ -6,8 +6,7 @@ the table alone, and ``scale_grad_by_freq`` has a right second derivative. Eager
 that runs on the kernels; everywhere else it is plain operators.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,8 +132,7 @@ def shortened(
     return short + (rows - kept)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """What a table's gradient depends on beside the ids and the gradient of the rows."""
 
     num_embeddings: int

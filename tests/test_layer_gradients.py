@@ -1,0 +1,144 @@
+"""Every gradient of the complete layer equals autograd's on plain operators."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from inlay import kernels
+from inlay.layer_gradients import layer_gradients
+
+SIZES = (50, 9, 3)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = kernels.get_num_threads()
+    kernels.set_num_threads(request.param)
+    yield request.param
+    kernels.set_num_threads(before)
+
+
+class Case:
+    """Tables, rows, a norm and a gradient, and what autograd makes of them in float64."""
+
+    def __init__(self, dtype, *, parts, normed, places=1000, width=33):
+        rng = np.random.default_rng(0)
+        self.dtype, self.parts = dtype, parts
+        self.tables = [rng.standard_normal((n, width)).astype(dtype) for n in SIZES]
+        self.rows = [rng.integers(0, n, places) for n in SIZES]
+        self.gain = rng.standard_normal(width).astype(dtype) if normed else None
+        self.dy = rng.standard_normal((places, width)).astype(dtype)
+        self.mask = rng.random(places) < 0.8
+
+    def ours(self, **options: Any) -> Any:
+        pairs: list[Any] = list(zip(self.tables, self.rows, strict=True))
+        pairs = [pair if k in self.parts else (None, None) for k, pair in enumerate(pairs)]
+        added = tuple(pairs[1 : max(self.parts) + 1])
+        norm = None if self.gain is None else (self.gain, 0.1)
+        options = {"scale": 1.5, "norm": norm, "dy": self.dy, **options}
+        return layer_gradients(pairs[0], added, **options)
+
+    def autograd(self, *, skips=(None, None), mask=None):
+        tables = [torch.from_numpy(t.astype(float)).requires_grad_() for t in self.tables]
+        total: Any = 0
+        for k in self.parts:
+            skip = (*skips, None)[k]
+            part = nn.functional.embedding(
+                torch.from_numpy(self.rows[k]), tables[k], padding_idx=skip
+            )
+            part.retain_grad()
+            self.looked_up = part if k == 0 else self.looked_up
+            total = total + part * (1.5 if k == 0 else 1.0)
+        norm = [torch.zeros(0, requires_grad=True)] * 2
+        if self.gain is not None:
+            norm = [torch.from_numpy(self.gain.astype(float)).requires_grad_()]
+            norm.append(torch.zeros_like(norm[0], requires_grad=True))
+            total = nn.functional.layer_norm(total, (total.shape[1],), *norm, eps=0.1)
+        dy = torch.from_numpy(self.dy.astype(float))
+        if mask is not None:
+            dy = torch.where(torch.from_numpy(mask)[:, None], dy, 0)
+        total.backward(dy)
+        return [table.grad for table in tables], [one.grad for one in norm]
+
+    def close(self, got, want):
+        work = np.float64 if self.dtype == np.float64 else np.float32
+        assert got.dtype == work
+        tolerance = 1e-11 if work == np.float64 else 2e-4
+        np.testing.assert_allclose(got, want.numpy(), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("parts", [(0,), (0, 1), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_every_gradient_is_autograds(dtype, parts, normed, threads):
+    case = Case(dtype, parts=parts, normed=normed)
+    tables, norm = case.autograd(skips=(7, 4), mask=case.mask)
+    got = case.ours(skips=(7, 4), mask=case.mask)
+    assert 7 not in got.token.ids and (np.diff(got.token.ids) > 0).all()
+    case.close(got.token.dense(SIZES[0]), tables[0])
+    if 1 in parts:
+        assert 4 not in got.second.ids
+        case.close(got.second.dense(SIZES[1]), tables[1])
+    else:
+        assert got.second is None
+    if 2 in parts:
+        case.close(got.third, tables[2])
+    else:
+        assert got.third is None
+    if normed:
+        case.close(got.weight, norm[0])
+        case.close(got.bias, norm[1])
+    else:
+        assert got.weight is None and got.bias is None
+
+
+def test_token_rows_need_not_be_summed(threads):
+    case = Case(np.float64, parts=(0, 1), normed=True)
+    case.autograd(mask=case.mask)
+    got = case.ours(by_id=False, mask=case.mask).token
+    case.close(got, case.looked_up.grad)
+    assert not got[~case.mask].any()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_whatever_is_masked_trains_nothing(normed):
+    case = Case(np.float32, parts=(0, 1, 2), normed=normed)
+    want = case.ours(mask=case.mask)
+    case.dy[~case.mask] = np.nan
+    bad = np.full((1, 33), np.nan, np.float32)
+    case.tables[0] = np.concatenate([case.tables[0], bad])
+    case.rows[0][~case.mask] = SIZES[0]
+    got = case.ours(mask=case.mask)
+    for name in ("token", "second"):
+        a, b = getattr(got, name), getattr(want, name)
+        np.testing.assert_array_equal(a.ids, b.ids)
+        np.testing.assert_array_equal(a.values, b.values)
+    for name in ("third", "weight", "bias")[: 3 if normed else 1]:
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+
+
+def test_sums_do_not_depend_on_the_number_of_threads():
+    case, found = Case(np.float32, parts=(0, 1, 2), normed=True, places=5000), []
+    before = kernels.get_num_threads()
+    try:
+        for n in (1, 2, 7):
+            kernels.set_num_threads(n)
+            found.append(case.ours())
+    finally:
+        kernels.set_num_threads(before)
+    for other in found[1:]:
+        for name in ("third", "weight", "bias"):
+            np.testing.assert_array_equal(getattr(found[0], name), getattr(other, name))
+        np.testing.assert_array_equal(found[0].token.values, other.token.values)
+        np.testing.assert_array_equal(found[0].second.values, other.second.values)
+
+
+def test_no_places_at_all_give_zeros():
+    case = Case(np.float32, parts=(0, 1, 2), normed=True, places=0)
+    got = case.ours()
+    assert got.token.ids.size == 0 and got.second.ids.size == 0
+    assert not got.third.any() and not got.weight.any()
