@@ -2,7 +2,8 @@
 
 Every word has a row; a piece of text is the mean of its words' rows, and a linear map says
 which file that looks like. Pieces differ in length, so that a batch is one long list of
-words and where each piece begins. Only rows of words that occur get a gradient.
+words and where each piece begins. Only rows of words that occur get a gradient, and only
+they are moved (``RowAdamW``).
 
 Run it: ``python examples/bag_classifier.py``, with two files or more of your own if you
 like.
@@ -20,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from inlay.torch import EmbeddingBag
+from inlay.torch.optim import RowAdamW
 
 MODULES = "argparse ast difflib doctest inspect pickle subprocess tarfile".split()
-LINES, BATCH, WIDTH = 4, 64, 32
-# A word is a small part of a mean, and its row gets a small part of the gradient.
-TABLE_RATE, HEAD_RATE = 60.0, 3.0
+LINES, BATCH, WIDTH, RATE = 4, 64, 32, 0.01
 
 Piece = tuple[list[int], int]
 
@@ -74,11 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     bag = EmbeddingBag(words, WIDTH, mode="mean", sparse=True)
     nn.init.normal_(bag.weight, std=0.1)
     head = nn.Linear(WIDTH, files)
-    # SGD takes row gradients: a step costs what the batch costs, not the vocabulary.
-    optimizer = torch.optim.SGD([
-        {"params": bag.parameters(), "lr": TABLE_RATE},
-        {"params": head.parameters(), "lr": HEAD_RATE},
-    ])
+    # AdamW's own numbers, at the cost of the words in a batch, not of the vocabulary.
+    optimizer = RowAdamW([*bag.parameters(), *head.parameters()], lr=RATE)
     print(f"{len(pieces):,} pieces of {files} files: {math.log(files):.2f} nats")
     for step in range(1, options.steps + 1):
         ids, offsets, target = batch(chance.sample(learn, BATCH))

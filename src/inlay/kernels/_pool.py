@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._share import BLOCK, CONDITION, MUTEX, alone, help_forever
+from ._system import HAS_THREADS
 from ._threads import threads_here
 
 # Pieces for each thread: enough to even out, few enough to cost little.
@@ -75,7 +76,7 @@ def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
         args: Passed on to every call.
         grain: The least length worth a thread: one that sleeps joins after about 50 µs.
     """
-    threads = min(threads_here(), size // max(grain, 1))
+    threads = min(threads_here(), size // max(grain, 1)) if HAS_THREADS else 1
     if threads <= 1 or not _pool.lock.acquire(blocking=False):
         loop(alone(size), *args)
         return

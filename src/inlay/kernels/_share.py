@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ._cores import core_here, leave
 from ._numba import inlined
+from ._system import core_here, leave, lock, nap, unlock, wait, wake
 
 # Where in the block is what. The next place to be handed out, how much is done, whether
 # there is a job, how many helpers are looking at it, how many more may, how many jobs there
@@ -88,7 +88,7 @@ def _call(typingctx, worker, pool):
 def _offer(typingctx, ticket):
     """Write down the arguments of the kernel this is in, and return the ticket.
 
-    If the ticket is one who offers's, the address of what helpers call is on it then.
+    For who offers the kernel, the address of what helpers call is on it then; else 0.
     """
 
     def codegen(context, builder, signature, args):
@@ -143,14 +143,6 @@ look: Any = intrinsic(_look)
 call: Any = intrinsic(_call)
 offer: Any = intrinsic(_offer)
 
-_usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
-_lock: Any = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
-_unlock: Any = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
-_wait: Any = types.ExternalFunction(
-    "pthread_cond_wait", types.int32(types.int64, types.int64)
-)
-_wake: Any = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.int64))
-
 
 @inlined
 def pieces(ticket):
@@ -191,9 +183,9 @@ def _open(pool, worker, helpers):
     put(pool + OPEN, 1)
     plus(pool + BELL, 1)
     if look(pool + SLEEPERS):
-        _lock(pool + MUTEX)
-        _wake(pool + CONDITION)
-        _unlock(pool + MUTEX)
+        lock(pool + MUTEX)
+        wake(pool + CONDITION)
+        unlock(pool + MUTEX)
 
 
 @numba.njit
@@ -203,12 +195,12 @@ def _close(pool, size):
     while look(pool + DONE) < size:
         looks += 1
         if looks > PATIENCE:
-            _usleep(NAP)
+            nap(NAP)
     put(pool + OPEN, 0)
     while look(pool + INSIDE):
         looks += 1
         if looks > PATIENCE:
-            _usleep(NAP)
+            nap(NAP)
 
 
 @numba.njit(nogil=True)
@@ -226,12 +218,12 @@ def help_forever(pool, linger):
         while looks < linger and look(pool + BELL) == heard:
             looks += 1
         if looks == linger:
-            _lock(pool + MUTEX)
+            lock(pool + MUTEX)
             plus(pool + SLEEPERS, 1)
             while look(pool + BELL) == heard:
-                _wait(pool + CONDITION, pool + MUTEX)
+                wait(pool + CONDITION, pool + MUTEX)
             plus(pool + SLEEPERS, -1)
-            _unlock(pool + MUTEX)
+            unlock(pool + MUTEX)
         heard = look(pool + BELL)
         # In this order: whoever closes the job waits for those inside, and who comes in
         # later finds it closed.
