@@ -64,10 +64,14 @@ def _layers(rows: int, width: int, kind: str) -> Iterator[Case]:
     )
     for gradients, bar in (("row gradients", 1.5), ("dense gradients", 1.0)):
         ours, theirs = _both(rows, width, sparse=gradients.startswith("row"))
+        peers = {"nn.Modules": _there_and_back(theirs, ids, dy)}
+        if gradients.startswith("row"):
+            # Ours are summed by id; torch leaves that to the optimizer.
+            peers["nn.Modules + coalesce"] = _summed_by_id(theirs, ids, dy)
         yield Case(
             f"{name}, forward + backward, {gradients}",
             _there_and_back(ours, ids, dy),
-            {"nn.Modules": _there_and_back(theirs, ids, dy)},
+            peers,
             {"nn.Modules": bar},
             tolerance=1e-3,
             flatten=_plain,
@@ -128,6 +132,17 @@ def _there_and_back(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]
         layer.zero_grad(set_to_none=True)
         layer(ids[batch]).backward(dy)
         return layer.norm.weight.grad
+
+    return run
+
+
+def _summed_by_id(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]:
+    forward_and_backward = _there_and_back(layer, ids, dy)
+
+    def run(batch: int) -> Any:
+        found = forward_and_backward(batch)
+        layer.token.weight.grad = layer.token.weight.grad.coalesce()
+        return found
 
     return run
 
