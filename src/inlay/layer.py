@@ -13,6 +13,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Shaped
 
 from ._array import namespace_of
+from ._check import one_of
 
 
 def lead_of(
@@ -59,6 +60,42 @@ def check_mask(dtype: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
     """Refuse a mask that is not one bool for each token."""
     if dtype != "bool" or tuple(shape) != lead:
         raise ValueError(f"mask must be bools of shape {lead}, got {dtype} {tuple(shape)}")
+
+
+def described_position(
+    position: Any, *, max_positions: int | None, embedding_dim: int
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the class and the arguments of the layer that ``position`` tells to make.
+
+    None if it tells of none: it is a layer itself, or nothing.
+
+    Args:
+        position: As the complete layer takes it.
+        max_positions: Likewise; for ``"learned"`` alone.
+        embedding_dim: Width of a vector.
+
+    Example:
+        >>> described_position("learned", max_positions=9, embedding_dim=4)
+        ('LearnedPositions', {'max_positions': 9, 'embedding_dim': 4})
+    """
+    if isinstance(position, str) and position == "learned":
+        if max_positions is None:
+            raise ValueError("position='learned' needs max_positions, got None")
+        width = {"embedding_dim": embedding_dim}
+        return "LearnedPositions", {"max_positions": max_positions, **width}
+    if max_positions is not None:
+        raise ValueError(
+            f"max_positions is for position='learned', got {max_positions} "
+            f"with {position!r}"
+        )
+    if isinstance(position, str):
+        one_of("position", position, ("learned", "sinusoidal"))
+        return "SinusoidalPositions", {"embedding_dim": embedding_dim}
+    if isinstance(position, dict):
+        known = ("LearnedPositions", "SinusoidalPositions")
+        name = one_of("position['class']", position.get("class", ""), known)
+        return name, {key: value for key, value in position.items() if key != "class"}
+    return None
 
 
 def check_adds(position: Any, embedding_dim: int) -> None:

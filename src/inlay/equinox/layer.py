@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float
 from .._array import work_dtype
 from .._check import positive, probability
 from ..layer import combine, standardise, zero_where
-from ._added import position_layer
 from ._call import Call, checked_call
 from ._lookup import both, nan_outside
 from ._module import Module, replaced
 from ._parameters import Init, Key, small_normal, table_dtype
+from ._position_layer import position_layer
 from ._positions import Offset, Positions
 from ._table import Ids
 from .token import Embedding

@@ -8,20 +8,15 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm as normalise
 
-from .._check import not_negative, one_of, positive, probability
-from ..layer import check_adds, combine, zero_where
+from .._check import not_negative, positive, probability
+from ..layer import combine, zero_where
 from ._call import Call, checked_call
 from ._layer_plan import plan_of
+from ._position_layer import position_layer
 from ._positions import Offset, Positions
 from ._tables import name_of, widened, work
 from .learned import LearnedPositions
-from .sinusoidal import SinusoidalPositions
 from .token import Embedding
-
-POSITIONS = {
-    "LearnedPositions": LearnedPositions,
-    "SinusoidalPositions": SinusoidalPositions,
-}
 
 
 class EmbeddingLayer(nn.Module):
@@ -100,7 +95,7 @@ class EmbeddingLayer(nn.Module):
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx, sparse=sparse, _weight=empty
         )
-        self.position = _position_layer(
+        self.position = position_layer(
             position, max_positions=max_positions, embedding_dim=embedding_dim, **place
         )
         self.segment = None
@@ -263,36 +258,3 @@ def _normalised(x: Tensor, norm: nn.Module | None) -> Tensor:
     bias = None if norm.bias is None else widened(norm.bias).to(x.dtype)
     weight = widened(norm.weight).to(x.dtype)
     return normalise(x, norm.normalized_shape, weight, bias, norm.eps)
-
-
-def _position_layer(
-    position: Any,
-    *,
-    max_positions: int | None,
-    embedding_dim: int,
-    device: Any,
-    dtype: torch.dtype | None,
-) -> Any:
-    """Return the module that ``position`` names, describes or is."""
-    if isinstance(position, str) and position == "learned":
-        if max_positions is None:
-            raise ValueError("position='learned' needs max_positions, got None")
-        return LearnedPositions(max_positions, embedding_dim, device=device, dtype=dtype)
-    if max_positions is not None:
-        raise ValueError(
-            f"max_positions is for position='learned', got {max_positions} "
-            f"with {position!r}"
-        )
-    if isinstance(position, str):
-        one_of("position", position, ("learned", "sinusoidal"))
-        return SinusoidalPositions(embedding_dim).to(device)
-    if isinstance(position, dict):
-        name = one_of("position['class']", position.get("class", ""), tuple(POSITIONS))
-        rest = {key: value for key, value in position.items() if key != "class"}
-        if name == "LearnedPositions":
-            rest["dtype"] = getattr(torch, rest.get("dtype", "float32"))
-            rest["device"] = device
-        position = POSITIONS[name](**rest)
-    if position is not None:
-        check_adds(position, embedding_dim)
-    return position
