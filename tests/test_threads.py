@@ -101,6 +101,28 @@ NO_FOLDER_FOR_THE_CACHE = """
     assert Embedding(5, 3)([1, 2]).shape == (2, 3)
 """
 
+# As where there are no POSIX threads; with no cache, which holds loops made for them.
+WITHOUT_THREADS = """
+    import os, sys
+    import numba.core.caching as caching
+
+    caching.CacheImpl._locator_classes = []
+    name, platform = os.name, sys.platform
+    os.name = sys.platform = "other"
+    from inlay.kernels import _system
+
+    os.name, sys.platform = name, platform
+    import numpy as np
+    import inlay
+    from inlay.numpy.token import Embedding
+
+    inlay.set_num_threads(4)
+    layer = Embedding(1000, 512, rng=0)
+    ids = np.random.default_rng(0).integers(0, 1000, 4000)
+    assert not _system.HAS_THREADS
+    assert np.array_equal(layer(ids), layer.weight[ids])
+"""
+
 
 @pytest.mark.parametrize(
     "scenario",
@@ -123,3 +145,7 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import():
     run_alone(NO_FOLDER_FOR_THE_CACHE)
+
+
+def test_the_caller_works_alone_where_the_system_has_no_threads():
+    run_alone(WITHOUT_THREADS)
