@@ -163,6 +163,28 @@ def test_eight_callers_at_once_share_the_helpers(threads):
 
 
 @kernel()
+def _sign(ticket, by, turns):
+    # Every thread that is here has a number of its own, at an address of its own.
+    own = np.ones(1)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            for _ in range(turns):
+                own[0] = np.cos(own[0])
+            by[i] = own.ctypes.data
+
+
+def test_helpers_do_help(threads):
+    by, signers = np.zeros(8 * threads, np.int64), 0
+    # The first helper's code may have to be compiled first.
+    for _ in range(200):
+        run(_sign, by.size, by, 100_000, grain=1)
+        signers = len(set(by.tolist()))
+        if threads == 1 or signers > 1:
+            break
+    assert by.all() and (signers > 1) == (threads > 1)
+
+
+@kernel()
 def _fail(ticket, seen):
     if seen[0] == 0:
         raise ZeroDivisionError("before the first piece")

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ._numba import inlined
+from ._numba import inlined, kernel
 from ._system import core_here, leave, lock, nap, unlock, wait, wake
 
 # Where in the block is what. The next place to be handed out, how much is done, whether
@@ -111,11 +111,11 @@ def _offer(typingctx, ticket):
 
 def _worker(builder: Any, kept: Any) -> Any:
     """Return a function that calls this kernel as the block says, but offers nothing."""
-    kernel, i64 = builder.function, ir.IntType(64)
+    loop, i64 = builder.function, ir.IntType(64)
     made = ir.Function(
         builder.module,
         ir.FunctionType(ir.VoidType(), [i64]),
-        name=f"{kernel.name}.helped",
+        name=f"{loop.name}.helped",
     )
     made.linkage = "internal"
     inside = ir.IRBuilder(made.append_basic_block())
@@ -126,8 +126,8 @@ def _worker(builder: Any, kept: Any) -> Any:
     ]
     args[OFFERS] = i64(0)
     # What a kernel returns and why it failed: nothing, for it fails before its first piece.
-    room = [inside.alloca(arg.type.pointee) for arg in kernel.args[:2]]
-    inside.call(kernel, [*room, *args])
+    room = [inside.alloca(arg.type.pointee) for arg in loop.args[:2]]
+    inside.call(loop, [*room, *args])
     inside.ret_void()
     return made
 
@@ -203,7 +203,7 @@ def _close(pool, size):
             nap(NAP)
 
 
-@numba.njit(nogil=True)
+@kernel()
 def help_forever(pool, linger):
     """Join one job after the other, as a thread that does nothing else.
 
