@@ -306,7 +306,7 @@ def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
     assert done.exit_code == 1 and done.stderr == "inlay: interrupted before alibi, t5\n"
     found = json.loads(done.stdout)
     assert [each["scheme"] for each in found["trained"]] == ["none"]
-    assert "<td>none</td>" in path.read_text() and "alibi" not in path.read_text()
+    assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
 
 
 @pytest.mark.rejects

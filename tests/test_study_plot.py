@@ -1,9 +1,11 @@
 """Pictures: they show the numbers, all of their words, and can be told apart."""
 
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -63,8 +65,14 @@ FIGURES: dict[str, Any] = {
 }
 
 
+@functools.cache
+def positions_figure() -> Any:
+    """Return the picture of all schemes, drawn once: tests only look at it."""
+    return plot.positions(STUDY)
+
+
 def losses_axes() -> Any:
-    return plot.positions(STUDY).subfigs[0].axes[0]
+    return positions_figure().subfigs[0].axes[0]
 
 
 def words_of(figure):
@@ -121,7 +129,7 @@ def test_no_two_lines_of_losses_look_alike():
 
 
 def test_the_legend_is_in_the_order_in_which_lines_end():
-    legend = plot.positions(STUDY).subfigs[0].legends[0]
+    legend = positions_figure().subfigs[0].legends[0]
     names = [text.get_text() for text in legend.get_texts()]
     ends = {c.name: c.losses[-1] for c in STUDY.curves}
     known = [ends[name] or 0.0 for name in names if name in ends]
@@ -129,7 +137,7 @@ def test_the_legend_is_in_the_order_in_which_lines_end():
 
 
 def test_every_scheme_that_sees_distance_has_a_panel_of_its_profile():
-    below = plot.positions(STUDY).subfigs[1]
+    below = positions_figure().subfigs[1]
     panels: dict[str, Any] = {axes.get_title(loc="left"): axes for axes in below.axes}
     assert set(panels) == set(SCHEMES) - {"none"}
     for each in STUDY.trained:
@@ -246,11 +254,28 @@ def page():
 def test_the_page_has_every_loss_and_marks_the_best(page):
     for each in STUDY.curves:
         cells = "".join(
-            rf'<td class="(?:best)?">{report.number(loss)}</td>' for loss in each.losses
+            rf'<td(?: class="best")?>{report.number(loss)}</td>' for loss in each.losses
         )
-        assert re.search(rf"<tr><td>{re.escape(each.name)}</td>{cells}", page), each.name
+        name = re.escape(each.name)
+        assert re.search(rf'<tr><th scope="row">{name}</th>{cells}', page), each.name
     assert page.count('class="best"') == 5
-    assert '<tr><td>none</td><td class="best">2.000</td>' in page
+    assert '<tr><th scope="row">none</th><td class="best">2.000</td>' in page
+
+
+def test_the_page_says_how_it_was_made_and_what_the_picture_shows(page):
+    assert "3 layers of width 96 with 4 heads, 600 steps of 16 × 128 bytes" in page
+    assert '<svg role="img" aria-label="Lines of loss' in page
+    setting = dataclasses.replace(SETTING, layers=1)
+    small = Study(setting, 10**6, STUDY.trained[:1])
+    assert "<p>1 layer of width 96" in report.html(small)
+
+
+def test_every_element_of_the_page_is_closed_and_wide_ones_scroll(page):
+    whole = re.sub(r"<!doctype html>|<meta [^>]*>|<br>", "", page)
+    tree = ElementTree.fromstring(whole)
+    boxes = [box for box in tree.iter("div") if box.get("class") == "wide"]
+    inside = [child.tag.rpartition("}")[2] for box in boxes for child in box]
+    assert inside == ["table", "svg"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(page):

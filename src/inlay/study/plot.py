@@ -51,6 +51,8 @@ STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    # Inches around each panel, so that a label keeps its distance from the one beside it.
+    "figure.constrained_layout.w_pad": 0.08,
     "grid.alpha": 0.3,
     "hatch.linewidth": 0.6,
     "legend.handlelength": 3.5,
