@@ -1,10 +1,17 @@
 """How every run of the tests is set up: nothing skipped, nothing random, nothing stale."""
 
+import hashlib
 import os
+import shutil
 import tempfile
+import time
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+A_DAY = 24 * 60 * 60
+KERNELS = Path(__file__).parent.parent / "src" / "inlay" / "kernels"
 
 hypothesis.settings.register_profile("inlay", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("inlay")
@@ -12,12 +19,32 @@ hypothesis.settings.load_profile("inlay")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NothingIsSkipped())
-    # Numba does not notice every edit of a cached function, so each run compiles afresh.
-    # Subprocesses inherit the folder, and what was compiled for it.
-    if "NUMBA_CACHE_DIR" not in os.environ:
-        folder = tempfile.TemporaryDirectory(prefix="inlay-numba-")
-        os.environ["NUMBA_CACHE_DIR"] = folder.name
-        config.add_cleanup(folder.cleanup)
+    # Processes of one run share what is compiled, and the next run finds it again.
+    # Numba does not notice every edit of a cached function: a folder serves one source.
+    os.environ.setdefault("NUMBA_CACHE_DIR", _kept(config, f"numba-{_source()}"))
+    # JAX looks programs up by what they are, so its folder serves any source.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _kept(config, "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def _kept(config: pytest.Config, name: str) -> str:
+    """Return a folder in pytest's cache, which ``pytest --cache-clear`` empties."""
+    if config.cache is not None:
+        folder = config.cache.mkdir(name)
+        os.utime(folder)
+        for other in folder.parent.glob("numba-*"):
+            if time.time() - other.stat().st_mtime > A_DAY:
+                shutil.rmtree(other, ignore_errors=True)
+        return str(folder)
+    folder = tempfile.TemporaryDirectory(prefix=f"inlay-{name}-")
+    config.add_cleanup(folder.cleanup)
+    return folder.name
+
+
+def _source() -> str:
+    """Return a name for the kernels as they are written now."""
+    text = b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.py")))
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 class NothingIsSkipped:

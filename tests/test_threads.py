@@ -50,10 +50,8 @@ FIRST_CALL_IN_EIGHT_THREADS = """
     assert all(map(same, results))
 """
 
+# After the eight threads, in their process.
 RESIZED_MEANWHILE = """
-    from concurrent.futures import ThreadPoolExecutor
-
-    want = work()
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(work) for _ in range(12)]
         while not all(future.done() for future in futures):
@@ -84,8 +82,8 @@ POOL_OF_PROCESSES = """
 """
 
 
+# After the pool was resized.
 EVERY_NUMBER_OF_THREADS = """
-    want = work()
     for n in (1, 2, 3, 7):
         inlay.set_num_threads(n)
         assert same(work()), n
@@ -125,22 +123,17 @@ WITHOUT_THREADS = """
 
 
 @pytest.mark.parametrize(
-    "scenario",
+    "scenarios",
     [
-        EIGHT_THREADS,
-        FIRST_CALL_IN_EIGHT_THREADS,
-        RESIZED_MEANWHILE,
-        FORKED,
-        POOL_OF_PROCESSES,
+        [EIGHT_THREADS, RESIZED_MEANWHILE, EVERY_NUMBER_OF_THREADS],
+        [FIRST_CALL_IN_EIGHT_THREADS],
+        [FORKED],
+        [POOL_OF_PROCESSES],
     ],
-    ids=["eight threads", "first call", "resized meanwhile", "forked", "pool of processes"],
+    ids=["eight threads, resized", "first call", "forked", "pool of processes"],
 )
-def test_numbers_are_the_same_and_nothing_aborts_or_hangs(scenario):
-    run_alone(SETUP, scenario)
-
-
-def test_any_number_of_threads_gives_the_same_bits():
-    run_alone(SETUP, EVERY_NUMBER_OF_THREADS)
+def test_numbers_are_the_same_and_nothing_aborts_or_hangs(scenarios):
+    run_alone(SETUP, *scenarios)
 
 
 def test_a_folder_that_cannot_be_written_costs_time_and_not_the_import():
