@@ -20,7 +20,7 @@ EXTRAS = {
 }
 EXAMPLES = """\b
 Examples:
-  inlay train                            learn from Python's own source, in a minute
+  inlay train                            learn from Python's own source, in half a minute
   inlay neighbors vectors TypeError      what is near a word
   inlay inspect model.safetensors        what a checkpoint's tables are like
   inlay VERB --help                      what a verb takes, with examples

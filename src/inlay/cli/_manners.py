@@ -42,8 +42,10 @@ def verb(*, examples: str) -> Decorator:
     def decorate(function: Callable[..., Any]) -> click.Command:
         lines = [line.strip() for line in examples.strip().splitlines()]
         for option in (
-            click.option("-q", "--quiet", is_flag=True, help="Say nothing but the result."),
-            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+            click.option("-q", "--quiet", is_flag=True, help="Print the result alone."),
+            click.option(
+                "--json", "as_json", is_flag=True, help="Print the result as JSON."
+            ),
         ):
             function = option(function)
         return click.command(

@@ -19,7 +19,7 @@ def picture_option(*formats: str):
         "picture",
         type=click.Path(dir_okay=False),
         metavar="FILE",
-        help=f"Draw it into a file: {', '.join(names[:-1])} or {names[-1]}.",
+        help=f"Draw the result into a file: {', '.join(names[:-1])} or {names[-1]}.",
     )
 
 

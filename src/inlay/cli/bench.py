@@ -31,7 +31,13 @@ inlay bench --plot lookups.png
     multiple=True,
     help="Sequences in a lookup; may be repeated.  [default: 1, 16, 64, 256]",
 )
-@click.option("--width", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Width of a row.",
+)
 @click.option(
     "--length",
     type=click.IntRange(min=1),
@@ -60,9 +66,9 @@ def command(
 ) -> None:
     """Time lookups of float32 rows.
 
-    The table says how many tokens a second each library looks up, in millions, and in
-    brackets which fraction that is of the bytes that memory can move: above 1 a table is
-    in the cache. Libraries that are not installed are left out.
+    Prints how many million tokens a second each library looks up, and in brackets what
+    fraction of the memory's bandwidth that takes; where it is above 1, the rows come from
+    the cache. Libraries that are not installed are left out.
     """
     format = checked_picture(picture, force=force)
     from ..study import lookup, plot

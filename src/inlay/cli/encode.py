@@ -33,8 +33,9 @@ def command(
 ) -> None:
     """Turn each line of FILE into a vector: the mean of its tokens' rows of TABLE.
 
-    TABLE is what inlay neighbors takes. Lines without a known word become zeros. Without
-    -o, a JSON object is printed for each line.
+    TABLE is what inlay neighbors takes. Without FILE, or with -, standard input is read.
+    Lines without a known word become zeros. Without -o, a JSON object is printed for each
+    line.
     """
     if output is not None:
         if not output.endswith(FORMATS):

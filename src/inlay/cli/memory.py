@@ -51,7 +51,7 @@ inlay memory --plot memory.png
     "optimizers",
     type=click.Choice(OPTIMIZERS),
     multiple=True,
-    help=f"May be repeated.  [default: {', '.join(USUAL)}]",
+    help=f"What trains the table; may be repeated.  [default: {', '.join(USUAL)}]",
 )
 @click.option(
     "--tokens",
@@ -91,10 +91,11 @@ def command(
 ) -> None:
     """Count what tables cost to train: parameters, gradient, optimizer state, activations.
 
-    Tables are given by size or as a safetensors file or a folder with some. "allocated" are
-    bytes counted in a training step that was run, "virtual" in one that was run on tensors
-    without memory, and "computed" follow from the sizes alone. Optimizers named row- take
-    row gradients. A second table compares what position schemes keep.
+    A table is given by its size, or by a safetensors file or a folder that holds it. Bytes
+    are "allocated" if they were counted while a training step ran, "virtual" if it ran on
+    tensors without memory, and "computed" if they follow from the sizes alone. Optimizers
+    named row- take the gradient of the rows in the batch alone. A second table compares
+    what position schemes keep.
     """
     format = checked_picture(picture, force=force)
     from ..study import memory, plot

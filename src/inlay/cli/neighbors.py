@@ -28,8 +28,8 @@ def command(
     """List the words of TABLE that are nearest to each WORD, by cosine.
 
     TABLE is a folder with a table and a tokenizer (inlay train's, model2vec's, a
-    transformers checkpoint's), or a file of word2vec or GloVe. Words that + or - stands
-    between are one query, of which the sum is looked for.
+    transformers checkpoint's), or a file of word2vec or GloVe. Words joined by + or -
+    are one query: what is near their sum.
     """
     from ..study.neighbors import neighbors, parse
     from ..study.vectors import open_vectors

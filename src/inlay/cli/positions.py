@@ -72,11 +72,11 @@ def command(
     """Compare position schemes on your text, read as bytes.
 
     Trains one small causal transformer for each scheme on short pieces of FILES (- is
-    standard input; without any, the running Python's own standard library) and tests it on
-    the same bytes with more and more text before them. The table has the loss in nats a
-    byte at each length. Rotary is also tried with position interpolation (linear), NTK and
-    YaRN, and a learned table resized, all without training again. Ctrl-C shows the schemes
-    that are done.
+    standard input; without any, the source of the running Python's standard library) and
+    tests it on the same bytes with more and more text before them. Prints the loss in nats
+    a byte at each length: a scheme that can read further than it was trained to keeps it.
+    Rotary is also tried with position interpolation (linear), NTK and YaRN, and a learned
+    table resized, all without training again. Ctrl-C shows the schemes that are done.
     """
     format = checked_picture(picture, force=force, formats=(*FORMATS, "html"))
     setting = _setting(quick, sizes)

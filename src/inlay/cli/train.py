@@ -51,7 +51,7 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
     type=click.Choice(["words", "bpe"]),
     default="words",
     show_default=True,
-    help="Whole words, or pieces that spell any text.",
+    help="Whole words, or pieces that spell any text and take about three times as long.",
 )
 @click.option(
     "--vocab",
@@ -67,7 +67,7 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
     show_default=True,
     help="How often a word must occur to be learned.",
 )
-@click.option("--lower", is_flag=True, help="Make capitals small.")
+@click.option("--lower", is_flag=True, help="Take capitals for small letters.")
 @click.option(
     "--dim",
     type=click.IntRange(min=1),
@@ -80,21 +80,21 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
     type=click.IntRange(1, 16),
     default=2,
     show_default=True,
-    help="How far a neighbour may be.",
+    help="How many words away a neighbour may be.",
 )
 @click.option(
     "--negatives",
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Words of noise that a neighbour is told from.",
+    help="How many random words each neighbour is told apart from.",
 )
 @click.option(
     "--sample",
     type=click.FloatRange(min=0, min_open=True),
     default=1e-3,
     show_default=True,
-    help="Words above this share of the text are thinned out.",
+    help="Leave out some of the words above this share of the text.",
 )
 @click.option(
     "--epochs",
@@ -108,17 +108,19 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
     type=click.FloatRange(min=0, min_open=True),
     default=0.08,
     show_default=True,
-    help="Learning rate at the beginning.",
+    help="Learning rate at the beginning; it falls to nothing.",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
     default=4096,
     show_default=True,
-    help="Places that are learned from at a time.",
+    help="How many places in the text to learn from at a time.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="The result does not depend on it."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="How many to use; the result is the same for any.  [default: one a core]",
 )
 @click.option(
     "--resume",
@@ -131,10 +133,10 @@ WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
 def command(ctx: click.Context, **options: Any) -> None:
     """Learn token embeddings from text by skip-gram with negative sampling.
 
-    Reads FILES of UTF-8 text, - for standard input, or without any the source of the
-    running Python's standard library. Writes a FOLDER that model2vec and
-    sentence-transformers open, and prints the neighbours of a few frequent words. The same
-    seed gives the same table, bit for bit. Ctrl-C saves what has been learned.
+    Reads FILES of UTF-8 text (- is standard input; without any, the source of the running
+    Python's standard library). Writes a FOLDER that model2vec and sentence-transformers
+    open, and prints the neighbours of a few frequent words. The same seed gives the same
+    table, bit for bit. Ctrl-C saves what has been learned; --resume goes on with it.
     """
     _check_resume(ctx, resume=options["resume"])
     if os.path.isdir(options["output"]) and os.listdir(options["output"]):

@@ -187,7 +187,11 @@ class Study:
         return tuple(curve for trained in self.trained for curve in trained.curves)
 
     def best_at(self, length: int) -> Curve | None:
-        """Return what has the lowest loss at one of the lengths."""
+        """Return what has the lowest loss at one of the lengths; None if nothing has one.
+
+        Args:
+            length: One of the setting's ``lengths``.
+        """
         known = [(curve.at(length), curve) for curve in self.curves]
         known = [(loss, curve) for loss, curve in known if loss is not None]
         return min(known, key=lambda pair: pair[0])[1] if known else None
@@ -242,7 +246,14 @@ def compare(
 def measure(
     text: bytes, scheme: str, *, setting: Setting, progress: Progress | None = None
 ) -> Trained:
-    """Train and test one scheme; see :func:`compare`."""
+    """Train and test one scheme; see :func:`compare`.
+
+    Args:
+        text: What to learn from.
+        scheme: One of :data:`SCHEMES`.
+        setting: How long and how large.
+        progress: Told of every step.
+    """
     one_of("scheme", scheme, SCHEMES)
     learn, held_out = split(text, setting=setting)
     try:

@@ -100,6 +100,13 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
         offsets: Integer[Tensor, " bags"] | None = None,
         per_sample_weights: Real[Tensor, "*batch"] | None = None,
     ) -> Float[Tensor, "bags embedding_dim"]:
+        """Return the pooled rows of each bag.
+
+        Args:
+            input: Ids: a row for each bag, or all of them in one line with ``offsets``.
+            offsets: Where each bag begins in that line.
+            per_sample_weights: What each id's row is multiplied by; None is 1.
+        """
         weight = self.weight
         # Padding is in no bag, so its row is never put into an output.
         self._prepared(weight)

@@ -90,6 +90,11 @@ class FourierFeatures(Precomputed):
     def forward(
         self, coordinates: Float[Tensor, "*batch axes"]
     ) -> Float[Tensor, "*batch features"]:
+        """Return the waves of the coordinates.
+
+        Args:
+            coordinates: Reals, one for each axis on the last axis.
+        """
         if not coordinates.is_floating_point():
             raise TypeError(f"coordinates must be real, got {name_of(coordinates.dtype)}")
         if tuple(coordinates.shape[-1:]) != (self.axes,):

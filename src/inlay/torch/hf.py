@@ -72,6 +72,13 @@ class HFRotary(nn.Module):
         position_ids: Int[Tensor, "batch length"],
         layer_type: str | None = None,
     ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+        """Return the cosines and sines of positions, as the model's own module does.
+
+        Args:
+            x: Whatever has the dtype and device that they should have.
+            position_ids: Where each token stands.
+            layer_type: Which layers ask, where their rotations differ.
+        """
         layer: Any = self.layers["every" if "every" in self.layers else str(layer_type)]
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = layer.turns(position_ids.to(x.device), dtype=dtype)

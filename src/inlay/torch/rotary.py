@@ -140,6 +140,13 @@ class RotaryPositions(Precomputed):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*lead head_dim"]:
+        """Return ``x`` turned by its positions.
+
+        Args:
+            x: Queries or keys.
+            positions: Where each vector stands; None counts from ``offset``.
+            offset: How many positions came before, a number or one per row.
+        """
         self._check(x)
         on_kernels, axis = fusable(x), self.heads_axis
         if positions is not None and not isinstance(positions, Tensor):

@@ -138,6 +138,13 @@ class SinusoidalPositions(Precomputed):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
+        """Return ``x`` with the waves of its positions added.
+
+        Args:
+            x: Vectors of tokens.
+            positions: Where each vector stands; None counts from ``offset``.
+            offset: How many positions came before, a number or one per row.
+        """
         check_vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset, axes=self.axes)
         return (widened(x) + self._features(found, x.dtype)).to(x.dtype)

@@ -97,6 +97,11 @@ class Embedding(Table, TorchEmbedding):
     def forward(
         self, input: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return the rows of the ids.
+
+        Args:
+            input: Ids, of any shape and any integer dtype.
+        """
         weight = self.weight
         settle(weight, input)
         return lookup(
