@@ -53,24 +53,38 @@ def coalesce_gradient(parameter: Tensor) -> None:
 def shorten_rows(
     weight: Tensor, rows: Tensor | None, *, max_norm: float, norm_type: float
 ) -> None:
-    """Shorten rows of a table in place: those given, or all that are too long."""
-    if rows is None and weight.is_cpu:
+    """Shorten rows of a table in place.
+
+    Args:
+        weight: The table.
+        rows: Their ids, or for each row of the table whether it is meant; None is all.
+        max_norm: As in the layers.
+        norm_type: Likewise.
+    """
+    everything = {"dtype": torch.bool, "device": weight.device}
+    found = torch.ones(weight.shape[0], **everything) if rows is None else rows
+    if found.dtype == torch.bool:
+        if not weight.is_cpu:
+            # To ask which rows are too long would be to wait.
+            short = shortened(weight, max_norm, norm_type=norm_type)
+            weight.copy_(torch.where(found[:, None], short, weight))
+            return
         kind = work(weight.dtype)
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, dtype=kind)
-        rows = (norms > max_norm).nonzero()[:, 0]
-    # Elsewhere than on the CPU, to ask which rows are too long would be to wait.
-    at = slice(None) if rows is None else rows
-    if rows is not None and not rows.numel():
-        return
-    weight[at] = shortened(weight[at], max_norm, norm_type=norm_type)
+        found = (found & (norms > max_norm)).nonzero()[:, 0]
+    if found.numel():
+        weight[found] = shortened(weight[found], max_norm, norm_type=norm_type)
 
 
 def rows_with_gradient(weight: Tensor) -> Tensor | None:
-    """Return the rows that a row gradient has arrived for, or None for all rows.
+    """Return which rows a gradient has arrived for, or None for all rows.
 
-    Copies of a model on several machines must shorten the same rows, and each knows of its
-    own ids only, so there it is always all of them.
+    Ids for a row gradient; of a dense one, for each row whether it is not zero. Copies of a
+    model on several machines must shorten the same rows, and each knows of its own ids
+    only, so there it is always all of them.
     """
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     grad = weight.grad
-    return grad.indices()[0] if alone and grad is not None and grad.is_sparse else None
+    if grad is None or not alone:
+        return None
+    return grad.indices()[0] if grad.is_sparse else (grad != 0).any(dim=1)

@@ -37,18 +37,19 @@ def clip_grad_norm_(
         tensor(5.)
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    values = [_values(p) for p in given if p.grad is not None]
+    values, p = [_values(p) for p in given if p.grad is not None], float(norm_type)
+    # A gradient without rows is zero everywhere; of no numbers there is no largest.
+    values = [v for v in values if v.numel()]
     if not values:
-        return torch.tensor(0.0)
-    norms = [torch.linalg.vector_norm(v, norm_type, dtype=work(v.dtype)) for v in values]
-    total = torch.linalg.vector_norm(
-        torch.stack([n.to(norms[0]) for n in norms]), norm_type
-    )
+        return torch.zeros((), device="cpu")
+    norms = [torch.linalg.vector_norm(v, p, dtype=work(v.dtype)) for v in values]
+    total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), p)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for part in values:
-        part.mul_(factor.to(part))
+        # Not in the dtype of half gradients: a rounded factor would be off for all of them.
+        part.mul_(factor.to(part.device))
     return total
 
 

@@ -34,10 +34,11 @@ def coalesced(grad: Tensor) -> Tensor:
         [[1.0, 1.0], [2.0, 2.0]]
     """
     rows = rows_of(grad)
+    ids, values = tensor_of(rows.ids)[None], tensor_of(rows.values).to(grad.dtype)
+    if not rows.ids.size:
+        # Gradients that are added to none are written into its memory, which grows for
+        # that: NumPy's cannot.
+        ids, values = ids.clone(), values.clone()
     return torch.sparse_coo_tensor(
-        tensor_of(rows.ids)[None],
-        tensor_of(rows.values).to(grad.dtype),
-        grad.shape,
-        check_invariants=False,
-        is_coalesced=True,
+        ids, values, grad.shape, check_invariants=False, is_coalesced=True
     )

@@ -104,7 +104,10 @@ class Table(Padded):
         if self._parameters.get("weight") is weight:
             coalesce_gradient(weight)
             if self.max_norm is not None:
-                self._shorten(rows_with_gradient(weight))
+                rows = rows_with_gradient(weight)
+                if rows is None:
+                    settle(weight)
+                self._shorten(rows)
 
     def _shorten(self, rows: Tensor | None) -> None:
         if self.max_norm is not None:
@@ -140,7 +143,7 @@ def resized_tensor(
             array_of_table(weight.cpu()),
             num_embeddings,
             init=array_of(init.cpu()) if isinstance(init, Tensor) else init,
-            rng=int(torch.randint(2**62, ())) if rng is None else rng,
+            rng=int(torch.randint(2**62, (), device="cpu")) if rng is None else rng,
             padding_idx=padding_idx,
         )
     return tensor_of(table).to(weight.device), what

@@ -247,6 +247,9 @@ class PartlyFrozenEmbedding(nn.Module):
             state, prefix, local_metadata, strict,
             missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
+        # assign=True may have brought a layer from the meta device.
+        if self.place.device != self.frozen_rows.device:
+            self._build(self.frozen_rows.device)
 
 
 def _chosen(ids: Iterable[int] | Tensor, num_embeddings: int) -> np.ndarray:
