@@ -15,8 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from inlay.torch import (
+    AlibiBias,
+    EmbeddingLayer,
+    FireBias,
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+)
 from inlay.torch import functional as ours
 from inlay.torch.bag import EmbeddingBag
+from inlay.torch.optim import RowAdagrad, RowAdamW
 from inlay.torch.token import Embedding
 
 # torch's lists of samples import a test helper that does not come with torch.
@@ -377,3 +386,95 @@ def test_sharded_training(alone):
         assert not torch.equal(after, before) and list(model.state_dict()) == ["weight"]
         if isinstance(layer, Embedding):
             assert after[0, 1].tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+def test_padding_of_a_layer_that_is_sharded_before_it_has_values(alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    on_meta = {"padding_idx": 2, "device": "meta"}
+    makers = (
+        lambda: Embedding(10, 4, **on_meta),
+        lambda: EmbeddingBag(10, 4, **on_meta),
+        lambda: LearnedPositions(7, 4, row_offset=3, **on_meta),
+        lambda: EmbeddingLayer(10, 4, max_positions=5, **on_meta),
+    )
+    for make in makers:
+        layer: Any = make()
+        layer = fully_shard(layer, mesh=mesh).to_empty(device="cpu")
+        layer.reset_parameters()
+        token = getattr(layer, "token", layer)
+        table = token.weight.full_tensor()
+        assert table[2].tolist() == [0, 0, 0, 0] and table.count_nonzero() == 36
+        token.set_padding(torch.arange(4.0))
+        again = token.weight.full_tensor()
+        assert again[2].tolist() == [0, 1, 2, 3] and torch.equal(again[3:], table[3:])
+
+
+# Defaults of torch that are for new tensors only
+
+
+def test_the_default_device_is_not_where_tables_are():
+    ids, x = torch.tensor([[1, 2, 1]]), torch.randn(2, 3, 4)
+    layers = [
+        Embedding(5, 4, sparse=True, max_norm=1.0),
+        EmbeddingBag(5, 4, mode="sum"),
+        EmbeddingBag(5, 4, mode="max", sparse=True),
+    ]
+    want = [layer(ids) for layer in layers]
+    rotary = RotaryPositions(4)
+    turned = rotary(x, [0.5, 1.0, 2.0])
+    with torch.device("meta"):
+        got = [layer(ids) for layer in layers]
+        torch.stack([y.sum() for y in got]).sum().backward()
+        layers[0].resize(7)
+        assert torch.equal(rotary(x, [0.5, 1.0, 2.0]), turned)
+    for layer, a, b in zip(layers, got, want, strict=True):
+        assert torch.equal(a, b) and layer.weight.is_cpu
+    assert layers[1].weight.grad.is_cpu and layers[1].weight.grad[1].tolist() == [2] * 4
+
+
+def test_numbers_are_not_rounded_to_a_default_dtype_of_half_precision():
+    numbers, x = [1000.5, 2001.25], torch.randn(2, 4)
+    rotary, waves, bias = RotaryPositions(4), SinusoidalPositions(4), AlibiBias(2)
+    fire = FireBias(2, threshold=1000.5).double()
+    pair = torch.tensor(0.0, dtype=torch.float64), *map(torch.tensor, (0, 1, 5, 3))
+
+    def everything():
+        yield rotary(x, numbers)
+        yield rotary(x, offset=1000.5)
+        yield waves(x, numbers)
+        yield bias.bias(numbers, numbers)
+        yield fire.score_mod()(*pair)
+
+    want = list(everything())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = list(everything())
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    dense = fire.bias([5], [3], dtype=torch.float64)
+    torch.testing.assert_close(want[-1], dense[1, 0, 0], rtol=1e-12, atol=0)
+
+
+def test_steps_are_counted_in_no_default_dtype_and_on_no_default_device():
+    layer = Embedding(5, 2, sparse=True, dtype=torch.float32)
+    model, before = nn.Sequential(layer, nn.Linear(2, 2)), torch.get_default_dtype()
+    for make in (RowAdamW, RowAdagrad):
+        optimizer = make(model, lr=0.1)
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(before)
+        step: Any = optimizer.state_dict()["state"][0]["step"]
+        assert step.item() == 1 and step.dtype == torch.float32 and step.is_cpu

@@ -136,7 +136,8 @@ def _stock(weight: Tensor, ids: Tensor, *, how: How) -> tuple[Tensor, ...]:
     """Return what torch's operator does, and after it what its backward takes."""
     flat = ids.reshape(-1).contiguous()
     skip = -1 if how.padding_idx is None else how.padding_idx
-    offsets = torch.arange(0, ids.numel(), ids.shape[1], dtype=ids.dtype)
+    length, like = ids.shape[1], {"dtype": ids.dtype, "device": ids.device}
+    offsets = torch.arange(0, ids.numel(), length, **like)
     mode = MODES.index(how.mode)
     y, *rest = torch._embedding_bag(  # pyright: ignore
         weight, flat, offsets, False, mode, False, None, False, skip

@@ -57,7 +57,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be False for row optimizers, got True")
         options |= {} if lr is None else {"lr": lr}
         # It needs a parameter to be made; it gets others in every step.
-        self._dense = type(self).torch_class([torch.zeros(0)], **options)
+        nothing = torch.zeros(0, device="cpu")
+        self._dense = type(self).torch_class([nothing], **options)
         self._pending: dict[Tensor, TablePending] = {}
         ours = {"mode": mode, "stochastic_rounding": stochastic_rounding}
         found = params.parameters() if isinstance(params, nn.Module) else params
@@ -203,7 +204,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for name, array in pending.state.items():
             if name not in state or state[name].data_ptr() != array.ctypes.data:
                 state[name] = tensor_of(array)
-        state["step"] = torch.tensor(float(pending.now))
+        state["step"] = step_count(pending.now)
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         if any(group["params"] for group in groups):
@@ -218,3 +219,12 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 if parameter.dtype in HALF and isinstance(value, Tensor):
                     self.state[parameter][name] = value.clone()
+
+
+def step_count(steps: int) -> Tensor:
+    """Return a number of steps as torch's optimizers keep it.
+
+    Neither on torch's default device, where it would be waited for, nor in its default
+    dtype, of which bfloat16 has no 257.
+    """
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")

@@ -73,7 +73,7 @@ class Padded(nn.Module):
             )
         row = row.expand(weight.shape[1]).clone()
         if not weight.is_meta:
-            weight.data[self.padding_idx] = row
+            _write(weight.data, self.padding_idx, row)
         self._keep(row)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
@@ -146,12 +146,12 @@ class Padded(nn.Module):
             self.padding_row = self._owner = self._place = None
 
     def _fill_padding_idx_with_zero(self) -> None:
-        # What torch's constructors and reset_parameters call.
-        super()._fill_padding_idx_with_zero()  # pyright: ignore
-        zeros = torch.zeros(
-            self.embedding_dim, dtype=self.weight.dtype, device=_real(self.weight)
-        )
-        self._keep(None if self.padding_idx is None else zeros)
+        # What torch's constructors and reset_parameters call. Torch's own writes to a copy
+        # of the row if the table is spread over several machines.
+        if self.padding_idx is None:
+            self._keep(None)
+        else:
+            self.set_padding(0.0)
 
     def train(self, mode: bool = True) -> Self:
         if not mode:
@@ -209,6 +209,22 @@ def is_token(
     if padding_idx is None:
         return torch.ones_like(ids, dtype=torch.bool)
     return ids != padding_idx
+
+
+def _write(weight: Any, idx: int, row: Tensor) -> None:
+    """Write a row into a table, also into one that is spread over several machines."""
+    if not hasattr(weight, "device_mesh"):
+        weight[idx] = row
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * weight.device_mesh.ndim
+    here = torch.arange(weight.shape[0], device=row.device)[:, None] == idx
+    at, value = (
+        DTensor.from_local(x, weight.device_mesh, everywhere, run_check=False)
+        for x in (here, row)
+    )
+    weight.copy_(torch.where(at, value, weight))
 
 
 def _real(weight: Tensor) -> torch.device:

@@ -36,6 +36,9 @@ def positions_tensor(
         except (TypeError, RuntimeError):
             positions_array(value, name=name)
             raise
+        if found.is_floating_point() and found.dtype.itemsize < 4:
+            # Python's numbers come in torch's default dtype, which may be a half one.
+            found = torch.as_tensor(value, device=device, dtype=torch.float32)
     if found.dtype == torch.bool or found.is_complex():
         raise TypeError(f"{name} must be integers or reals, got {name_of(found.dtype)}")
     return found

@@ -10,7 +10,7 @@ from .._check import positive
 from ..fire import fire_bias, fire_share
 from ._bias import Bias, PairBias, parameter
 from ._positions import Positions
-from ._tables import in_full_precision, name_of, widened
+from ._tables import in_full_precision, name_of, widened, work
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -120,8 +120,9 @@ class FireBias(Bias):
     def _pair_bias(self) -> PairBias:
         c, multiplier, width = self.c, self.multiplier, self.width
         # As tensors: see T5Bias.
-        threshold = torch.tensor(self.threshold, device=c.device)
-        eps = torch.tensor(self.eps, device=c.device)
+        kind = work(c.dtype)
+        threshold = torch.tensor(self.threshold, dtype=kind, device=c.device)
+        eps = torch.tensor(self.eps, dtype=kind, device=c.device)
         hidden_weight, hidden_bias, head_weight, head_bias = (
             getattr(self, name) for name in NETWORK
         )

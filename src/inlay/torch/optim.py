@@ -40,6 +40,7 @@ from .._optim_rmsprop import RMSprop
 from .._optim_rule import Rule
 from .._optim_sgd import SGD
 from ._optim_base import RowOptimizer as RowOptimizer
+from ._optim_base import step_count
 from ._optim_clip import clip_grad_norm_ as clip_grad_norm_
 from ._optim_lion import Lion
 
@@ -96,7 +97,7 @@ class RowAdagrad(RowOptimizer):
             for parameter in group["params"]:
                 state, first = self.state[parameter], group["initial_accumulator_value"]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
+                    state["step"] = step_count(0)
                     state["sum"] = torch.full_like(parameter, first)
         super()._step_dense(groups)
 
