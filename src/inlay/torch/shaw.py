@@ -102,7 +102,7 @@ class ShawScores(nn.Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Tensor, "*lead q_length k_length"]:
-        """Return what is added to the attention scores; see :meth:`scores`."""
+        """Return the scores of every query and key; see :meth:`scores`."""
         return self.scores(q, k, q_positions, k_positions)
 
     def config(self) -> dict[str, Any]:
