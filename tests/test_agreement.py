@@ -453,6 +453,17 @@ REFUSED = {
         "EmbeddingBag", 9, 4, padding_idx=True
     ),
     "max_norm must be positive, got -1.0": made("Embedding", 9, 4, max_norm=-1.0),
+    "max_norm must be a number, got str": made("Embedding", 9, 4, max_norm="1"),
+    "norm_type must be a number, got NoneType": made("Embedding", 9, 4, norm_type=None),
+    "base must be a number, got str": made("RotaryPositions", 8, base="10000"),
+    "base must be a number, got bool": made("SinusoidalPositions", 6, base=True),
+    "shift must be a number, got str": made("SinusoidalPositions", 6, shift="1"),
+    "scale must be a number, got list": made("SinusoidalPositions", 6, scale=[1.0]),
+    "scale must be a number, got str": made("LearnedPositions", 6, 4, scale="1"),
+    "max_bias must be a number, got str": made("AlibiBias", 2, max_bias="8"),
+    "dropout must be a number, got str": made(
+        "EmbeddingLayer", 9, 4, position=None, dropout="0.1"
+    ),
     "mode must be 'sum', 'mean' or 'max', got 'median'": made(
         "EmbeddingBag", 9, 4, mode="median"
     ),

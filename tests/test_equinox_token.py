@@ -152,6 +152,12 @@ def test_a_traced_id_out_of_range_is_nan_and_trains_no_row(road, options):
     assert not grad[[2, 5, 8]].any()
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint32"])
+def test_a_table_without_rows_has_none_for_traced_ids(dtype):
+    layer = Embedding(0, 3, weight=np.zeros((0, 3), "float32"))
+    assert np.isnan(jax.jit(lambda ids: layer(ids))(jnp.array([0, 3], dtype))).all()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
 def test_traced_ids_of_every_dtype_meet_a_bound_that_does_not_fit_them(dtype):
     kind = np.iinfo(dtype)
@@ -240,6 +246,7 @@ def test_a_given_table_is_copied_and_takes_the_dtype_asked_for():
         ({"embedding_dim": 2.0}, TypeError, "embedding_dim must be an integer, got float"),
         ({"padding_idx": 10}, ValueError, r"padding_idx must be in \[-10, 10\)"),
         ({"max_norm": 0.0}, ValueError, "max_norm must be positive, got 0.0"),
+        ({"init": [1.0], "weight": None}, TypeError, "init must be a name or a function"),
         ({"norm_type": -1.0}, ValueError, "norm_type must be positive, got -1.0"),
         ({"weight": TABLE[:9]}, ValueError, r"weight must have shape \(10, 4\), got"),
         ({"weight": TABLE.astype(int)}, TypeError, "weight must be real, got int64"),
@@ -510,6 +517,8 @@ def test_gradients_of_the_tied_head_are_right():
 def test_logits_name_a_width_that_does_not_fit():
     with pytest.raises(ValueError, match=r"^x must end in embedding_dim 4, got shape \(2,"):
         build().logits(np.ones((2, 3)))
+    with pytest.raises(TypeError, match="x must be real, got int"):
+        build().logits(np.ones((2, 4), int))
 
 
 # Another length

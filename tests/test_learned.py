@@ -255,6 +255,8 @@ def test_resize_grid_with_a_nudge_is_torch_with_a_scale_factor(grid, new_grid, a
     factors = [(new + 0.1) / old for old, new in zip(grid, new_grid, strict=True)]
     want = interpolate(cells, scale_factor=factors, mode="bicubic", antialias=antialias)
     assert want.shape[-2:] == new_grid
+    same = learned.resize_grid(weight, list(grid), grid=grid, nudge=0.1)  # pyright: ignore
+    np.testing.assert_array_equal(same, weight)
     got = learned.resize_grid(weight, new_grid, grid=grid, antialias=antialias, nudge=0.1)
     np.testing.assert_allclose(
         got[1:], want.permute(0, 2, 3, 1).reshape(-1, 3).numpy(), atol=1e-12

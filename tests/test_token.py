@@ -1,6 +1,8 @@
 import copy
+import json
 import pickle
 from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -176,6 +178,7 @@ def test_a_given_weight_is_used_and_not_copied():
         ({"padding_idx": 5}, ValueError, r"padding_idx must be in \[-5, 5\) .* got 5"),
         ({"padding_idx": -6}, ValueError, r"padding_idx must be in \[-5, 5\) .* got -6"),
         ({"max_norm": 0.0}, ValueError, "max_norm must be positive, got 0.0"),
+        ({"init": [1.0]}, TypeError, "init must be a name or a function, got list"),
         ({"norm_type": -1.0}, ValueError, "norm_type must be positive, got -1.0"),
         ({"init": "glorot"}, ValueError, "init must be 'normal', .* got 'glorot'"),
         ({"dtype": "int32"}, TypeError, "dtype must be float64, .* got int32"),
@@ -399,6 +402,9 @@ def test_gradients_of_the_tied_head_equal_finite_differences(padding_idx):
 def test_logits_name_a_width_that_does_not_fit():
     with pytest.raises(ValueError, match=r"embedding_dim 4, got shape \(2, 3\)"):
         Embedding(5, 4).logits(np.ones((2, 3)))
+    for whole in ([1, 0, 0, 0], np.ones(4, bool)):
+        with pytest.raises(TypeError, match="x must be real, got (int64|bool)"):
+            Embedding(5, 4).logits(whole)
 
 
 # Resizing
@@ -480,6 +486,17 @@ def test_copies_are_whole_and_separate(again):
     other.set_padding(1.0)
     other.weight[0] = 3
     assert (layer(1) == 0).all() and not (layer(0) == 3).all()
+
+
+def test_a_config_of_numpys_numbers_is_plain():
+    options: dict[str, Any] = {"padding_idx": np.int16(-2), "max_norm": np.float32(1.5)}
+    options |= {"norm_type": np.float16(1), "scale_grad_by_freq": np.bool_(True)}
+    rows: Any = np.int64(5)
+    layer = Embedding(rows, 3, **options)
+    layer.resize(rows + 1)
+    want = {"num_embeddings": 6, "embedding_dim": 3, "padding_idx": 3, "max_norm": 1.5}
+    want |= {"norm_type": 1.0, "scale_grad_by_freq": True, "dtype": "float32"}
+    assert json.loads(json.dumps(layer.config())) == want
 
 
 def test_state_and_config_build_an_equal_layer():

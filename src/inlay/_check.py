@@ -4,6 +4,7 @@ Each check looks at concrete values on the host and either returns what it was g
 canonical form or raises: *name, rule, value*, in the same words in every face.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,59 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def number(name: str, value: float) -> float:
+    """Return ``value`` as a float if it is one number, of Python or of any library.
+
+    Text is none, not even ``"1.5"``, and neither is a bool.
+
+    Example:
+        >>> number("scale", "1.5")
+        Traceback (most recent call last):
+        ...
+        TypeError: scale must be a number, got str
+    """
+    if not isinstance(value, str | bytes | bool | np.bool_ | np.complexfloating):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def positive_number(name: str, value: float, *, finite: bool = True) -> float:
+    """Return ``value`` as a float if it is a number above 0, and ``finite`` if asked.
+
+    Example:
+        >>> positive_number("base", 0)
+        Traceback (most recent call last):
+        ...
+        ValueError: base must be positive and finite, got 0
+    """
+    found = number(name, value)
+    if not found > 0.0 or (finite and found == float("inf")):
+        raise ValueError(f"{name} must be positive{' and finite' * finite}, got {value}")
+    return found
+
+
+def not_negative_number(name: str, value: float) -> float:
+    """Return ``value`` as a float if it is a number of at least 0.
+
+    Example:
+        >>> not_negative_number("norm_eps", -1e-5)
+        Traceback (most recent call last):
+        ...
+        ValueError: norm_eps must not be negative, got -1e-05
+    """
+    found = number(name, value)
+    if not found >= 0.0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return found
+
+
 def probability(name: str, value: float) -> float:
-    """Return ``value`` if it lies in [0, 1]."""
-    if not 0.0 <= value <= 1.0:
+    """Return ``value`` as a float if it lies in [0, 1]."""
+    found = number(name, value)
+    if not 0.0 <= found <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    return float(value)
+    return found
 
 
 def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
@@ -69,7 +118,7 @@ def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
             f"padding_idx must be in [-{num_embeddings}, {num_embeddings}) "
             f"for num_embeddings {num_embeddings}, got {padding_idx}"
         )
-    return int(padding_idx) % num_embeddings
+    return int(padding_idx) % int(num_embeddings)
 
 
 def integers(x: Any, *, name: str = "ids") -> np.ndarray:

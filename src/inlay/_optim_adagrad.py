@@ -3,6 +3,7 @@
 from typing import Any
 
 from . import kernels
+from ._check import not_negative_number
 from ._optim_base import Mode, RowOptimizer
 from ._optim_rule import Chosen, Options, Rule, State, refuse_decay, sign_of
 
@@ -19,9 +20,8 @@ class Adagrad(Rule):
 
     def check(self, options: Options, *, exact: bool) -> None:
         super().check(options, exact=exact)
-        if not options["initial_accumulator_value"] >= 0:
-            value = options["initial_accumulator_value"]
-            raise ValueError(f"initial_accumulator_value must not be negative, got {value}")
+        name = "initial_accumulator_value"
+        not_negative_number(name, options[name])
         if exact:
             refuse_decay(options, "Adagrad", "")
 

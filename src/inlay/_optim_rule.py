@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
+from ._check import not_negative_number, number
 from .kernels._optim_lines import AVERAGE, BB, BW, STEP_KINDS, WB, WW
 
 Options = Mapping[str, Any]
@@ -112,8 +113,8 @@ class Rule:
     def check(self, options: Options, *, exact: bool) -> None:
         """Refuse options that mean nothing, or that no row can be left alone with."""
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
-            if name in options and not float(options[name]) >= 0:
-                raise ValueError(f"{name} must not be negative, got {options[name]}")
+            if name in options:
+                not_negative_number(name, options[name])
 
     def arrays(self, options: Options) -> dict[str, float]:
         """Return the names of the state's arrays, and what each begins with."""
@@ -166,7 +167,7 @@ class Rule:
 def check_fractions(values: Sequence[Any], *names: str) -> None:
     """Refuse what is not in [0, 1)."""
     for name, value in zip(names, values, strict=True):
-        if not 0 <= float(value) < 1:
+        if not 0 <= number(name, value) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Float64
 
+from . import _check
 from ._check import positive
 
 Frequencies = Float64[np.ndarray, " pairs"]
@@ -66,15 +67,14 @@ def number(
     value = getattr(rule, name)
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    found = _check.number(name, value)
     if least is not None:
-        inside, words = value >= least, f"at least {bound}{least:g}"
+        inside, words = found >= least, f"at least {bound}{least:g}"
     else:
-        inside, words = value > (above or 0.0), f"above {bound}{above or 0.0:g}"
-    if not inside or not math.isfinite(value):
+        inside, words = found > (above or 0.0), f"above {bound}{above or 0.0:g}"
+    if not inside or not math.isfinite(found):
         raise ValueError(f"{name} must be finite and {words}, got {value}")
-    object.__setattr__(rule, name, float(value))
+    object.__setattr__(rule, name, found)
 
 
 def count(rule: Scaling, name: str, *, least: int = 1, optional: bool = False) -> None:
@@ -89,7 +89,8 @@ def count(rule: Scaling, name: str, *, least: int = 1, optional: bool = False) -
 
 def divisors(rule: Scaling, name: str) -> None:
     """Make a field a tuple of floats, if they are finite and above 0."""
-    values = tuple(float(value) for value in getattr(rule, name))
+    given = enumerate(getattr(rule, name))
+    values = tuple(_check.number(f"{name}[{at}]", value) for at, value in given)
     for place, value in enumerate(values):
         if not 0.0 < value < math.inf:
             raise ValueError(f"{name}[{place}] must be finite and above 0, got {value}")

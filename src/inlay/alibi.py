@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Shaped
 
 from ._array import cast, namespace_of, work_dtype
-from ._check import positive
+from ._check import positive, positive_number
 from .relative import relative_positions
 
 
@@ -43,9 +43,8 @@ def alibi_slopes(
         ([0.25, 0.0625, 0.015625, 0.00390625], 0.25)
     """
     positive("num_heads", num_heads)
-    for name, value in (("max_bias", max_bias), ("factor", factor)):
-        if not 0.0 < value < float("inf"):
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+    max_bias = positive_number("max_bias", max_bias)
+    factor = positive_number("factor", factor)
     below = 1 << (int(num_heads).bit_length() - 1)
     ranks = np.concatenate([
         np.arange(1, below + 1) / below,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64
 
 from ._array import cast, move_axis, namespace_of, work_dtype
-from ._check import positive
+from ._check import positive, positive_number
 from .sinusoidal import split, wave_tables
 from .turns import axial_turns
 
@@ -37,8 +37,7 @@ def gaussian_matrix(
         >>> gaussian_matrix(4, axes=2, std=10.0, rng=np.random.default_rng(0)).shape
         (4, 2)
     """
-    if not 0.0 < std < float("inf"):
-        raise ValueError(f"std must be positive and finite, got {std}")
+    std = positive_number("std", std)
     shape = positive("pairs", pairs), positive("axes", axes)
     return std * rng.standard_normal(shape)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from ._array import cast, is_real, namespace_of, work_dtype
-from ._check import not_negative, one_of, positive
+from ._check import not_negative, number, one_of, positive
 from .token import normal, whole_inside
 
 Align = Literal["ends", "centres", "starts"]
@@ -176,6 +176,8 @@ def resize_grid(
         [0.0, 2.0, 3.0]
     """
     sizes = [positive("grid", size) for size in grid]
+    is_other = tuple(sizes) != tuple(new_grid)
+    nudge = number("nudge", nudge)
     rows = not_negative("class_tokens", class_tokens) + sizes[0] * sizes[1]
     if len(weight) != rows:
         raise ValueError(
@@ -185,7 +187,7 @@ def resize_grid(
     cells = weight[class_tokens:].reshape(*sizes, -1)
     for axis, (old, new) in enumerate(zip(sizes, new_grid, strict=True)):
         # A nudge moves what stays as large, but with antialias torch leaves it alone.
-        if positive("new_grid", new) != old or not antialias and new_grid != grid:
+        if positive("new_grid", new) != old or not antialias and is_other:
             make = _smooth_taps if antialias else _cubic_taps
             cells = _resampled(cells, make(old, new, step=old / (new + nudge)), axis=axis)
     cells = cells.reshape(-1, weight.shape[1]).astype(weight.dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from ._check import not_negative, positive
+from ._check import not_negative, number, positive
 
 
 def inverse_frequencies(
@@ -33,9 +33,10 @@ def inverse_frequencies(
         array([1.  , 0.01])
     """
     _even("rotary_dim", rotary_dim)
-    if not 1.0 < base < np.inf:
+    ratio = number("base", base)
+    if not 1.0 < ratio < np.inf:
         raise ValueError(f"base must be greater than 1, got {base}")
-    return float(base) ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+    return ratio ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
 
 
 def section_frequencies(

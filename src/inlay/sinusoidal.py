@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from ._array import namespace_of
-from ._check import one_of, positive
+from ._check import number, one_of, positive, positive_number
 from .turns import split as split
 from .turns import wave_tables as wave_tables
 from .turns import waves as waves
@@ -71,8 +71,9 @@ def frequencies(
     """
     dim = positive("embedding_dim", embedding_dim)
     one_of("odd", odd, ODDS)
-    _check_positive("base", base)
-    _check_positive("frequency_scale", frequency_scale)
+    base = positive_number("base", base)
+    frequency_scale = positive_number("frequency_scale", frequency_scale)
+    shift = number("shift", shift)
     if odd == "zero" and dim == 1:
         raise ValueError("embedding_dim must be at least 2 for odd='zero', got 1")
     half, pairs = (dim / 2, (dim + 1) // 2) if odd == "sine" else (dim // 2, dim // 2)
@@ -80,7 +81,7 @@ def frequencies(
         raise ValueError(f"shift must be smaller than {half}, got {shift}")
     # A single pair has exponent 0, whatever the shift; half - shift may be 0 there.
     exponents = np.arange(pairs) / (half - shift if pairs > 1 else 1.0)
-    return frequency_scale * float(base) ** -exponents
+    return frequency_scale * base**-exponents
 
 
 def encode(
@@ -137,8 +138,3 @@ def join_axes(
 
 def _in_order(cos: Any, sin: Any, cos_first: bool) -> list[Any]:
     return [cos, sin] if cos_first else [sin, cos]
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"{name} must be positive and finite, got {value}")

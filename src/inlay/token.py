@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from ._array import cast, namespace_of
-from ._check import float_dtype, not_negative, one_of
+from ._check import float_dtype, not_negative, one_of, positive_number
 
 Init = str | Callable[[tuple[int, ...], np.random.Generator], Any]
 Seed = int | np.random.Generator | None
@@ -81,6 +81,8 @@ def initial(
         (True, 'float16')
     """
     draw = INITS[one_of("init", init, tuple(INITS))] if isinstance(init, str) else init
+    if not callable(draw):
+        raise TypeError(f"init must be a name or a function, got {type(init).__name__}")
     table = np.asarray(draw(shape, np.random.default_rng(rng)))
     if table.shape != shape:
         raise ValueError(f"init must return an array of shape {shape}, got {table.shape}")
@@ -103,8 +105,10 @@ def whole_inside(
     if ids.dtype.itemsize < 4:
         ids = cast(ids, "int32")  # int8 cannot be compared with 1024
     inside = ids <= last
-    if "uint" not in str(ids.dtype):  # a negative number is huge in JAX's uint32
+    if "uint" not in str(ids.dtype):
         inside = inside & (ids >= first)
+    elif last < 0:
+        inside = xp.zeros_like(inside)  # a negative number is huge in JAX's uint32
     return inside, cast(xp.where(inside, ids, xp.zeros_like(ids)), "int32")
 
 
@@ -137,12 +141,11 @@ def within_norm(
     return rows * (max_norm / xp.clip(norm, max_norm, None))
 
 
-def check_norm(max_norm: float | None, norm_type: float) -> None:
-    """Refuse a ``max_norm`` or ``norm_type`` that is not positive."""
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, got {norm_type}")
+def check_norm(max_norm: float | None, norm_type: float) -> tuple[float | None, float]:
+    """Return both as floats if they are positive, as infinity is too."""
+    if max_norm is not None:
+        max_norm = positive_number("max_norm", max_norm, finite=False)
+    return max_norm, positive_number("norm_type", norm_type, finite=False)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
 from ._array import cast, is_real, namespace_of, work_dtype
+from ._check import number
 
 LIMIT = 256**3
 # What a fraction of a position is counted in: the fraction times a power of two is exact.
@@ -138,7 +139,7 @@ def wave_tables(
         ((2, 2, 3, 256, 2), (2, 2))
     """
     levels = [np.asarray(frequencies, np.float64)]
-    tables = [digit_tables(levels[0], factor=scale)]
+    tables = [digit_tables(levels[0], factor=number("scale", scale))]
     if np.abs(levels[0]).max(initial=0.0) > 1.0:
         levels.append(levels[0] / FINE)
         tables.append(digit_tables(levels[1]))

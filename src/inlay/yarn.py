@@ -56,8 +56,9 @@ class YaRN(Scaling):
         for name in ("mscale", "mscale_all_dim"):
             number(self, name, least=0.0, optional=True)
         number(self, "attention", above=0.0, optional=True)
-        if not isinstance(self.truncate, bool):
+        if not isinstance(self.truncate, bool | np.bool_):
             raise TypeError(f"truncate must be a bool, got {type(self.truncate).__name__}")
+        object.__setattr__(self, "truncate", bool(self.truncate))
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
                 "mscale and mscale_all_dim must be given together, "

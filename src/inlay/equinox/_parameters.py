@@ -71,6 +71,8 @@ def drawn(
         dtype('float16')
     """
     make = INITS[one_of("init", init, tuple(INITS))] if isinstance(init, str) else init
+    if not callable(make):
+        raise TypeError(f"init must be a name or a function, got {type(init).__name__}")
     found = table_dtype(dtype)
     if key is None:
         raise ValueError("key must be given to draw parameters, got None")

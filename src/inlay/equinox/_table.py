@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._array import work_dtype
-from .._check import integers, not_negative, padding_index
+from .._check import check_real, integers, not_negative, padding_index
 from ..token import Resized, check_norm, resized
 from ._lookup import Found, How, SomeRows, find, rows_at, shortened, whole
 from ._module import Module, bits_of, concrete, floats_of, replaced
@@ -67,11 +67,9 @@ class Table(Module):
         self.num_embeddings = not_negative("num_embeddings", num_embeddings)
         self.embedding_dim = not_negative("embedding_dim", embedding_dim)
         self.padding_idx = padding_index(padding_idx, num_embeddings)
-        check_norm(max_norm, norm_type)
-        self.max_norm = None if max_norm is None else float(max_norm)
-        self.norm_type = float(norm_type)
+        self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
-        shape = (num_embeddings, embedding_dim)
+        shape = (self.num_embeddings, self.embedding_dim)
         if weight is not None:
             self.weight = given(weight, shape, dtype=dtype)
             self.padding_bits = self._padding_in(self.weight)
@@ -99,6 +97,7 @@ class Table(Module):
         Sums are float32 (float64 for float64); the result has the dtype of ``x``. The
         padding row gets no gradient.
         """
+        check_real(x, name="x", whole=False)
         x = jnp.asarray(x)
         if isinstance(self.weight, SomeRows):
             raise TypeError("logits needs every row of the table, got those of a batch")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._check import positive
+from .._check import number, positive, positive_number
 from ..fire import fire_bias, fire_share
 from ._bias import Bias, checked_pair
 from ._module import widened
@@ -75,11 +75,9 @@ class FireBias(Bias):
     ) -> None:
         self.num_heads = positive("num_heads", num_heads)
         self.width = positive("width", width)
-        for name, value in (("threshold", threshold), ("eps", eps)):
-            if not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        self.threshold, self.eps, found = float(threshold), float(eps), table_dtype(dtype)
-        self.c, self.multiplier = jnp.array(c, found), jnp.array(1.0, found)
+        self.threshold = positive_number("threshold", threshold)
+        self.eps, found = positive_number("eps", eps), table_dtype(dtype)
+        self.c, self.multiplier = jnp.array(number("c", c), found), jnp.array(1.0, found)
         keys = (None,) * 4 if key is None else jax.random.split(key, 4)
         self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
             drawn(

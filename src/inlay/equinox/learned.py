@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
-from .._check import not_negative, positive
+from .._check import not_negative, number, positive
 from ..learned import Align, check_positions, neighbours, resize_grid, resize_linear
 from ..token import whole_inside
 from ._lookup import How, find, nan_outside, rows_at
@@ -86,7 +86,7 @@ class LearnedPositions(Module):
                 f"padding_idx must be one of the {row_offset} rows before position 0, "
                 f"got {padding_idx}"
             )
-        self.scale = float(scale)
+        self.scale = number("scale", scale)
         self.table = Embedding(
             max_positions + row_offset,
             embedding_dim,

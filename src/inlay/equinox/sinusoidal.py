@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._array import work_dtype
-from .._check import one_of, positive
+from .._check import number, one_of, positive
 from ..positions import check_axes
 from ..sinusoidal import (
     CONVENTIONS,
@@ -112,7 +112,8 @@ class SinusoidalPositions(Module):
             odd=odd,
             frequency_scale=frequency_scale,
         )
-        self.base, self.shift, self.scale = float(base), float(shift), float(scale)
+        self.base, self.shift = float(base), float(shift)
+        self.scale = number("scale", scale)
         self.frequency_scale = float(frequency_scale)
         tables, rates = wave_tables(found, scale=scale)
         self.tables, self.rates = Constant(tables), Constant(rates)

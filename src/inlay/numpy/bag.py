@@ -82,7 +82,7 @@ class EmbeddingBag(Embedding):
             rng=rng,
         )
         self.mode: Mode = mode
-        self.include_last_offset = include_last_offset
+        self.include_last_offset = bool(include_last_offset)
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import work_dtype
-from .._check import float_dtype, positive
+from .._check import float_dtype, number, positive, positive_number
 from ..fire import fire_bias, fire_share
 from ..relative import distances
 from ..token import Seed, initial, uniform
@@ -64,12 +64,11 @@ class FireBias(Bias):
             positive("num_heads", num_heads),
             positive("width", width),
         )
-        for name, value in (("threshold", threshold), ("eps", eps)):
-            if not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        self.threshold, self.eps = float(threshold), float(eps)
+        self.threshold = positive_number("threshold", threshold)
+        self.eps = positive_number("eps", eps)
         found, rng = float_dtype(dtype), np.random.default_rng(rng)
-        self.c, self.multiplier = np.array(c, found), np.array(1.0, found)
+        self.c = np.array(number("c", c), found)
+        self.multiplier = np.array(1.0, found)
         self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
             initial(
                 shape,

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, Integer
 
 from .. import kernels
 from .._check import (
+    check_real,
     ids_in_range,
     integers,
     not_negative,
@@ -82,10 +83,9 @@ class Embedding(Module):
         self.num_embeddings = not_negative("num_embeddings", num_embeddings)
         self.embedding_dim = not_negative("embedding_dim", embedding_dim)
         self.padding_idx = padding_index(padding_idx, num_embeddings)
-        check_norm(max_norm, norm_type)
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        shape = (num_embeddings, embedding_dim)
+        self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
+        self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        shape = (self.num_embeddings, self.embedding_dim)
         if weight is None:
             self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
             if self.padding_idx is not None:
@@ -137,6 +137,7 @@ class Embedding(Module):
         """
         self.make_ready()
         x = np.asarray(x)
+        check_real(x, name="x", whole=False)
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
@@ -201,7 +202,7 @@ class Embedding(Module):
         self.weight, what = resized(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
-        self.num_embeddings = num_embeddings
+        self.num_embeddings = len(self.weight)
         return what
 
     def set_padding(

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from .._check import not_negative, positive
+from .._check import not_negative, number, positive
 from ..learned import Align, check_positions, neighbours, resize_grid, resize_linear
 from ._bias import parameter
 from ._fused import array_of, concrete, tensor_of
@@ -84,7 +84,7 @@ class LearnedPositions(Padded):
                 f"padding_idx must be one of the {row_offset} rows before position 0, "
                 f"got {padding_idx}"
             )
-        self.padding_idx, self.scale = padding_idx, scale
+        self.padding_idx, self.scale = padding_idx, number("scale", scale)
         shape = (max_positions + row_offset, embedding_dim)
         self.weight = parameter(weight, shape, device=device, dtype=dtype)
         if weight is None:
