@@ -23,7 +23,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "Adagrad": [{"lr": 0.3, "lr_decay": 0.01, "eps": 1e-3, "maximize": True}]
     + [{"lr": 0.3, "initial_accumulator_value": 0.1}],
-    "Adam": [{"lr": 0.02}, {"lr": 0.02, "betas": (0.8, 0.99), "amsgrad": True}],
+    "Adam": [{"lr": 0.02}, {"lr": 0.02, "betas": (0.8, 0.99), "amsgrad": True}]
+    + [{"lr": 0.01, "betas": (0.5, 0.0), "eps": 0.1}],
     "AdamW": [
         {"lr": 0.02, "weight_decay": 0.1},
         {"lr": 0.02, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-3},

@@ -13,7 +13,14 @@ import torch
 import inlay.optim
 from inlay import Rows, kernels
 from inlay._optim_adam import interpolation
-from inlay.numpy import Embedding, EmbeddingBag, EmbeddingLayer, load, save
+from inlay.numpy import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingLayer,
+    LearnedPositions,
+    load,
+    save,
+)
 from inlay.optim import RowAdagrad, RowAdam, RowAdamW, RowLion, RowRMSprop, RowSGD
 
 from .optim_cases import (
@@ -413,7 +420,7 @@ def test_polynomials_go_through_their_points():
     assert points[0] == 0 and points[-1] == 1
 
 
-def refuse(match, make, error=ValueError):
+def refuse(match, make, error: type[Exception] = ValueError):
     with pytest.raises(error, match=match):
         make()
 
@@ -428,6 +435,11 @@ def test_options_that_cannot_be_exact_or_mean_nothing_are_refused():
     word: Any = "fast"
     refuse("mode must be 'exact' or 'lazy', got 'fast'", lambda: RowSGD(layer, mode=word))
     refuse("lr must not be negative, got -1", lambda: RowSGD(layer, -1.0))
+    refuse("lr must be a number, got str", lambda: RowSGD(layer, word), TypeError)
+    refuse(
+        r'betas\[1\] must be above 0 in mode="exact" for Lion, .*, got 0; use mode="lazy"',
+        lambda: RowLion(layer, betas=(0.9, 0.0)),
+    )
     refuse("eps must not be negative, got -1", lambda: RowAdam(layer, eps=-1.0))
     refuse(
         r"betas\[1\] must be in \[0, 1\), got 1.0", lambda: RowLion(layer, betas=(0, 1.0))
@@ -442,6 +454,8 @@ def test_options_that_cannot_be_exact_or_mean_nothing_are_refused():
         r"needs a table in bfloat16, got \['float32'\]",
         lambda: RowSGD(layer, stochastic_rounding=True),
     )
+    layer.weight.flags.writeable = False
+    refuse("weight must be writable to be trained, got it read-only", lambda: RowSGD(layer))
     assert layer.pending is None
 
 
@@ -464,6 +478,16 @@ def test_gradients_that_do_not_fit_change_nothing():
         r"grads\['weight'\] must have shape \(5, 2\), got \(5,\)",
         lambda: optimizer.step({"weight": np.ones(5)}),
     )
+    for ids, values, sentence in (
+        ([7], 1, r"grads\['weight'\].ids\[0\] is 7, but the number of rows is 5"),
+        ([-1, 2], 2, r"grads\['weight'\].ids\[0\] is -1, but the number of rows is 5"),
+        ([1, 1], 2, r"grads\['weight'\].ids must be ascending, each once"),
+        ([0, 1], 1, r"must have an id for each of 1 rows, got ids of shape \(2,\)"),
+    ):
+        bad = Rows(np.array(ids), np.ones((values, 2), np.float32))
+        error = IndexError if "number of rows" in sentence else ValueError
+        refuse(sentence, lambda bad=bad: optimizer.step({"weight": bad}), error)
+    assert optimizer.pending["weight"].now == 1
     wide = Rows(np.array([1]), np.ones((1, 3)))
     refuse(
         r"must be for rows of \(5, 2\), got values of shape \(1, 3\)",
@@ -475,6 +499,25 @@ def test_gradients_that_do_not_fit_change_nothing():
         r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\)",
         lambda: optimizer.step({"weight": late}),
     )
+
+
+def test_resized_positions_are_up_to_date_and_go_on_learning():
+    weight = np.random.default_rng(0).standard_normal((6, 2))
+    tables = []
+    for flush in (False, True):
+        layer = LearnedPositions(4, 2, row_offset=2, weight=weight.copy())
+        optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            y, pull = layer.vjp(np.zeros((1, 2)), [2])
+            optimizer.step({"weight": pull(y)["weight"]})
+        if flush:
+            optimizer.flush()
+        layer.resize_grid((1, 3), grid=(3, 1))
+        y, pull = layer.vjp(np.zeros((1, 2)), [3])
+        optimizer.step({"weight": pull(y)["weight"]})
+        assert (np.abs(layer.encode([3])) < np.abs(y)).all()
+        tables.append(layer.state_dict()["weight"])
+    np.testing.assert_array_equal(*tables)
 
 
 @pytest.mark.rejects

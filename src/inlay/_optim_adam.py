@@ -83,6 +83,8 @@ class Adam(Rule):
         # With β₂ = 0 there is no polynomial, and its steps are taken one by one.
         with np.errstate(divide="ignore", invalid="ignore"):
             terms = size * lines[FIRST] / (ratio * (1 - self._points) + self._points)
+            # Infinity would look as sure of itself as a number.
+            terms[np.isinf(terms)] = np.nan
             lines[POLY:] += self._basis @ terms
         past.add(self.line(options, step), (size, beta1, beta2, unbias))
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ._check import one_of
+from ._check import ids_in_range, integers, one_of
 from ._optim_pending import Pending
 from ._optim_rule import Rule
 from .rows import Rows
@@ -43,6 +43,9 @@ class RowOptimizer:
         rule.check(options, exact=mode == "exact")
         self.rule, self.options, self.mode = rule, options, mode
         self._tables, self._parameters = layer.embeddings(), layer.parameters()
+        for name, value in self._parameters.items():
+            if not value.flags.writeable:
+                raise ValueError(f"{name} must be writable to be trained, got it read-only")
         self.stochastic_rounding = stochastic_rounding
         if stochastic_rounding:
             check_rounding(value.dtype.name for value in self._parameters.values())
@@ -158,6 +161,7 @@ class RowOptimizer:
                     f"grads[{name!r}] must be for rows of {shape}, "
                     f"got values of shape {grad.values.shape}"
                 )
+            _check_ids(name, grad, rows=shape[0])
             row = pending.behind(grad.ids)
         if row is not None:
             raise ValueError(
@@ -178,6 +182,19 @@ class RowOptimizer:
                 )
             arrays[key] = given
         return self._pending(name, arrays, step=int(state[f"{name}.step"]))
+
+
+def _check_ids(name: str, grad: Rows, *, rows: int) -> None:
+    """Refuse ids that are not rows, or not each once: kernels write where they say."""
+    ids = integers(grad.ids, name=f"grads[{name!r}].ids")
+    if ids.shape != grad.values.shape[:1]:
+        raise ValueError(
+            f"grads[{name!r}] must have an id for each of {len(grad.values)} rows, "
+            f"got ids of shape {ids.shape}"
+        )
+    if (ids[1:] <= ids[:-1]).any():
+        raise ValueError(f"grads[{name!r}].ids must be ascending, each once")
+    ids_in_range(ids, rows, name=f"grads[{name!r}].ids", bound="the number of rows")
 
 
 def check_rounding(dtypes: Iterable[str]) -> None:

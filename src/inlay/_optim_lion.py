@@ -16,6 +16,11 @@ class Lion(Rule):
     def check(self, options: Options, *, exact: bool) -> None:
         super().check(options, exact=exact)
         check_fractions(options["betas"], "betas[0]", "betas[1]")
+        if exact and not options["betas"][1]:
+            raise ValueError(
+                'betas[1] must be above 0 in mode="exact" for Lion, whose average would '
+                'lose its sign in the first step a row misses, got 0; use mode="lazy"'
+            )
 
     def arrays(self, options: Options) -> dict[str, float]:
         return {"exp_avg": 0.0}

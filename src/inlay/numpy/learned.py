@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._array import is_real
-from .._check import float_dtype, not_negative, positions_array, positive
+from .._check import float_dtype, not_negative, number, positions_array, positive
 from ..learned import (
     Align,
     check_positions,
@@ -82,7 +82,7 @@ class LearnedPositions(Module):
                 f"padding_idx must be one of the {row_offset} rows before position 0, "
                 f"got {padding_idx}"
             )
-        self.scale = scale
+        self.scale = number("scale", scale)
         self.table = Embedding(
             max_positions + row_offset,
             embedding_dim,
@@ -240,7 +240,8 @@ class LearnedPositions(Module):
 
     @property
     def _positions(self) -> np.ndarray:
-        return self.weight[self.row_offset :]
+        # By the parameters: rows that an optimizer has left behind catch up first.
+        return self.parameters()["weight"][self.row_offset :]
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """Return the rows as they are added, in the dtype they are worked on in."""
@@ -255,11 +256,8 @@ class LearnedPositions(Module):
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _replace(self, rows: np.ndarray) -> None:
-        before = self.table.parameters()["weight"][: self.row_offset]
+        before = self.weight[: self.row_offset]
+        # In the same table, which an optimizer may know.
+        self.table.weight = np.concatenate([before, rows])
+        self.table.num_embeddings = len(self.table.weight)
         self.max_positions = len(rows)
-        self.table = Embedding(
-            self.row_offset + len(rows),
-            self.embedding_dim,
-            padding_idx=self.table.padding_idx,
-            weight=np.concatenate([before, rows]),
-        )
