@@ -367,6 +367,11 @@ HUGE = [
         {"bias.weight": np.zeros((10**8, 0))},
         {"class": "T5Bias", "num_heads": 2, "max_distance": 10**8},
     ),
+    # Nor for hours: where its buckets begin is compared in whole numbers of 230,000 bits.
+    (
+        {"bias.weight": np.zeros((1, 2))},
+        {"class": "T5Bias", "num_heads": 2, "num_buckets": 2**16, "max_distance": 2**16},
+    ),
 ]
 
 

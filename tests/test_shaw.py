@@ -170,10 +170,14 @@ def test_vectors_are_not_gathered_by_pair():
 # The gradient
 
 
-@pytest.mark.parametrize("lead", [(), (2, 3), (2,)])
-def test_gradients_are_those_of_finite_differences(lead):
+@pytest.mark.parametrize(
+    ("lead", "heads"), [((), ""), ((2, 3), ""), ((2,), ""), ((2, 3), "k"), ((2, 3), "q")]
+)
+def test_gradients_are_those_of_finite_differences(lead, heads):
     layer = ShawScores(2, max_left=2, max_right=1, init="normal", dtype="float64", rng=0)
     q, k = drawn(*lead, q_length=3, k_length=4, head_dim=2)
+    # One head of keys may serve all queries, and one of queries all keys.
+    q, k = (x[:, :1].copy() if n == heads else x for n, x in (("q", q), ("k", k)))
     at, steps = rng.integers(0, 9, (*lead[:1], 3)), rng.integers(0, 9, (*lead[:1], 4))
     scores, pull = layer.vjp(q, k, at, steps)
     np.testing.assert_array_equal(scores, layer.scores(q, k, at, steps))

@@ -13,6 +13,7 @@ devices can disagree about a bucket. Apart from the two that make
 tables, these functions create no arrays and run unchanged on NumPy, torch and JAX.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -127,8 +128,11 @@ def t5_edges(num_buckets: int, *, max_distance: int = 128) -> Int64[np.ndarray, 
     edges = list(range(exact + 1))
     for step in range(1, wide):
         # The least d with (d / exact) ** wide >= (max_distance / exact) ** step.
-        edge = max(int(exact * (max_distance / exact) ** (step / wide)) - 1, exact)
-        while edge**wide * exact**step < max_distance**step * exact**wide:
+        place = exact * (max_distance / exact) ** (step / wide)
+        edge = round(place)
+        if abs(place - edge) > 1e-9 * place:
+            edge = math.ceil(place)
+        elif edge**wide * exact**step < max_distance**step * exact**wide:
             edge += 1
         edges.append(edge)
     return np.array(edges, np.int64)

@@ -116,10 +116,12 @@ class ShawScores(Module):
             d = gradient_like(dscores, scores, name="dscores").astype(wide_q.dtype)
             d /= math.sqrt(self.head_dim)
             by_row = _summed_by_row(d, index, len(weight))
-            flat = by_row.reshape(-1, len(weight)).T @ wide_q.reshape(-1, self.head_dim)
+            every_q = np.broadcast_to(wide_q, (*d.shape[:-1], self.head_dim))
+            flat = by_row.reshape(-1, len(weight)).T @ every_q.reshape(-1, self.head_dim)
+            dq, dk = d @ wide_k + by_row @ weight, d.mT @ wide_q
             return {
-                "q": (d @ wide_k + by_row @ weight).astype(q.dtype, copy=False),
-                "k": (d.mT @ wide_q).astype(k.dtype, copy=False),
+                "q": _summed_to(dq, q.shape).astype(q.dtype, copy=False),
+                "k": _summed_to(dk, k.shape).astype(k.dtype, copy=False),
                 "weight": flat.astype(work_dtype(self.weight.dtype), copy=False),
             }
 
@@ -152,6 +154,14 @@ class ShawScores(Module):
 def _widened_together(*arrays: np.ndarray) -> list[np.ndarray]:
     wide = "float64" if any(x.dtype == np.float64 for x in arrays) else "float32"
     return [x.astype(wide, copy=False) for x in arrays]
+
+
+def _summed_to(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the gradient of what had that shape before it served several heads."""
+    extra = gradient.ndim - len(shape)
+    gradient = gradient.sum(axis=tuple(range(extra)))
+    axes = (at for at, size in enumerate(shape) if size == 1 != gradient.shape[at])
+    return gradient.sum(axis=tuple(axes), keepdims=True)
 
 
 def _summed_by_row(
