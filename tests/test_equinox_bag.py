@@ -197,6 +197,9 @@ def test_traced_offsets_that_make_no_bags_are_nan():
     assert np.isfinite(call(jnp.array([0, 3, 5]))).all()
     for wrong in ([1, 3, 5], [0, 5, 3], [0, 3, 13], [-1, 3, 5]):
         assert np.isnan(call(jnp.array(wrong))).all()
+    with jax.enable_x64(True):
+        for wrong in ([0, 3, 2**32 + 5], [2**32, 3, 5], [0, 3 - 2**32, 5]):
+            assert np.isnan(call(jnp.array(wrong, "int64"))).all()
 
 
 @pytest.mark.rejects

@@ -8,13 +8,16 @@ import optax
 import pytest
 
 from inlay.equinox.alibi import AlibiBias
+from inlay.equinox.bag import EmbeddingBag
 from inlay.equinox.layer import EmbeddingLayer
 from inlay.equinox.learned import LearnedPositions
+from inlay.equinox.rotary import RotaryPositions
 from inlay.equinox.sinusoidal import SinusoidalPositions
 from inlay.numpy.layer import EmbeddingLayer as NumpyLayer
+from inlay.numpy.rotary import RotaryPositions as NumpyRotary
 from inlay.numpy.sinusoidal import SinusoidalPositions as NumpyPositions
 from tests.gradients import central_difference
-from tests.jax_lives import LIVES, built
+from tests.jax_lives import LIVES, built, compiled_quickly
 from tests.test_equinox_token import bits, demanding
 
 rng = np.random.default_rng(0)
@@ -430,3 +433,25 @@ def test_no_rank_is_promoted_without_positions():
         got = np.asarray(eqx.filter_jit(layer)(jnp.asarray(IDS), segments=SEGMENTS))
     want = in_numpy(layer)(IDS, segments=SEGMENTS)
     np.testing.assert_allclose(got, want, atol=4e-6)
+
+
+def test_programs_are_exported_for_any_batch_and_length():
+    rows = rng.standard_normal((9, 4)).astype("float32")
+    layer = LearnedPositions(5, 4, weight=rows[:5])
+    bag = EmbeddingBag(9, 4, mode="sum", weight=rows)
+
+    def run(ids):
+        x = SinusoidalPositions(4)(layer(bag(ids)[:, None] + rows[0] * ids[..., None]))
+        return RotaryPositions(4, sections=[1, 1])(x, offset=2)
+
+    sizes = jax.export.symbolic_shape("batch, length")
+    ids = np.array([[4, 0, 8, 1, 1, 3, 2], [5, 5, 2, 7, 0, 0, 1]], "int32")
+    with compiled_quickly():
+        whole = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(sizes, "int32"))
+        got = np.asarray(whole.call(ids))
+    x = rows[ids].sum(axis=1, keepdims=True) + rows[0] * ids[..., None]
+    x = NumpyPositions(4)(x[:, :5] + rows[:5])
+    want = NumpyRotary(4)(x, offset=2)
+    np.testing.assert_allclose(got[:, :5], want, atol=1e-5)
+    # What the table has no row for cannot be refused here.
+    assert np.isnan(got[:, 5:]).all()

@@ -1,3 +1,5 @@
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,6 +219,17 @@ def test_from_offset_rejects_what_is_no_array(offset):
     ):
         with pytest.raises(TypeError, match=want):
             call()
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("face", ["numpy", "equinox"])
+def test_a_whole_offset_is_a_plain_number_of_any_library(face):
+    layer = importlib.import_module(f"inlay.{face}").SinusoidalPositions(4)
+    x = np.zeros((2, 4), np.float32)
+    np.testing.assert_array_equal(layer(x, [0, 1], offset=np.int64(0)), layer(x))
+    for far in (2**62, -(2**70)):
+        with pytest.raises(ValueError, match=f"^offset must be smaller .*, got {far}$"):
+            layer(x, offset=far)
 
 
 @pytest.mark.rejects

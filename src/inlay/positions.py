@@ -1,9 +1,16 @@
 """Position ids: plain, moved on by a cache, from a padding mask, per packed document.
 
 Every scheme takes explicit positions, so that left padding, packed documents and cached
-keys are a matter of these few functions and of nothing else. What is made from arrays runs
-unchanged on NumPy, torch and JAX arrays; what is made from plain numbers (lengths, the
-sizes of a grid, a random draw) is made on the host, by NumPy.
+keys are a matter of these few functions and of nothing else. A layer counts ``0, 1, …`` by
+itself, from its ``offset`` if it is given one; what you need beyond that is here:
+
+- a padded batch: :func:`from_mask`
+- documents packed into one sequence: :func:`from_documents`, :func:`from_lengths`
+- an image or another grid: :func:`from_grid`
+- training for sequences longer than those at hand: :func:`randomised`
+
+What is made from arrays runs unchanged on NumPy, torch and JAX arrays; what is made from
+plain numbers (lengths, the sizes of a grid, a random draw) is made on the host, by NumPy.
 """
 
 from typing import Any
@@ -13,6 +20,23 @@ from jaxtyping import Int, Shaped
 
 from ._array import cast, namespace_of, running_max
 from ._check import integers, not_negative, positive
+
+# A whole offset is smaller than this in size, so that counting on stays within 64 bits.
+LIMIT = 2**62
+
+
+def plain_offset(offset: Any) -> Any:
+    """Return an offset that is one whole number as an int, and any other as it is.
+
+    Example:
+        >>> plain_offset(np.uint8(3))
+        3
+    """
+    if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
+        return offset
+    if not -LIMIT < int(offset) < LIMIT:
+        raise ValueError(f"offset must be smaller than {LIMIT} in size, got {offset}")
+    return int(offset)
 
 
 def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*moved"]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float, Shaped
 
 from ._array import cast, is_real, namespace_of
-from ._check import one_of, positive
+from ._check import number, one_of, positive
 from .rotary_frequencies import inverse_frequencies as inverse_frequencies
 from .rotary_frequencies import pixtral_axial_frequencies as pixtral_axial_frequencies
 from .rotary_frequencies import qwen_axial_frequencies as qwen_axial_frequencies
@@ -52,8 +52,7 @@ def over_heads(
         >>> over_heads(np.zeros((2, 5)), np.zeros((2, 5, 3, 8)), heads_axis=-2).shape
         (2, 5, 1)
     """
-    if heads_axis not in (-3, -2):
-        raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
+    check_heads_axis(heads_axis)
     lead, length = tuple(x.shape[:-1]), -1 if heads_axis == -3 else -2
     lined = _with_heads(positions, len(positions.shape) - axial, len(lead), heads_axis)
     if lined is None or not _fits(tuple(lined.shape)[axial:], lead, length):
@@ -79,6 +78,43 @@ def _fits(lined: tuple[int, ...], lead: tuple[int, ...], length: int) -> bool:
         return False
     sizes = zip(lined[::-1], lead[::-1], strict=False)
     return all(mine in (1, theirs) for mine, theirs in sizes)
+
+
+def check_heads_axis(heads_axis: int) -> int:
+    """Return ``heads_axis`` as an int if it is one that :func:`over_heads` knows."""
+    if heads_axis not in (-3, -2):
+        raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
+    return int(heads_axis)
+
+
+def over_rows(
+    delta: Shaped[Any, "*rows"],
+    keys: Shaped[Any, "*lead head_dim"],
+    *,
+    axes: int | None = None,
+) -> Shaped[Any, "*lined"]:
+    """Line a move of cached keys up with their axes: one for all, or one for each row.
+
+    Args:
+        delta: By how many positions keys move: a number, or one per row of ``keys``.
+        keys: What a rotary layer has turned.
+        axes: How many coordinates a position has, which all move alike; None if it is a
+            single number.
+
+    Example:
+        >>> import numpy as np
+        >>> over_rows(np.array([3, -1]), np.zeros((2, 4, 5, 8))).shape
+        (2, 1, 1)
+    """
+    if delta.ndim and (tuple(delta.shape) != tuple(keys.shape[:1]) or keys.ndim < 3):
+        raise ValueError(
+            f"delta must be a number or one per row of keys of shape {tuple(keys.shape)}, "
+            f"got shape {tuple(delta.shape)}"
+        )
+    lined = delta.reshape(*delta.shape, *(1,) * (keys.ndim - 1 - delta.ndim))
+    if axes is None:
+        return lined
+    return namespace_of(lined).broadcast_to(lined, (axes, *lined.shape))
 
 
 def rotate(
@@ -188,6 +224,7 @@ def query_temperature(
         [1.0, 1.0, 1.0693]
     """
     positive("every", every)
+    scale = number("scale", scale)
     if not is_real(positions) and positions.dtype.itemsize < 4:
         positions = cast(positions, "int32")  # 127 + 1 is -128 in int8
     xp = namespace_of(positions)

@@ -29,15 +29,19 @@ def checked_offsets(
         offsets: What the caller gave.
         include_last_offset: Whether the last offset is the end of the last bag.
     """
+    if offsets is None and len(shape) == 2:
+        return None
     values = None if offsets is None else on_host(offsets)
     if offsets is None or values is not None:
         bounds = bounds_of(shape, values, include_last_offset=include_last_offset)
-        return None if offsets is None else jnp.asarray(bounds.astype(np.int32))
+        return jnp.asarray(bounds.astype(np.int32))
     # Traced: the axes are looked at as ever, and offsets stand for those of one empty bag.
     bounds_of(shape if len(shape) != 1 else (0,), [0])
     found = whole(offsets, name="offsets")
     if found.ndim != 1:
         raise ValueError(f"offsets must have 1 axis, got shape {found.shape}")
+    # Narrowed once it is within reach, or 2 ** 32 would be 0; what was not is beyond all.
+    found = jnp.where((found < 0) | (found > shape[0]), shape[0] + 1, found)
     found = found.astype(jnp.int32)
     if include_last_offset:
         return found

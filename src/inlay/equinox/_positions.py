@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import FLOATS, positions_array, positions_in_reach
-from ..positions import check_axes, check_fit, from_offset, resolve
+from ..positions import check_axes, check_fit, from_offset, plain_offset, resolve
 from ..turns import LIMIT
 from ._lookup import on_host
 from ._module import concrete, widened
@@ -37,12 +37,16 @@ def positions_for(
         offset: How many positions came before, a number or one per row.
         check: Called with them if they are concrete.
     """
+    offset = plain_offset(offset)
     if isinstance(offset, bool) or not isinstance(offset, int):
         offset = arrived(offset, name="offset")
     if positions is not None:
         return checked(resolve(arrived(positions), offset=offset, steps=None), check)
+    if not isinstance(length, int):
+        # A size that jax.export leaves open: nothing can be looked at.
+        offset = jnp.asarray(offset)
     if isinstance(offset, jax.Array):
-        if length:
+        if isinstance(length, int) and length:
             _check_seen(offset, lambda seen: [check(seen), check(seen + (length - 1))])
         before = widened(offset) if is_real(offset) else _signed(offset)
         return from_offset(jnp.arange(length, dtype=before.dtype), before)

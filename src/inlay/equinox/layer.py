@@ -9,11 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from .._array import work_dtype
-from .._check import positive, probability
-from ..layer import combine, standardise, zero_where
+from .._check import not_negative_number, positive, probability
+from ..layer import combine, zero_where
 from ._call import Call, checked_call
 from ._lookup import both, nan_outside
 from ._module import Module, replaced
+from ._norm import normalised
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._position_layer import position_layer
 from ._positions import Offset, Positions
@@ -99,10 +100,8 @@ class EmbeddingLayer(Module):
         p = probability("dropout", dropout)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
-        if not norm_eps >= 0:
-            raise ValueError(f"norm_eps must not be negative, got {norm_eps}")
+        self.norm_eps = not_negative_number("norm_eps", norm_eps)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        self.norm_eps = float(norm_eps)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         dtype = table_dtype(dtype)
         if init is None:
@@ -125,7 +124,8 @@ class EmbeddingLayer(Module):
             self.segment = Embedding(rows, embedding_dim, key=keys[2], **tables)
         self.norm = None
         if layer_norm:
-            self.norm = eqx.nn.LayerNorm(embedding_dim, self.norm_eps, dtype=dtype)
+            width = self.embedding_dim
+            self.norm = eqx.nn.LayerNorm(width, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
 
     def __call__(
@@ -248,27 +248,6 @@ class EmbeddingLayer(Module):
             total = total + jnp.broadcast_to(rows.astype(work), total.shape)
         return total
 
-    def _normalised(
-        self,
-        total: Float[Array, "*batch embedding_dim"],
-        used: Bool[Array, "*batch"] | None,
-    ) -> Float[Array, "*batch embedding_dim"]:
-        if self.norm is None:
-            return total
-        if used is None:
-            y, _ = standardise(total, eps=self.norm.eps)
-        else:
-            # Before the norm and inside it, where rows of zeros without an epsilon are
-            # NaN: what does not count must not reach the norm's gradient.
-            y, _ = standardise(zero_where(total, used), eps=self.norm.eps)
-            y = zero_where(y, used)
-        weight, bias = (
-            None if row is None else jnp.broadcast_to(row.astype(y.dtype), y.shape)
-            for row in (self.norm.weight, self.norm.bias)
-        )
-        y = y if weight is None else y * weight
-        return y if bias is None else y + bias
-
     def _dropped(
         self,
         x: Float[Array, "*batch embedding_dim"],
@@ -294,7 +273,7 @@ def _finished(
     key: Key | None,
     inference: bool | None,
 ) -> Float[Array, "*batch embedding_dim"]:
-    normalised = layer._normalised(total, both(call.mask, call.inside))
-    out = layer._dropped(normalised, key=key, inference=inference)
+    out = normalised(total, layer.norm, used=both(call.mask, call.inside))
+    out = layer._dropped(out, key=key, inference=inference)
     out = nan_outside(out.astype(layer.dtype), call.inside)
     return out if call.mask is None else zero_where(out, call.mask)

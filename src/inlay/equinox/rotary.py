@@ -13,7 +13,14 @@ from .._array import work_dtype
 from .._check import one_of, positive
 from ..hf import rotary_from_hf
 from ..positions import check_axes
-from ..rotary import LAYOUTS, Layout, over_heads, rotate
+from ..rotary import (
+    LAYOUTS,
+    Layout,
+    check_heads_axis,
+    over_heads,
+    over_rows,
+    rotate,
+)
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_waves, wave_tables, waves
@@ -84,7 +91,7 @@ class RotaryPositions(Module):
     sections: tuple[int, ...] | None = eqx.field(static=True)
     interleaved_sections: bool = eqx.field(static=True)
     #: The frequencies, if they were given.
-    ready: tuple[Any, ...] | None = eqx.field(static=True)
+    ready: Constant | None = eqx.field(static=True)
     heads_axis: int = eqx.field(static=True)
 
     def __init__(
@@ -100,8 +107,7 @@ class RotaryPositions(Module):
         frequencies: Any = None,
         heads_axis: int = -3,
     ) -> None:
-        if heads_axis not in (-3, -2):
-            raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
+        self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
         found, factor = layer_frequencies(
@@ -119,8 +125,7 @@ class RotaryPositions(Module):
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else tuple(int(n) for n in sections)
         self.interleaved_sections = bool(interleaved_sections)
-        self.ready = None if frequencies is None else _hashable(found.tolist())
-        self.heads_axis = heads_axis
+        self.ready = None if frequencies is None else Constant(found)
 
     @classmethod
     def from_hf(
@@ -217,14 +222,7 @@ class RotaryPositions(Module):
         """
         keys = self._vectors(keys, "keys")
         found = checked(arrived(delta, name="delta"), partial(in_reach, name="delta"))
-        if found.ndim and (found.shape != keys.shape[:1] or keys.ndim < 3):
-            raise ValueError(
-                f"delta must be a number or one per row of keys of shape {keys.shape}, "
-                f"got shape {found.shape}"
-            )
-        lined = found.reshape(found.shape + (1,) * (keys.ndim - 1 - found.ndim))
-        if self.axes is not None:
-            lined = jnp.broadcast_to(lined, (self.axes, *lined.shape))
+        lined = over_rows(found, keys, axes=self.axes)
         factor = self.attention_factor
         cos, sin = (turn / factor for turn in self._turns(lined, keys.dtype))
         layout = "interleaved" if self.layout == "interleaved" else "half"
@@ -234,7 +232,7 @@ class RotaryPositions(Module):
     def frequencies(self) -> Float64[np.ndarray, "*axes pairs"]:
         """Angle per position of each pair, in float64."""
         if self.ready is not None:
-            return np.array(self.ready)
+            return self.ready.array
         return layer_frequencies(
             self.head_dim,
             base=self.base,
@@ -254,8 +252,8 @@ class RotaryPositions(Module):
         """How many coordinates a position has; None if it is a single number."""
         if self.sections is not None:
             return len(self.sections)
-        if self.ready is not None and isinstance(self.ready[0], tuple):
-            return len(self.ready)
+        if self.ready is not None and self.ready.array.ndim > 1:
+            return len(self.ready.array)
         return None
 
     def config(self) -> dict[str, Any]:
@@ -295,7 +293,3 @@ class RotaryPositions(Module):
         return run(
             positions, *(jnp.asarray(c.array, work) for c in (self.tables, self.rates))
         )
-
-
-def _hashable(nested: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(row) if isinstance(row, list) else row for row in nested)

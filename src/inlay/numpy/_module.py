@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from .._array import work_dtype
 from .._check import check_real, float_dtype, positions_array
-from ..positions import resolve
+from ..positions import plain_offset, resolve
 
 
 class Module:
@@ -109,6 +109,7 @@ def positions_for(length: int, *, positions: Any, offset: Any) -> np.ndarray:
     """Return checked positions: those given, or ``0, 1, …`` moved on by ``offset``."""
     if positions is not None:
         positions = positions_array(positions)
+    offset = plain_offset(offset)
     if isinstance(offset, bool) or not isinstance(offset, int):
         offset = positions_array(offset, name="offset")
     return resolve(positions, offset=offset, steps=np.arange(length))
