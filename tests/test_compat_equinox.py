@@ -89,6 +89,7 @@ def test_a_table_may_be_given_and_cast():
     ours = Embedding(weight=jnp.asarray(table))
     assert (ours.num_embeddings, ours.embedding_size) == (5, 2)
     assert np.array_equal(ours(np.int8(4)), table[4])
+    assert np.array_equal(Embedding(weight=table.tolist())(4), table[4])  # pyright: ignore
     half = Embedding(weight=jnp.asarray(table), dtype=jnp.bfloat16)
     assert half.weight.dtype == jnp.bfloat16
     assert Embedding(5, 2, dtype=jnp.float16, key=KEY).weight.dtype == jnp.float16
@@ -239,8 +240,10 @@ def test_there_is_nothing_to_train_and_no_width_is_nothing_to_turn():
 @pytest.mark.rejects
 def test_rotary_rejects_what_cannot_be_meant():
     layer = RotaryPositionalEmbedding(8)
-    with pytest.raises(ValueError, match="even, got 7"):
+    with pytest.raises(ValueError, match="^embedding_size must be even, got 7"):
         RotaryPositionalEmbedding(7)
+    with pytest.raises(ValueError, match="^embedding_size must be at least 0, got -2"):
+        RotaryPositionalEmbedding(-2)
     with pytest.raises(ValueError, match=r"\(\.\.\., length, 8\), got \(3, 6\)"):
         layer(jnp.ones((3, 6)))
     with pytest.raises(ValueError, match=r"\(\.\.\., length, 8\), got \(8,\)"):

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._array import work_dtype
+from .._check import not_negative
 from ..equinox._parameters import Key, table_dtype
 from ..equinox._positions import Offset, in_reach, positions_for
 from ..rotary import rotate
@@ -63,13 +64,13 @@ class Embedding(_Embedding):
         key: Key | None = None,
     ) -> None:
         if weight is not None:
-            if np.ndim(weight) != 2:
+            shape = np.shape(weight)
+            if len(shape) != 2:
                 raise ValueError(
-                    "weight must have shape (num_embeddings, embedding_size), "
-                    f"got {np.shape(weight)}"
+                    f"weight must have shape (num_embeddings, embedding_size), got {shape}"
                 )
-            num_embeddings = len(weight) if num_embeddings is None else num_embeddings
-            embedding_size = weight.shape[1] if embedding_size is None else embedding_size
+            num_embeddings = shape[0] if num_embeddings is None else num_embeddings
+            embedding_size = shape[1] if embedding_size is None else embedding_size
         if num_embeddings is None or embedding_size is None:
             raise ValueError("give num_embeddings and embedding_size, or weight")
         super().__init__(
@@ -108,7 +109,9 @@ class RotaryPositionalEmbedding(eqx.Module):
     def __init__(
         self, embedding_size: int, theta: float = 10_000.0, dtype: Any = None
     ) -> None:
-        self.embedding_size, self.theta = embedding_size, theta
+        if not_negative("embedding_size", embedding_size) % 2:
+            raise ValueError(f"embedding_size must be even, got {embedding_size}")
+        self.embedding_size, self.theta = int(embedding_size), float(theta)
         self.dtype = table_dtype(dtype)
         self.rotary = (
             RotaryPositions(embedding_size, base=theta) if embedding_size else None
