@@ -412,6 +412,7 @@ def test_padding_of_a_layer_that_is_sharded_before_it_has_values(alone):
         token.set_padding(torch.arange(4.0))
         again = token.weight.full_tensor()
         assert again[2].tolist() == [0, 1, 2, 3] and torch.equal(again[3:], table[3:])
+        assert token.double().half().weight.full_tensor()[2].tolist() == [0, 1, 2, 3]
 
 
 # Defaults of torch that are for new tensors only

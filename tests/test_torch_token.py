@@ -22,7 +22,7 @@ from inlay.torch.frozen import PartlyFrozenEmbedding
 from inlay.torch.functional import embedding
 from inlay.torch.token import Embedding
 from tests.gradients import central_difference
-from tests.torch_lives import forget_graphs, graphs
+from tests.torch_lives import converted, forget_graphs, graphs
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -539,6 +539,8 @@ LIVES = {
     "half and back": lambda layer: layer.half().double(),
     "meta and back": lambda layer: layer.to("meta").to_empty(device="cpu"),
     "share_memory": lambda layer: layer.share_memory(),
+    "swapped": lambda layer: converted(layer, swap=True),
+    "overwritten": lambda layer: converted(layer, swap=False),
 }
 
 

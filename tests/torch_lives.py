@@ -73,6 +73,20 @@ def _buffers_on_meta(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def converted(layer: Any, *, swap: bool) -> Any:
+    """Return a layer whose parameters torch has swapped, or replaced, to convert them."""
+    future = torch.__future__
+    name = "swap" if swap else "overwrite"
+    switch = getattr(future, f"set_{name}_module_params_on_conversion")
+    switch(True)
+    try:
+        layer = layer.double().to(torch.float32)
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+        return layer.to(torch.bfloat16).float()
+    finally:
+        switch(False)
+
+
 def _reset(layer: Any, build: Build) -> nn.Module:
     layer.reset_parameters()
     return _loaded(layer, build)
@@ -95,6 +109,8 @@ LIVES: dict[str, Callable[[Build], Any]] = {
     "buffers set by hand": lambda build: _set_by_hand(built(build)),
     "buffers sent to meta": lambda build: _buffers_on_meta(built(build)),
     "in shared memory": lambda build: built(build).share_memory(),
+    "parameters swapped": lambda build: converted(built(build), swap=True),
+    "parameters overwritten": lambda build: converted(built(build), swap=False),
     "reset": lambda build: _reset(built(build, seed=1), build),
 }
 

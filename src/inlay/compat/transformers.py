@@ -210,6 +210,7 @@ def _in_place_of(old: nn.Embedding) -> Embedding:
         _weight=old.weight,
     )
     new.weight = old.weight
+    new.keep_padding()
     vars(new).update({key: value for key, value in vars(old).items() if "hook" in key})
     return new.train(old.training)
 

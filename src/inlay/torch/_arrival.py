@@ -28,12 +28,22 @@ class Arrival:
             layer._settle(parameter)
 
 
-def watch(layer: Any, parameter: Tensor) -> None:
-    """Have ``layer._settle`` called for the gradients of the parameter, once for each."""
+def watch(layer: Any, parameter: Tensor, *, anew: bool = False) -> None:
+    """Have ``layer._settle`` called for the gradients of the parameter, once for each.
+
+    Args:
+        layer: The layer.
+        parameter: Its table.
+        anew: Whether the parameter may have been swapped with another tensor, which takes
+            away what calls the hooks and leaves their list.
+    """
     if type(parameter) is not Parameter or not parameter.requires_grad:
         return
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    if not any(isinstance(hook, Arrival) and hook.layer() is layer for hook in hooks):
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks and anew:
+        parameter._post_accumulate_grad_hooks = hooks
+    found = (hooks or {}).values()
+    if not any(isinstance(hook, Arrival) and hook.layer() is layer for hook in found):
         parameter.register_post_accumulate_grad_hook(Arrival(layer))
 
 

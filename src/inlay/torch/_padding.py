@@ -166,6 +166,7 @@ class Padded(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._settle_rows()
+        self._let_go()
         super()._apply(fn, recurse)
         # The padding row is not given to fn: to_empty() would leave nothing of it.
         weight = self._parameters.get("weight")
@@ -183,13 +184,25 @@ class Padded(nn.Module):
         missing_keys: Any, unexpected_keys: Any, error_msgs: list[str],
     ) -> None:  # fmt: skip
         self._settle_rows()
-        before = len(error_msgs)
+        before, owner = len(error_msgs), self._let_go()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict,
             missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
         if prefix + "weight" in state_dict and len(error_msgs) == before:
             self.keep_padding()
+        elif owner is not None and self._parameters.get("weight") is owner:
+            self._know(owner)
+
+    def _let_go(self) -> Tensor | None:
+        """Refer to no parameter any more, and return the one that was referred to.
+
+        Torch exchanges tensors, as it does to convert sharded ones, only if nothing refers
+        to them weakly or shares their memory.
+        """
+        owner = None if self._owner is None else self._owner()
+        self._owner = self._place = None
+        return owner
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_owner": None, "_place": None}

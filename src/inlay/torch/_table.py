@@ -98,7 +98,7 @@ class Table(Padded):
         super()._know(weight)
         # Here too, for a compiled lookup cannot ask for it.
         if self.sparse or self.max_norm is not None:
-            watch(self, weight)
+            watch(self, weight, anew=True)
 
     def _settle(self, weight: Tensor) -> None:
         if self._parameters.get("weight") is weight:
