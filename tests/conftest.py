@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _kept(config: pytest.Config, name: str) -> str:
     """Return a folder in pytest's cache, which ``pytest --cache-clear`` empties."""
-    if config.cache is not None:
-        folder = config.cache.mkdir(name)
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        folder = config.cache.mkdir(name)  # pyright: ignore[reportOptionalMemberAccess]
         os.utime(folder)
         for other in folder.parent.glob("numba-*"):
             if time.time() - other.stat().st_mtime > A_DAY:
