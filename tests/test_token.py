@@ -399,9 +399,13 @@ def test_gradients_of_the_tied_head_equal_finite_differences(padding_idx):
 
 
 @pytest.mark.rejects
-def test_logits_name_a_width_that_does_not_fit():
+def test_logits_name_what_does_not_fit():
     with pytest.raises(ValueError, match=r"embedding_dim 4, got shape \(2, 3\)"):
         Embedding(5, 4).logits(np.ones((2, 3)))
+    y, pull = Embedding(5, 4).logits_vjp(np.ones((2, 4), np.float16))
+    assert pull(y)["x"].dtype == np.float16
+    with pytest.raises(ValueError, match=r"dlogits must have shape \(2, 5\), got \(1, 2"):
+        pull(y[None])
     for whole in ([1, 0, 0, 0], np.ones(4, bool)):
         with pytest.raises(TypeError, match="x must be real, got (int64|bool)"):
             Embedding(5, 4).logits(whole)

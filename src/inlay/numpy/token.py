@@ -17,6 +17,7 @@ from .._check import (
 )
 from ..rows import Rows, sum_by_id
 from ..token import Init, Resized, Seed, check_norm, initial, resized, within_norm
+from ._bias import gradient_like
 from ._module import Module, given, native, widened
 
 if TYPE_CHECKING:
@@ -161,15 +162,17 @@ class Embedding(Module):
         padding row's is zero.
         """
         x = np.array(x)
+        logits = self.logits(x)
 
         def pull(dlogits: np.ndarray) -> dict[str, np.ndarray]:
-            wide, d = widened(x), widened(np.asarray(dlogits))
+            wide, d = widened(x), gradient_like(dlogits, logits, name="dlogits")
             dweight = d.reshape(-1, d.shape[-1]).T @ wide.reshape(-1, x.shape[-1])
             if self.padding_idx is not None:
                 dweight[self.padding_idx] = 0
-            return {"x": d @ self.weight.astype(wide.dtype, copy=False), "weight": dweight}
+            dx = d @ self.weight.astype(wide.dtype, copy=False)
+            return {"x": dx.astype(x.dtype, copy=False), "weight": dweight}
 
-        return self.logits(x), pull
+        return logits, pull
 
     def project(self, ids: Ids | None = None) -> None:
         """Shorten the stored rows to ``max_norm``: those of ``ids``, or all.
