@@ -103,7 +103,15 @@ class PartlyFrozenEmbedding(nn.Module):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Self:
-        """Make a layer that begins with these rows; a padding row stays as it is."""
+        """Make a layer that begins with these rows; a padding row stays as it is.
+
+        Args:
+            embeddings: The table, copied.
+            frozen: The ids that are not trained.
+            padding_idx: The id that is padding; negative counts from the end.
+            scale_grad_by_freq: As for the layer.
+            sparse: As for the layer.
+        """
         return cls(
             *embeddings.shape,
             frozen=frozen,
@@ -125,6 +133,11 @@ class PartlyFrozenEmbedding(nn.Module):
     def forward(
         self, input: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return the rows of the ids.
+
+        Args:
+            input: Ids, of any shape and any integer dtype.
+        """
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
             return lookup(~place, self.frozen_rows)

@@ -105,6 +105,13 @@ class LearnedPositions(Padded):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
+        """Return ``x`` with the rows of its positions added.
+
+        Args:
+            x: Vectors of tokens.
+            positions: Where each vector stands; None counts from ``offset``.
+            offset: How many positions came before, a number or one per row.
+        """
         check_vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset)
         return (widened(x) + self._rows(found)).to(x.dtype)
