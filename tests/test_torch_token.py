@@ -334,6 +334,14 @@ def test_row_gradients_are_coalesced_and_accumulate():
     ]
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_row_gradients_that_torch_made_are_summed_in_float32_too(dtype):
+    layer, ids = Embedding(3, 2, sparse=True, dtype=dtype), torch.full((3072,), 1)
+    F.embedding(ids, layer.weight, sparse=True).sum().backward()
+    assert layer.weight.grad.is_coalesced()
+    assert layer.weight.grad.values().tolist() == [[3072.0] * 2]
+
+
 def test_a_table_that_was_frozen_gets_its_hook_when_it_is_trained():
     layer = Embedding.from_pretrained(torch.full((4, 2), 3.0), max_norm=1.0, sparse=True)
     layer.weight.requires_grad_(True)

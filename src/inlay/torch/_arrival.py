@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._lookup import shortened
+from ._lookup import HALF, shortened
+from ._optim_rows import coalesced
 from ._tables import work
 
 
@@ -55,6 +56,9 @@ def coalesce_gradient(parameter: Tensor) -> None:
     ids = grad._indices()[0]
     if bool((ids[1:] > ids[:-1]).all()):
         grad._coalesced_(True)
+    elif grad.is_cpu and grad.dtype in HALF:
+        # Made by torch's own lookup; torch would also sum in half precision.
+        parameter.grad = coalesced(grad)
     else:
         parameter.grad = grad.coalesce()
 
