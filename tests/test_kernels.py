@@ -10,6 +10,7 @@ from numba.core.runtime import _nrt_python as memory  # pyright: ignore
 from numba.core.runtime.nrt import rtsys
 
 from inlay import kernels
+from inlay.kernels import _lanes
 from inlay.kernels._numba import bits_of, kernel, narrow, widen
 from inlay.kernels._pool import run
 from inlay.kernels._share import pieces
@@ -73,6 +74,15 @@ def test_gather_equals_indexing(dtype, count, threads):
     assert got.tobytes() == table[ids].tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_past_the_caches_copies_every_bit(dtype, threads, monkeypatch):
+    monkeypatch.setattr(_lanes, "LARGE", 0)
+    table = rng.integers(0, 256, (100, 1024), np.uint8).view(dtype)
+    ids = rng.integers(0, 100, 9000)
+    got = kernels.gather(table, ids)
+    assert got is not None and got.tobytes() == table[ids].tobytes()
+
+
 @pytest.mark.parametrize("bad", [-1, 100, -(2**63)])
 @pytest.mark.parametrize("count", [3, 300])
 def test_gather_notices_an_id_out_of_range(bad, count):
@@ -125,6 +135,51 @@ def test_layer_equals_its_definition_in_float64(dtype, parts, normed, threads):
         want = want * norm[0][0].astype(float) + norm[0][1].astype(float)
     step = {np.float64: 1e-14, np.float32: 1e-6, np.float16: 2**-11}.get(dtype, 2**-8)
     np.testing.assert_allclose(out.astype(float), want, rtol=1.01 * step, atol=20 * 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_repeats_short_rows_and_writes_past_the_caches(dtype, threads, monkeypatch):
+    n, width = 600, 320
+    tables = [rng.standard_normal((50, width)).astype(dtype) for _ in range(3)]
+    ids, few, one = rng.integers(0, 50, n), rng.integers(0, 50, 24), np.array([7])
+    norm = (*rng.standard_normal((2, width)).astype(dtype), 1e-3)
+
+    def made(second, third):
+        out = np.empty((n, width), dtype)
+        added = (tables[1], second), (tables[2], third)
+        kernels.layer((tables[0], ids), added, scale=3.0, norm=norm, out=out)
+        return out
+
+    want = made(np.tile(few, n // 24), np.full(n, 7))
+    np.testing.assert_array_equal(made(few, one), want)
+    monkeypatch.setattr(_lanes, "LARGE", 0)
+    np.testing.assert_array_equal(made(few, one), want)
+
+
+def test_rotate_repeats_short_turns(threads):
+    x, turn = rng.standard_normal((6000, 48)), rng.standard_normal((7, 32))
+    which = rng.integers(0, 7, 12)
+    for half in (True, False):
+        how = {"read_half": half, "write_half": half}
+        want = kernels.rotate(x, turn, which=np.tile(which, 500), **how)
+        np.testing.assert_array_equal(kernels.rotate(x, turn, which=which, **how), want)
+
+
+def test_places_of_single_ids_come_first_and_those_of_the_others_after():
+    ids = rng.integers(0, 300, 400)
+    order, bounds, unique = kernels.group_by_id(ids)
+    counts = np.diff(bounds)
+    slots = kernels.slots_of(order, counts, 401)
+    assert slots[400] == -1
+    assert len(set(slots[:400])) == 400 and slots[:400].min() >= 0
+    assert slots.max() == unique.size + counts[counts > 1].sum() - 1
+    for group, (id_, count) in enumerate(zip(unique, counts, strict=True)):
+        mine = slots[:400][ids == id_]
+        if count == 1:
+            assert mine == group
+        else:
+            first = unique.size + counts[:group][counts[:group] > 1].sum()
+            np.testing.assert_array_equal(mine, first + np.arange(count))
 
 
 def test_layer_keeps_nan_rows_nan_and_their_neighbours_whole():

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from . import kernels
 from ._array import cast, namespace_of, work_dtype
 from ._ragged import Bags, bag_numbers
-from .rows import Rows, group_by_id
+from .rows import Rows
 
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
@@ -119,7 +119,7 @@ def table_gradient(
         winners: Which id gave each entry, for ``"max"``.
         scale_grad_by_freq: Divide each row by how often its id was counted.
     """
-    order, groups, unique = group_by_id(bags.ids)
+    order, groups, unique = kernels.group_by_id(bags.ids)
     if winners is None:
         if mode == "mean":
             dy = dy / _divisors(bags, dy.dtype)[:, None]

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 
 from . import kernels
-from .rows import Rows, group_by_id
+from .rows import Rows
 
 Part = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " places"]]
 Missing = tuple[None, None]
@@ -56,7 +56,8 @@ def layer_gradients(
 
     Args:
         token: A table and its row for each place.
-        added: Up to two more; ``(None, None)`` for a first that is not there.
+        added: Up to two more; ``(None, None)`` for a first that is not there. Fewer rows
+            than there are places begin again at their end.
         scale: What token rows were multiplied by.
         norm: Weight and epsilon of the LayerNorm, or None.
         dy: Gradient of the output.
@@ -65,6 +66,7 @@ def layer_gradients(
         mask: False at places that give nobody a gradient, whatever is there.
     """
     places = np.arange(len(dy)) if mask is None else np.flatnonzero(mask)
+    added = tuple((table, _each(rows, len(dy))) for table, rows in added)  # pyright: ignore
     layout = _by_id(token[1], places, skip=skips[0]) if by_id else _in_order(len(dy))
     shared = 2 + (added[1][0].shape[0] if len(added) > 1 else 0)  # pyright: ignore
     seconds, how = _seconds(added, places, shared=shared)
@@ -84,13 +86,18 @@ def layer_gradients(
     )
 
 
+def _each(rows: np.ndarray | None, places: int) -> Any:
+    """Return a row for each place."""
+    return rows if rows is None or rows.size == places else np.resize(rows, places)
+
+
 def _seconds(
     added: tuple[Part | Missing, ...], places: np.ndarray, *, shared: int
 ) -> tuple[Any, dict[str, Any]]:
     """Return the rows of the second table, and the order that suits their sums."""
     if not added or added[0][1] is None:
         return None, {"order": places, "bounds": _blocks(places.size, shared)}
-    order, bounds, rows = group_by_id(added[0][1][places])
+    order, bounds, rows = kernels.group_by_id(added[0][1][places])
     sums = np.empty(added[0][1].size, np.int64)
     sums[places[order]] = np.repeat(np.arange(rows.size), np.diff(bounds))
     how = {"sums": sums, "count": rows.size}
@@ -148,17 +155,13 @@ def _in_order(size: int) -> _Layout:
 
 
 def _by_id(ids: np.ndarray, places: np.ndarray, *, skip: int | None) -> _Layout:
-    order, bounds, unique = group_by_id(ids[places])
+    order, bounds, unique = kernels.group_by_id(ids[places])
     counts = np.diff(bounds)
     if skip is not None:
         kept = unique != skip
         order = order[np.repeat(kept, counts)]
         unique, counts = unique[kept], counts[kept]
-    group = np.repeat(np.arange(unique.size), counts)
-    is_single = (counts == 1)[group]
-    after = unique.size - 1 + np.cumsum(~is_single)
-    slots = np.full(ids.size, -1)
-    slots[places[order]] = np.where(is_single, group, after)
+    slots = kernels.slots_of(places[order], counts, ids.size)
     return _Layout(slots, unique, counts)
 
 

@@ -7,7 +7,6 @@ in bfloat16 gets 3000, where a sum in bfloat16 sticks at 256.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
@@ -63,7 +62,7 @@ def sum_by_id(
     """
     flat = ids.reshape(-1).astype(np.int64, copy=False)
     values = np.ascontiguousarray(values).reshape(flat.size, values.shape[-1])
-    order, bounds, unique = group_by_id(flat)
+    order, bounds, unique = kernels.group_by_id(np.ascontiguousarray(flat))
     starts, ends = bounds[:-1], bounds[1:]
     if skip is not None:
         kept = unique != skip
@@ -72,29 +71,3 @@ def sum_by_id(
     if mean:
         sums /= (ends - starts)[:, None].astype(sums.dtype)
     return Rows(unique, sums)
-
-
-def group_by_id(ids: Int64[np.ndarray, " n"]) -> tuple[Any, Any, Any]:
-    """Return an order that brings equal ids together, where each group begins, and its id.
-
-    The order is stable. ``bounds`` has one more entry than there are groups.
-
-    Example:
-        >>> order, bounds, unique = group_by_id(np.array([7, 3, 7]))
-        >>> order.tolist(), bounds.tolist(), unique.tolist()
-        ([1, 0, 2], [0, 1, 3], [3, 7])
-    """
-    place_bits = int(ids.size).bit_length()
-    if ids.size and int(ids.max()).bit_length() + place_bits <= 63:
-        # Sorting ids with their places packed in is stable and faster than an argsort.
-        keys = (ids << place_bits) | np.arange(ids.size)
-        keys.sort()
-        order, in_order = keys & ((1 << place_bits) - 1), keys >> place_bits
-    else:
-        order = np.argsort(ids, kind="stable")
-        in_order = ids[order]
-    is_first = np.empty(ids.size, bool)
-    is_first[:1] = True
-    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
-    starts = np.flatnonzero(is_first)
-    return order, np.append(starts, ids.size), in_order[starts]

@@ -122,9 +122,9 @@ def _sum_wide(ticket, numbers, ids, bounds, weights, divisors, block, out):
                         fetch(sums, numbers, ids[place + AHEAD] * width + start)
                     row = ids[place] * width + start
                     if weights.size:
-                        sums = sums + weights[place] * load(one, numbers, row)
+                        sums = sums + weights[place] * load(sums, numbers, row)
                     else:
-                        sums = sums + load(one, numbers, row)
+                        sums = sums + load(sums, numbers, row)
                 store(sums, total, start)
             if divisors.size:
                 divisor = divisors[bag]

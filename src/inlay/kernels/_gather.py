@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ._lanes import WIDTH, fetch, is_streamed, load, stream, zeros
 from ._numba import bits_of, kernel, prefetch_row
 from ._pool import run
 from ._share import pieces
@@ -25,7 +26,12 @@ def gather(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
         return None
     row_bytes = max(1, bits.strides[0])
     ahead = 1 + AHEAD // row_bytes
-    run(_many, ids.size, bits, ids, ahead, out, grain=max(1, GRAIN // row_bytes))
+    grain = max(1, GRAIN // row_bytes)
+    if is_streamed(out) and row_bytes % WIDTH == 0:
+        numbers = bits.view(np.float32), ids, ahead, out.view(np.float32)
+        run(_streamed, ids.size, *numbers, grain=grain)
+    else:
+        run(_many, ids.size, bits, ids, ahead, out, grain=grain)
     return out.view(weight.dtype)
 
 
@@ -50,3 +56,14 @@ def _many(ticket, weight, ids, ahead, out):
             row = ids[i]
             for d in range(width):
                 out[i, d] = weight[row, d]
+
+
+@kernel()
+def _streamed(ticket, weight, ids, ahead, out):
+    width, lanes = weight.shape[1], zeros(np.float32(0))
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            row, later = ids[i] * width, ids[min(i + ahead, hi - 1)] * width
+            for d in range(0, width, WIDTH // 4):
+                fetch(lanes, weight, later + d)
+                stream(load(lanes, weight, row + d), out, i * width + d)

@@ -4,23 +4,38 @@ A loop that adds row after row to an array writes the sum back after every row, 
 that adds up a single row waits for each addition before the next. ``Lanes`` is a value that
 a loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over whatever
 registers the machine has. It is added, subtracted and multiplied like a number, with
-another or with a number. Rows are read from flat arrays by the place of their first number;
-halves are widened as they are read.
+another or with a number.
+
+Contiguous arrays are read and written by the place of the first number, counted from their
+beginning; halves are widened as they are read and rounded as they are written. All of this
+works on single numbers too, so that what is done to a row is written once: for lanes, and
+for the numbers that are left at its end.
 """
 
 import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
-from ._numba import LINE
+from ._numba import I32, LINE, narrowed, widened
 
 #: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are.
 WIDTH = 256
-I32 = ir.IntType(32)
+# Bytes that are written past the caches at a time: what every array begins at.
+STREAM = 16
+# Arrays of so many bytes are not in the caches any more when somebody reads them.
+LARGE = 1 << 24
+
+
+def is_streamed(out: np.ndarray) -> bool:
+    """Tell whether rows of ``out`` are better written past the caches, and can be."""
+    if out.nbytes < LARGE:
+        return False
+    return (out.ctypes.data | out.strides[0]) % STREAM == 0
 
 
 class Lanes(types.Type):
@@ -49,18 +64,15 @@ def _zeros(typingctx, like):
 
 
 def _load(typingctx, like, numbers, start):
-    """Return ``numbers[start:]``, widened to the type of the number ``like``."""
-    lanes = Lanes(like)
+    """Return what ``numbers`` has at ``start``: lanes or one number, as ``like`` is."""
 
     def codegen(context, builder, signature, args):
-        wide = context.get_value_type(lanes)
-        dtype = signature.args[1].dtype
-        kept = ir.VectorType(context.get_value_type(dtype), _count(lanes))
-        pointer = _pointer(context, builder, signature.args[1], args[1], args[2])
-        row = builder.load(builder.bitcast(pointer, kept.as_pointer()), align=_bytes(dtype))
-        return _widened(builder, dtype, row, wide)
+        kind = signature.args[1].dtype
+        pointer = _pointer(context, builder, signature, args)
+        pointer = builder.bitcast(pointer, _kept(context, like, kind).as_pointer())
+        return widened(builder, builder.load(pointer, align=_bytes(kind)), kind)
 
-    return lanes(like, numbers, types.int64), codegen
+    return like(like, numbers, types.int64), codegen
 
 
 def _total(typingctx, lanes):
@@ -79,13 +91,36 @@ def _total(typingctx, lanes):
     return lanes.dtype(lanes), codegen
 
 
-def _store(typingctx, lanes, numbers, start):
-    """Write ``lanes`` to ``numbers[start:]``, an array of the same type."""
+def _store(typingctx, value, numbers, start):
+    """Write lanes or a number to ``numbers`` at ``start``, rounded to its type."""
 
     def codegen(context, builder, signature, args):
-        wide = context.get_value_type(lanes).as_pointer()
-        pointer = _pointer(context, builder, signature.args[1], args[1], args[2])
-        builder.store(args[0], builder.bitcast(pointer, wide), align=_bytes(lanes.dtype))
+        kind = signature.args[1].dtype
+        bits = narrowed(builder, args[0], kind)
+        pointer = _pointer(context, builder, signature, args)
+        pointer = builder.bitcast(pointer, bits.type.as_pointer())
+        builder.store(bits, pointer, align=_bytes(kind))
+        return context.get_dummy_value()
+
+    return types.void(value, numbers, types.int64), codegen
+
+
+def _stream(typingctx, lanes, numbers, start):
+    """Write lanes as ``store`` does, but past the caches; ``start`` is at 16 bytes.
+
+    The next atomic operation of this thread lets others see them.
+    """
+
+    def codegen(context, builder, signature, args):
+        kind = signature.args[1].dtype
+        bits, step = narrowed(builder, args[0], kind), STREAM // _bytes(kind)
+        pointer = _pointer(context, builder, signature, args)
+        mark = builder.module.add_metadata([I32(1)])
+        for first in range(0, bits.type.count, step):
+            part = _taken(builder, bits, range(first, first + step))
+            place = builder.gep(pointer, [I32(first)])
+            place = builder.bitcast(place, part.type.as_pointer())
+            builder.store(part, place, align=STREAM).set_metadata("nontemporal", mark)
         return context.get_dummy_value()
 
     return types.void(lanes, numbers, types.int64), codegen
@@ -99,8 +134,7 @@ def _fetch(typingctx, lanes, numbers, start):
         hint = builder.module.declare_intrinsic(
             "llvm.prefetch", [i8p], ir.FunctionType(ir.VoidType(), [i8p, I32, I32, I32])
         )
-        pointer = _pointer(context, builder, signature.args[1], args[1], args[2])
-        pointer = builder.bitcast(pointer, i8p)
+        pointer = builder.bitcast(_pointer(context, builder, signature, args), i8p)
         for offset in range(0, _count(lanes) * _bytes(signature.args[1].dtype), LINE):
             # A read (0), to be kept in every level of cache (3), of data (1).
             line = builder.gep(pointer, [I32(offset)])
@@ -118,20 +152,15 @@ def _count(lanes):
     return WIDTH // _bytes(lanes.dtype)
 
 
-def _pointer(context, builder, array_type, array, start):
-    view = context.make_array(array_type)(context, builder, array)
-    return builder.gep(view.data, [start])
+def _pointer(context, builder, signature, args):
+    view = context.make_array(signature.args[1])(context, builder, args[1])
+    return builder.gep(view.data, [args[2]])
 
 
-def _widened(builder, dtype, row, wide):
-    if dtype == types.int16:
-        halves = ir.VectorType(ir.HalfType(), wide.count)
-        return builder.fpext(builder.bitcast(row, halves), wide)
-    if dtype == types.uint16:
-        bits = ir.VectorType(I32, wide.count)
-        sixteen = ir.Constant(bits, [16] * wide.count)
-        return builder.bitcast(builder.shl(builder.zext(row, bits), sixteen), wide)
-    return row
+def _kept(context, like, dtype):
+    """Return the type of what ``like`` is, as it is kept in memory."""
+    number = context.get_value_type(dtype)
+    return ir.VectorType(number, _count(like)) if isinstance(like, Lanes) else number
 
 
 def _repeated(builder, number, wide):
@@ -177,5 +206,6 @@ _operator(operator.mul, "fmul")
 zeros: Any = intrinsic(_zeros)
 load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
+stream: Any = intrinsic(_stream)
 fetch: Any = intrinsic(_fetch)
 total: Any = intrinsic(_total)

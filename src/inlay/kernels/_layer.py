@@ -6,8 +6,8 @@ for float64), and written once.
 
 import numpy as np
 
-from ._lanes import WIDTH, load, total, zeros
-from ._numba import bits_of, inlined, kernel, narrow, prefetch_row, widen
+from ._lanes import WIDTH, fetch, is_streamed, load, store, stream, total, zeros
+from ._numba import bits_of, inlined, kernel
 from ._pool import run
 from ._share import pieces
 
@@ -33,8 +33,9 @@ def layer(
 
     Args:
         token: A table and the row of it that each output row begins with.
-        added: Up to two more tables and rows, to be added: positions and segments.
-            ``(None, None)`` is one that is not there.
+        added: Up to two more tables and rows, to be added: positions and segments. Fewer
+            rows than the output has begin again at their end. ``(None, None)`` is one that
+            is not there.
         scale: What the token's row is multiplied by.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
         out: ``(rows, embedding_dim)``. Rows must have been checked.
@@ -49,6 +50,7 @@ def layer(
         shift if shift is None else bits_of(shift),
         work(scale),
         work(eps),
+        is_streamed(out),
         bits_of(out),
         grain=max(1, GRAIN // max(1, out.shape[1])),
     )
@@ -63,34 +65,38 @@ def three_of(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, .
 
 
 @inlined
-def put_together(row, i, token, ids, second, seconds, third, thirds, scale):
-    """Write to ``row`` what the tables have for place ``i``."""
-    # Named outside the loops: read inside, a store to the row might change it.
-    first = ids[i]
-    if seconds is not None:
-        other = seconds[i]
-        for d in range(row.size):
-            row[d] = widen(token[first, d]) * scale + widen(second[other, d])
-    else:
-        for d in range(row.size):
-            row[d] = widen(token[first, d]) * scale
-    if thirds is not None:
-        other = thirds[i]
-        for d in range(row.size):
-            row[d] += widen(third[other, d])
+def _sum(like, d, token, first, second, other, third, another, scale):
+    """Return what the tables have, added up, as lanes or one number like ``like``."""
+    value = load(like, token, first + d) * scale
+    if second is not None:
+        value = value + load(like, second, other + d)
+    if third is not None:
+        value = value + load(like, third, another + d)
+    return value
 
 
 @inlined
-def mean_of(row, zero):
-    """Return the mean of the row's numbers, which have the type of ``zero``."""
+def put_together(row, i, ahead, token, ids, second, seconds, third, thirds, scale):
+    """Write to ``row`` what the tables have for place ``i``, and return its mean.
+
+    The token's row for the place ``ahead`` is asked for meanwhile.
+    """
+    width, zero = row.size, type(scale)(0)
     block = WIDTH // row.itemsize
-    whole, sums = row.size - row.size % block, zeros(zero)
+    whole, sums, rest = width - width % block, zeros(zero), zero
+    # Named outside the loops: read inside, a store to the row might change it.
+    first, later = ids[i] * width, ids[ahead] * width
+    other = 0 if seconds is None else seconds[i % seconds.size] * width
+    another = 0 if thirds is None else thirds[i % thirds.size] * width
     for d in range(0, whole, block):
-        sums = sums + load(zero, row, d)
-    mean = total(sums)
-    for d in range(whole, row.size):
-        mean += row[d]
-    return mean / type(zero)(row.size)
+        fetch(sums, token, later + d)
+        part = _sum(sums, d, token, first, second, other, third, another, scale)
+        store(part, row, d)
+        sums = sums + part
+    for d in range(whole, width):
+        row[d] = _sum(rest, d, token, first, second, other, third, another, scale)
+        rest = rest + row[d]
+    return (total(sums) + rest) / type(scale)(width)
 
 
 @inlined
@@ -100,7 +106,7 @@ def factor_of(row, mean, eps):
     block = WIDTH // row.itemsize
     whole, sums = row.size - row.size % block, zeros(eps)
     for d in range(0, whole, block):
-        off = load(eps, row, d) - mean
+        off = load(sums, row, d) - mean
         sums = sums + off * off
     spread = total(sums)
     for d in range(whole, row.size):
@@ -108,20 +114,49 @@ def factor_of(row, mean, eps):
     return type(eps)(1) / np.sqrt(spread / type(eps)(row.size) + eps)
 
 
+@inlined
+def _normal(like, row, d, mean, factor, gain, shift):
+    """Return lanes or one number of the output, as ``like`` is."""
+    value = load(like, row, d)
+    if gain is not None:
+        value = (value - mean) * factor * load(like, gain, d) + load(like, shift, d)
+    return value
+
+
 @kernel(reorder=True)
-def _rows(ticket, token, ids, second, seconds, third, thirds, gain, shift, scale, eps, out):
-    width = out.shape[1]
-    row = np.empty(width, type(scale))
+def _rows(
+    ticket,
+    token,
+    ids,
+    second,
+    seconds,
+    third,
+    thirds,
+    gain,
+    shift,
+    scale,
+    eps,
+    streams,
+    out,
+):
+    width, zero = out.shape[1], type(scale)(0)
+    row, lanes = np.empty(width, type(scale)), zeros(zero)
+    block = WIDTH // row.itemsize
+    whole = width - width % block
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            prefetch_row(token, ids[min(i + AHEAD, hi - 1)])
-            put_together(row, i, token, ids, second, seconds, third, thirds, scale)
+            ahead, factor = min(i + AHEAD, hi - 1), zero
+            mean = put_together(
+                row, i, ahead, token, ids, second, seconds, third, thirds, scale
+            )
             if gain is not None:
-                mean = mean_of(row, type(scale)(0))
                 factor = factor_of(row, mean, eps)
-                for d in range(width):
-                    value = (row[d] - mean) * factor * widen(gain[d]) + widen(shift[d])
-                    out[i, d] = narrow(value, out[i, d])
-            else:
-                for d in range(width):
-                    out[i, d] = narrow(row[d], out[i, d])
+            at = i * width
+            for d in range(0, whole, block):
+                part = _normal(lanes, row, d, mean, factor, gain, shift)
+                if streams:
+                    stream(part, out, at + d)
+                else:
+                    store(part, out, at + d)
+            for d in range(whole, width):
+                store(_normal(zero, row, d, mean, factor, gain, shift), out, at + d)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._layer import AHEAD, GRAIN, Rows, factor_of, mean_of, put_together, three_of
-from ._numba import bits_of, kernel, prefetch_row, widen
+from ._lanes import WIDTH, fetch, load, store, total, zeros
+from ._layer import AHEAD, GRAIN, Rows, factor_of, put_together, three_of
+from ._numba import bits_of, inlined, kernel
 from ._pool import run
 from ._share import pieces
 
@@ -91,6 +92,36 @@ def layer_pull(
     return values, seconds.sum(0) if route.is_split else seconds[0], shared.sum(0)
 
 
+@inlined
+def _upward(like, d, row, centre, factor, dy, at, gain, shared, own):
+    """Put the normalised row in place of the row, and add to the norm's gradients.
+
+    Returns the normalised part and its gradient, as lanes or one number like ``like``.
+    """
+    value = (load(like, row, d) - centre) * factor
+    store(value, row, d)
+    up = load(like, dy, at + d)
+    store(load(like, shared, own + d) + up * value, shared, own + d)
+    beyond = own + row.size + d
+    store(load(like, shared, beyond) + up, shared, beyond)
+    return value, up * load(like, gain, d)
+
+
+@inlined
+def _downward(like, d, row, factor, mean, along, dy, at, gain):
+    """Return the gradient of the row, as lanes or one number like ``like``."""
+    up = load(like, dy, at + d)
+    if gain is not None:
+        up = up * load(like, gain, d) - mean - load(like, row, d) * along
+        up = up * factor
+    return up
+
+
+@inlined
+def _add(value, numbers, place):
+    store(load(value, numbers, place) + value, numbers, place)
+
+
 @kernel(reorder=True)
 def _pull(
     ticket,
@@ -114,43 +145,51 @@ def _pull(
 ):
     width, final = dy.shape[1], order.size - 1
     row, zero = np.empty(width, type(scale)), type(scale)(0)
+    block, count, lanes = WIDTH // row.itemsize, type(scale)(width), zeros(zero)
+    whole = width - width % block
     for lo, hi in pieces(ticket):
-        for block in range(lo, hi):
-            own = min(block, dsecond.shape[0] - 1)
-            for place in range(bounds[block], bounds[block + 1]):
+        for part in range(lo, hi):
+            own = part * shared.shape[1] * width
+            others = min(part, dsecond.shape[0] - 1) * dsecond.shape[1] * width
+            for place in range(bounds[part], bounds[part + 1]):
                 i, ahead = order[place], order[min(place + AHEAD, final)]
-                prefetch_row(dy, ahead)
-                if gain is None:
-                    for d in range(width):
-                        row[d] = widen(dy[i, d])
-                else:
-                    prefetch_row(token, ids[ahead])
-                    put_together(row, i, token, ids, second, seconds, third, thirds, scale)
-                    centre = mean_of(row, zero)
+                at, later = i * width, ahead * width
+                mean, along, factor = zero, zero, zero
+                if gain is not None:
+                    centre = put_together(
+                        row, i, ahead, token, ids, second, seconds, third, thirds, scale
+                    )
                     factor = factor_of(row, centre, eps)
-                    mean, along = zero, zero
-                    for d in range(width):
-                        row[d] = (row[d] - centre) * factor
-                        up = widen(dy[i, d])
-                        shared[block, 0, d] += up * row[d]
-                        shared[block, 1, d] += up
-                        up *= widen(gain[d])
-                        mean += up
-                        along += up * row[d]
-                    mean /= type(scale)(width)
-                    along /= type(scale)(width)
-                    for d in range(width):
-                        up = widen(dy[i, d]) * widen(gain[d])
-                        row[d] = factor * (up - mean - row[d] * along)
-                slot = slots[i]
-                if slot >= 0:
-                    for d in range(width):
-                        values[slot, d] = row[d] * scale
-                if thirds is not None:
-                    other = 2 + thirds[i]
-                    for d in range(width):
-                        shared[block, other, d] += row[d]
-                if sums is not None:
-                    at = sums[i]
-                    for d in range(width):
-                        dsecond[own, at, d] += row[d]
+                    means, alongs = lanes, lanes
+                    for d in range(0, whole, block):
+                        fetch(lanes, dy, later + d)
+                        value, up = _upward(
+                            lanes, d, row, centre, factor, dy, at, gain, shared, own
+                        )
+                        means, alongs = means + up, alongs + up * value
+                    for d in range(whole, width):
+                        value, up = _upward(
+                            zero, d, row, centre, factor, dy, at, gain, shared, own
+                        )
+                        mean, along = mean + up, along + up * value
+                    mean = (mean + total(means)) / count
+                    along = (along + total(alongs)) / count
+                slot = slots[i] * width
+                other = 0 if thirds is None else own + (2 + thirds[i]) * width
+                to = 0 if sums is None else others + sums[i] * width
+                for d in range(0, whole, block):
+                    back = _downward(lanes, d, row, factor, mean, along, dy, at, gain)
+                    if slot >= 0:
+                        store(back * scale, values, slot + d)
+                    if thirds is not None:
+                        _add(back, shared, other + d)
+                    if sums is not None:
+                        _add(back, dsecond, to + d)
+                for d in range(whole, width):
+                    left = _downward(zero, d, row, factor, mean, along, dy, at, gain)
+                    if slot >= 0:
+                        store(left * scale, values, slot + d)
+                    if thirds is not None:
+                        _add(left, shared, other + d)
+                    if sums is not None:
+                        _add(left, dsecond, to + d)

@@ -8,6 +8,7 @@ says which they are: ``int16`` holds the bits of a float16, ``uint16`` those of 
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numba
 import numpy as np
 from llvmlite import ir
@@ -17,6 +18,10 @@ from numba.extending import intrinsic
 # Sums may be reordered and multiply-adds fused. Never all of fastmath, which would delete
 # tests for NaN.
 REORDER = {"reassoc", "contract", "arcp"}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# What the bits of halves travel as.
+FLOAT16, BFLOAT16_BITS = HALVES = types.int16, types.uint16
+I32 = ir.IntType(32)
 # Bytes that memory hands over at a time.
 LINE = 64
 
@@ -47,72 +52,74 @@ def kernel(*, reorder: bool = False) -> Callable[[Callable[..., Any]], Callable[
 
 def bits_of(x: np.ndarray) -> np.ndarray:
     """Return ``x`` as the loops take it: halves as integers, the rest as it is."""
-    # Asked first: a dtype takes microseconds to say its name.
-    if x.dtype.itemsize != 2:
-        return x
     if x.dtype == np.float16:
         return x.view(np.int16)
-    if x.dtype.name == "bfloat16":
+    if x.dtype == BFLOAT16:
         return x.view(np.uint16)
     return x
 
 
 def _widen(typingctx, bits):
     """Return the number that ``bits`` stand for: float32 for halves, floats as they are."""
-    if bits == types.int16:
-
-        def codegen(context, builder, signature, args):
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-        return types.float32(types.int16), codegen
-    if bits == types.uint16:
-
-        def codegen(context, builder, signature, args):
-            wide = builder.zext(args[0], ir.IntType(32))
-            return builder.bitcast(
-                builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType()
-            )
-
-        return types.float32(types.uint16), codegen
 
     def codegen(context, builder, signature, args):
-        return args[0]
+        return widened(builder, args[0], bits)
 
-    return bits(bits), codegen
+    return (types.float32 if bits in HALVES else bits)(bits), codegen
 
 
 def _narrow(typingctx, number, like):
     """Return ``number`` rounded to the type of ``like``, as bits for the halves."""
-    if like == types.int16:
-
-        def codegen(context, builder, signature, args):
-            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-        return types.int16(types.float32, types.int16), codegen
-    if like == types.uint16:
-
-        def codegen(context, builder, signature, args):
-            i32 = ir.IntType(32)
-            bits = builder.bitcast(args[0], i32)
-            odd = builder.and_(
-                builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1)
-            )
-            rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
-            # Rounding would carry a NaN's payload away; a quiet NaN keeps its sign.
-            quiet = builder.or_(
-                builder.and_(bits, ir.Constant(i32, 0x80000000)),
-                ir.Constant(i32, 0x7FC00000),
-            )
-            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            chosen = builder.select(is_nan, quiet, rounded)
-            return builder.trunc(builder.lshr(chosen, ir.Constant(i32, 16)), ir.IntType(16))
-
-        return types.uint16(types.float32, types.uint16), codegen
 
     def codegen(context, builder, signature, args):
-        return args[0]
+        return narrowed(builder, args[0], like)
 
-    return like(like, like), codegen
+    return like(types.float32 if like in HALVES else like, like), codegen
+
+
+def widened(builder: Any, bits: Any, kind: Any) -> Any:
+    """Return LLVM's value of ``bits``, one or many, which Numba calls ``kind``."""
+    if kind == FLOAT16:
+        halves = builder.bitcast(bits, _each(bits, ir.HalfType()))
+        return builder.fpext(halves, _each(bits, ir.FloatType()))
+    if kind == BFLOAT16_BITS:
+        wide = builder.zext(bits, _each(bits, I32))
+        return builder.bitcast(
+            builder.shl(wide, _same(wide, 16)), _each(bits, ir.FloatType())
+        )
+    return bits
+
+
+def narrowed(builder: Any, number: Any, kind: Any) -> Any:
+    """Return the bits of LLVM's ``number``, one or many, rounded to ``kind``."""
+    if kind == FLOAT16:
+        halves = builder.fptrunc(number, _each(number, ir.HalfType()))
+        return builder.bitcast(halves, _each(number, ir.IntType(16)))
+    if kind != BFLOAT16_BITS:
+        return number
+    bits = builder.bitcast(number, _each(number, I32))
+    odd = builder.and_(builder.lshr(bits, _same(bits, 16)), _same(bits, 1))
+    rounded = builder.add(bits, builder.add(odd, _same(bits, 0x7FFF)))
+    # Rounding would carry a NaN's payload away; a quiet NaN keeps its sign.
+    sign = builder.and_(bits, _same(bits, 0x80000000))
+    quiet = builder.or_(sign, _same(bits, 0x7FC00000))
+    is_nan = builder.fcmp_unordered("uno", number, number)
+    chosen = builder.lshr(builder.select(is_nan, quiet, rounded), _same(bits, 16))
+    return builder.trunc(chosen, _each(number, ir.IntType(16)))
+
+
+def _each(like: Any, kind: Any) -> Any:
+    """Return the type of as many of ``kind`` as there are numbers in ``like``."""
+    if isinstance(like.type, ir.VectorType):
+        return ir.VectorType(kind, like.type.count)
+    return kind
+
+
+def _same(like: Any, number: int) -> Any:
+    """Return ``number`` as a constant of the type of ``like``, for each if it has many."""
+    if isinstance(like.type, ir.VectorType):
+        return ir.Constant(like.type, [number] * like.type.count)
+    return ir.Constant(like.type, number)
 
 
 def _prefetch_line(typingctx, array, row, byte):

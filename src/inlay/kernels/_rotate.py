@@ -25,7 +25,8 @@ def rotate(
         x: Contiguous, ``(rows, head_dim)``, in float64, float32, float16 or bfloat16.
         turn: The cosines of all pairs, then the sines, ``(turns, 2 * pairs)``, in the dtype
             that ``x`` is worked on in.
-        which: The row of ``turn`` for each row of ``x``, int64.
+        which: The row of ``turn`` for each row of ``x``, int64; if it is shorter than
+            ``x``, it begins again at its end.
         read_half: Whether pair ``i`` of ``x`` is features ``i`` and ``i + pairs``;
             otherwise it is ``2 * i`` and ``2 * i + 1``.
         write_half: The same for the result.
@@ -51,7 +52,7 @@ def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
         pairs = turn.shape[1] // 2
         for lo, hi in pieces(ticket):
             for row in range(lo, hi):
-                t, a, y = turn[which[row]], x[row], out[row]
+                t, a, y = turn[which[row % which.size]], x[row], out[row]
                 for i in range(pairs):
                     if read_half:
                         u, v = widen(a[i]), widen(a[i + pairs])

@@ -80,13 +80,13 @@ class Lookup:
         return self.layer.token.weight, ids
 
     def _added(self):
-        """Yield a table and the row of it for each token: of positions, of segments."""
+        """Yield a table and its rows, which begin again at their end."""
         if self.positions is not None:
             table, rows = self._position_rows(self.positions)
-            yield table, self._for_each_token(rows)
+            yield table, self._repeating(rows)
         if self.layer.segment is not None and self.segments is not None:
             self.layer.segment.make_ready(self.segments)
-            yield self.layer.segment.weight, self._for_each_token(self.segments)
+            yield self.layer.segment.weight, self._repeating(self.segments)
 
     def _position_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         position = self.layer.position
@@ -104,8 +104,11 @@ class Lookup:
         lead = made.shape[:-1]
         return made.reshape(-1, self.shape[-1]), np.arange(math.prod(lead)).reshape(lead)
 
-    def _for_each_token(self, rows: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(np.broadcast_to(rows, self.shape[:-1])).reshape(-1)
+    def _repeating(self, rows: np.ndarray) -> np.ndarray:
+        lead = self.shape[:-1]
+        if rows.shape != lead[len(lead) - rows.ndim :]:
+            rows = np.broadcast_to(rows, lead)
+        return np.ascontiguousarray(rows).reshape(-1)
 
 
 def looked_up(

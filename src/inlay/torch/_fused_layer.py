@@ -17,6 +17,7 @@ from ..layer import combine, standardise, standardise_pull
 from ..layer_gradients import layer_gradients
 from ._fused import array_of, array_of_table, fusable, tensor_of, threads_of_torch
 from ._lookup import Table, lookup
+from ._pages import with_large_pages
 from ._tables import widened
 
 
@@ -25,7 +26,7 @@ class Part(NamedTuple):
 
     Args:
         table: The table.
-        rows: One for each token, int64 and contiguous.
+        rows: One for each token, int64 and contiguous. Fewer begin again at their end.
         how: None if the table has each token's row in order, so that its gradient is that
             of the rows.
     """
@@ -33,6 +34,10 @@ class Part(NamedTuple):
     table: Tensor
     rows: Tensor
     how: Table | None
+
+    def each(self, tokens: int) -> Tensor:
+        """Return a row for each token."""
+        return self.rows.repeat(tokens // len(self.rows))
 
     @property
     def skip(self) -> int | None:
@@ -77,7 +82,8 @@ class Plan(NamedTuple):
 
     def forward(self) -> Tensor:
         token, *added = map(_arrays, self.parts)
-        out = torch.empty((len(token[1]), token[0].shape[1]), dtype=self.dtype)
+        shape = len(token[1]), token[0].shape[1]
+        out = with_large_pages(torch.empty(shape, dtype=self.dtype, device="cpu"))
         norm = None
         if self.norm:
             norm = (*map(array_of_table, self.norm), self.eps)
@@ -138,9 +144,10 @@ class Plan(NamedTuple):
     def _plain_pull(self, dy: Tensor) -> list[Tensor | None]:
         dy, dnorm = widened(dy), []
         if self.norm:
-            total = combine(*map(_looked_up, self.parts), scale=self.scale != 1.0)
+            rows = (_looked_up(part, len(dy)) for part in self.parts)
+            total = combine(*rows, scale=self.scale != 1.0)
             if self.mask is not None:
-                steps = torch.arange(total.shape[-1], dtype=total.dtype)
+                steps = torch.arange(total.shape[-1], dtype=total.dtype, device=dy.device)
                 total = torch.where(self.mask.reshape(-1, 1), total, steps)
             y, factor = standardise(total, eps=self.eps)
             dnorm = [(dy * y).sum(0), dy.sum(0)]
@@ -148,7 +155,9 @@ class Plan(NamedTuple):
         found: list[Any] = []
         for part in self.parts:
             d = dy * self.scale if part is self.token and self.scale != 1.0 else dy
-            found.append(d if part.how is None else part.how.gradient(part.rows, d))
+            found.append(
+                d if part.how is None else part.how.gradient(part.each(len(dy)), d)
+            )
         pairs = zip(dnorm, self.norm, strict=True)
         return found + [gradient.to(weight.dtype) for gradient, weight in pairs]
 
@@ -167,9 +176,9 @@ def _gradient(part: Part, made: Any) -> Tensor | None:
     return part.how.filled(made)
 
 
-def _looked_up(part: Part) -> Tensor:
-    sparse = part.how is not None and part.how.sparse
-    return lookup(part.rows, part.table, padding_idx=part.skip, sparse=sparse, wide=True)
+def _looked_up(part: Part, tokens: int) -> Tensor:
+    rows, sparse = part.each(tokens), part.how is not None and part.how.sparse
+    return lookup(rows, part.table, padding_idx=part.skip, sparse=sparse, wide=True)
 
 
 class _Layer(torch.autograd.Function):

@@ -36,7 +36,7 @@ def plan_of(layer: Any, call: Call, *, dtype: torch.dtype) -> Plan | None:
         layer._modules.get, ("token", "position", "segment", "norm")
     )
     own = _own(token, position, segment, norm=norm)
-    if 0 in call.lead or not own or _watched(token, position, segment, norm):
+    if 0 in call.lead or not own or watched(token, position, segment, norm):
         return None
     weights = _weights(token, position, segment, norm=norm)
     if weights is None or not concrete(*weights, *_given(call)):
@@ -73,7 +73,7 @@ def _own(token: Any, position: Any, segment: Any, *, norm: Any) -> bool:
     )
 
 
-def _watched(*modules: nn.Module | None) -> bool:
+def watched(*modules: nn.Module | None) -> bool:
     """Tell whether anybody listens to one of the modules, or has replaced what it does."""
     if _has_any_global_hook():
         return True
@@ -118,7 +118,7 @@ def _token(token: Any, call: Call) -> Part | None:
             return None
         wide = call.embeds.to(work(weight.dtype))
         table = wide.reshape(-1, token.embedding_dim).contiguous()
-        return Part(table, torch.arange(len(table)), None)
+        return Part(table, torch.arange(len(table), device="cpu"), None)
     settle(weight, call.ids)
     if token._prepared(weight) is not None:
         return None
@@ -149,10 +149,10 @@ def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
     if learned and not found.is_floating_point():
         return _learned(position, found, call.lead)
     made = position.encode(found, dtype=work(like.dtype))
-    index = torch.arange(made[..., 0].numel()).reshape(made.shape[:-1])
+    index = torch.arange(made[..., 0].numel(), device="cpu").reshape(made.shape[:-1])
     table = made.reshape(-1, made.shape[-1]).contiguous()
     how = Table(len(table), table.dtype, None, False, False)
-    return Part(table, _for_each_token(index, call.lead), how)
+    return Part(table, _repeating(index, call.lead), how)
 
 
 def _counted(position: Any, offset: int, length: int) -> Tensor | None:
@@ -161,7 +161,7 @@ def _counted(position: Any, offset: int, length: int) -> Tensor | None:
     if not within or position.padding_idx is not None:
         return None
     first = offset + position.row_offset
-    return torch.arange(first, first + length)
+    return torch.arange(first, first + length, device="cpu")
 
 
 def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | None:
@@ -180,12 +180,13 @@ def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | 
 def _part(module: Any, rows: Any, lead: tuple[int, ...], *, sparse: bool = False) -> Part:
     weight = module.weight
     how = Table(len(weight), weight.dtype, module.padding_idx, False, sparse)
-    return Part(weight, _for_each_token(rows, lead), how)
+    return Part(weight, _repeating(rows, lead), how)
 
 
-def _for_each_token(rows: Tensor, lead: tuple[int, ...]) -> Tensor:
+def _repeating(rows: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Return ``rows`` for the last axes of ``lead``, all that differ in them."""
     if rows.dtype != torch.int64:
         rows = rows.to(torch.int64)
-    if rows.shape != lead:
+    if rows.shape != lead[len(lead) - rows.ndim :]:
         rows = rows.expand(lead)
     return rows.reshape(-1).contiguous()
