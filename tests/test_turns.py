@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inlay import kernels
+from inlay.sinusoidal import encode
 from inlay.turns import LIMIT, axial_turns, digit_tables, turns
 
 BOUND = 2.5e-7
@@ -257,4 +258,24 @@ def test_the_compiled_loop_gives_the_bits_of_turns(dtype, count, threads):
     want = np.concatenate(turns(positions, tables, w.astype(dtype)), axis=-1)
     got = kernels.turns(positions, tables)
     assert got.dtype == dtype
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("cos_first", [False, True])
+@pytest.mark.parametrize("width", [14, 15, 13])
+def test_the_compiled_loop_gives_the_bits_of_sinusoids(layout, cos_first, width, threads):
+    rng, w = np.random.default_rng(3), np.array([1.0, 0.3, 0.05, 0.01, 3e-3, 2e-4, 1e-5])
+    positions = rng.integers(-LIMIT + 1, LIMIT, 20_000)
+    positions[:6] = [0, 255, 256, 65_535, 65_536, -1]
+    tables = digit_tables(w, factor=0.5).astype(np.float32)
+    cos, sin = turns(positions, tables, w.astype(np.float32))
+    want = encode(cos, sin, embedding_dim=width, layout=layout, cos_first=cos_first)
+    got = kernels.features(
+        positions,
+        tables,
+        width=width,
+        interleaved=layout == "interleaved",
+        cos_first=cos_first,
+    )
     np.testing.assert_array_equal(got, want)

@@ -49,7 +49,9 @@ def is_real(x: Any) -> bool:
         >>> is_real(np.ones(2, np.float16)), is_real(np.arange(2))
         (True, False)
     """
-    return "float" in str(x.dtype)
+    # NumPy's and JAX's dtypes take microseconds to say their name.
+    kind = getattr(x.dtype, "kind", None)
+    return kind == "f" or (kind not in ("i", "u", "b") and "float" in str(x.dtype))
 
 
 def work_dtype(dtype: Any) -> str:
@@ -63,6 +65,8 @@ def work_dtype(dtype: Any) -> str:
         >>> work_dtype(np.dtype("float16")), work_dtype(np.float64)
         ('float32', 'float64')
     """
+    if hasattr(dtype, "kind"):  # NumPy's and JAX's, which are slow to say their name
+        return "float64" if dtype.kind == "f" and dtype.itemsize == 8 else "float32"
     name = getattr(dtype, "__name__", None) or str(dtype)
     return "float64" if name.endswith("float64") else "float32"
 

@@ -30,12 +30,13 @@ def positive(name: str, value: int) -> int:
 
 
 def _whole(name: str, value: int, *, least: int, rule: str) -> int:
-    if _integer(name, value) < least:
+    if integer(name, value) < least:
         raise ValueError(f"{name} must be {rule}, got {value}")
     return int(value)
 
 
-def _integer(name: str, value: int) -> int:
+def integer(name: str, value: int) -> int:
+    """Return ``value`` as an int if it is a whole number, which a bool is not."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)
@@ -113,7 +114,7 @@ def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
     """
     if padding_idx is None:
         return None
-    if not -num_embeddings <= _integer("padding_idx", padding_idx) < num_embeddings:
+    if not -num_embeddings <= integer("padding_idx", padding_idx) < num_embeddings:
         raise ValueError(
             f"padding_idx must be in [-{num_embeddings}, {num_embeddings}) "
             f"for num_embeddings {num_embeddings}, got {padding_idx}"
@@ -162,7 +163,9 @@ def ids_in_range(
         IndexError: ids[1] is -1, but num_embeddings is 5
     """
     ids = integers(x, name=name)
-    if ids.size and (int(ids.max()) >= num_embeddings or int(ids.min()) < 0):
+    # As an unsigned number a negative id is a huge one.
+    sizes = ids.view(np.uint64) if ids.dtype == np.int64 else ids
+    if ids.size and (sizes.max() >= num_embeddings or sizes is ids and ids.min() < 0):
         raise out_of_range(ids, num_embeddings, name=name, bound=bound)
     return ids.astype(np.int64, copy=False)
 
@@ -190,6 +193,8 @@ def float_dtype(dtype: Any) -> np.dtype:
     """
     if dtype is None:
         return np.dtype(np.float32)
+    if isinstance(dtype, np.dtype) and dtype.isnative and is_float(dtype):
+        return dtype
     if str(dtype) == "bfloat16":
         import ml_dtypes
 
@@ -198,6 +203,14 @@ def float_dtype(dtype: Any) -> np.dtype:
     if found.name not in FLOATS:
         raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {found}")
     return found
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Tell whether a table may have this dtype, in any order of its bytes."""
+    # Not by its name, which takes microseconds, if it can be told otherwise.
+    if dtype.kind == "f":
+        return dtype.itemsize <= 8
+    return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
 def check_real(x: Any, *, name: str, whole: bool = True) -> None:
@@ -217,14 +230,14 @@ def check_real(x: Any, *, name: str, whole: bool = True) -> None:
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.asarray(x).dtype
-    if dtype.name not in FLOATS and not (whole and dtype.kind in "iu"):
+    if not is_float(dtype) and not (whole and dtype.kind in "iu"):
         raise TypeError(f"{name} must be real, got {dtype.name}")
 
 
 def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
     """Return ``x`` as a NumPy array of integers or reals; anything else is a TypeError."""
     array = np.asarray(x)
-    if array.dtype.kind in "iu" or array.dtype.name in FLOATS:
+    if array.dtype.kind in "iu" or is_float(array.dtype):
         return array
     raise TypeError(f"{name} must be integers or reals, got {array.dtype.name}")
 
@@ -240,6 +253,9 @@ def positions_in_reach(
         ...
         ValueError: positions must be smaller than 256 in size, got -400
     """
+    if positions.dtype.kind in "iu" and positions.size:
+        if int(positions.max()) < limit and int(positions.min()) > -limit:
+            return positions
     # As float64: a plain number would overflow to the float16 it is compared with.
     reach = np.float64(limit)
     inside = (positions < reach) & (positions > -reach)

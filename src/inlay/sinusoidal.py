@@ -17,9 +17,10 @@ and run unchanged on NumPy, JAX and torch.
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Shaped
 
-from ._array import namespace_of
+from . import kernels
+from ._array import is_real, namespace_of
 from ._check import number, one_of, positive, positive_number
 from .turns import split as split
 from .turns import wave_tables as wave_tables
@@ -121,6 +122,42 @@ def encode(
     if 2 * sin.shape[-1] < embedding_dim:
         parts.append(xp.zeros_like(sin[..., :1]))
     return xp.concat(parts, axis=-1)
+
+
+def features_at(
+    positions: Shaped[np.ndarray, "*seq"],
+    tables: Float[np.ndarray, "levels 2 3 256 pairs"],
+    rates: Float[np.ndarray, "levels pairs"],
+    *,
+    embedding_dim: int,
+    layout: Layout,
+    cos_first: bool,
+) -> Float[np.ndarray, "*seq embedding_dim"]:
+    """Return the features at positions on the host, by the kernels if they are whole.
+
+    Args:
+        positions: Within reach.
+        tables: What :func:`wave_tables` made, in the dtype of the result.
+        rates: Likewise.
+        embedding_dim: As in :func:`encode`.
+        layout: Likewise.
+        cos_first: Likewise.
+
+    Example:
+        >>> tables, rates = wave_tables(frequencies(2))
+        >>> how = {"embedding_dim": 2, "layout": "interleaved", "cos_first": False}
+        >>> features_at(np.array([0]), tables, rates, **how).tolist()
+        [[0.0, 1.0]]
+    """
+    how: dict[str, Any] = {"cos_first": cos_first}
+    if is_real(positions):
+        cos, sin = waves(positions, tables, rates)
+        return encode(cos, sin, embedding_dim=embedding_dim, layout=layout, **how)
+    whole = np.ascontiguousarray(positions, np.int64).reshape(-1)
+    found = kernels.features(
+        whole, tables[0], width=embedding_dim, interleaved=layout == "interleaved", **how
+    )
+    return found.reshape(*positions.shape, embedding_dim)
 
 
 def join_axes(

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import FLOATS
+from .._check import is_float
 from ..positions import check_axes, check_fit
 from ._module import native, positions_for
 
@@ -12,7 +12,7 @@ from ._module import native, positions_for
 def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
     """Return ``x`` as an array of real vectors of that width."""
     x = np.asarray(x)
-    if x.dtype.name not in FLOATS:
+    if not is_float(x.dtype):
         raise TypeError(f"{name} must be real, got {x.dtype.name}")
     if x.ndim < 2 or x.shape[-1] != embedding_dim:
         want = f"(..., length, {embedding_dim})"

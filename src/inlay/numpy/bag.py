@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Integer, Real
 
 from .._array import work_dtype
-from .._check import FLOATS, one_of
+from .._check import is_float, one_of
 from .._ragged import Bags, bags_of
 from ..bag import MODES, Mode, pooled, table_gradient, weights_gradient
 from ..token import Init, Seed, within_norm
@@ -178,7 +178,7 @@ class EmbeddingBag(Embedding):
 
 def _like(given: np.ndarray, gradient: np.ndarray, bags: Bags) -> np.ndarray:
     """Return the gradient in the shape and, if it is a float, the dtype of ``given``."""
-    dtype = given.dtype if given.dtype.name in FLOATS else gradient.dtype
+    dtype = given.dtype if is_float(given.dtype) else gradient.dtype
     out = np.zeros(given.size, dtype)
     out[slice(None) if bags.places is None else bags.places] = gradient
     return out.reshape(given.shape)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._check import FLOATS, one_of, positions_in_reach
+from .._check import is_float, one_of, positions_in_reach
 from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
 from ..sinusoidal import LAYOUTS, Layout, encode
 from ..turns import LIMIT
@@ -124,7 +124,7 @@ class FourierFeatures(Module):
 
     def _checked(self, coordinates: Any) -> np.ndarray:
         found = np.asarray(coordinates)
-        if found.dtype.name not in FLOATS:
+        if not is_float(found.dtype):
             raise TypeError(f"coordinates must be real, got {found.dtype.name}")
         axes = self.matrix.shape[1]
         if found.shape[-1:] != (axes,):

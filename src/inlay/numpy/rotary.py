@@ -7,16 +7,16 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._array import work_dtype
-from .._check import FLOATS, one_of, positions_array, positions_in_reach, positive
+from .._check import is_float, one_of, positions_array, positions_in_reach, positive
 from ..hf import rotary_from_hf
 from ..positions import check_axes
-from ..rotary import LAYOUTS, Layout, over_heads
+from ..rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
 from ..rotary_frequencies import layer_frequencies
+from ..rotary_rows import rotated, turn_at, turned_back
 from ..scaling import Scaling, scaling_from
 from ..turns import LIMIT, wave_tables
 from ._added import gradient_of
 from ._module import Module, native, positions_for
-from ._rotated import rotated, turn_at, turned_back
 
 
 class RotaryPositions(Module):
@@ -73,8 +73,7 @@ class RotaryPositions(Module):
         frequencies: Any = None,
         heads_axis: int = -3,
     ) -> None:
-        if heads_axis not in (-3, -2):
-            raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
+        self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
         #: Angle per position of each pair, in float64, and what its turns are enlarged by.
@@ -93,7 +92,7 @@ class RotaryPositions(Module):
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
-        self.heads_axis, self.ready = heads_axis, frequencies is not None
+        self.ready = frequencies is not None
         self.layout: Layout = layout
 
     @classmethod
@@ -207,15 +206,9 @@ class RotaryPositions(Module):
             True
         """
         keys, delta = self._vectors(keys, "keys"), positions_array(delta, name="delta")
-        if delta.ndim and (delta.shape != keys.shape[:1] or keys.ndim < 3):
-            raise ValueError(
-                f"delta must be a number or one per row of keys of shape {keys.shape}, "
-                f"got shape {delta.shape}"
-            )
-        seq = delta.shape + (1,) * (keys.ndim - 1 - delta.ndim)
-        if self.axes is not None:
-            delta = np.broadcast_to(delta, (self.axes, *delta.shape))
-        turn = self._turn(delta, keys.dtype, name="delta")
+        lined = over_rows(delta, keys, axes=self.axes)
+        seq = lined.shape if self.axes is None else lined.shape[1:]
+        turn = self._turn(lined, keys.dtype, name="delta")
         turn /= self.attention_factor
         half = self.layout != "interleaved"
         return rotated(keys, turn, seq, read_half=half, write_half=half)
@@ -241,7 +234,7 @@ class RotaryPositions(Module):
 
     def _vectors(self, x: Any, name: str = "x") -> np.ndarray:
         x = np.asarray(x)
-        if x.dtype.name not in FLOATS:
+        if not is_float(x.dtype):
             raise TypeError(f"{name} must be real, got {x.dtype.name}")
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from .._array import work_dtype
-from .._check import FLOATS, not_negative, positive
+from .._check import is_float, not_negative, positive
 from ..relative import clipped_index, relative_positions
 from ..shaw import lined_up, shaw_scores
 from ..token import Init, Seed, initial
@@ -142,7 +142,7 @@ class ShawScores(Module):
 
     def _checked(self, name: str, x: Any) -> np.ndarray:
         array = np.asarray(x)
-        if array.dtype.name not in FLOATS:
+        if not is_float(array.dtype):
             raise TypeError(f"{name} must be real, got {array.dtype.name}")
         if array.ndim < 2 or array.shape[-1] != self.head_dim:
             raise ValueError(

@@ -6,20 +6,25 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .. import kernels
-from .._array import is_real, work_dtype
-from .._check import float_dtype, one_of, positions_array, positions_in_reach, positive
+from .._array import work_dtype
+from .._check import (
+    float_dtype,
+    number,
+    one_of,
+    positions_array,
+    positions_in_reach,
+    positive,
+)
 from ..positions import check_axes
 from ..sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
     Layout,
     Odd,
-    encode,
+    features_at,
     frequencies,
     join_axes,
     wave_tables,
-    waves,
 )
 from ..turns import LIMIT
 from ._added import gradient_of, positions_of, vectors
@@ -82,8 +87,10 @@ class SinusoidalPositions(Module):
             )
         one_of("layout", layout, LAYOUTS)
         self.layout: Layout = layout
-        self.base, self.shift, self.frequency_scale = base, shift, frequency_scale
-        self.scale, self.odd, self.cos_first = scale, odd, cos_first
+        self.base, self.shift = number("base", base), number("shift", shift)
+        self.frequency_scale = number("frequency_scale", frequency_scale)
+        self.scale, self.odd = number("scale", scale), odd
+        self.cos_first = bool(cos_first)
         found = frequencies(
             embedding_dim // axes,
             base=base,
@@ -153,8 +160,10 @@ class SinusoidalPositions(Module):
         dtype = float_dtype(dtype)
         work = work_dtype(dtype)
         tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
-        features = encode(
-            *_waves(found, tables, rates),
+        features = features_at(
+            found,
+            tables,
+            rates,
             embedding_dim=self.embedding_dim // self.axes,
             layout=self.layout,
             cos_first=self.cos_first,
@@ -193,17 +202,3 @@ class SinusoidalPositions(Module):
             "axes": self.axes,
             "frequency_scale": self.frequency_scale,
         }
-
-
-def _waves(
-    positions: Shaped[np.ndarray, "*seq"],
-    tables: Float[np.ndarray, "levels 2 3 256 pairs"],
-    rates: Float[np.ndarray, "levels pairs"],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what :func:`inlay.sinusoidal.waves` does, from the kernel if it can."""
-    if is_real(positions):
-        return waves(positions, tables, rates)
-    rows = np.ascontiguousarray(positions, np.int64).reshape(-1)
-    pairs = tables.shape[-1]
-    turns = kernels.turns(rows, tables[0]).reshape(*positions.shape, 2 * pairs)
-    return turns[..., :pairs], turns[..., pairs:]

@@ -95,7 +95,7 @@ def array_of(x: Tensor) -> np.ndarray:
     """Return the memory of a concrete tensor as a NumPy array, bfloat16 included."""
     x = x.detach()
     if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy().view(float_dtype("bfloat16"))
+        return x.view(torch.uint16).numpy().view(_BFLOAT16)
     return x.numpy()
 
 
@@ -124,6 +124,6 @@ def tensor_of(array: Any) -> Tensor:
         >>> tensor_of(array_of(torch.ones(2, dtype=torch.bfloat16)))
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    if array.dtype.name == "bfloat16":
+    if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -16,8 +16,9 @@ from .. import kernels
 from .._check import positions_in_reach
 from ..positions import resolve
 from ..rotary import over_heads
+from ..rotary_rows import rotated, turned_back
 from ..turns import LIMIT
-from ._fused import concrete, fusable, threads_of_torch
+from ._fused import array_of, concrete, fusable, tensor_of, threads_of_torch
 
 #: Up to this many features a kernel runs on one thread anyway.
 ALONE = 2**17
@@ -100,8 +101,7 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = np.split(ctx.turn, 2, axis=-1)
-        back, dy = np.concatenate([cos, -sin], axis=-1), grads[0]
+        back, dy = turned_back(ctx.turn), grads[0]
         if fusable(dy):
             dx = turned(dy, back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
         else:
@@ -112,29 +112,9 @@ class _Turned(torch.autograd.Function):
 def _rotated(
     x: Tensor, turn: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
-    halves = x.dtype == torch.bfloat16  # which kernels know by its bits
-    array = (x.detach().view(torch.uint16) if halves else x.detach()).numpy()
-    last, order = x.ndim - 1, None
-    index = np.arange(len(turn)).reshape((1,) * (last - len(seq)) + seq)
-    if not x.is_contiguous():
-        # Heads are often a transposed view; taken as they lie, nothing is copied for them.
-        order = sorted(range(last), key=lambda axis: -array.strides[axis])
-        array = np.ascontiguousarray(array.transpose(*order, last))
-        index = index.transpose(order)
-    which = np.empty(array.shape[:-1], np.int64)
-    which[...] = index
     with _threads(x.numel()):
-        out = kernels.rotate(
-            array.reshape(which.size, x.shape[-1]),
-            turn,
-            which=which.reshape(-1),
-            read_half=read_half,
-            write_half=write_half,
-        ).reshape(array.shape)
-    if order is not None:
-        out = out.transpose(*sorted(range(last), key=order.__getitem__), last)
-    result = torch.from_numpy(out)
-    return result.view(torch.bfloat16) if halves else result
+        found = rotated(array_of(x), turn, seq, read_half=read_half, write_half=write_half)
+    return tensor_of(found)
 
 
 def _turned(x: Tensor, turns: np.ndarray, read_half: bool, write_half: bool) -> Tensor:

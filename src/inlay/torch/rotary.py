@@ -11,7 +11,14 @@ from torch import Tensor
 from .._check import one_of, positive
 from ..hf import rotary_from_hf
 from ..positions import check_axes
-from ..rotary import LAYOUTS, Layout, over_heads, rotate
+from ..rotary import (
+    LAYOUTS,
+    Layout,
+    check_heads_axis,
+    over_heads,
+    over_rows,
+    rotate,
+)
 from ..rotary_frequencies import layer_frequencies
 from ..scaling import Scaling, scaling_from
 from ..turns import axial_waves, wave_tables, waves
@@ -90,8 +97,6 @@ class RotaryPositions(Precomputed):
         heads_axis: int = -3,
     ) -> None:
         super().__init__()
-        if heads_axis not in (-3, -2):
-            raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
         #: Angle per position of each pair, in float64, and what its turns are enlarged by.
@@ -109,7 +114,8 @@ class RotaryPositions(Precomputed):
         self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
-        self.heads_axis, self.ready = heads_axis, frequencies is not None
+        self.heads_axis = check_heads_axis(heads_axis)
+        self.ready = frequencies is not None
         self.layout: Layout = layout
         self._build()
 
@@ -218,14 +224,7 @@ class RotaryPositions(Precomputed):
         """
         self._check(keys, "keys")
         delta = positions_tensor(delta, device=keys.device, name="delta")
-        if delta.ndim and (delta.shape != keys.shape[:1] or keys.ndim < 3):
-            raise ValueError(
-                f"delta must be a number or one per row of keys of shape "
-                f"{tuple(keys.shape)}, got shape {tuple(delta.shape)}"
-            )
-        lined = delta.reshape(delta.shape + (1,) * (keys.ndim - 1 - delta.ndim))
-        if self.axes is not None:
-            lined = lined.expand(self.axes, *lined.shape)
+        lined = over_rows(delta, keys, axes=self.axes)
         turns = self._turns(in_reach(lined, name="delta"), keys.dtype)
         cos, sin = (turn / self.attention_factor for turn in turns)
         layout = "interleaved" if self.layout == "interleaved" else "half"

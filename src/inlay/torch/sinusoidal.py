@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import one_of, positive
+from .._check import number, one_of, positive
 from ..positions import check_axes
 from ..sinusoidal import (
     CONVENTIONS,
@@ -15,11 +15,13 @@ from ..sinusoidal import (
     Layout,
     Odd,
     encode,
+    features_at,
     frequencies,
     join_axes,
     wave_tables,
     waves,
 )
+from ._fused import array_of, concrete, tensor_of, threads_of_torch
 from ._positions import (
     Offset,
     Positions,
@@ -94,8 +96,9 @@ class SinusoidalPositions(Precomputed):
             )
         one_of("layout", layout, LAYOUTS)
         self.layout: Layout = layout
-        self.base, self.shift, self.frequency_scale = base, shift, frequency_scale
-        self.scale, self.cos_first = scale, cos_first
+        self.base, self.shift = number("base", base), number("shift", shift)
+        self.frequency_scale = number("frequency_scale", frequency_scale)
+        self.scale, self.cos_first = number("scale", scale), bool(cos_first)
         self.odd: Odd = odd
         self._build()
 
@@ -193,10 +196,16 @@ class SinusoidalPositions(Precomputed):
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         tables = self._floats("bits", dtype, positions.device)
         rates = self._floats("rate_bits", dtype, positions.device)
-        features = encode(
-            *waves(in_reach(positions), tables, rates),
-            embedding_dim=self.embedding_dim // self.axes,
-            layout=self.layout,
-            cos_first=self.cos_first,
-        )
+        how: dict[str, Any] = {
+            "embedding_dim": self.embedding_dim // self.axes,
+            "layout": self.layout,
+            "cos_first": self.cos_first,
+        }
+        near = in_reach(positions)
+        if not near.is_floating_point() and concrete(near, tables):
+            arrays = map(array_of, (near, tables, rates))
+            with threads_of_torch():
+                features = tensor_of(features_at(*arrays, **how))
+        else:
+            features = encode(*waves(near, tables, rates), **how)
         return join_axes(features) if self.axes > 1 else features

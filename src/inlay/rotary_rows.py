@@ -1,10 +1,15 @@
-"""Turning rows on the kernels: which turn is whose, and rows as they lie in memory."""
+"""Turning rows on the kernels: which turn is whose, and rows as they lie in memory.
+
+For arrays on the host, NumPy's or those of a framework that shares its memory.
+"""
+
+import math
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .. import kernels
-from ..turns import axial_waves, waves
+from . import kernels
+from .turns import axial_waves, waves
 
 
 def turn_at(
@@ -63,13 +68,31 @@ def rotated(
         >>> rotated(np.eye(2), quarter, (1,), read_half=True, write_half=True).tolist()
         [[0.0, 1.0], [-1.0, 0.0]]
     """
-    # Heads are often a transposed view; taken as they lie, nothing is copied for them.
-    order = sorted(range(x.ndim - 1), key=lambda axis: -x.strides[axis])
-    moved = np.ascontiguousarray(x.transpose(*order, -1))
-    index = np.arange(len(turn)).reshape(seq)
-    which = np.broadcast_to(index, x.shape[:-1]).transpose(order).flatten()
-    rows = moved.reshape(-1, x.shape[-1])
+    index, order = np.arange(len(turn)).reshape(_lined(seq, x.ndim - 1)), None
+    moved = x
+    if not x.flags.c_contiguous:
+        # Heads are often a transposed view; taken as they lie, nothing is copied for them.
+        order = sorted(range(x.ndim - 1), key=lambda axis: -x.strides[axis])
+        moved = np.ascontiguousarray(x.transpose(*order, -1))
+        index = index.transpose(order)
     out = kernels.rotate(
-        rows, turn, which=which, read_half=read_half, write_half=write_half
-    )
-    return out.reshape(moved.shape).transpose(*np.argsort(order), -1)
+        moved.reshape(-1, x.shape[-1]),
+        turn,
+        which=_repeating(index, moved.shape[:-1]),
+        read_half=read_half,
+        write_half=write_half,
+    ).reshape(moved.shape)
+    return out if order is None else out.transpose(*np.argsort(order), -1)
+
+
+def _lined(seq: tuple[int, ...], axes: int) -> tuple[int, ...]:
+    return (1,) * (axes - len(seq)) + seq
+
+
+def _repeating(index: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+    """Return ``index`` for the last axes of ``lead``, all that differ in it, as one row."""
+    first = next((axis for axis, size in enumerate(index.shape) if size != 1), len(lead))
+    shape = lead[first:]
+    if index.size != math.prod(shape):
+        index = np.broadcast_to(index.reshape(index.shape[first:]), shape)
+    return np.ascontiguousarray(index).reshape(-1)
