@@ -461,6 +461,16 @@ REFUSED = {
     "scale must be a number, got list": made("SinusoidalPositions", 6, scale=[1.0]),
     "scale must be a number, got str": made("LearnedPositions", 6, 4, scale="1"),
     "max_bias must be a number, got str": made("AlibiBias", 2, max_bias="8"),
+    "norm_eps must be a number, got str": made(
+        "EmbeddingLayer", 9, 4, position=None, norm_eps="0"
+    ),
+    "norm_eps must be at least 0, got -1.0": made(
+        "EmbeddingLayer", 9, 4, position=None, norm_eps=-1.0
+    ),
+    "padding_idx must be an integer, got str": made(
+        "LearnedPositions", 6, 4, row_offset=2, padding_idx="1"
+    ),
+    "eps must be a number, got str": made("FireBias", 2, eps="1e-6"),
     "dropout must be a number, got str": made(
         "EmbeddingLayer", 9, 4, position=None, dropout="0.1"
     ),

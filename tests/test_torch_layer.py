@@ -404,6 +404,31 @@ def test_dropout_drops_its_share_after_the_norm_and_keeps_the_mean():
     assert (layer(IDS) == 0).all()
 
 
+def test_dropout_is_asked_whether_it_drops_and_may_be_taken_out():
+    layer = EmbeddingLayer(9, 64, max_positions=8, dropout=0.5).eval()
+    still, seen = layer(IDS), []
+    layer.dropout.train()
+    assert (layer(IDS) == 0).double().mean().item() == pytest.approx(0.5, abs=0.1)
+    layer.dropout.eval().register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(layer(IDS), still) and seen == [1]
+    layer.dropout = torch.nn.Identity()
+    assert torch.equal(layer.train()(IDS), still)
+    assert layer.config()["dropout"] == 0.0
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
+def test_the_default_device_is_for_new_tensors_only(position):
+    longest = 8 if position == "learned" else None
+    layer = EmbeddingLayer(9, 4, position=position, max_positions=longest, layer_norm=True)
+    want, seed = layer(IDS), torch.randn(2, 4, 4)
+    wanted = torch.autograd.grad(want, list(layer.parameters()), seed)
+    with torch.device("meta"):
+        got = layer(IDS)
+        gradients = torch.autograd.grad(got, list(layer.parameters()), seed)
+    assert torch.equal(got, want)
+    assert all(map(torch.equal, gradients, wanted))
+
+
 # Who is watching
 
 

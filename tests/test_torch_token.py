@@ -482,6 +482,25 @@ def test_repair_between_two_uses_of_one_graph_is_no_inplace_error():
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_padding_alone_accumulates_with_others(dtype):
+    layer = Embedding(20, 4, padding_idx=0, sparse=True, dtype=dtype)
+    for ids in ([0], [], [1, 0, 1], [0]):
+        layer(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+    want = torch.zeros(20, 4, dtype=dtype)
+    want[1] = 2
+    grad = layer.weight.grad
+    assert grad is not None and torch.equal(grad.to_dense(), want)
+
+
+def test_compiled_row_gradients_of_half_precision_do_not_saturate():
+    layer = Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(torch.ones(3000, dtype=torch.int64)).sum().backward()
+    grad = layer.weight.grad
+    assert grad is not None and grad.to_dense()[1].tolist() == [3008, 3008]
+
+
 def test_padding_idx_may_be_changed_later():
     layer = Embedding(4, 3)
     layer.padding_idx = 2

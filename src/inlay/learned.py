@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from ._array import cast, is_real, namespace_of, work_dtype
-from ._check import not_negative, number, one_of, positive
+from ._check import integer, not_negative, number, one_of, positive
 from .token import normal, whole_inside
 
 Align = Literal["ends", "centres", "starts"]
@@ -120,6 +120,25 @@ def check_positions(positions: np.ndarray, *, max_positions: int, row_offset: in
             f"positions must be at least {-row_offset} for row_offset {row_offset}, "
             f"got {smallest}"
         )
+
+
+def padding_row(padding_idx: int | None, row_offset: int) -> int | None:
+    """Return the row that is padding, if it is one before that of position 0, or None.
+
+    Example:
+        >>> padding_row(2, 2)
+        Traceback (most recent call last):
+        ...
+        ValueError: padding_idx must be one of the 2 rows before position 0, got 2
+    """
+    if padding_idx is None:
+        return None
+    if not 0 <= integer("padding_idx", padding_idx) < row_offset:
+        raise ValueError(
+            f"padding_idx must be one of the {row_offset} rows before position 0, "
+            f"got {padding_idx}"
+        )
+    return int(padding_idx)
 
 
 def resize_linear(

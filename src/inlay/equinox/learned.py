@@ -8,7 +8,14 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import not_negative, number, positive
-from ..learned import Align, check_positions, neighbours, resize_grid, resize_linear
+from ..learned import (
+    Align,
+    check_positions,
+    neighbours,
+    padding_row,
+    resize_grid,
+    resize_linear,
+)
 from ..token import whole_inside
 from ._lookup import How, find, nan_outside, rows_at
 from ._module import Module, replaced, widened
@@ -81,11 +88,7 @@ class LearnedPositions(Module):
         self.max_positions = positive("max_positions", max_positions)
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
-        if padding_idx is not None and not 0 <= padding_idx < row_offset:
-            raise ValueError(
-                f"padding_idx must be one of the {row_offset} rows before position 0, "
-                f"got {padding_idx}"
-            )
+        padding_idx = padding_row(padding_idx, row_offset)
         self.scale = number("scale", scale)
         self.table = Embedding(
             max_positions + row_offset,

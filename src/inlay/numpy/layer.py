@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import work_dtype
-from .._check import float_dtype, positive, probability
+from .._check import float_dtype, not_negative_number, positive, probability
 from ..layer import zero_where
 from ..learned import small_normal
 from ..token import Init, Seed, normal
@@ -77,15 +77,13 @@ class EmbeddingLayer(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.num_embeddings = num_embeddings
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.dropout = probability("dropout", dropout)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
-        if not norm_eps >= 0:
-            raise ValueError(f"norm_eps must not be negative, got {norm_eps}")
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        self.norm_eps, self.training = norm_eps, False
+        self.norm_eps = not_negative_number("norm_eps", norm_eps)
+        self.training = False
         self.rng = np.random.default_rng(rng)
         drawn = init or (_unit_when_scaled if scale else small_normal)
         tables = {"init": drawn, "dtype": dtype, "rng": self.rng}
@@ -149,15 +147,19 @@ class EmbeddingLayer(Module):
         return out if call.mask is None else zero_where(out, call.mask)
 
     def vjp(
-        self, ids: Int[Any, "*batch length"] | list[Any] | None = None, **options: Any
+        self,
+        ids: Int[Any, "*batch length"] | list[Any] | None = None,
+        *,
+        positions: Shaped[Any, "*seq"] | list[Any] | None = None,
+        offset: Any = 0,
+        segments: Int[Any, "*own"] | list[Any] | None = None,
+        inputs_embeds: Float[Any, "*batch length embedding_dim"] | None = None,
+        mask: Bool[Any, "*batch length"] | list[Any] | None = None,
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
         """Return the output and the function from its gradient to all others, by name.
 
-        Tables have row gradients. ``inputs_embeds`` has one if it was given.
-
-        Args:
-            ids: As in a call.
-            options: As in a call.
+        Tables have row gradients. ``inputs_embeds`` has one if it was given. All arguments
+        are those of a call.
 
         Example:
             >>> layer = EmbeddingLayer(9, 4, max_positions=5, layer_norm=True, rng=0)
@@ -165,9 +167,16 @@ class EmbeddingLayer(Module):
             >>> sorted(pull(np.ones_like(y)))
             ['norm.bias', 'norm.weight', 'position.weight', 'token.weight']
         """
-        nothing = dict.fromkeys(("positions", "segments", "inputs_embeds", "mask"))
-        call = looked_up(self, ids, **{**nothing, "offset": 0, **options})
-        mask, norm, eps = call.mask, self.norm, self.norm_eps
+        call = looked_up(
+            self,
+            ids,
+            positions=positions,
+            offset=offset,
+            segments=segments,
+            inputs_embeds=inputs_embeds,
+            mask=mask,
+        )
+        counts, norm, eps = call.mask, self.norm, self.norm_eps
         total = call.rows(norm=None, dtype=work_dtype(self.dtype))
         out = total if norm is None else normalised(total, norm=norm, eps=eps)
         # What is pulled back later is what was worked with now.
@@ -176,19 +185,24 @@ class EmbeddingLayer(Module):
         if self.training and self.dropout:
             kept = dropped(out.shape, self.dropout, self.rng)
             out = _thinned(out, kept)
-        y = out if mask is None else zero_where(out, mask)
+        y = out if counts is None else zero_where(out, counts)
         y = y.astype(self.dtype, copy=False)
 
         def pull(dy: Any) -> dict[str, Any]:
             dy = gradient_of(y, dy).astype(total.dtype, copy=False)
-            dy = dy if mask is None else zero_where(dy, mask)
+            dy = dy if counts is None else zero_where(dy, counts)
             dy = dy if kept is None else _thinned(dy, kept)
             if weight is None:
                 return call.gradients(dy)
-            back = normalised_pull(dy, total, weight=weight, eps=eps, mask=mask)
+            back = normalised_pull(dy, total, weight=weight, eps=eps, mask=counts)
             return {**call.gradients(back[0]), **back[1]}
 
         return y, pull
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many ids there are."""
+        return self.token.num_embeddings
 
     @property
     def dtype(self) -> np.dtype:
@@ -247,7 +261,7 @@ class EmbeddingLayer(Module):
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}
         return {
-            "num_embeddings": self.token.num_embeddings,
+            "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim,
             "position": position,
             "scale": self.scale,

@@ -168,9 +168,14 @@ class Table(NamedTuple):
         shape = self.num_embeddings, rows.values.shape[1]
         if self.sparse:
             ids, values = tensor_of(rows.ids)[None], tensor_of(rows.values).to(self.dtype)
+            if not len(rows.ids):
+                # Accumulating resizes what has no rows, which NumPy's memory refuses.
+                ids, values = ids.clone(), values.clone()
             return torch.sparse_coo_tensor(
                 ids, values, shape, check_invariants=False, is_coalesced=True
             )
+        if len(rows.ids) == self.num_embeddings:
+            return tensor_of(rows.values).to(self.dtype)
         # Pages that nobody writes to are not made: torch would fill them with zeros.
         out = np.zeros(shape, float_dtype(name_of(self.dtype)))
         with threads_of_torch():
@@ -239,8 +244,8 @@ def _rows(ids: Tensor, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
         return torch_embedding(ids, weight).to(dtype)
     if fusable(weight) and concrete(ids):
         return _Lookup.apply(weight, ids, how, wide)  # pyright: ignore
-    if weight.dtype in HALF and not torch.compiler.is_exporting():
-        # Elsewhere than on the CPU torch itself sums in float32.
+    if weight.dtype in HALF and not (how.sparse or torch.compiler.is_exporting()):
+        # Elsewhere than on the CPU torch itself sums in float32; rows are summed later.
         weight = widened(weight) if weight.device.type == "cpu" else weight
     padding_idx, compiled = how.padding_idx, torch.compiler.is_compiling()
     if how.sparse and compiled and padding_idx is not None:

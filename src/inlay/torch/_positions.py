@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from .._check import positions_array, positions_in_reach
-from ..positions import check_axes, check_fit, resolve
+from ..positions import check_axes, check_fit, plain_offset, resolve
 from ..turns import LIMIT
 from ._fused import concrete
 from ._tables import name_of
@@ -50,7 +50,8 @@ def positions_for(
     """Return those given, or ``0, 1, …`` moved on by ``offset``, on the device of ``x``."""
     if positions is not None:
         positions = positions_tensor(positions, device=x.device)
-    if isinstance(offset, bool) or not isinstance(offset, int):
+    offset = plain_offset(offset)
+    if type(offset) is not int:
         offset = positions_tensor(offset, device=x.device, name="offset")
         offset = signed(offset)
         if offset.is_floating_point() and offset.dtype.itemsize < 4:

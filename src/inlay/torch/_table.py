@@ -18,11 +18,13 @@ from torch.nn.functional import linear
 from .._check import not_negative
 from ..token import Init, Resized, Seed, check_norm, resized
 from ._arrival import coalesce_gradient, rows_with_gradient, shorten_rows, watch
-from ._errors import WrongValue, torch_classes
+from ._errors import WrongType, WrongValue, torch_classes
 from ._fused import array_of, array_of_table, tensor_of
 from ._lookup import as_index, padding_of
 from ._optim_pending import settle
 from ._padding import Padded
+from ._pages import with_large_pages
+from ._tables import name_of
 
 
 class Table(Padded):
@@ -31,6 +33,11 @@ class Table(Padded):
     max_norm: float | None = None
     norm_type: float = 2.0
     sparse: bool = False
+
+    def reset_parameters(self) -> None:
+        """Draw the table as torch does; padding becomes zero."""
+        with_large_pages(self.weight)
+        super().reset_parameters()  # pyright: ignore
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
@@ -121,6 +128,8 @@ def products(
     x: Float[Tensor, "*batch width"], weight: Float[Tensor, "rows width"]
 ) -> Float[Tensor, "*batch rows"]:
     """Return the product of ``x`` with every row, in the dtype of ``x``."""
+    if not x.is_floating_point():
+        raise WrongType(f"x must be real, got {name_of(x.dtype)}")
     if x.shape[-1:] != weight.shape[1:]:
         raise WrongValue(
             f"x must end in embedding_dim {weight.shape[1]}, got shape {tuple(x.shape)}"

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._check import positive
+from .._check import number, positive, positive_number
 from ..fire import fire_bias, fire_share
 from ._bias import Bias, PairBias, parameter
 from ._positions import Positions
@@ -62,10 +62,8 @@ class FireBias(Bias):
         super().__init__()
         self.num_heads = positive("num_heads", num_heads)
         self.width = positive("width", width)
-        for name, value in (("threshold", threshold), ("eps", eps)):
-            if not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        self.threshold, self.eps, self.initial_c = float(threshold), float(eps), float(c)
+        self.threshold = positive_number("threshold", threshold)
+        self.eps, self.initial_c = positive_number("eps", eps), number("c", c)
         made = {"device": device, "dtype": dtype}
         self.c, self.multiplier = parameter(None, (), **made), parameter(None, (), **made)
         self.hidden_weight = parameter(None, (self.width,), **made)

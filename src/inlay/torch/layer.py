@@ -8,10 +8,11 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm as normalise
 
-from .._check import not_negative, positive, probability
+from .._check import not_negative, not_negative_number, positive, probability
 from ..layer import combine, zero_where
 from ._call import Call, checked_call
-from ._layer_plan import plan_of
+from ._layer_plan import plan_of, watched
+from ._pages import with_large_pages
 from ._position_layer import position_layer
 from ._positions import Offset, Positions
 from ._tables import name_of, widened, work
@@ -84,14 +85,12 @@ class EmbeddingLayer(nn.Module):
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
-        if not norm_eps >= 0:
-            raise ValueError(f"norm_eps must not be negative, got {norm_eps}")
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        self.norm_eps = float(norm_eps)
+        self.norm_eps = not_negative_number("norm_eps", norm_eps)
         place = {"device": device, "dtype": dtype}
-        empty = torch.empty(num_embeddings, embedding_dim, **place)
+        empty = with_large_pages(torch.empty(num_embeddings, embedding_dim, **place))
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx, sparse=sparse, _weight=empty
         )
@@ -102,7 +101,9 @@ class EmbeddingLayer(nn.Module):
         if segments is not None:
             empty = torch.empty(positive("segments", segments), embedding_dim, **place)
             self.segment = Embedding(segments, embedding_dim, _weight=empty)
-        self.norm = nn.LayerNorm(embedding_dim, norm_eps, **place) if layer_norm else None
+        self.norm = None
+        if layer_norm:
+            self.norm = nn.LayerNorm(embedding_dim, self.norm_eps, **place)
         self.dropout = nn.Dropout(dropout)
         self._draw()
 
@@ -174,14 +175,16 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        dtype = self.token.weight.dtype
-        dropping = self.training and self.dropout.p > 0
+        dtype, dropout = self.token.weight.dtype, self.dropout
+        # Asked of itself: it may be left in training, to see how sure a model is.
+        idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
+        dropping = not idle or watched(dropout)
         plan = plan_of(self, call, dtype=work(dtype) if dropping else dtype)
         if plan is None:
             out = self._plain(call)
         else:
             out = plan.run().reshape(*call.lead, self.embedding_dim)
-        out = self.dropout(out).to(dtype)
+        out = (dropout(out) if dropping else out).to(dtype)
         return out if call.mask is None else zero_where(out, call.mask)
 
     @property
@@ -212,7 +215,7 @@ class EmbeddingLayer(nn.Module):
             "segments": None if self.segment is None else self.segment.num_embeddings,
             "layer_norm": self.norm is not None,
             "norm_eps": self.norm_eps if self.norm is None else self.norm.eps,
-            "dropout": self.dropout.p,
+            "dropout": getattr(self.dropout, "p", 0.0),
             "padding_idx": self.padding_idx,
             "zero_padding": self.zero_padding,
             "sparse": self.token.sparse,

@@ -8,7 +8,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .._check import not_negative, number, positive
-from ..learned import Align, check_positions, neighbours, resize_grid, resize_linear
+from ..learned import (
+    Align,
+    check_positions,
+    neighbours,
+    padding_row,
+    resize_grid,
+    resize_linear,
+)
 from ._bias import parameter
 from ._fused import array_of, concrete, tensor_of
 from ._lookup import lookup
@@ -79,11 +86,7 @@ class LearnedPositions(Padded):
         self.max_positions = positive("max_positions", max_positions)
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
-        if padding_idx is not None and not 0 <= padding_idx < row_offset:
-            raise ValueError(
-                f"padding_idx must be one of the {row_offset} rows before position 0, "
-                f"got {padding_idx}"
-            )
+        padding_idx = padding_row(padding_idx, row_offset)
         self.padding_idx, self.scale = padding_idx, number("scale", scale)
         shape = (max_positions + row_offset, embedding_dim)
         self.weight = parameter(weight, shape, device=device, dtype=dtype)
