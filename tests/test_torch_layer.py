@@ -411,7 +411,7 @@ def test_dropout_is_asked_whether_it_drops_and_may_be_taken_out():
     assert (layer(IDS) == 0).double().mean().item() == pytest.approx(0.5, abs=0.1)
     layer.dropout.eval().register_forward_hook(lambda *_: seen.append(1))
     assert torch.equal(layer(IDS), still) and seen == [1]
-    layer.dropout = torch.nn.Identity()
+    layer.dropout = torch.nn.Identity()  # pyright: ignore
     assert torch.equal(layer.train()(IDS), still)
     assert layer.config()["dropout"] == 0.0
 

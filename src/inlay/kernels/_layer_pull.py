@@ -93,7 +93,7 @@ def layer_pull(
 
 
 @inlined
-def _upward(like, d, row, centre, factor, dy, at, gain, shared, own):
+def _standard(like, d, row, centre, factor, dy, at, gain, shared, own):
     """Put the normalised row in place of the row, and add to the norm's gradients.
 
     Returns the normalised part and its gradient, as lanes or one number like ``like``.
@@ -108,18 +108,44 @@ def _upward(like, d, row, centre, factor, dy, at, gain, shared, own):
 
 
 @inlined
-def _downward(like, d, row, factor, mean, along, dy, at, gain):
+def _means(row, centre, factor, dy, at, later, gain, shared, own):
+    """Normalise the row, and return the means of its gradient and of their product.
+
+    The gradient of the place that begins at ``later`` is asked for meanwhile.
+    """
+    width, zero = row.size, type(centre)(0)
+    block = WIDTH // row.itemsize
+    whole, sums, rest = width - width % block, zeros(zero), zero
+    products, left = sums, zero
+    for d in range(0, whole, block):
+        fetch(sums, dy, later + d)
+        value, up = _standard(sums, d, row, centre, factor, dy, at, gain, shared, own)
+        sums, products = sums + up, products + up * value
+    for d in range(whole, width):
+        number, one = _standard(rest, d, row, centre, factor, dy, at, gain, shared, own)
+        rest, left = rest + one, left + one * number
+    count = type(centre)(width)
+    return (total(sums) + rest) / count, (total(products) + left) / count
+
+
+@inlined
+def _back(like, d, row, factor, mean, along, dy, at, gain):
     """Return the gradient of the row, as lanes or one number like ``like``."""
     up = load(like, dy, at + d)
     if gain is not None:
-        up = up * load(like, gain, d) - mean - load(like, row, d) * along
-        up = up * factor
+        up = (up * load(like, gain, d) - mean - load(like, row, d) * along) * factor
     return up
 
 
 @inlined
-def _add(value, numbers, place):
-    store(load(value, numbers, place) + value, numbers, place)
+def _hand_out(value, d, values, slot, scale, shared, other, dsecond, to):
+    """Give a part of the row's gradient to whom it belongs; a negative place is nobody."""
+    if slot >= 0:
+        store(value * scale, values, slot + d)
+    if other >= 0:
+        store(load(value, shared, other + d) + value, shared, other + d)
+    if to >= 0:
+        store(load(value, dsecond, to + d) + value, dsecond, to + d)
 
 
 @kernel(reorder=True)
@@ -145,7 +171,7 @@ def _pull(
 ):
     width, final = dy.shape[1], order.size - 1
     row, zero = np.empty(width, type(scale)), type(scale)(0)
-    block, count, lanes = WIDTH // row.itemsize, type(scale)(width), zeros(zero)
+    block, lanes = WIDTH // row.itemsize, zeros(zero)
     whole = width - width % block
     for lo, hi in pieces(ticket):
         for part in range(lo, hi):
@@ -154,42 +180,21 @@ def _pull(
             for place in range(bounds[part], bounds[part + 1]):
                 i, ahead = order[place], order[min(place + AHEAD, final)]
                 at, later = i * width, ahead * width
-                mean, along, factor = zero, zero, zero
+                factor, mean, along = zero, zero, zero
                 if gain is not None:
                     centre = put_together(
                         row, i, ahead, token, ids, second, seconds, third, thirds, scale
                     )
                     factor = factor_of(row, centre, eps)
-                    means, alongs = lanes, lanes
-                    for d in range(0, whole, block):
-                        fetch(lanes, dy, later + d)
-                        value, up = _upward(
-                            lanes, d, row, centre, factor, dy, at, gain, shared, own
-                        )
-                        means, alongs = means + up, alongs + up * value
-                    for d in range(whole, width):
-                        value, up = _upward(
-                            zero, d, row, centre, factor, dy, at, gain, shared, own
-                        )
-                        mean, along = mean + up, along + up * value
-                    mean = (mean + total(means)) / count
-                    along = (along + total(alongs)) / count
+                    mean, along = _means(
+                        row, centre, factor, dy, at, later, gain, shared, own
+                    )
                 slot = slots[i] * width
-                other = 0 if thirds is None else own + (2 + thirds[i]) * width
-                to = 0 if sums is None else others + sums[i] * width
+                other = -1 if thirds is None else own + (2 + thirds[i]) * width
+                to = -1 if sums is None else others + sums[i] * width
                 for d in range(0, whole, block):
-                    back = _downward(lanes, d, row, factor, mean, along, dy, at, gain)
-                    if slot >= 0:
-                        store(back * scale, values, slot + d)
-                    if thirds is not None:
-                        _add(back, shared, other + d)
-                    if sums is not None:
-                        _add(back, dsecond, to + d)
+                    value = _back(lanes, d, row, factor, mean, along, dy, at, gain)
+                    _hand_out(value, d, values, slot, scale, shared, other, dsecond, to)
                 for d in range(whole, width):
-                    left = _downward(zero, d, row, factor, mean, along, dy, at, gain)
-                    if slot >= 0:
-                        store(left * scale, values, slot + d)
-                    if thirds is not None:
-                        _add(left, shared, other + d)
-                    if sums is not None:
-                        _add(left, dsecond, to + d)
+                    number = _back(zero, d, row, factor, mean, along, dy, at, gain)
+                    _hand_out(number, d, values, slot, scale, shared, other, dsecond, to)
