@@ -464,9 +464,6 @@ REFUSED = {
     "norm_eps must be a number, got str": made(
         "EmbeddingLayer", 9, 4, position=None, norm_eps="0"
     ),
-    "norm_eps must be at least 0, got -1.0": made(
-        "EmbeddingLayer", 9, 4, position=None, norm_eps=-1.0
-    ),
     "padding_idx must be an integer, got str": made(
         "LearnedPositions", 6, 4, row_offset=2, padding_idx="1"
     ),

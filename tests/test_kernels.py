@@ -15,9 +15,15 @@ from inlay.kernels._numba import bits_of, kernel, narrow, widen
 from inlay.kernels._pool import run
 from inlay.kernels._share import pieces
 from inlay.layer_gradients import layer_gradients
+from inlay.rotary import Layout, rotate
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 HALVES = [np.float16, ml_dtypes.bfloat16]
+LAYOUTS: dict[Layout, dict[str, bool]] = {
+    "half": {"read_half": True, "write_half": True},
+    "interleaved": {"read_half": False, "write_half": False},
+    "interleaved_to_half": {"read_half": False, "write_half": True},
+}
 rng = np.random.default_rng(0)
 
 
@@ -81,6 +87,16 @@ def test_gather_past_the_caches_copies_every_bit(dtype, threads, monkeypatch):
     ids = rng.integers(0, 100, 9000)
     got = kernels.gather(table, ids)
     assert got is not None and got.tobytes() == table[ids].tobytes()
+
+
+def test_gather_looks_at_rows_and_not_at_their_strides(monkeypatch):
+    monkeypatch.setattr(_lanes, "LARGE", 0)
+    big = rng.standard_normal((16, 72)).astype(np.float32)
+    ids = np.zeros(9000, np.int64)
+    for table in (big[::8][:1], rng.standard_normal((3, 128))[:, :64]):
+        got = kernels.gather(table, ids)
+        assert got is not None
+        np.testing.assert_array_equal(got, table[ids])
 
 
 @pytest.mark.parametrize("bad", [-1, 100, -(2**63)])
@@ -156,13 +172,22 @@ def test_layer_repeats_short_rows_and_writes_past_the_caches(dtype, threads, mon
     np.testing.assert_array_equal(made(few, one), want)
 
 
-def test_rotate_repeats_short_turns(threads):
-    x, turn = rng.standard_normal((6000, 48)), rng.standard_normal((7, 32))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [1, 16, 21, 32])
+def test_rotate_is_the_same_in_lanes_past_the_caches_and_in_the_core(
+    dtype, pairs, threads, monkeypatch
+):
+    work = np.float64 if dtype == np.float64 else np.float32
+    x = rng.standard_normal((6000, 80)).astype(dtype)
+    turn = rng.standard_normal((7, 2 * pairs)).astype(work)
     which = rng.integers(0, 7, 12)
-    for half in (True, False):
-        how = {"read_half": half, "write_half": half}
-        want = kernels.rotate(x, turn, which=np.tile(which, 500), **how)
-        np.testing.assert_array_equal(kernels.rotate(x, turn, which=which, **how), want)
+    cos, sin = np.split(turn[np.tile(which, 500)], 2, axis=1)
+    for layout, halves in LAYOUTS.items():
+        want = rotate(x.astype(work), cos, sin, layout=layout).astype(dtype)
+        for large in (1 << 60, 0):
+            monkeypatch.setattr(_lanes, "LARGE", large)
+            got = kernels.rotate(x, turn, which=which, **halves)
+            assert got.tobytes() == want.tobytes()
 
 
 def test_places_of_single_ids_come_first_and_those_of_the_others_after():

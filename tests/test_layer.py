@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
+from inlay._check import float_dtype
 from inlay.layer import combine, standardise
 from inlay.numpy.alibi import AlibiBias
 from inlay.numpy.layer import EmbeddingLayer
@@ -164,6 +165,57 @@ def test_half_precision_is_the_float32_result_rounded_once(dropout):
 
 
 # Where a token stands
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("float32", "float64", "float32"),
+        ("float64", "float32", "bfloat16"),
+        ("float16", "float64", "float32"),
+        ("float64", "bfloat16", "float64"),
+    ],
+)
+def test_parts_of_several_dtypes_are_each_read_as_they_are(dtypes):
+    token, place, norm = map(float_dtype, dtypes)
+    position = LearnedPositions(8, 65, dtype=place, rng=1)
+    layer = EmbeddingLayer(9, 65, position=position, layer_norm=True, dtype=token, rng=0)
+    layer.norm = rng.standard_normal(65).astype(norm), rng.standard_normal(65).astype(norm)
+    atol = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3}[dtypes[0]]
+    y, pull = layer.vjp(IDS)
+    np.testing.assert_allclose(y.astype(float), reference(layer, IDS), atol=atol)
+    np.testing.assert_array_equal(layer(IDS), y)
+    wide = EmbeddingLayer(
+        9, 65, max_positions=8, layer_norm=True, dtype="float64", norm_eps=layer.norm_eps
+    )
+    wide.load_state_dict(layer.state_dict())
+    dy = rng.standard_normal(y.shape)
+    for name, gradient in pull(dy).items():
+        want = wide.vjp(IDS)[1](dy)[name]
+        got, want = (getattr(g, "values", g) for g in (gradient, want))
+        np.testing.assert_allclose(got, want, atol=1e-4 if atol > 1e-9 else 1e-10)
+
+
+def test_tables_and_norms_may_lie_in_memory_as_they_like():
+    layer = EmbeddingLayer(9, 65, max_positions=8, layer_norm=True, rng=0)
+    want, pull = layer.vjp(IDS)
+    gradients = pull(np.ones_like(want))
+    layer.token.weight = np.asfortranarray(layer.token.weight)
+    assert layer.norm is not None
+    gain, shift = np.ones((65, 3), np.float32), np.zeros((65, 2), np.float32)
+    layer.norm = gain[:, 1], shift[::-1, 0]
+    got, pull = layer.vjp(IDS)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(layer(IDS), want)
+    for name, gradient in pull(np.ones_like(got)).items():
+        values = (getattr(g, "values", g) for g in (gradient, gradients[name]))
+        np.testing.assert_array_equal(*values)
+
+
+def test_the_number_of_ids_is_that_of_the_table():
+    layer = EmbeddingLayer(4, 3, position=None)
+    layer.token.resize(9)
+    assert layer.num_embeddings == 9 and layer([8]).shape == (1, 3)
 
 
 def test_an_offset_for_each_row_equals_calls_on_the_rows():

@@ -10,6 +10,7 @@ from torch import nn
 
 from inlay import kernels
 from inlay.layer_gradients import layer_gradients
+from inlay.rows import Rows
 
 SIZES = (50, 9, 3)
 
@@ -135,6 +136,15 @@ def test_sums_do_not_depend_on_the_number_of_threads():
             np.testing.assert_array_equal(getattr(found[0], name), getattr(other, name))
         np.testing.assert_array_equal(found[0].token.values, other.token.values)
         np.testing.assert_array_equal(found[0].second.values, other.second.values)
+
+
+def test_a_gradient_of_few_ids_keeps_no_large_array_alive():
+    table, ids = np.ones((3, 4), np.float32), np.arange(900) % 3
+    dy = np.ones((900, 4), np.float32)
+    got = layer_gradients((table, ids), (), scale=1.0, norm=None, dy=dy).token
+    assert isinstance(got, Rows) and got.values.tolist() == [[300.0] * 4] * 3
+    base = got.values.base
+    assert base is None or base.nbytes <= 2 * got.values.nbytes
 
 
 def test_no_places_at_all_give_zeros():

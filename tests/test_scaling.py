@@ -373,6 +373,8 @@ def test_a_factor_below_one_is_refused(rule, factor):
     [
         (Linear, {"factor": "4"}, "factor must be a number, got str"),
         (Linear, {"factor": True}, "factor must be a number, got bool"),
+        (Linear, {"factor": torch.tensor(True)}, "factor must be a number, got Tensor"),
+        (Linear, {"factor": 10**400}, "factor must be a number, got int"),
         (DynamicNTK, {"original_length": 0}, "original_length must be positive, got 0"),
         (DynamicNTK, {"length": 0}, "length must be positive, got 0"),
         (YaRN, {"original_length": 4.5}, "original_length must be an integer, got float"),

@@ -182,6 +182,11 @@ def test_a_given_weight_is_used_and_not_copied():
         ({"norm_type": -1.0}, ValueError, "norm_type must be positive, got -1.0"),
         ({"init": "glorot"}, ValueError, "init must be 'normal', .* got 'glorot'"),
         ({"dtype": "int32"}, TypeError, "dtype must be float64, .* got int32"),
+        (
+            {"dtype": ml_dtypes.float8_e5m2},
+            TypeError,
+            "dtype must be float64, .* got float8",
+        ),
         ({"weight": np.ones((5, 2))}, ValueError, r"shape \(5, 3\), got \(5, 2\)"),
         ({"weight": np.ones((5, 3), int)}, TypeError, "weight must be real, got int64"),
         (

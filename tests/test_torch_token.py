@@ -501,6 +501,17 @@ def test_compiled_row_gradients_of_half_precision_do_not_saturate():
     assert grad is not None and grad.to_dense()[1].tolist() == [3008, 3008]
 
 
+@pytest.mark.parametrize("width", [0, 1])
+def test_padding_of_narrow_tables(width):
+    layer = Embedding(4, width, padding_idx=1)
+    layer.weight.data.fill_(7.0)
+    want = torch.full((3, width), 7.0)
+    want[1] = 0
+    assert torch.equal(layer(torch.tensor([0, 1, 2])), want)
+    layer.set_padding(5.0)
+    assert torch.equal(layer(torch.tensor([1])), torch.full((1, width), 5.0))
+
+
 def test_padding_idx_may_be_changed_later():
     layer = Embedding(4, 3)
     layer.padding_idx = 2

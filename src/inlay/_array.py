@@ -71,6 +71,24 @@ def work_dtype(dtype: Any) -> str:
     return "float64" if name.endswith("float64") else "float32"
 
 
+def repeating(x: Any, lead: tuple[int, ...]) -> Any:
+    """Return ``x``, broadcast to ``lead``, as one row without its repetitions at the front.
+
+    Example:
+        >>> import numpy as np
+        >>> repeating(np.arange(3), (4, 3)).tolist()
+        [0, 1, 2]
+        >>> repeating(np.array([[5], [7]]), (2, 2)).tolist()
+        [5, 5, 7, 7]
+    """
+    shape = tuple(x.shape)
+    while shape[:1] == (1,):
+        shape = shape[1:]
+    tail = lead[len(lead) - len(shape) :]
+    x = x.reshape(shape)
+    return (x if shape == tail else namespace_of(x).broadcast_to(x, tail)).reshape(-1)
+
+
 def take_last(x: Any, index: Any) -> Any:
     """Return the entries of ``x`` at ``index`` along the last axis.
 

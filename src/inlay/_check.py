@@ -61,8 +61,9 @@ def number(name: str, value: float) -> float:
         ...
         TypeError: scale must be a number, got str
     """
-    if not isinstance(value, str | bytes | bool | np.bool_ | np.complexfloating):
-        with suppress(TypeError, ValueError):
+    is_bool = str(getattr(value, "dtype", "")).endswith("bool")
+    if not is_bool and not isinstance(value, str | bytes | bool | np.complexfloating):
+        with suppress(TypeError, ValueError, OverflowError):
             return float(value)
     raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
@@ -209,7 +210,7 @@ def is_float(dtype: np.dtype) -> bool:
     """Tell whether a table may have this dtype, in any order of its bytes."""
     # Not by its name, which takes microseconds, if it can be told otherwise.
     if dtype.kind == "f":
-        return dtype.itemsize <= 8
+        return dtype.itemsize in (2, 4, 8)
     return dtype.kind == "V" and dtype.name == "bfloat16"
 
 

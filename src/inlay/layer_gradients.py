@@ -66,7 +66,7 @@ def layer_gradients(
         mask: False at places that give nobody a gradient, whatever is there.
     """
     places = np.arange(len(dy)) if mask is None else np.flatnonzero(mask)
-    added = tuple((table, _each(rows, len(dy))) for table, rows in added)  # pyright: ignore
+    added = tuple((table, _for_each_place(rows, len(dy))) for table, rows in added)  # pyright: ignore
     layout = _by_id(token[1], places, skip=skips[0]) if by_id else _in_order(len(dy))
     shared = 2 + (added[1][0].shape[0] if len(added) > 1 else 0)  # pyright: ignore
     seconds, how = _seconds(added, places, shared=shared)
@@ -86,7 +86,7 @@ def layer_gradients(
     )
 
 
-def _each(rows: np.ndarray | None, places: int) -> Any:
+def _for_each_place(rows: np.ndarray | None, places: int) -> Any:
     """Return a row for each place."""
     return rows if rows is None or rows.size == places else np.resize(rows, places)
 
@@ -140,6 +140,8 @@ class _Layout:
     def summed(self, values: Float[np.ndarray, "size embedding_dim"]) -> Rows:
         """Return one row for each id."""
         several, found = self.counts > 1, values[: self.ids.size]
+        if len(values) > 2 * self.ids.size:
+            found = found.copy()  # a view would keep all of the values alive
         if several.any():
             ends = self.ids.size + np.cumsum(self.counts[several])
             starts = ends - self.counts[several]

@@ -3,12 +3,11 @@
 For arrays on the host, NumPy's or those of a framework that shares its memory.
 """
 
-import math
-
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from . import kernels
+from ._array import repeating
 from .turns import axial_waves, waves
 
 
@@ -68,8 +67,8 @@ def rotated(
         >>> rotated(np.eye(2), quarter, (1,), read_half=True, write_half=True).tolist()
         [[0.0, 1.0], [-1.0, 0.0]]
     """
-    index, order = np.arange(len(turn)).reshape(_lined(seq, x.ndim - 1)), None
-    moved = x
+    moved, order = x, None
+    index = np.arange(len(turn)).reshape((1,) * (x.ndim - 1 - len(seq)) + seq)
     if not x.flags.c_contiguous:
         # Heads are often a transposed view; taken as they lie, nothing is copied for them.
         order = sorted(range(x.ndim - 1), key=lambda axis: -x.strides[axis])
@@ -78,21 +77,8 @@ def rotated(
     out = kernels.rotate(
         moved.reshape(-1, x.shape[-1]),
         turn,
-        which=_repeating(index, moved.shape[:-1]),
+        which=repeating(index, moved.shape[:-1]),
         read_half=read_half,
         write_half=write_half,
     ).reshape(moved.shape)
     return out if order is None else out.transpose(*np.argsort(order), -1)
-
-
-def _lined(seq: tuple[int, ...], axes: int) -> tuple[int, ...]:
-    return (1,) * (axes - len(seq)) + seq
-
-
-def _repeating(index: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
-    """Return ``index`` for the last axes of ``lead``, all that differ in it, as one row."""
-    first = next((axis for axis, size in enumerate(index.shape) if size != 1), len(lead))
-    shape = lead[first:]
-    if index.size != math.prod(shape):
-        index = np.broadcast_to(index.reshape(index.shape[first:]), shape)
-    return np.ascontiguousarray(index).reshape(-1)

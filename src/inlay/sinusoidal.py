@@ -149,13 +149,19 @@ def features_at(
         >>> features_at(np.array([0]), tables, rates, **how).tolist()
         [[0.0, 1.0]]
     """
-    how: dict[str, Any] = {"cos_first": cos_first}
     if is_real(positions):
-        cos, sin = waves(positions, tables, rates)
-        return encode(cos, sin, embedding_dim=embedding_dim, layout=layout, **how)
-    whole = np.ascontiguousarray(positions, np.int64).reshape(-1)
+        return encode(
+            *waves(positions, tables, rates),
+            embedding_dim=embedding_dim,
+            layout=layout,
+            cos_first=cos_first,
+        )
     found = kernels.features(
-        whole, tables[0], width=embedding_dim, interleaved=layout == "interleaved", **how
+        np.ascontiguousarray(positions, np.int64).reshape(-1),
+        tables[0],
+        width=embedding_dim,
+        interleaved=layout == "interleaved",
+        cos_first=cos_first,
     )
     return found.reshape(*positions.shape, embedding_dim)
 

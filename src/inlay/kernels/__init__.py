@@ -1,4 +1,4 @@
-"""The loops that Numba compiles, behind half a dozen functions on NumPy arrays.
+"""The loops that Numba compiles, behind plain functions on NumPy arrays.
 
 Numba is imported at the first call, not before. Arguments are C-contiguous arrays and int64
 ids; half-precision arrays are taken as they are. Every function has an obvious NumPy

@@ -24,10 +24,10 @@ def gather(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     # As an unsigned number a negative id is a huge one.
     if ids.view(np.uint64).max() >= weight.shape[0]:
         return None
-    row_bytes = max(1, bits.strides[0])
+    row_bytes = max(1, out.strides[0])
     ahead = 1 + AHEAD // row_bytes
     grain = max(1, GRAIN // row_bytes)
-    if is_streamed(out) and row_bytes % WIDTH == 0:
+    if is_streamed(out) and row_bytes % WIDTH == 0 and bits.flags.c_contiguous:
         numbers = bits.view(np.float32), ids, ahead, out.view(np.float32)
         run(_streamed, ids.size, *numbers, grain=grain)
     else:

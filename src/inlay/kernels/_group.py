@@ -60,7 +60,7 @@ def _sort(ids, order, spare):
     for i in range(ids.size):
         most = max(most, ids[i])
     starts, shift = np.empty((1 << BITS) + 1, np.int64), 0
-    while most >> shift:
+    while shift < 63 and most >> shift:
         starts[:] = 0
         for i in range(ids.size):
             starts[1 + (ids[i] >> shift & (1 << BITS) - 1)] += 1

@@ -21,11 +21,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
-from ._numba import I32, LINE, narrowed, widened
+from ._numba import BYTES, I32, LINE, ask_for, narrowed, widened
 
-#: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are.
-WIDTH = 256
-# Bytes that are written past the caches at a time: what every array begins at.
+#: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are; and in a
+#: short one, for rows that are not long.
+WIDTH, SHORT = 256, 64
+# Bytes written past the caches at a time; NumPy and torch begin arrays at a multiple.
 STREAM = 16
 # Arrays of so many bytes are not in the caches any more when somebody reads them.
 LARGE = 1 << 24
@@ -39,11 +40,11 @@ def is_streamed(out: np.ndarray) -> bool:
 
 
 class Lanes(types.Type):
-    """The Numba type of ``WIDTH`` bytes of ``dtype``, float32 or float64."""
+    """The Numba type of ``size`` bytes of ``dtype``, float32 or float64."""
 
-    def __init__(self, dtype):
-        self.dtype = dtype
-        super().__init__(f"Lanes({dtype})")
+    def __init__(self, dtype, size=WIDTH):
+        self.dtype, self.size = dtype, size
+        super().__init__(f"Lanes({dtype}, {size})")
 
 
 @register_model(Lanes)
@@ -55,8 +56,15 @@ class _LanesModel(models.PrimitiveModel):
 
 def _zeros(typingctx, like):
     """Return zeros of the type of the number ``like``."""
-    lanes = Lanes(like)
+    return _constant(Lanes(like), like)
 
+
+def _short_zeros(typingctx, like):
+    """Return few zeros of the type of the number ``like``."""
+    return _constant(Lanes(like, SHORT), like)
+
+
+def _constant(lanes, like):
     def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(lanes), None)
 
@@ -70,7 +78,8 @@ def _load(typingctx, like, numbers, start):
         kind = signature.args[1].dtype
         pointer = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(pointer, _kept(context, like, kind).as_pointer())
-        return widened(builder, builder.load(pointer, align=_bytes(kind)), kind)
+        found = widened(builder, builder.load(pointer, align=_bytes(kind)), kind)
+        return _as_wide(builder, found, context.get_value_type(like))
 
     return like(like, numbers, types.int64), codegen
 
@@ -106,7 +115,9 @@ def _store(typingctx, value, numbers, start):
 
 
 def _stream(typingctx, lanes, numbers, start):
-    """Write lanes as ``store`` does, but past the caches; ``start`` is at 16 bytes.
+    """Write lanes as ``store`` does, but past the caches.
+
+    ``start`` must lie at a multiple of 16 bytes.
 
     The next atomic operation of this thread lets others see them.
     """
@@ -126,22 +137,17 @@ def _stream(typingctx, lanes, numbers, start):
     return types.void(lanes, numbers, types.int64), codegen
 
 
-def _fetch(typingctx, lanes, numbers, start):
+def _fetch(typingctx, like, numbers, start):
     """Ask for the memory that ``load`` will read there, a hint that changes nothing."""
 
     def codegen(context, builder, signature, args):
-        i8p = ir.IntType(8).as_pointer()
-        hint = builder.module.declare_intrinsic(
-            "llvm.prefetch", [i8p], ir.FunctionType(ir.VoidType(), [i8p, I32, I32, I32])
-        )
-        pointer = builder.bitcast(_pointer(context, builder, signature, args), i8p)
-        for offset in range(0, _count(lanes) * _bytes(signature.args[1].dtype), LINE):
-            # A read (0), to be kept in every level of cache (3), of data (1).
-            line = builder.gep(pointer, [I32(offset)])
-            builder.call(hint, [line, I32(0), I32(3), I32(1)])
+        count = _count(like) if isinstance(like, Lanes) else 1
+        pointer = builder.bitcast(_pointer(context, builder, signature, args), BYTES)
+        for offset in range(0, count * _bytes(signature.args[1].dtype), LINE):
+            ask_for(builder, builder.gep(pointer, [I32(offset)]))
         return context.get_dummy_value()
 
-    return types.void(lanes, numbers, types.int64), codegen
+    return types.void(like, numbers, types.int64), codegen
 
 
 def _bytes(dtype):
@@ -149,12 +155,23 @@ def _bytes(dtype):
 
 
 def _count(lanes):
-    return WIDTH // _bytes(lanes.dtype)
+    return lanes.size // _bytes(lanes.dtype)
 
 
 def _pointer(context, builder, signature, args):
+    if signature.args[1].layout != "C":
+        raise TypeError(f"lanes need a contiguous array, got {signature.args[1]}")
     view = context.make_array(signature.args[1])(context, builder, args[1])
     return builder.gep(view.data, [args[2]])
+
+
+def _as_wide(builder, number, wanted):
+    """Return a float32 or float64, one or many, as the type that is wanted."""
+    if number.type == wanted:
+        return number
+    one = getattr(wanted, "element", wanted)
+    longer = isinstance(one, ir.DoubleType)
+    return (builder.fpext if longer else builder.fptrunc)(number, wanted)
 
 
 def _kept(context, like, dtype):
@@ -172,6 +189,24 @@ def _taken(builder, lanes, places):
     unset = ir.Constant(lanes.type, ir.Undefined)
     which = ir.Constant(ir.VectorType(I32, len(places)), list(places))
     return builder.shuffle_vector(lanes, unset, which)
+
+
+def _shuffled(places: Callable[[int], Any]) -> Any:
+    """Return a function that takes lanes from two: which, of both one after the other."""
+
+    def shuffled(typingctx, a, b):
+        def codegen(context, builder, signature, args):
+            which = list(places(_count(a)))
+            kind = ir.VectorType(I32, len(which))
+            return builder.shuffle_vector(*args, ir.Constant(kind, which))
+
+        return a(a, b), codegen
+
+    return intrinsic(shuffled)
+
+
+def _zipped(start: int, end: int, count: int) -> list[int]:
+    return [place for i in range(start, end) for place in (i, i + count)]
 
 
 def _operator(symbol: Callable[..., Any], instruction: str) -> None:
@@ -204,8 +239,13 @@ _operator(operator.mul, "fmul")
 
 # Typed as Any: a type checker sees the typing context that Numba passes itself.
 zeros: Any = intrinsic(_zeros)
+short_zeros: Any = intrinsic(_short_zeros)
 load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 stream: Any = intrinsic(_stream)
 fetch: Any = intrinsic(_fetch)
 total: Any = intrinsic(_total)
+evens: Any = _shuffled(lambda count: range(0, 2 * count, 2))
+odds: Any = _shuffled(lambda count: range(1, 2 * count, 2))
+lower_zipped: Any = _shuffled(lambda count: _zipped(0, count // 2, count))
+upper_zipped: Any = _shuffled(lambda count: _zipped(count // 2, count, count))

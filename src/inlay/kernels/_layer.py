@@ -46,8 +46,8 @@ def layer(
         _rows,
         out.shape[0],
         *three_of(token, added),
-        gain if gain is None else bits_of(gain),
-        shift if shift is None else bits_of(shift),
+        flat(gain),
+        flat(shift),
         work(scale),
         work(eps),
         is_streamed(out),
@@ -59,9 +59,12 @@ def layer(
 def three_of(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...]:
     """Return three tables and the rows of each; None twice for one that is not there."""
     pairs = (token, *added, _NOTHING, _NOTHING)[:3]
-    return tuple(
-        array if array is None else bits_of(array) for pair in pairs for array in pair
-    )
+    return tuple(flat(array) for pair in pairs for array in pair)
+
+
+def flat(array: np.ndarray | None) -> np.ndarray | None:
+    """Return an array as lanes are read from it, contiguous; None stays None."""
+    return None if array is None else bits_of(np.ascontiguousarray(array))
 
 
 @inlined
@@ -93,6 +96,8 @@ def put_together(row, i, ahead, token, ids, second, seconds, third, thirds, scal
         part = _sum(sums, d, token, first, second, other, third, another, scale)
         store(part, row, d)
         sums = sums + part
+    if whole < width:
+        fetch(rest, token, later + whole)
     for d in range(whole, width):
         row[d] = _sum(rest, d, token, first, second, other, third, another, scale)
         rest = rest + row[d]

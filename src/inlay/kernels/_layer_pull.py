@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._lanes import WIDTH, fetch, load, store, total, zeros
-from ._layer import AHEAD, GRAIN, Rows, factor_of, put_together, three_of
-from ._numba import bits_of, inlined, kernel
+from ._layer import AHEAD, GRAIN, Rows, factor_of, flat, put_together, three_of
+from ._numba import inlined, kernel
 from ._pool import run
 from ._share import pieces
 
@@ -54,7 +54,7 @@ def layer_pull(
 
     Args:
         token: As in :func:`inlay.kernels.layer`.
-        added: Likewise.
+        added: Likewise, with a row for each place.
         scale: Likewise.
         norm: Weight and epsilon of the LayerNorm, or None.
         dy: Gradient of the output, ``(places, embedding_dim)``.
@@ -76,10 +76,10 @@ def layer_pull(
         _pull,
         blocks,
         *three_of(token, added),
-        None if norm is None else bits_of(norm[0]),
+        None if norm is None else flat(norm[0]),
         work(scale),
         work(0.0 if norm is None else norm[1]),
-        bits_of(dy),
+        flat(dy),
         route.order,
         route.bounds,
         route.slots,
@@ -193,6 +193,8 @@ def _pull(
                 other = -1 if thirds is None else own + (2 + thirds[i]) * width
                 to = -1 if sums is None else others + sums[i] * width
                 for d in range(0, whole, block):
+                    if gain is None:
+                        fetch(lanes, dy, later + d)
                     value = _back(lanes, d, row, factor, mean, along, dy, at, gain)
                     _hand_out(value, d, values, slot, scale, shared, other, dsecond, to)
                 for d in range(whole, width):

@@ -8,20 +8,21 @@ says which they are: ``int16`` holds the bits of a float16, ``uint16`` those of 
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .._check import float_dtype
+
 # Sums may be reordered and multiply-adds fused. Never all of fastmath, which would delete
 # tests for NaN.
 REORDER = {"reassoc", "contract", "arcp"}
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = float_dtype("bfloat16")
 # What the bits of halves travel as.
-FLOAT16, BFLOAT16_BITS = HALVES = types.int16, types.uint16
-I32 = ir.IntType(32)
+FLOAT16_BITS, BFLOAT16_BITS = HALVES = types.int16, types.uint16
+I32, BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
 # Bytes that memory hands over at a time.
 LINE = 64
 
@@ -79,7 +80,7 @@ def _narrow(typingctx, number, like):
 
 def widened(builder: Any, bits: Any, kind: Any) -> Any:
     """Return LLVM's value of ``bits``, one or many, which Numba calls ``kind``."""
-    if kind == FLOAT16:
+    if kind == FLOAT16_BITS:
         halves = builder.bitcast(bits, _each(bits, ir.HalfType()))
         return builder.fpext(halves, _each(bits, ir.FloatType()))
     if kind == BFLOAT16_BITS:
@@ -92,7 +93,7 @@ def widened(builder: Any, bits: Any, kind: Any) -> Any:
 
 def narrowed(builder: Any, number: Any, kind: Any) -> Any:
     """Return the bits of LLVM's ``number``, one or many, rounded to ``kind``."""
-    if kind == FLOAT16:
+    if kind == FLOAT16_BITS:
         halves = builder.fptrunc(number, _each(number, ir.HalfType()))
         return builder.bitcast(halves, _each(number, ir.IntType(16)))
     if kind != BFLOAT16_BITS:
@@ -106,6 +107,14 @@ def narrowed(builder: Any, number: Any, kind: Any) -> Any:
     is_nan = builder.fcmp_unordered("uno", number, number)
     chosen = builder.lshr(builder.select(is_nan, quiet, rounded), _same(bits, 16))
     return builder.trunc(chosen, _each(number, ir.IntType(16)))
+
+
+def ask_for(builder: Any, pointer: Any) -> None:
+    """Ask for the line of memory that LLVM's pointer to bytes is in; a hint, no more."""
+    kind = ir.FunctionType(ir.VoidType(), [BYTES, I32, I32, I32])
+    hint = builder.module.declare_intrinsic("llvm.prefetch", [BYTES], kind)
+    # A read (0), to be kept in every level of cache (3), of data (1).
+    builder.call(hint, [pointer, I32(0), I32(3), I32(1)])
 
 
 def _each(like: Any, kind: Any) -> Any:
@@ -128,14 +137,8 @@ def _prefetch_line(typingctx, array, row, byte):
     def codegen(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
         stride = builder.extract_value(view.strides, 0)
-        i8p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         place = builder.add(builder.mul(args[1], stride), args[2])
-        pointer = builder.gep(builder.bitcast(view.data, i8p), [place])
-        hint = builder.module.declare_intrinsic(
-            "llvm.prefetch", [i8p], ir.FunctionType(ir.VoidType(), [i8p, i32, i32, i32])
-        )
-        # A read (0), to be kept in every level of cache (3), of data (1).
-        builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
+        ask_for(builder, builder.gep(builder.bitcast(view.data, BYTES), [place]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), codegen

@@ -11,7 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ._numba import bits_of, kernel, narrow, widen
+from ._lanes import (
+    SHORT,
+    evens,
+    is_streamed,
+    load,
+    lower_zipped,
+    odds,
+    short_zeros,
+    store,
+    stream,
+    upper_zipped,
+)
+from ._numba import bits_of, inlined, kernel
 from ._pool import run
 from ._share import pieces
 
@@ -40,32 +52,54 @@ def rotate(
     loop = _LOOPS[read_half, write_half]
     # Handing half of 2**18 features to another thread gains about what it costs.
     grain = 1 + 2**17 // x.shape[1]
-    run(loop, len(x), bits_of(x), turn, which, bits_of(out), grain=grain)
+    # Then every half of a row begins where one can write past the caches, too.
+    streams = is_streamed(out) and turn.shape[1] * turn.itemsize % (2 * SHORT) == 0
+    run(loop, len(x), bits_of(x), turn, which, streams, bits_of(out), grain=grain)
     return out
 
 
+@inlined
+def _put(value, out, place, streams):
+    if streams:
+        stream(value, out, place)
+    else:
+        store(value, out, place)
+
+
 def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
-    # One loop for each way in and out: the compiler turns eight pairs at a time only where
-    # it knows how far apart a pair's members are.
+    # One loop for each way in and out. What is left of the lanes is done pair by pair.
     @kernel()
-    def loop(ticket, x, turn, which, out):
-        pairs = turn.shape[1] // 2
+    def loop(ticket, x, turn, which, streams, out):
+        pairs, width, zero = turn.shape[1] // 2, x.shape[1], turn.dtype.type(0)
+        lanes, block = short_zeros(zero), SHORT // turn.itemsize
+        whole = pairs - pairs % block
         for lo, hi in pieces(ticket):
             for row in range(lo, hi):
-                t, a, y = turn[which[row % which.size]], x[row], out[row]
-                for i in range(pairs):
+                t, a = which[row % which.size] * turn.shape[1], row * width
+                for i in range(0, whole, block):
                     if read_half:
-                        u, v = widen(a[i]), widen(a[i + pairs])
+                        u, v = load(lanes, x, a + i), load(lanes, x, a + i + pairs)
                     else:
-                        u, v = widen(a[2 * i]), widen(a[2 * i + 1])
+                        first = load(lanes, x, a + 2 * i)
+                        second = load(lanes, x, a + 2 * i + block)
+                        u, v = evens(first, second), odds(first, second)
+                    c, s = load(lanes, turn, t + i), load(lanes, turn, t + i + pairs)
+                    y, z = u * c - v * s, v * c + u * s
                     if write_half:
-                        y[i] = narrow(u * t[i] - v * t[i + pairs], y[i])
-                        y[i + pairs] = narrow(v * t[i] + u * t[i + pairs], y[i])
+                        _put(y, out, a + i, streams)
+                        _put(z, out, a + i + pairs, streams)
                     else:
-                        y[2 * i] = narrow(u * t[i] - v * t[i + pairs], y[i])
-                        y[2 * i + 1] = narrow(v * t[i] + u * t[i + pairs], y[i])
-                for i in range(2 * pairs, x.shape[1]):
-                    y[i] = a[i]
+                        _put(lower_zipped(y, z), out, a + 2 * i, streams)
+                        _put(upper_zipped(y, z), out, a + 2 * i + block, streams)
+                for i in range(whole, pairs):
+                    at = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
+                    to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)
+                    p, q = load(zero, x, a + at[0]), load(zero, x, a + at[1])
+                    cos, sin = load(zero, turn, t + i), load(zero, turn, t + i + pairs)
+                    store(p * cos - q * sin, out, a + to[0])
+                    store(q * cos + p * sin, out, a + to[1])
+                for i in range(2 * pairs, width):
+                    out[row, i] = x[row, i]
 
     return loop
 

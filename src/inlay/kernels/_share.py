@@ -74,6 +74,16 @@ def _look(typingctx, address):
     return types.int64(types.int64), codegen
 
 
+def _fence(typingctx):
+    """Let other threads see all that was written before, past the caches too."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _call(typingctx, worker, pool):
     """Call the function at an address with the address of the block."""
 
@@ -140,6 +150,7 @@ def _field(builder: Any, place: Any, k: int) -> Any:
 plus: Any = intrinsic(_plus)
 put: Any = intrinsic(_put)
 look: Any = intrinsic(_look)
+fence: Any = intrinsic(_fence)
 call: Any = intrinsic(_call)
 offer: Any = intrinsic(_offer)
 
@@ -159,6 +170,7 @@ def _pieces(ticket):
     pool, size, piece, helpers, worker = ticket
     if not piece:
         yield np.int64(0), size
+        fence()
         return
     if worker:
         _open(pool, worker, helpers)

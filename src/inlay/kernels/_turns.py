@@ -72,7 +72,7 @@ def features(
 
 @inlined
 def _set(cos, sin, position, tables):
-    """Write the turn to ``position``."""
+    """Write the turn that leads to ``position``, NaN if it is out of reach."""
     pairs, far = tables.shape[3], abs(position)
     if not -LIMIT < position < LIMIT:
         cos[:] = np.nan

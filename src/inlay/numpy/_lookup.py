@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import kernels
-from .._array import is_real, work_dtype
+from .._array import is_real, repeating, work_dtype
 from .._check import ids_in_range, integers
 from ..layer import check_mask, check_segments, lead_of
 from ..learned import check_positions
@@ -83,10 +83,10 @@ class Lookup:
         """Yield a table and its rows, which begin again at their end."""
         if self.positions is not None:
             table, rows = self._position_rows(self.positions)
-            yield table, self._repeating(rows)
+            yield table, repeating(rows, self.shape[:-1])
         if self.layer.segment is not None and self.segments is not None:
             self.layer.segment.make_ready(self.segments)
-            yield self.layer.segment.weight, self._repeating(self.segments)
+            yield self.layer.segment.weight, repeating(self.segments, self.shape[:-1])
 
     def _position_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         position = self.layer.position
@@ -103,12 +103,6 @@ class Lookup:
         made = position.encode(positions, dtype=work_dtype(self.layer.dtype))
         lead = made.shape[:-1]
         return made.reshape(-1, self.shape[-1]), np.arange(math.prod(lead)).reshape(lead)
-
-    def _repeating(self, rows: np.ndarray) -> np.ndarray:
-        lead = self.shape[:-1]
-        if rows.shape != lead[len(lead) - rows.ndim :]:
-            rows = np.broadcast_to(rows, lead)
-        return np.ascontiguousarray(rows).reshape(-1)
 
 
 def looked_up(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._array import repeating
 from ..learned import check_positions
 from ._call import Call
 from ._fused import FLOATS, concrete, fusable
@@ -152,7 +153,7 @@ def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
     index = torch.arange(made[..., 0].numel(), device="cpu").reshape(made.shape[:-1])
     table = made.reshape(-1, made.shape[-1]).contiguous()
     how = Table(len(table), table.dtype, None, False, False)
-    return Part(table, _repeating(index, call.lead), how)
+    return Part(table, _rows(index, call.lead), how)
 
 
 def _counted(position: Any, offset: int, length: int) -> Tensor | None:
@@ -180,13 +181,8 @@ def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | 
 def _part(module: Any, rows: Any, lead: tuple[int, ...], *, sparse: bool = False) -> Part:
     weight = module.weight
     how = Table(len(weight), weight.dtype, module.padding_idx, False, sparse)
-    return Part(weight, _repeating(rows, lead), how)
+    return Part(weight, _rows(rows, lead), how)
 
 
-def _repeating(rows: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """Return ``rows`` for the last axes of ``lead``, all that differ in them."""
-    if rows.dtype != torch.int64:
-        rows = rows.to(torch.int64)
-    if rows.shape != lead[len(lead) - rows.ndim :]:
-        rows = rows.expand(lead)
-    return rows.reshape(-1).contiguous()
+def _rows(rows: Tensor, lead: tuple[int, ...]) -> Tensor:
+    return repeating(rows.to(torch.int64), lead).contiguous()

@@ -71,7 +71,8 @@ class Padded(nn.Module):
                 f"value must be a number or have shape {tuple(weight.shape[1:])}, "
                 f"got {tuple(row.shape)}"
             )
-        row = row.expand(weight.shape[1]).clone()
+        # Of one number clone would keep the stride of 0 that expanding gave it.
+        row = row.expand(weight.shape[1]).clone(memory_format=torch.contiguous_format)
         if not weight.is_meta:
             _write(weight.data, self.padding_idx, row)
         self._keep(row)

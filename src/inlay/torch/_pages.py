@@ -5,7 +5,7 @@ be found first, with pages of 2 MB few do.
 """
 
 import ctypes
-import sys
+import mmap
 
 from torch import Tensor
 
@@ -13,11 +13,8 @@ from ._fused import concrete
 
 # From so many bytes on, as in NumPy.
 LEAST = 1 << 22
-PAGE = 1 << 12
-# The system's name for the wish.
-MADV_HUGEPAGE = 14
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+# What the system calls the wish, if it knows of it.
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def with_large_pages(x: Tensor) -> Tensor:
@@ -31,8 +28,8 @@ def with_large_pages(x: Tensor) -> Tensor:
         [1.0, 1.0]
     """
     size = x.numel() * x.element_size()
-    if _libc is not None and size >= LEAST and concrete(x):
-        first = -(-x.data_ptr() // PAGE) * PAGE
-        end = x.data_ptr() + size
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE)
+    if _HUGE is not None and size >= LEAST and concrete(x):
+        first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = ctypes.c_size_t(x.data_ptr() + size - first)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), length, _HUGE)
     return x

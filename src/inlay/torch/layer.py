@@ -85,10 +85,10 @@ class EmbeddingLayer(nn.Module):
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
+        self.norm_eps = not_negative_number("norm_eps", norm_eps)
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        self.norm_eps = not_negative_number("norm_eps", norm_eps)
         place = {"device": device, "dtype": dtype}
         empty = with_large_pages(torch.empty(num_embeddings, embedding_dim, **place))
         self.token = Embedding(
@@ -176,7 +176,7 @@ class EmbeddingLayer(nn.Module):
             mask=mask,
         )
         dtype, dropout = self.token.weight.dtype, self.dropout
-        # Asked of itself: it may be left in training, to see how sure a model is.
+        # Its own flag, not ours: it may stay on in evaluation, to see how sure a model is.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
         dropping = not idle or watched(dropout)
         plan = plan_of(self, call, dtype=work(dtype) if dropping else dtype)

@@ -97,6 +97,7 @@ class RotaryPositions(Precomputed):
         heads_axis: int = -3,
     ) -> None:
         super().__init__()
+        self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
         #: Angle per position of each pair, in float64, and what its turns are enlarged by.
@@ -114,7 +115,6 @@ class RotaryPositions(Precomputed):
         self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
-        self.heads_axis = check_heads_axis(heads_axis)
         self.ready = frequencies is not None
         self.layout: Layout = layout
         self._build()
