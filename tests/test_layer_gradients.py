@@ -144,7 +144,7 @@ def test_a_gradient_of_few_ids_keeps_no_large_array_alive():
     got = layer_gradients((table, ids), (), scale=1.0, norm=None, dy=dy).token
     assert isinstance(got, Rows) and got.values.tolist() == [[300.0] * 4] * 3
     base = got.values.base
-    assert base is None or base.nbytes <= 2 * got.values.nbytes
+    assert base is None or base.nbytes <= 4 * got.values.nbytes
 
 
 def test_no_places_at_all_give_zeros():

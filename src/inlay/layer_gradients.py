@@ -20,6 +20,8 @@ Missing = tuple[None, None]
 BLOCKS, SHARE = 64, 4
 # From how many places to a row on, the second table is summed by each block for itself.
 FEW = 8
+# How many times as much memory as it needs a gradient may keep.
+WASTE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,16 +141,14 @@ class _Layout:
 
     def summed(self, values: Float[np.ndarray, "size embedding_dim"]) -> Rows:
         """Return one row for each id."""
-        several, found = self.counts > 1, values[: self.ids.size]
-        if len(values) > 2 * self.ids.size:
-            found = found.copy()  # a view would keep all of the values alive
-        if several.any():
-            ends = self.ids.size + np.cumsum(self.counts[several])
-            starts = ends - self.counts[several]
-            found[several] = kernels.sum_groups(
-                values, np.arange(len(values)), starts, ends
-            )
-        return Rows(self.ids, found)
+        several, size = np.flatnonzero(self.counts > 1), self.ids.size
+        if several.size:
+            ends = size + np.cumsum(self.counts[several])
+            starts, every = ends - self.counts[several], np.arange(len(values))
+            kernels.sum_groups(values, every, starts, ends, into=(values, several))
+        # A view keeps all of the values alive, which are many where ids are few.
+        few = len(values) > WASTE * size
+        return Rows(self.ids, values[:size].copy() if few else values[:size])
 
 
 def _in_order(size: int) -> _Layout:

@@ -138,14 +138,8 @@ def _back(like, d, row, factor, mean, along, dy, at, gain):
 
 
 @inlined
-def _hand_out(value, d, values, slot, scale, shared, other, dsecond, to):
-    """Give a part of the row's gradient to whom it belongs; a negative place is nobody."""
-    if slot >= 0:
-        store(value * scale, values, slot + d)
-    if other >= 0:
-        store(load(value, shared, other + d) + value, shared, other + d)
-    if to >= 0:
-        store(load(value, dsecond, to + d) + value, dsecond, to + d)
+def _add(value, numbers, place):
+    store(load(value, numbers, place) + value, numbers, place)
 
 
 @kernel(reorder=True)
@@ -192,11 +186,22 @@ def _pull(
                 slot = slots[i] * width
                 other = -1 if thirds is None else own + (2 + thirds[i]) * width
                 to = -1 if sums is None else others + sums[i] * width
+                # Not in a function of their own, which would take half as long again.
                 for d in range(0, whole, block):
                     if gain is None:
                         fetch(lanes, dy, later + d)
-                    value = _back(lanes, d, row, factor, mean, along, dy, at, gain)
-                    _hand_out(value, d, values, slot, scale, shared, other, dsecond, to)
+                    back = _back(lanes, d, row, factor, mean, along, dy, at, gain)
+                    if slot >= 0:
+                        store(back * scale, values, slot + d)
+                    if thirds is not None:
+                        _add(back, shared, other + d)
+                    if sums is not None:
+                        _add(back, dsecond, to + d)
                 for d in range(whole, width):
-                    number = _back(zero, d, row, factor, mean, along, dy, at, gain)
-                    _hand_out(number, d, values, slot, scale, shared, other, dsecond, to)
+                    left = _back(zero, d, row, factor, mean, along, dy, at, gain)
+                    if slot >= 0:
+                        store(left * scale, values, slot + d)
+                    if thirds is not None:
+                        _add(left, shared, other + d)
+                    if sums is not None:
+                        _add(left, dsecond, to + d)
