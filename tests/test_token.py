@@ -497,6 +497,7 @@ def test_copies_are_whole_and_separate(again):
     assert (layer(1) == 0).all() and not (layer(0) == 3).all()
 
 
+@pytest.mark.rejects  # the annotations name plain numbers
 def test_a_config_of_numpys_numbers_is_plain():
     options: dict[str, Any] = {"padding_idx": np.int16(-2), "max_norm": np.float32(1.5)}
     options |= {"norm_type": np.float16(1), "scale_grad_by_freq": np.bool_(True)}
