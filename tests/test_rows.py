@@ -62,6 +62,13 @@ def test_grouping_is_stable_however_large_the_ids(top):
         np.testing.assert_array_equal(places, np.flatnonzero(ids == value))
 
 
+@pytest.mark.rejects
+@pytest.mark.parametrize("bad", [-1, -(2**63)])
+def test_negative_ids_are_refused(bad):
+    with pytest.raises(ValueError, match=f"ids must not be negative, got {bad}"):
+        sum_by_id(np.array([2047, bad, 3]), np.ones((3, 2), np.float32))
+
+
 def test_no_ids_give_an_empty_gradient():
     got = sum_by_id(np.zeros((0,), int), np.zeros((0, 3), np.float32))
     assert got.ids.shape == (0,) and got.values.shape == (0, 3)

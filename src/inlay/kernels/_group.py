@@ -26,8 +26,10 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
     order, spare = np.arange(ids.size), np.empty(ids.size, np.int64)
-    if _sort(ids, order, spare):
-        order = spare
+    swaps = _sort(ids, order, spare)
+    if swaps < 0:
+        raise ValueError(f"ids must not be negative, got {ids.min()}")
+    order = spare if swaps % 2 else order
     bounds, unique = np.empty(ids.size + 1, np.int64), np.empty(ids.size, np.int64)
     count = _groups(ids, order, bounds, unique)
     return order, bounds[: count + 1].copy(), unique[:count].copy()
@@ -55,10 +57,15 @@ def slots_of(order: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
 
 @kernel()
 def _sort(ids, order, spare):
-    """Sort ``order`` by id, and tell whether the result is in ``spare``."""
-    most, swapped = 0, False
+    """Sort ``order`` by id, and return how often it changed its place with ``spare``.
+
+    -1 if there is an id that is negative.
+    """
+    least, most, swaps = 0, 0, 0
     for i in range(ids.size):
-        most = max(most, ids[i])
+        least, most = min(least, ids[i]), max(most, ids[i])
+    if least < 0:
+        return -1
     starts, shift = np.empty((1 << BITS) + 1, np.int64), 0
     while shift < 63 and most >> shift:
         starts[:] = 0
@@ -72,8 +79,8 @@ def _sort(ids, order, spare):
             spare[starts[digit]] = place
             starts[digit] += 1
         order, spare = spare, order
-        shift, swapped = shift + BITS, not swapped
-    return swapped
+        shift, swaps = shift + BITS, swaps + 1
+    return swaps
 
 
 @kernel()
