@@ -18,13 +18,9 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_run(page, tmp_path):
-    # In a process of their own, for what they do to the libraries they import. Each block
-    # has its own names: it must import what it uses.
-    code = "".join(
-        f"exec(compile({block!r}, 'block {number} of {page.name}', 'exec'), {{}})\n"
-        for number, block in enumerate(blocks(page), 1)
-    )
-    run_alone(code, folder=tmp_path)
+    # Each in a process of its own, for what they do to the libraries they import.
+    for block in blocks(page):
+        run_alone(block, folder=tmp_path)
 
 
 def test_the_readme_has_code_to_run():
