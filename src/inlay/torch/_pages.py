@@ -15,6 +15,7 @@ from ._fused import concrete
 LEAST = 1 << 22
 # What the system calls the wish, if it knows of it.
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_madvise = None if _HUGE is None else ctypes.CDLL(None).madvise
 
 
 def with_large_pages(x: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def with_large_pages(x: Tensor) -> Tensor:
         [1.0, 1.0]
     """
     size = x.numel() * x.element_size()
-    if _HUGE is not None and size >= LEAST and concrete(x):
+    if _madvise is not None and size >= LEAST and concrete(x):
         first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = ctypes.c_size_t(x.data_ptr() + size - first)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), length, _HUGE)
+        _madvise(ctypes.c_void_p(first), length, _HUGE)
     return x
