@@ -126,11 +126,11 @@ def test_sums_of_groups_equal_additions_in_order(dtype, threads):
     )
 
 
-def defined(x, gain, shift, eps):
+def defined(x, norm, *, eps):
     """Return the LayerNorm of rows in float64."""
     centred = x - x.mean(-1, keepdims=True)
     x = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-    return x * gain.astype(float) + shift.astype(float)
+    return x * norm[0].astype(float) + norm[1].astype(float)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,7 +153,7 @@ def test_layer_equals_its_definition_in_float64(dtype, parts, normed, threads):
     for part in range(1, 1 + parts):
         want = want + tables[part].astype(float)[rows[part]]
     if norm is not None:
-        want = defined(want, *norm[0], norm[1])
+        want = defined(want, norm[0], eps=norm[1])
     step = {np.float64: 1e-14, np.float32: 1e-6, np.float16: 2**-11}.get(dtype, 2**-8)
     np.testing.assert_allclose(out.astype(float), want, rtol=1.01 * step, atol=20 * 1e-6)
 
@@ -174,7 +174,7 @@ def test_layer_repeats_short_rows_and_writes_past_the_caches(dtype, threads, mon
     all_rows = np.tile(few, n // 24), np.full(n, 7)
     wide = [table.astype(float) for table in tables]
     sums = 3 * wide[0][ids] + wide[1][all_rows[0]] + wide[2][all_rows[1]]
-    want, got = defined(sums, *norm), made(*all_rows)
+    want, got = defined(sums, norm[:2], eps=norm[2]), made(*all_rows)
     step = {np.float64: 1e-12, np.float32: 1e-5, np.float16: 2**-9}.get(dtype, 2**-6)
     np.testing.assert_allclose(got.astype(float), want, rtol=step, atol=step)
     np.testing.assert_array_equal(made(few, one), got)

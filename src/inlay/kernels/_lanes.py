@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
-from ._numba import BYTES, I32, LINE, ask_for, narrowed, widened
+from ._numba import BYTES, I32, LINE, ask_for, inlined, narrowed, widened
 
 #: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are; and in a
 #: short one, for rows that are not long.
@@ -115,9 +115,7 @@ def _store(typingctx, value, numbers, start):
 
 
 def _stream(typingctx, lanes, numbers, start):
-    """Write lanes as ``store`` does, but past the caches.
-
-    ``start`` must lie at a multiple of 16 bytes.
+    """Write lanes as ``store`` does, but past the caches, to a multiple of 16 bytes.
 
     The next atomic operation of this thread lets others see them.
     """
@@ -249,3 +247,12 @@ evens: Any = _shuffled(lambda count: range(0, 2 * count, 2))
 odds: Any = _shuffled(lambda count: range(1, 2 * count, 2))
 lower_zipped: Any = _shuffled(lambda count: _zipped(0, count // 2, count))
 upper_zipped: Any = _shuffled(lambda count: _zipped(count // 2, count, count))
+
+
+@inlined
+def write(lanes, numbers, start, streams):
+    """Write ``lanes`` past the caches if it ``streams``, else through them."""
+    if streams:
+        stream(lanes, numbers, start)
+    else:
+        store(lanes, numbers, start)

@@ -6,7 +6,7 @@ for float64), and written once.
 
 import numpy as np
 
-from ._lanes import WIDTH, fetch, is_streamed, load, store, stream, total, zeros
+from ._lanes import WIDTH, fetch, is_streamed, load, store, total, write, zeros
 from ._numba import bits_of, inlined, kernel
 from ._pool import run
 from ._share import pieces
@@ -159,9 +159,6 @@ def _rows(
             at = i * width
             for d in range(0, whole, block):
                 part = _normal(lanes, row, d, mean, factor, gain, shift)
-                if streams:
-                    stream(part, out, at + d)
-                else:
-                    store(part, out, at + d)
+                write(part, out, at + d, streams)
             for d in range(whole, width):
                 store(_normal(zero, row, d, mean, factor, gain, shift), out, at + d)

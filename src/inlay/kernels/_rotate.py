@@ -20,10 +20,10 @@ from ._lanes import (
     odds,
     short_zeros,
     store,
-    stream,
     upper_zipped,
+    write,
 )
-from ._numba import bits_of, inlined, kernel
+from ._numba import bits_of, kernel
 from ._pool import run
 from ._share import pieces
 
@@ -58,14 +58,6 @@ def rotate(
     return out
 
 
-@inlined
-def _put(value, out, place, streams):
-    if streams:
-        stream(value, out, place)
-    else:
-        store(value, out, place)
-
-
 def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
     # One loop for each way in and out. What is left of the lanes is done pair by pair.
     @kernel()
@@ -86,11 +78,11 @@ def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
                     c, s = load(lanes, turn, t + i), load(lanes, turn, t + i + pairs)
                     y, z = u * c - v * s, v * c + u * s
                     if write_half:
-                        _put(y, out, a + i, streams)
-                        _put(z, out, a + i + pairs, streams)
+                        write(y, out, a + i, streams)
+                        write(z, out, a + i + pairs, streams)
                     else:
-                        _put(lower_zipped(y, z), out, a + 2 * i, streams)
-                        _put(upper_zipped(y, z), out, a + 2 * i + block, streams)
+                        write(lower_zipped(y, z), out, a + 2 * i, streams)
+                        write(upper_zipped(y, z), out, a + 2 * i + block, streams)
                 for i in range(whole, pairs):
                     at = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
                     to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)
