@@ -333,6 +333,21 @@ def test_parametrized_weights(patched):
     assert grad[1].tolist() == [0, 0, 0] and (grad[0] > 0).all()
     assert list(layer.state_dict()) == ["parametrizations.weight.original"]
     assert copy.deepcopy(layer)(torch.tensor([1])).tolist() == [[0, 0, 0]]
+    parametrize.remove_parametrizations(layer, "weight")
+    assert torch.equal(layer(torch.tensor([0, 1])), y)
+
+
+def test_pruned_weights(patched):
+    from torch.nn.utils import prune
+
+    layer: Any = torch.nn.Embedding(5, 4, padding_idx=1)
+    ids = torch.tensor([0, 1])
+    layer.set_padding(2.0)
+    prune.custom_from_mask(layer, "weight", torch.tensor([1, 1, 0, 0]).expand(5, 4))
+    y = layer(ids)
+    assert y[0, 2:].tolist() == [0, 0] and y[1].tolist() == [2, 2, 2, 2]
+    prune.remove(layer, "weight")
+    assert torch.equal(layer(ids), y) and layer.weight[1].tolist() == [2, 2, 2, 2]
 
 
 @pytest.fixture

@@ -140,8 +140,10 @@ class Padded(nn.Module):
             self._place = Place(self.padding_idx, weight.data_ptr(), row, value)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
-        # `layer.weight += 1` assigns the parameter to itself: the same one, written to.
-        same = param is not None and self._parameters.get(name) is param
+        # `layer.weight += 1` assigns the parameter to itself: the same one, written to. So
+        # is one that comes back when it is no longer parametrized or pruned.
+        mine = self._parameters.get(name), self._owner and self._owner()
+        same = param is not None and any(param is known for known in mine)
         super().register_parameter(name, param)
         if name == "weight" and not same:
             self.padding_row = self._owner = self._place = None
