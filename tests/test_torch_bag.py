@@ -411,22 +411,37 @@ def test_torchs_operator_and_the_kernels_give_the_same(mode, padding_idx, monkey
 
 
 def test_compiled_bags_are_one_graph_for_all_lengths():
-    layer = EmbeddingBag(20, 6, padding_idx=3, mode="mean")
+    options = {"padding_idx": 3, "mode": "mean"}
+    # In one graph: a compilation by Inductor takes seconds.
+    bags = torch.nn.ModuleList([
+        EmbeddingBag(20, 6, **options),
+        EmbeddingBag(20, 6, **options, sparse=True),
+    ])
     forget_graphs()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    offsets = torch.tensor([0, 2, 2, 5])
+
+    def run(*args):
+        return torch.cat([bag(*args) for bag in bags])
+
+    def gradients(y):
+        for bag in bags:
+            bag.zero_grad()
+        (y**2).sum().backward()
+        return [bag.weight.grad.to_dense() for bag in bags]
+
+    compiled, offsets = torch.compile(run, fullgraph=True, dynamic=True), [0, 2, 2, 5]
     for size in (7, 8, 11, 13, 17):
         ids, weights = torch.randint(0, 20, (size,)), torch.rand(size)
-        got = compiled(ids, offsets, weights)
-        layer.zero_grad()
-        (got**2).sum().backward()
-        gradient = layer.weight.grad.clone()
-        layer.zero_grad()
-        want = layer(ids, offsets, weights)
-        (want**2).sum().backward()
+        got, want = (f(ids, torch.tensor(offsets), weights) for f in (compiled, run))
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(gradient, layer.weight.grad)
-    assert graphs() == 1
+        torch.testing.assert_close(gradients(got), gradients(want))
+    assert bags[1].weight.grad.is_sparse and graphs() == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bags_of_a_table_without_columns(mode):
+    layer, ids = EmbeddingBag(5, 0, mode=mode), torch.tensor([[1, 4]])
+    layer(ids).sum().backward()
+    assert layer(ids).shape == (1, 0) and layer.weight.grad.shape == (5, 0)
 
 
 @pytest.mark.parametrize("mode", MODES)

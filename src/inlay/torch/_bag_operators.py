@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._ragged import bag_numbers
 from ..bag import Mode, divided, pool
@@ -106,7 +107,9 @@ class Ragged:
     def summed(self, terms: Tensor) -> Tensor:
         """Return the sum of each bag's terms."""
         zeros = terms.new_zeros(self.count + 1, *terms.shape[1:])
-        return zeros.index_add(0, self.numbers, terms)[: self.count]
+        sums = zeros.index_add(0, self.numbers, terms)
+        # Not a slice: Inductor writes its gradient in place, where none may be sparse.
+        return pad(sums, (*(0, 0) * (sums.ndim - 1), 0, -1))
 
     def largest(self, terms: Tensor, counted: Tensor) -> Tensor:
         """Return the largest of each bag's terms; the first of equals gets the gradient."""

@@ -118,7 +118,7 @@ def _is_stock(ids: Tensor, weight: Tensor, *, how: How) -> bool:
         and weight.dtype not in HALF
         and ids.dtype in INDEX
         and ids.ndim == 2
-        and ids.numel() > 0
+        and ids.numel() * weight.shape[1] > 0
     )
 
 
