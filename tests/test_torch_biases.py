@@ -456,6 +456,15 @@ def test_any_positions_as_on_numpy(q, k, name):
 # ------------------------------------------------------------------------ errors
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_config_builds_a_layer_like_it(name):
+    layer = LAYERS[name]().to(torch.bfloat16)
+    other = type(layer)(**layer.config())
+    other.load_state_dict(layer.state_dict())
+    assert other.config() == layer.config() and torch.equal(other(Q, K), layer(Q, K))
+    assert ShawScores(**shaw().double().config()).weight.dtype == torch.float64
+
+
 def test_reprs_say_what_is_not_the_default():
     assert repr(LAYERS["alibi"]()) == "AlibiBias(4)"
     want = "T5Bias(4, num_buckets=10, max_distance=30, bidirectional=False)"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ._fused import concrete
 from ._positions import Positions, on_host, positions_tensor, signed
-from ._tables import Precomputed, name_of, widened
+from ._tables import Precomputed, dtype_of, name_of, widened
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 #: The bias of head ``h`` for a query and a key at those positions, one by one.
@@ -117,7 +117,7 @@ def parameter(
     shape: tuple[int, ...],
     *,
     device: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     name: str = "weight",
 ) -> nn.Parameter:
     """Return a parameter of that shape: ``value``, not copied if it fits, or an empty one.
@@ -126,9 +126,10 @@ def parameter(
         value: What the caller gave, or None.
         shape: The shape it must have.
         device: None keeps the one it has.
-        dtype: Likewise.
+        dtype: Likewise. A name will do.
         name: What it is called in the sentence.
     """
+    dtype = dtype_of(dtype)
     if value is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     found = torch.as_tensor(value)

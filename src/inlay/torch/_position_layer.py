@@ -24,8 +24,6 @@ def position_layer(
     if described is not None:
         name, options = described
         if name == "LearnedPositions":
-            if isinstance(options.get("dtype"), str):
-                options["dtype"] = getattr(torch, options["dtype"])
             position = LearnedPositions(**{"device": device, "dtype": dtype, **options})
         else:
             position = SinusoidalPositions(**options)

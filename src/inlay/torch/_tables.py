@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._array import work_dtype
+from .._check import float_dtype
 
 
 class Precomputed(nn.Module):
@@ -81,6 +82,18 @@ def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
     on = device.type != "meta" and torch.is_autocast_enabled(device.type)
     # Nothing if it is off anyway: an exported program need not know of it.
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that may be given by its name, as configs have it.
+
+    Example:
+        >>> dtype_of("bfloat16"), dtype_of(torch.float16)
+        (torch.bfloat16, torch.float16)
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    return getattr(torch, float_dtype(dtype).name)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -57,7 +57,7 @@ class FireBias(Bias):
         threshold: float = 512.0,
         eps: float = 1e-6,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = positive("num_heads", num_heads)

@@ -52,7 +52,7 @@ class KerpleBias(Bias):
         r1: Any = None,
         r2: Any = None,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         one_of("form", form, FORMS)

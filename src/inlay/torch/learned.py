@@ -80,7 +80,7 @@ class LearnedPositions(Padded):
         scale: float = 1.0,
         weight: Any = None,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.max_positions = positive("max_positions", max_positions)

@@ -62,7 +62,7 @@ class T5Bias(Bias):
         bidirectional: bool = True,
         weight: Any = None,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = positive("num_heads", num_heads)

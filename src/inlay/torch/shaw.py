@@ -51,7 +51,7 @@ class ShawScores(nn.Module):
         max_right: int,
         weight: Any = None,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = positive("head_dim", head_dim)
