@@ -527,6 +527,13 @@ def test_other_positions_compile_without_a_break(position):
     )
 
 
+def test_segments_of_known_sizes_fit_ids_whose_sizes_are_symbols():
+    layer, segments = build(segments=3), (IDS[0] % 3).tolist()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    got, want = (f(IDS, segments=segments) for f in (compiled, layer))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
 def test_an_exported_layer_is_the_layer():
     layer = build(**FULL).eval()
     length = torch.export.Dim("length", min=2, max=9)

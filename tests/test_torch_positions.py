@@ -15,6 +15,7 @@ from inlay.numpy.learned import LearnedPositions as NumpyLearned
 from inlay.numpy.sinusoidal import SinusoidalPositions as NumpySinusoidal
 from inlay.torch.fourier import FourierFeatures
 from inlay.torch.learned import LearnedPositions
+from inlay.torch.rotary import RotaryPositions
 from inlay.torch.sinusoidal import SinusoidalPositions
 from tests.torch_lives import LIVES, built, forget_graphs, graphs, plain_operators
 
@@ -434,6 +435,28 @@ def test_inductor_compiles_once_for_five_lengths():
     assert got[:, 11:].isnan().all() and not got[:, :10].isnan().any()
 
 
+class Keeping(nn.Module):
+    """Has positions of its own, whose sizes a compiler knows beforehand."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([learned(), sinusoidal(), RotaryPositions(6)])
+        self.kept = nn.Buffer(torch.tensor([[3, 1, 2, 5], [0, 1, 2, 3]]))
+
+    def forward(self, x, offset):
+        for layer in self.layers:
+            x = layer(layer(x, self.kept), self.kept[0])
+            x = layer(layer(x, range(1, 9, 2)), offset=offset)
+        return x
+
+
+def test_positions_of_known_sizes_fit_vectors_whose_sizes_are_symbols():
+    forget_graphs()
+    layer, x = built(Keeping), draw(2, 4, 6)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(x, [2, 0]), layer(x, [2, 0]))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_runs_at_other_lengths(strict):
     layer, length = built(Stack), torch.export.Dim("length", min=2, max=30)
@@ -458,6 +481,12 @@ def test_reprs_say_what_is_not_the_default():
     )
     assert repr(sinusoidal()) == "SinusoidalPositions(6, base=500.0, layout='half')"
     assert "<1 pairs of 2 axes>" in repr(FourierFeatures([[1.0, 2.0]]))
+
+
+def test_a_config_builds_a_layer_like_it():
+    layer = learned().to(torch.float16)
+    other = LearnedPositions(**layer.config())
+    assert other.config() == layer.config() and other.weight.dtype == torch.float16
 
 
 @pytest.mark.rejects

@@ -214,7 +214,8 @@ def check_fit(positions: tuple[int, ...], x: tuple[int, ...]) -> None:
     if positions == lead[-1:]:
         return
     same = len(positions) == len(lead) and positions[-1:] == lead[-1:]
-    if not same or any(p not in (1, n) for p, n in zip(positions, lead, strict=True)):
+    # Not `in`: a compiler that has symbols for sizes finds no number among them.
+    if not same or any(p != 1 and p != n for p, n in zip(positions, lead, strict=True)):
         shapes = " or ".join(dict.fromkeys(map(str, (lead[-1:], lead))))
         raise ValueError(f"positions must have shape {shapes}, got {positions}")
 

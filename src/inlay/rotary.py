@@ -77,7 +77,8 @@ def _fits(lined: tuple[int, ...], lead: tuple[int, ...], length: int) -> bool:
     if len(lined) > len(lead) or lined[length] != lead[length]:
         return False
     sizes = zip(lined[::-1], lead[::-1], strict=False)
-    return all(mine in (1, theirs) for mine, theirs in sizes)
+    # Not `in`: a compiler that has symbols for sizes finds no number among them.
+    return all(mine == 1 or mine == theirs for mine, theirs in sizes)
 
 
 def check_heads_axis(heads_axis: int) -> int:

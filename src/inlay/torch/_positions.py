@@ -31,6 +31,8 @@ def positions_tensor(
     if isinstance(value, Tensor):
         found = value
     else:
+        if isinstance(value, range):
+            return torch.arange(value.start, value.stop, value.step, device=device)
         try:
             found = torch.as_tensor(value, device=device)
         except (TypeError, RuntimeError):
