@@ -73,11 +73,15 @@ def config_of(name):
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters=GEMMA3,
         ),
+        # All of its layers are of one type, and rope parameters are given for two.
+        "gemma3, short": lambda: transformers.Gemma3TextConfig(
+            **{**SIZES, "num_hidden_layers": 2}, head_dim=16, num_key_value_heads=2
+        ),
         "cohere": lambda: transformers.CohereConfig(**SIZES, num_key_value_heads=2),
     }[name]()
 
 
-MODELS = ["llama", "llama, yarn", "gpt_neox", "gemma3", "cohere"]
+MODELS = ["llama", "llama, yarn", "gpt_neox", "gemma3", "gemma3, short", "cohere"]
 
 
 def model_of(name):

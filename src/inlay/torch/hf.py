@@ -135,7 +135,9 @@ def _layer_types(config: Any) -> list[str | None]:
     plain = config.to_dict() if hasattr(config, "to_dict") else config
     rope = plain.get("rope_parameters") or {}
     types = [name for name, value in rope.items() if isinstance(value, dict)]
-    return [*types] or [None]
+    # A small model may lack layers of a type, and its own module then knows nothing of it.
+    used = plain.get("layer_types") or types
+    return [name for name in types if name in used] or [None]
 
 
 def _in_place_of(module: Any, spread: str | None) -> HFRotary:
