@@ -415,6 +415,9 @@ def test_whatever_writes_to_padding_is_undone(write, padding_idx, value):
     write(layer)
     assert torch.equal(layer.state_dict()["weight"][at], want.to(layer.weight.dtype))
     write(layer)
+    stored = pickle.loads(pickle.dumps(layer)).weight[at]
+    assert torch.equal(stored, want.to(layer.weight.dtype))
+    write(layer)
     others = layer.weight.detach()[[0, 1]].clone()
     assert (
         torch.equal(layer(ids_of(at, 0, 1)).float(), torch.stack([want, *others.float()]))
@@ -733,6 +736,14 @@ def test_project_shortens_what_it_is_told_to():
     before = plain.weight.detach().clone()
     plain.project()
     assert torch.equal(plain.weight, before)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("row", [-1, 5])
+def test_project_refuses_ids_that_are_no_rows(row):
+    layer = Embedding(5, 3, max_norm=1.0)
+    with pytest.raises(IndexError, match=rf"ids\[1\] is {row}, but num_embeddings is 5"):
+        layer.project(torch.tensor([0, row]))
 
 
 # Compiled, exported

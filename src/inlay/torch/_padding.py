@@ -208,6 +208,8 @@ class Padded(nn.Module):
         return owner
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._parameters.get("weight") is not None:
+            self.repair()
         return {**self.__dict__, "_owner": None, "_place": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from .._check import not_negative
+from .._check import ids_in_range, not_negative
 from ..token import Init, Resized, Seed, check_norm, resized
 from ._arrival import coalesce_gradient, rows_with_gradient, shorten_rows, watch
 from ._errors import WrongType, WrongValue, torch_classes
-from ._fused import array_of, array_of_table, tensor_of
+from ._fused import array_of, array_of_table, concrete, tensor_of
 from ._lookup import as_index, padding_of
 from ._optim_pending import settle
 from ._padding import Padded
@@ -62,6 +62,9 @@ class Table(Padded):
         Training does this by itself, whenever a gradient has arrived.
         """
         if self.max_norm is not None:
+            if ids is not None and concrete(ids):
+                with torch_classes():
+                    ids_in_range(array_of(ids), self.num_embeddings)
             rows = None if ids is None else as_index(ids).reshape(-1).unique()
             settle(self.weight, rows)
             self._shorten(rows)
