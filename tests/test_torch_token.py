@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -552,14 +553,27 @@ def test_mask_tells_tokens_from_padding():
     assert Embedding(300, 2).mask(ids).tolist() == [True, True]
 
 
+TABLES = [Embedding, partial(PartlyFrozenEmbedding, frozen=[1])]
+
+
 @pytest.mark.rejects
-def test_set_padding_checks_what_it_gets():
+@pytest.mark.parametrize("build", TABLES)
+def test_set_padding_checks_what_it_gets(build):
     with pytest.raises(ValueError, match="set_padding needs a layer with padding_idx"):
-        Embedding(4, 3).set_padding(0.0)
-    layer = Embedding(4, 3, padding_idx=0)
+        build(4, 3).set_padding(0.0)
+    layer = build(4, 3, padding_idx=0)
     with pytest.raises(ValueError, match=r"a number or have shape \(3,\), got \(2,\)"):
         layer.set_padding(torch.ones(2))
     assert layer(ids_of(0)).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("build", TABLES)
+def test_set_padding_takes_numbers_and_no_graph(build):
+    layer, value = build(4, 3, padding_idx=0), torch.ones(3, requires_grad=True)
+    layer.set_padding(value * 2)
+    for _ in range(2):
+        layer(ids_of(0, 2)).sum().backward()
+    assert layer(ids_of(0)).tolist() == [[2, 2, 2]] and value.grad is None
 
 
 # The life of a model

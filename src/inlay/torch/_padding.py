@@ -65,14 +65,7 @@ class Padded(nn.Module):
         weight = self.weight
         if self.padding_idx is None:
             raise WrongValue("set_padding needs a layer with padding_idx, got None")
-        row = torch.as_tensor(value, dtype=weight.dtype, device=_real(weight)).detach()
-        if row.shape not in ((), weight.shape[1:]):
-            raise WrongValue(
-                f"value must be a number or have shape {tuple(weight.shape[1:])}, "
-                f"got {tuple(row.shape)}"
-            )
-        # Of one number clone would keep the stride of 0 that expanding gave it.
-        row = row.expand(weight.shape[1]).clone(memory_format=torch.contiguous_format)
+        row = row_from(value, weight)
         if not weight.is_meta:
             _write(weight.data, self.padding_idx, row)
         self._keep(row)
@@ -217,6 +210,20 @@ class Padded(nn.Module):
         weight = self._parameters.get("weight")
         if weight is not None:
             self._know(weight)
+
+
+def row_from(
+    value: Float[Tensor, " embedding_dim"] | float, weight: Tensor
+) -> Float[Tensor, " embedding_dim"]:
+    """Return a number or a vector as a row of that table, with memory of its own."""
+    row = torch.as_tensor(value, dtype=weight.dtype, device=_real(weight)).detach()
+    if row.shape not in ((), weight.shape[1:]):
+        raise WrongValue(
+            f"value must be a number or have shape {tuple(weight.shape[1:])}, "
+            f"got {tuple(row.shape)}"
+        )
+    # Of one number clone would keep the stride of 0 that expanding gave it.
+    return row.expand(weight.shape[1]).clone(memory_format=torch.contiguous_format)
 
 
 def is_token(

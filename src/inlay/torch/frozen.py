@@ -23,7 +23,7 @@ from ._errors import WrongValue, torch_classes
 from ._fused import eager
 from ._lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
 from ._optim_pending import settle
-from ._padding import is_token
+from ._padding import is_token, row_from
 from ._table import check_arguments, products, resized_tensor
 
 
@@ -173,7 +173,8 @@ class PartlyFrozenEmbedding(nn.Module):
         """Make ``value`` the padding row, from now on."""
         if self.padding_idx is None:
             raise WrongValue("set_padding needs a layer with padding_idx, got None")
-        self.frozen_rows[int(np.sum(self.is_frozen[: self.padding_idx]))] = value
+        place = int(np.sum(self.is_frozen[: self.padding_idx]))
+        self.frozen_rows[place] = row_from(value, self.frozen_rows)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
