@@ -25,6 +25,7 @@ from inlay.torch import (
 )
 from inlay.torch import functional as ours
 from inlay.torch.bag import EmbeddingBag
+from inlay.torch.frozen import PartlyFrozenEmbedding
 from inlay.torch.optim import RowAdagrad, RowAdamW
 from inlay.torch.token import Embedding
 
@@ -401,6 +402,24 @@ def test_sharded_training(alone):
         assert not torch.equal(after, before) and list(model.state_dict()) == ["weight"]
         if isinstance(layer, Embedding):
             assert after[0, 1].tolist() == [3, 3, 3, 3]
+
+
+def test_the_state_of_a_sharded_table_that_is_partly_frozen_is_whole(alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer: Any = PartlyFrozenEmbedding(5, 4, frozen=[1], padding_idx=2)
+    table, ids = layer.weight.detach().clone(), torch.tensor([0, 1, 4])
+    layer = fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    assert torch.equal(layer.state_dict()["weight"], table)
+    layer.load_state_dict({"weight": table + 1})
+    y = layer(ids)
+    y.sum().backward()
+    optimizer.step()
+    assert torch.equal(y, table[ids] + 1)
+    want = table + torch.tensor([[0.0], [1], [1], [1], [0]])
+    torch.testing.assert_close(layer.state_dict()["weight"], want)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")

@@ -128,7 +128,10 @@ class PartlyFrozenEmbedding(nn.Module):
         """The whole table, put together; gradients reach the trained rows."""
         settle(self.trained_rows)
         place = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
-        return torch.cat([self.frozen_rows, self.trained_rows])[place]
+        trained: Any = self.trained_rows
+        if hasattr(trained, "device_mesh"):
+            trained = trained.full_tensor()  # spread over several machines
+        return torch.cat([self.frozen_rows, trained])[place]
 
     def forward(
         self, input: Integer[Tensor, "*batch"]
@@ -256,6 +259,11 @@ class PartlyFrozenEmbedding(nn.Module):
             error_msgs.append(f"{name} must have shape {want}, got {tuple(whole.shape)}")
             return
         trained, kept = self._parts(whole)
+        mine: Any = self.trained_rows
+        if hasattr(mine, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            trained = distribute_tensor(trained, mine.device_mesh, mine.placements)
         state |= {prefix + "trained_rows": trained, prefix + "frozen_rows": kept}
         super()._load_from_state_dict(
             state, prefix, local_metadata, strict,
