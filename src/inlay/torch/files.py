@@ -28,7 +28,8 @@ def save(path: Path, layer: nn.Module) -> None:
 
     Args:
         path: Where. The folder must exist; a file that is there is replaced.
-        layer: Any layer of this face, not of a class derived from one.
+        layer: Any layer of this face but PartlyFrozenEmbedding, whose rows an Embedding
+            holds as well, and HFRotary; not of a class derived from one.
 
     Example:
         >>> import tempfile
