@@ -50,8 +50,9 @@ class Bias(Precomputed):
     ) -> ScoreMod:
         """Return the bias as ``flex_attention`` takes it: pair by pair, never a matrix.
 
-        It reads the layer's parameters whenever it is called. On the CPU flex_attention has
-        no backward.
+        It reads the parameters that the layer has now whenever it is called; make it again
+        where others take their place, as ``load_state_dict(assign=True)`` does, or another
+        device. On the CPU flex_attention has no backward.
 
         Args:
             q_positions: Where the queries stand, ``(length,)`` or ``(batch, length)``; None
