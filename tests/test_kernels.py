@@ -200,21 +200,113 @@ def test_rotate_is_the_same_in_lanes_past_the_caches_and_in_the_core(
             assert got.tobytes() == want.tobytes()
 
 
-def test_places_of_single_ids_come_first_and_those_of_the_others_after():
+def way_through(seconds, *, ids=None, mask=None, skip=None, shared=2):
+    size = 400 if mask is None else mask.size
+    return kernels.route_of(
+        rng.integers(0, 300, size) if ids is None else ids,
+        seconds,
+        places=np.arange(size) if mask is None else np.flatnonzero(mask),
+        size=size,
+        skip=skip,
+        shared=shared,
+    )
+
+
+def test_rows_of_single_ids_come_first_and_those_of_the_others_after():
     ids = rng.integers(0, 300, 400)
-    order, bounds, unique = kernels.group_by_id(ids)
-    counts = np.diff(bounds)
-    slots = kernels.slots_of(order, counts, 401)
-    assert slots[400] == -1
-    assert len(set(slots[:400])) == 400 and slots[:400].min() >= 0
-    assert slots.max() == unique.size + counts[counts > 1].sum() - 1
-    for group, (id_, count) in enumerate(zip(unique, counts, strict=True)):
-        mine = slots[:400][ids == id_]
-        if count == 1:
-            assert mine == group
+    mask = rng.random(400) < 0.9
+    skip = ids[mask][0]
+    route = way_through(None, ids=ids, mask=mask, skip=skip)
+    counted = mask & (ids != skip)
+    unique, counts = np.unique(ids[counted], return_counts=True)
+    np.testing.assert_array_equal(route.ids, unique)
+    np.testing.assert_array_equal(route.several, np.flatnonzero(counts > 1))
+    np.testing.assert_array_equal(
+        route.starts, unique.size + np.r_[0, counts[counts > 1].cumsum()]
+    )
+    assert (route.slots[~counted] == -1).all()
+    for row, id_ in enumerate(unique):
+        mine = route.slots[counted & (ids == id_)]
+        if counts[row] == 1:
+            assert mine == row
         else:
-            first = unique.size + counts[:group][counts[:group] > 1].sum()
-            np.testing.assert_array_equal(mine, first + np.arange(count))
+            group = np.flatnonzero(route.several == row)[0]
+            first, end = route.starts[group : group + 2]
+            np.testing.assert_array_equal(mine, np.arange(first, end))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "seconds", ["positions", "many", "one is frequent", "few", "all differ"]
+)
+def test_places_of_a_second_row_are_in_one_block_unless_some_are_frequent(seconds, masked):
+    n = 400
+    given = {
+        "positions": np.arange(5, 45),
+        "many": rng.integers(0, 60, n),
+        "one is frequent": np.where(rng.random(n) < 0.5, 3, rng.integers(0, 300, n)),
+        "few": rng.integers(0, 3, n),
+        "all differ": rng.permutation(n),
+    }[seconds]
+    mask = rng.random(n) < (0.7 if masked else 2.0)
+    each = np.resize(given, n)
+    route = way_through(given, mask=mask)
+    np.testing.assert_array_equal(route.rows, np.unique(each[mask]))
+    np.testing.assert_array_equal(np.sort(route.order), np.flatnonzero(mask))
+    np.testing.assert_array_equal(route.rows[route.sums[mask]], each[mask])
+    assert route.bounds[0] == 0 and route.bounds[-1] == mask.sum()
+    assert route.is_split == (seconds == "few")
+    blocks = [
+        route.order[lo:hi]
+        for lo, hi in zip(route.bounds[:-1], route.bounds[1:], strict=True)
+    ]
+    # In the order of memory, and several of them, so that threads can share.
+    assert all(block.size and (np.diff(block) > 0).all() for block in blocks)
+    assert len(blocks) >= 8
+    if not route.is_split:
+        found = [set(each[block]) for block in blocks]
+        assert sum(map(len, found)) == len(set().union(*found))
+
+
+def test_there_is_a_block_even_without_places():
+    route = way_through(np.arange(10), mask=np.zeros(400, bool))
+    assert route.bounds.tolist() == [0, 0] and route.rows.size == route.ids.size == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [0, 5, 64, 150])
+def test_sums_of_runs_go_to_rows_of_their_own(dtype, width, threads):
+    values = rng.standard_normal((3000, width)).astype(dtype)
+    starts = 800 + np.sort(rng.permutation(2199)[:700])
+    into = rng.permutation(800)[: starts.size - 1]
+    want = values.copy()
+    for group, row in enumerate(into):
+        total = np.zeros(width, dtype)
+        for one in values[starts[group] : starts[group + 1]]:
+            total = total + one
+        want[row] = total
+    kernels.sum_runs(values, starts, into=into)
+    np.testing.assert_array_equal(values, want)
+
+
+def test_ids_ascend_if_each_is_larger_than_the_one_before():
+    for ids, ascends in (([], True), ([4], True), ([1, 2, 7], True), ([1, 2, 2], False)):
+        assert kernels.ascends(np.array(ids, np.int64)) is ascends
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 2**62, -(2**63)])
+def test_layer_tells_of_an_id_out_of_range_and_writes_all_other_rows(bad, threads):
+    table = rng.standard_normal((50, 70)).astype(np.float32)
+    ids = rng.integers(0, 50, 5000)
+    out = np.zeros((5000, 70), np.float32)
+    how = {"scale": 1.0, "norm": None, "out": out}
+    assert kernels.layer((table, ids), (), **how) is True
+    np.testing.assert_array_equal(out, table[ids])
+    ids[4321] = bad
+    out[:] = 0
+    assert kernels.layer((table, ids), (), **how) is False
+    assert not out[4321].any()
+    np.testing.assert_array_equal(np.delete(out, 4321, 0), table[np.delete(ids, 4321)])
 
 
 def test_layer_keeps_nan_rows_nan_and_their_neighbours_whole():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from inlay import kernels
+from inlay.kernels import _layer_pull
 from inlay.layer_gradients import layer_gradients
 from inlay.rows import Rows
 
@@ -26,11 +27,11 @@ def threads(request):
 class Case:
     """Tables, rows, a norm and a gradient, and what autograd makes of them in float64."""
 
-    def __init__(self, dtype, *, parts, normed, places=1000, width=33):
+    def __init__(self, dtype, *, parts, normed, places=1000, width=33, sizes=SIZES):
         rng = np.random.default_rng(0)
         self.dtype, self.parts = dtype, parts
-        self.tables = [rng.standard_normal((n, width)).astype(dtype) for n in SIZES]
-        self.rows = [rng.integers(0, n, places) for n in SIZES]
+        self.tables = [rng.standard_normal((n, width)).astype(dtype) for n in sizes]
+        self.rows = [rng.integers(0, n, places) for n in sizes]
         self.gain = rng.standard_normal(width).astype(dtype) if normed else None
         self.dy = rng.standard_normal((places, width)).astype(dtype)
         self.mask = rng.random(places) < 0.8
@@ -95,6 +96,38 @@ def test_every_gradient_is_autograds(dtype, parts, normed, threads):
         case.close(got.bias, norm[1])
     else:
         assert got.weight is None and got.bias is None
+
+
+@pytest.mark.parametrize("width", [33, 192])
+@pytest.mark.parametrize("places", [1000, 1024])
+def test_positions_are_summed_block_by_block_and_rows_written_past_the_caches(
+    width, places, threads, monkeypatch
+):
+    monkeypatch.setattr(_layer_pull, "LARGE", 0)
+    sizes, parts = (700, 90, 3), (0, 1, 2)
+    case = Case(
+        np.float32, parts=parts, normed=True, places=places, width=width, sizes=sizes
+    )
+    tables, norm = case.autograd(skips=(7, 4), mask=case.mask)
+    got = case.ours(skips=(7, 4), mask=case.mask)
+    case.close(got.token.dense(700), tables[0])
+    case.close(got.second.dense(90), tables[1])
+    case.close(got.third, tables[2])
+    case.close(got.weight, norm[0])
+    case.close(got.bias, norm[1])
+
+
+def test_rows_of_added_tables_begin_again_at_their_end(threads):
+    case = Case(np.float64, parts=(0, 1, 2), normed=True, sizes=(50, 40, 3))
+    few = np.random.default_rng(1).permutation(40)[:20], np.array([2])
+    case.rows[1:] = [np.resize(rows, 1000) for rows in few]
+    tables, norm = case.autograd(mask=case.mask)
+    case.rows[1:] = few
+    got = case.ours(mask=case.mask)
+    case.close(got.token.dense(50), tables[0])
+    case.close(got.second.dense(40), tables[1])
+    case.close(got.third, tables[2])
+    case.close(got.weight, norm[0])
 
 
 def test_token_rows_need_not_be_summed(threads):

@@ -164,11 +164,24 @@ def ids_in_range(
         IndexError: ids[1] is -1, but num_embeddings is 5
     """
     ids = integers(x, name=name)
-    # As an unsigned number a negative id is a huge one.
-    sizes = ids.view(np.uint64) if ids.dtype == np.int64 else ids
-    if ids.size and (sizes.max() >= num_embeddings or sizes is ids and ids.min() < 0):
+    if not all_in_range(ids, num_embeddings):
         raise out_of_range(ids, num_embeddings, name=name, bound=bound)
     return ids.astype(np.int64, copy=False)
+
+
+def all_in_range(ids: np.ndarray, num_embeddings: int) -> bool:
+    """Tell whether all of these integers are in ``[0, num_embeddings)``.
+
+    Example:
+        >>> all_in_range(np.array([3, -1]), 5)
+        False
+    """
+    if not ids.size:
+        return True
+    if ids.dtype == np.int64:
+        # As an unsigned number a negative id is a huge one.
+        return bool(ids.view(np.uint64).max() < num_embeddings)
+    return bool(ids.max() < num_embeddings and ids.min() >= 0)
 
 
 def out_of_range(

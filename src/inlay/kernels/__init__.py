@@ -9,10 +9,11 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Route": "_layer_pull",
+    "Route": "_route",
     "adagrad_update": "_optim_scaled",
     "adam_settle": "_optim_adam",
     "adam_update": "_optim_adam",
+    "ascends": "_group",
     "dot_bags": "_bag",
     "draw_targets": "_skipgram",
     "features": "_turns",
@@ -31,13 +32,14 @@ _HOME = {
     "push_targets": "_skipgram",
     "rmsprop_update": "_optim_scaled",
     "rotate": "_rotate",
+    "route_of": "_route",
     "set_num_threads": "_threads",
     "sgd_update": "_optim_linear",
-    "slots_of": "_group",
     "stale_range": "_optim_rows",
     "stale_rows": "_optim_rows",
     "sum_bags": "_bag",
     "sum_groups": "_rows",
+    "sum_runs": "_rows",
     "turns": "_turns",
     "widen_rows": "_optim_rows",
 }

@@ -1,4 +1,4 @@
-"""Equal ids brought together, and where the rows of each go.
+"""Equal ids brought together.
 
 Ids are sorted digit by digit in base 2048, from the last digit to the first, each time
 keeping the order of equals: as many passes as the largest id has digits, mostly two.
@@ -25,34 +25,42 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         >>> order.tolist(), bounds.tolist(), unique.tolist()
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
-    order, spare = np.arange(ids.size), np.empty(ids.size, np.int64)
+    found = grouped(ids, np.arange(ids.size))
+    if not found[1].size:
+        raise ValueError(f"ids must not be negative, got {ids.min()}")
+    return found
+
+
+@kernel()
+def ascends(ids):
+    """Tell whether each of the ids is larger than the one before it."""
+    for i in range(ids.size - 1):
+        if ids[i] >= ids[i + 1]:
+            return False
+    return True
+
+
+@kernel()
+def grouped(ids, places):
+    """Return what :func:`group_by_id` does, of the ids at some places, given in order.
+
+    No bounds at all if one of the ids is negative.
+    """
+    order, spare = places.copy(), np.empty_like(places)
+    bounds, unique = np.empty(places.size + 1, np.int64), np.empty(places.size, np.int64)
     swaps = _sort(ids, order, spare)
     if swaps < 0:
-        raise ValueError(f"ids must not be negative, got {ids.min()}")
-    order = spare if swaps % 2 else order
-    bounds, unique = np.empty(ids.size + 1, np.int64), np.empty(ids.size, np.int64)
-    count = _groups(ids, order, bounds, unique)
+        return order, bounds[:0], unique[:0]
+    if swaps % 2:
+        order = spare
+    count = 0
+    for i in range(order.size):
+        id_ = ids[order[i]]
+        if count == 0 or id_ != unique[count - 1]:
+            bounds[count], unique[count] = i, id_
+            count += 1
+    bounds[count] = order.size
     return order, bounds[: count + 1].copy(), unique[:count].copy()
-
-
-def slots_of(order: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
-    """Return which row each place writes to: groups of one first, then all the others.
-
-    A group of one has the row of its own number. Rows of groups of several follow after the
-    number of groups, those of one group together. -1 is a place that is in no group.
-
-    Args:
-        order: The places, group after group.
-        counts: How many of them each group has.
-        size: How many places there are.
-
-    Example:
-        >>> slots_of(np.array([1, 0, 2]), np.array([1, 2]), 4).tolist()
-        [2, 0, 3, -1]
-    """
-    slots = np.full(size, -1)
-    _slots(order, counts, slots)
-    return slots
 
 
 @kernel()
@@ -62,47 +70,31 @@ def _sort(ids, order, spare):
     -1 if there is an id that is negative.
     """
     least, most, swaps = 0, 0, 0
-    for i in range(ids.size):
-        least, most = min(least, ids[i]), max(most, ids[i])
+    for place in order:
+        least, most = min(least, ids[place]), max(most, ids[place])
     if least < 0:
         return -1
-    starts, shift = np.empty((1 << BITS) + 1, np.int64), 0
-    while shift < 63 and most >> shift:
+    passes = max(1, -(-_bits(most) // BITS))
+    bits = -(-_bits(most) // passes)
+    starts, last = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
+    for shift in range(0, passes * bits, max(1, bits)):
         starts[:] = 0
-        for i in range(ids.size):
-            starts[1 + (ids[i] >> shift & (1 << BITS) - 1)] += 1
-        for digit in range(1 << BITS):
+        for place in order:
+            starts[1 + (ids[place] >> shift & last)] += 1
+        for digit in range(last):
             starts[digit + 1] += starts[digit]
-        for i in range(ids.size):
-            place = order[i]
-            digit = ids[place] >> shift & (1 << BITS) - 1
+        for place in order:
+            digit = ids[place] >> shift & last
             spare[starts[digit]] = place
             starts[digit] += 1
         order, spare = spare, order
-        shift, swaps = shift + BITS, swaps + 1
+        swaps += 1
     return swaps
 
 
 @kernel()
-def _groups(ids, order, bounds, unique):
-    count = 0
-    for place in range(order.size):
-        id_ = ids[order[place]]
-        if count == 0 or id_ != unique[count - 1]:
-            bounds[count], unique[count] = place, id_
-            count += 1
-    bounds[count] = order.size
-    return count
-
-
-@kernel()
-def _slots(order, counts, slots):
-    place, after = 0, counts.size
-    for group in range(counts.size):
-        if counts[group] == 1:
-            slots[order[place]] = group
-            place += 1
-            continue
-        for _ in range(counts[group]):
-            slots[order[place]] = after
-            place, after = place + 1, after + 1
+def _bits(number):
+    bits = 0
+    while bits < 63 and number >> bits:
+        bits += 1
+    return bits

@@ -32,9 +32,14 @@ STREAM = 16
 LARGE = 1 << 24
 
 
-def is_streamed(out: np.ndarray) -> bool:
-    """Tell whether rows of ``out`` are better written past the caches, and can be."""
-    if out.nbytes < LARGE:
+def is_streamed(out: np.ndarray, least: int | None = None) -> bool:
+    """Tell whether rows of ``out`` are better written past the caches, and can be.
+
+    Args:
+        out: What is written to.
+        least: From how many bytes on they are; None is from :data:`LARGE`.
+    """
+    if out.nbytes < (LARGE if least is None else least):
         return False
     return (out.ctypes.data | out.strides[0]) % STREAM == 0
 

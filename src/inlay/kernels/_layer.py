@@ -28,20 +28,22 @@ def layer(
     scale: float,
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
-) -> None:
-    """Write the layer's output rows to ``out``.
+) -> bool:
+    """Write the layer's output rows to ``out``, and tell whether every id is in range.
 
     Args:
-        token: A table and the row of it that each output row begins with.
+        token: A table and the row of it that each output row begins with, an id. Where that
+            is not a row of the table nothing is written.
         added: Up to two more tables and rows, to be added: positions and segments. Fewer
             rows than the output has begin again at their end. ``(None, None)`` is one that
             is not there.
         scale: What the token's row is multiplied by.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
-        out: ``(rows, embedding_dim)``. Rows must have been checked.
+        out: ``(rows, embedding_dim)``. Rows of added tables must have been checked.
     """
     gain, shift, eps = norm or (None, None, 0.0)
     work = np.float64 if out.dtype == np.float64 else np.float32
+    faults = np.zeros(1, np.int64)
     run(
         _rows,
         out.shape[0],
@@ -52,8 +54,10 @@ def layer(
         work(eps),
         is_streamed(out),
         bits_of(out),
+        faults,
         grain=max(1, GRAIN // max(1, out.shape[1])),
     )
+    return not faults[0]
 
 
 def three_of(token: Rows, added: tuple[Rows, ...]) -> tuple[np.ndarray | None, ...]:
@@ -143,13 +147,18 @@ def _rows(
     eps,
     streams,
     out,
+    faults,
 ):
+    count = token.shape[0]
     width, zero = out.shape[1], type(scale)(0)
     row, lanes = np.empty(width, type(scale)), zeros(zero)
     block = WIDTH // row.itemsize
     whole = width - width % block
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
+            if ids[i] < 0 or ids[i] >= count:
+                faults[0] = 1
+                continue
             ahead, factor = min(i + AHEAD, hi - 1), zero
             mean = put_together(
                 row, i, ahead, token, ids, second, seconds, third, thirds, scale

@@ -2,8 +2,6 @@
 
 import os
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 
 
 class _Wanted:
@@ -42,8 +40,7 @@ def get_num_threads() -> int:
     return _wanted.size
 
 
-@contextmanager
-def on_threads(n: int) -> Generator[None, None, None]:
+class on_threads:
     """Use ``n`` threads in the kernels that this thread calls inside, whatever is set.
 
     Example:
@@ -51,11 +48,15 @@ def on_threads(n: int) -> Generator[None, None, None]:
         ...     print(threads_here(), get_num_threads() >= 1)
         1 True
     """
-    before, _here.size = getattr(_here, "size", None), n
-    try:
-        yield
-    finally:
-        _here.size = before
+
+    def __init__(self, n: int) -> None:
+        self.size = n
+
+    def __enter__(self) -> None:
+        self.before, _here.size = getattr(_here, "size", None), self.size
+
+    def __exit__(self, *error: object) -> None:
+        _here.size = self.before
 
 
 def threads_here() -> int:
