@@ -127,6 +127,40 @@ def test_an_id_out_of_range_is_named(ids, message, options):
 
 
 @pytest.mark.rejects
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dtype": torch.float16}])
+def test_a_table_without_rows_has_no_row_for_any_id(options):
+    layer = Embedding(0, 2, **options)
+    assert layer(torch.zeros((3, 0), dtype=torch.int64)).shape == (3, 0, 2)
+    with pytest.raises(IndexError, match=r"ids\[0, 0\] is 3, but num_embeddings is 0"):
+        layer(torch.tensor([[3, 0]]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale_grad_by_freq": True},
+        {"sparse": True},
+        {"dtype": torch.bfloat16},
+        {"max_norm": 1.0, "padding_idx": 3},
+    ],
+)
+def test_ragged_ids_give_ragged_rows_and_the_gradients_of_their_ids(options):
+    layer = Embedding(9, 4, **options)
+    ids = torch.tensor([1, 2, 3, 1, 1])
+    ragged: Any = torch.nested.nested_tensor([ids[:2], ids[2:]], layout=torch.jagged)
+    got, want = layer(ragged), layer(ids)
+    assert torch.equal(got.offsets(), ragged.offsets())
+    assert torch.equal(got.values(), want)
+    dy = torch.arange(20.0, dtype=want.dtype).reshape(5, 4)
+    found = [
+        torch.autograd.grad((rows * dy).sum(), layer.weight)[0].to_dense()
+        for rows in (got.values(), want)
+    ]
+    assert torch.equal(*found) and found[0].any()
+
+
+@pytest.mark.rejects
 def test_where_ids_cannot_be_read_torch_says_it_itself():
     with pytest.raises(IndexError, match="index out of range in self"):
         torch.vmap(Embedding(5, 2))(torch.tensor([[1], [5]]))

@@ -48,6 +48,12 @@ def torch_classes() -> Generator[None, None, None]:
 
 def explained(error: IndexError, ids: Tensor, num_embeddings: int) -> IndexError:
     """Return the error that names the bad id, or torch's own where ids cannot be read."""
-    if not concrete(ids):
-        return error
-    return OutOfRange(*out_of_range(array_of(ids), num_embeddings).args)
+    return bad_id(ids, num_embeddings) if concrete(ids) else error
+
+
+def bad_id(
+    ids: Tensor, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
+) -> OutOfRange:
+    """Return the error that names the first id out of range, as the core does."""
+    error = out_of_range(array_of(ids), num_embeddings, name=name, bound=bound)
+    return OutOfRange(*error.args)

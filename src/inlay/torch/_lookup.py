@@ -20,7 +20,7 @@ from .. import kernels
 from .._check import float_dtype, padding_index
 from ..rows import Rows, sum_by_id
 from ..token import within_norm
-from ._errors import WrongType, WrongValue, explained
+from ._errors import WrongType, WrongValue, bad_id, explained
 from ._fused import (
     array_of,
     array_of_table,
@@ -87,6 +87,11 @@ def lookup(
         rows = _rows(used, weight, how=how, wide=wide)
     except IndexError as error:
         raise explained(error, ids, weight.shape[0]) from None
+    except RuntimeError as error:
+        # What torch says of a table without rows; of anything else it says enough.
+        if weight.shape[0] or isinstance(error, TypeError) or not concrete(ids):
+            raise
+        raise bad_id(ids, 0) from None
     except AssertionError:
         padding_of(padding_idx, weight.shape[0])
         raise
@@ -167,7 +172,10 @@ class Table(NamedTuple):
         """Return row gradients as the tensor that ``.grad`` shall be."""
         shape = self.num_embeddings, rows.values.shape[1]
         if self.sparse:
-            ids, values = tensor_of(rows.ids)[None], tensor_of(rows.values).to(self.dtype)
+            ids, values = (
+                tensor_of(rows.ids[None]),
+                tensor_of(rows.values, dtype=self.dtype),
+            )
             if not len(rows.ids):
                 # Accumulating resizes what has no rows, which NumPy's memory refuses.
                 ids, values = ids.clone(), values.clone()
@@ -175,7 +183,7 @@ class Table(NamedTuple):
                 ids, values, shape, check_invariants=False, is_coalesced=True
             )
         if len(rows.ids) == self.num_embeddings:
-            return tensor_of(rows.values).to(self.dtype)
+            return tensor_of(rows.values, dtype=self.dtype)
         # Pages that nobody writes to are not made: torch would fill them with zeros.
         out = np.zeros(shape, float_dtype(name_of(self.dtype)))
         with threads_of_torch():
@@ -238,10 +246,13 @@ class _Lookup(torch.autograd.Function):
         return ctx.how.gradient(ids, grads[0]), None, None, None
 
 
-def _rows(ids: Tensor, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
+def _rows(ids: Any, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
     dtype = work(weight.dtype) if wide else weight.dtype
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return torch_embedding(ids, weight).to(dtype)
+    if ids.is_nested and ids.layout is torch.jagged and ids.lengths() is None:
+        rows = _rows(ids.values(), weight, how=how, wide=wide)
+        return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
     if fusable(weight) and concrete(ids):
         return _Lookup.apply(weight, ids, how, wide)  # pyright: ignore
     if weight.dtype in HALF and not (how.sparse or torch.compiler.is_exporting()):
