@@ -623,7 +623,7 @@ def test_the_state_has_the_names_that_every_face_uses():
 def test_config_and_state_build_an_equal_layer(options):
     layer = build(dropout=0.25, norm_eps=0.5, sparse=True, **options).eval()
     config = layer.config()
-    other = EmbeddingLayer(**{**config, "dtype": getattr(torch, config["dtype"])}).eval()
+    other = EmbeddingLayer(**config).eval()
     assert other.config() == config and json.loads(json.dumps(config)) == config
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(IDS), layer(IDS))
@@ -927,6 +927,26 @@ def test_bad_calls_are_refused_by_name(call, error, sentence, plain):
     ("call", "error", "sentence"),
     [
         ({"ids": [7]}, IndexError, r"ids\[0\] is 7, but num_embeddings is 7"),
+        (
+            {"ids": torch.tensor([[1, 2], [-1, 2]]).T},
+            IndexError,
+            r"ids\[0, 1\] is -1, but num_embeddings is 7",
+        ),
+        (
+            {"ids": torch.tensor([[1], [9]], dtype=torch.int32)},
+            IndexError,
+            r"ids\[1, 0\] is 9, but num_embeddings is 7",
+        ),
+        (
+            {"ids": torch.tensor([2**63 + 5], dtype=torch.uint64)},
+            IndexError,
+            r"ids\[0\] is 9223372036854775813, but",
+        ),
+        (
+            {"ids": [8], "inputs_embeds": torch.ones(1, 6)},
+            IndexError,
+            r"ids\[0\] is 8, but num_embeddings is 7",
+        ),
         ({"ids": [1] * 10}, ValueError, "smaller than max_positions 9, got 9"),
         ({"ids": [1], "offset": 9}, ValueError, "smaller than max_positions 9, got 9"),
         ({"ids": [1], "positions": [-1]}, ValueError, "must be at least 0"),

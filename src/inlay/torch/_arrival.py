@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import kernels
+from ._fused import array_of
 from ._lookup import HALF, shortened
 from ._optim_rows import coalesced
 from ._tables import work
@@ -53,14 +55,20 @@ def coalesce_gradient(parameter: Tensor) -> None:
     grad = parameter.grad
     if grad is None or not grad.is_sparse or grad.is_coalesced():
         return
-    ids = grad._indices()[0]
-    if bool((ids[1:] > ids[:-1]).all()):
+    if _ascends(grad._indices()[0]):
         grad._coalesced_(True)
     elif grad.is_cpu and grad.dtype in HALF:
         # Made by torch's own lookup; torch would also sum in half precision.
         parameter.grad = coalesced(grad)
     else:
         parameter.grad = grad.coalesce()
+
+
+def _ascends(ids: Tensor) -> bool:
+    # What NumPy has seen cannot be resized, which torch does to no ids at all.
+    if ids.is_cpu and ids.numel():
+        return kernels.ascends(array_of(ids))
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 @torch.no_grad()

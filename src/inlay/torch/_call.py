@@ -1,26 +1,24 @@
 """The arguments of one call of the complete layer, checked against it and each other.
 
 Values that are concrete on the CPU are refused in the core's own sentences; elsewhere only
-shapes and dtypes are looked at.
+shapes and dtypes are looked at. Ids that become rows are checked where they are read.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._check import ids_in_range
+from .._check import all_in_range
 from ..layer import check_mask, check_segments, lead_of
-from ._errors import torch_classes
+from ._errors import bad_id
 from ._fused import array_of, concrete
 from ._lookup import as_index
 from ._positions import Offset, Positions, check_vectors
 from ._tables import name_of
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """What was asked of a layer.
 
     Args:
@@ -56,7 +54,7 @@ def checked_call(
     if inputs_embeds is not None:
         check_vectors(inputs_embeds, layer.embedding_dim, name="inputs_embeds")
     if ids is not None:
-        ids = _ids(ids, layer.token.num_embeddings, device=layer.token.weight.device)
+        ids = _ids(ids, layer._modules["token"])
     lead = lead_of(ids, inputs_embeds, has_positions=layer.position is not None)
     segments = _segments(layer, lead, segments)
     mask = _mask(layer, ids, lead, mask)
@@ -64,21 +62,26 @@ def checked_call(
 
 
 def _ids(
-    value: Any,
-    count: int,
-    *,
-    device: torch.device,
-    name: str = "ids",
-    bound: str = "num_embeddings",
+    value: Any, table: Any, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> Tensor:
-    ids = value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
-    if not ids.numel() and isinstance(value, list | tuple):
-        ids = ids.to(torch.int64)  # an empty list has no dtype of its own
+    ids = value
+    if not isinstance(ids, Tensor):
+        ids = torch.as_tensor(value, device=table.weight.device)
+        if not ids.numel() and isinstance(value, list | tuple):
+            ids = ids.to(torch.int64)  # an empty list has no dtype of its own
     found = as_index(ids, name=name)
-    if concrete(ids):
-        with torch_classes():
-            ids_in_range(array_of(ids), count, name=name, bound=bound)
+    if found is not ids or name != "ids":
+        # Before they are others: a wide one may have become negative.
+        check_ids(ids, table.num_embeddings, name=name, bound=bound)
     return found
+
+
+def check_ids(
+    ids: Tensor, count: int, *, name: str = "ids", bound: str = "num_embeddings"
+) -> None:
+    """Refuse ids that are out of range, if they can be looked at."""
+    if concrete(ids) and not all_in_range(array_of(ids), count):
+        raise bad_id(ids, count, name=name, bound=bound)
 
 
 def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> Tensor | None:
@@ -86,16 +89,10 @@ def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> Tensor | None
         if segments is not None:
             raise ValueError("segments were given, but the layer was made without them")
         return None
-    device = layer.segment.weight.device
     if segments is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    found = _ids(
-        segments,
-        layer.segment.num_embeddings,
-        device=device,
-        name="segments",
-        bound="the number of segments",
-    )
+        return torch.zeros((), dtype=torch.int64, device=layer.segment.weight.device)
+    bound = "the number of segments"
+    found = _ids(segments, layer.segment, name="segments", bound=bound)
     check_segments(found.shape, lead)
     return found
 

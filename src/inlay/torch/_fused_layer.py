@@ -15,9 +15,10 @@ from torch import Tensor
 from .. import kernels
 from ..layer import combine, standardise, standardise_pull
 from ..layer_gradients import layer_gradients
+from ._errors import bad_id
 from ._fused import array_of, array_of_table, fusable, tensor_of, threads_of_torch
 from ._lookup import Table, lookup
-from ._pages import with_large_pages
+from ._pages import wish_for_large_pages
 from ._tables import widened
 
 
@@ -26,7 +27,8 @@ class Part(NamedTuple):
 
     Args:
         table: The table.
-        rows: One for each token, int64 and contiguous. Fewer begin again at their end.
+        rows: One for each token, int64 and contiguous, of any shape. Fewer begin again at
+            their end.
         how: None if the table has each token's row in order, so that its gradient is that
             of the rows.
     """
@@ -37,7 +39,7 @@ class Part(NamedTuple):
 
     def each(self, tokens: int) -> Tensor:
         """Return a row for each token."""
-        return self.rows.repeat(tokens // len(self.rows))
+        return self.rows.reshape(-1).repeat(tokens // self.rows.numel())
 
     @property
     def skip(self) -> int | None:
@@ -55,6 +57,7 @@ class Plan(NamedTuple):
         norm: Weight and bias of a LayerNorm, or nothing.
         scale: What token rows are multiplied by.
         eps: What the norm adds to the variance.
+        shape: Of the output.
         dtype: Of the output.
         mask: False for tokens that become zero in the end, or None.
     """
@@ -65,6 +68,7 @@ class Plan(NamedTuple):
     norm: tuple[Tensor, ...]
     scale: float
     eps: float
+    shape: tuple[int, ...]
     dtype: torch.dtype
     mask: Tensor | None
 
@@ -73,8 +77,8 @@ class Plan(NamedTuple):
         """The tables that are there."""
         return [part for part in self[:3] if part is not None]
 
-    def run(self) -> Float[Tensor, "tokens embedding_dim"]:
-        """Return the output rows."""
+    def run(self) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return the output."""
         tensors = (*(part.table for part in self.parts), *self.norm)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return _Layer.apply(self, *tensors)  # pyright: ignore
@@ -82,15 +86,17 @@ class Plan(NamedTuple):
 
     def forward(self) -> Tensor:
         token, *added = map(_arrays, self.parts)
-        shape = len(token[1]), token[0].shape[1]
-        out = with_large_pages(torch.empty(shape, dtype=self.dtype, device="cpu"))
-        norm = None
+        out, norm = torch.empty(self.shape, dtype=self.dtype, device="cpu"), None
+        wish_for_large_pages(out)
+        rows = array_of(out).reshape(-1, self.shape[-1])
         if self.norm:
             norm = (*map(array_of_table, self.norm), self.eps)
         with threads_of_torch():
-            kernels.layer(
-                token, tuple(added), scale=self.scale, norm=norm, out=array_of(out)
+            is_fine = kernels.layer(
+                token, tuple(added), scale=self.scale, norm=norm, out=rows
             )
+        if not is_fine:
+            raise bad_id(self.token.rows, len(self.token.table))
         return out
 
     def saved(self) -> list[Tensor]:
@@ -118,6 +124,7 @@ class Plan(NamedTuple):
 
     def pull(self, dy: Tensor) -> list[Tensor | None]:
         """Return the gradients of the tables and of the norm's weight and bias."""
+        dy = dy.reshape(-1, self.shape[-1])
         if torch.is_grad_enabled() or not fusable(dy):
             return self._plain_pull(dy)
         # What all tokens share is summed apart, as segments are; positions differ.
@@ -138,7 +145,7 @@ class Plan(NamedTuple):
         found += [_gradient(self.position, made.second)] if self.position else []
         found += [_gradient(self.segment, made.third)] if self.segment else []
         for weight, gradient in zip(self.norm, (made.weight, made.bias), strict=False):
-            found.append(tensor_of(gradient).to(weight.dtype))
+            found.append(tensor_of(gradient, dtype=weight.dtype))
         return found
 
     def _plain_pull(self, dy: Tensor) -> list[Tensor | None]:
@@ -165,14 +172,14 @@ class Plan(NamedTuple):
 def _arrays(part: Part | None) -> Any:
     if part is None:
         return None, None
-    return array_of_table(part.table), array_of(part.rows)
+    return array_of_table(part.table), array_of(part.rows).reshape(-1)
 
 
 def _gradient(part: Part, made: Any) -> Tensor | None:
     if not part.table.requires_grad:
         return None
     if part.how is None or isinstance(made, np.ndarray):
-        return tensor_of(made).to(part.table.dtype)
+        return tensor_of(made, dtype=part.table.dtype)
     return part.how.filled(made)
 
 

@@ -6,14 +6,15 @@ or has changed, and for parameters that are ordinary memory.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .._array import repeating
 from ..learned import check_positions
-from ._call import Call
-from ._fused import FLOATS, concrete, fusable
+from ._call import Call, check_ids
+from ._fused import FLOATS, concrete, fusable, tensor_of
 from ._fused_layer import Part, Plan
 from ._lookup import Table
 from ._optim_pending import settle
@@ -24,13 +25,13 @@ from .sinusoidal import SinusoidalPositions
 from .token import Embedding
 
 
-def plan_of(layer: Any, call: Call, *, dtype: torch.dtype) -> Plan | None:
+def plan_of(layer: Any, call: Call, *, wide: bool) -> Plan | None:
     """Return what the kernels are to do for this call, or None if they may not run.
 
     Args:
         layer: The complete layer.
         call: Its arguments.
-        dtype: Of the output.
+        wide: Whether the output is to have the dtype of the work.
     """
     # Read once: a module looks its parts up in Python.
     token, position, segment, norm = map(
@@ -42,22 +43,21 @@ def plan_of(layer: Any, call: Call, *, dtype: torch.dtype) -> Plan | None:
     weights = _weights(token, position, segment, norm=norm)
     if weights is None or not concrete(*weights, *_given(call)):
         return None
-    first = _token(token, call)
-    if first is None:
-        return None
-    second = None
+    weight = weights[0]
+    first, second = _token(token, weight, call), None
     if position is not None:
-        second = _position(position, call, like=weights[0])
-        if second is None:
-            return None
+        second = _position(position, call, like=weight)
+    if first is None or (second is None and position is not None):
+        return None
     return Plan(
         first,
         second,
         None if segment is None else _segment(segment, call),
         () if norm is None else tuple(weights[-2:]),
-        token.embedding_dim**0.5 if layer.scale else 1.0,
+        weight.shape[1] ** 0.5 if layer.scale else 1.0,
         0.0 if norm is None else norm.eps,
-        dtype,
+        (*call.lead, weight.shape[1]),
+        work(weight.dtype) if wide else weight.dtype,
         call.mask,
     )
 
@@ -70,7 +70,7 @@ def _own(token: Any, position: Any, segment: Any, *, norm: Any) -> bool:
         and not token.scale_grad_by_freq
         and type(position) in (LearnedPositions, SinusoidalPositions, type(None))
         and type(segment) in (Embedding, type(None))
-        and (norm is None or (type(norm) is nn.LayerNorm and norm.bias is not None))
+        and (norm is None or type(norm) is nn.LayerNorm)
     )
 
 
@@ -93,18 +93,29 @@ def watched(*modules: nn.Module | None) -> bool:
 def _weights(token: Any, position: Any, segment: Any, *, norm: Any) -> list[Any] | None:
     """Return all parameters if they are contiguous, of one dtype and the right shape."""
     width = token.embedding_dim
-    fit = [(token.weight, (token.num_embeddings, width))]
+    found, shapes = [_parameter(token)], [(token.num_embeddings, width)]
     if segment is not None:
-        fit.append((segment.weight, (segment.num_embeddings, width)))
+        found.append(_parameter(segment))
+        shapes.append((segment.num_embeddings, width))
     if type(position) is LearnedPositions:
-        fit.append((position.weight, (position.max_positions + position.row_offset, width)))
+        found.append(_parameter(position))
+        shapes.append((position.max_positions + position.row_offset, width))
     if norm is not None:
-        fit += [(norm.weight, (width,)), (norm.bias, (width,))]
-    dtype = fit[0][0].dtype
-    for weight, shape in fit:
-        if weight.dtype != dtype or weight.shape != shape or not weight.is_contiguous():
+        found += [_parameter(norm), _parameter(norm, "bias")]
+        shapes += [(width,), (width,)]
+    dtype = getattr(found[0], "dtype", None)
+    for weight, shape in zip(found, shapes, strict=True):
+        if weight is None or weight.dtype is not dtype or weight.shape != shape:
             return None
-    return [weight for weight, _ in fit] if dtype in FLOATS else None
+        if not weight.is_contiguous():
+            return None
+    return found if dtype in FLOATS else None
+
+
+def _parameter(module: Any, name: str = "weight") -> Any:
+    # Where it mostly is, which is found sooner than by its attribute.
+    found = module._parameters.get(name)
+    return getattr(module, name, None) if found is None else found
 
 
 def _given(call: Call) -> list[Tensor]:
@@ -112,24 +123,28 @@ def _given(call: Call) -> list[Tensor]:
     return [x for x in given if x is not None]
 
 
-def _token(token: Any, call: Call) -> Part | None:
-    weight = token.weight
+def _token(token: Any, weight: Tensor, call: Call) -> Part | None:
     if call.embeds is not None:
         if not fusable(call.embeds):
             return None
+        if call.ids is not None:
+            check_ids(call.ids, token.num_embeddings)
         wide = call.embeds.to(work(weight.dtype))
         table = wide.reshape(-1, token.embedding_dim).contiguous()
         return Part(table, torch.arange(len(table), device="cpu"), None)
-    settle(weight, call.ids)
+    ids: Any = call.ids
+    settle(weight, ids)
     if token._prepared(weight) is not None:
         return None
-    return _part(token, call.ids, call.lead, sparse=token.sparse)
+    rows = ids if ids.dtype is torch.int64 else ids.to(torch.int64)
+    how = _how(weight, token.padding_idx, sparse=token.sparse)
+    return Part(weight, rows.contiguous(), how)
 
 
 def _segment(segment: Any, call: Call) -> Part:
     settle(segment.weight, call.segments)
     segment._prepared(segment.weight)
-    return _part(segment, call.segments, call.lead, sparse=segment.sparse)
+    return _part(segment, _rows(call.segments, call.lead), sparse=segment.sparse)
 
 
 def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
@@ -137,7 +152,7 @@ def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
     if learned and call.positions is None and type(call.offset) is int:
         rows = _counted(position, call.offset, call.lead[-1])
         if rows is not None:
-            return _part(position, rows, call.lead)
+            return _part(position, rows)
     shape = (*call.lead, position.embedding_dim)
     found = positions_of(
         like.new_empty(()).expand(shape),
@@ -162,7 +177,8 @@ def _counted(position: Any, offset: int, length: int) -> Tensor | None:
     if not within or position.padding_idx is not None:
         return None
     first = offset + position.row_offset
-    return torch.arange(first, first + length, device="cpu")
+    # NumPy is quicker to ask, and knows of no default device.
+    return tensor_of(np.arange(first, first + length))
 
 
 def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | None:
@@ -175,14 +191,17 @@ def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | 
         if position._row_to_insert(position.weight) is not None:
             return None
     rows = signed(positions).to(torch.int64) + position.row_offset
-    return _part(position, rows, lead)
+    return _part(position, _rows(rows, lead))
 
 
-def _part(module: Any, rows: Any, lead: tuple[int, ...], *, sparse: bool = False) -> Part:
-    weight = module.weight
-    how = Table(len(weight), weight.dtype, module.padding_idx, False, sparse)
-    return Part(weight, _rows(rows, lead), how)
+def _part(module: Any, rows: Any, *, sparse: bool = False) -> Part:
+    weight = _parameter(module)
+    return Part(weight, rows, _how(weight, module.padding_idx, sparse=sparse))
 
 
-def _rows(rows: Tensor, lead: tuple[int, ...]) -> Tensor:
+def _how(weight: Tensor, padding_idx: int | None, *, sparse: bool) -> Table:
+    return Table(weight.shape[0], weight.dtype, padding_idx, False, sparse)
+
+
+def _rows(rows: Any, lead: tuple[int, ...]) -> Tensor:
     return repeating(rows.to(torch.int64), lead).contiguous()

@@ -16,6 +16,8 @@ LEAST = 1 << 22
 # What the system calls the wish, if it knows of it.
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _madvise = None if _HUGE is None else ctypes.CDLL(None).madvise
+if _madvise is not None:
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def with_large_pages(x: Tensor) -> Tensor:
@@ -28,9 +30,14 @@ def with_large_pages(x: Tensor) -> Tensor:
         >>> with_large_pages(torch.ones(2)).tolist()
         [1.0, 1.0]
     """
-    size = x.numel() * x.element_size()
-    if _madvise is not None and size >= LEAST and concrete(x):
-        first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = ctypes.c_size_t(x.data_ptr() + size - first)
-        _madvise(ctypes.c_void_p(first), length, _HUGE)
+    if x.nbytes >= LEAST and concrete(x):
+        wish_for_large_pages(x)
     return x
+
+
+def wish_for_large_pages(x: Tensor) -> None:
+    """Tell the system so, of a tensor that is ordinary memory."""
+    start, size = x.data_ptr(), x.nbytes
+    if _madvise is not None and size >= LEAST:
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise(first, start + size - first, _HUGE)

@@ -10,12 +10,12 @@ from torch.nn.functional import layer_norm as normalise
 
 from .._check import not_negative, not_negative_number, positive, probability
 from ..layer import combine, zero_where
-from ._call import Call, checked_call
+from ._call import Call, check_ids, checked_call
 from ._layer_plan import plan_of, watched
 from ._pages import with_large_pages
 from ._position_layer import position_layer
 from ._positions import Offset, Positions
-from ._tables import name_of, widened, work
+from ._tables import dtype_of, name_of, widened, work
 from .learned import LearnedPositions
 from .token import Embedding
 
@@ -79,7 +79,7 @@ class EmbeddingLayer(nn.Module):
         zero_padding: bool = False,
         sparse: bool = False,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.embedding_dim = positive("embedding_dim", embedding_dim)
@@ -89,7 +89,7 @@ class EmbeddingLayer(nn.Module):
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        place = {"device": device, "dtype": dtype}
+        place = {"device": device, "dtype": dtype_of(dtype)}
         empty = with_large_pages(torch.empty(num_embeddings, embedding_dim, **place))
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx, sparse=sparse, _weight=empty
@@ -175,16 +175,14 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        dtype, dropout = self.token.weight.dtype, self.dropout
+        dropout = self.dropout
         # Its own flag, not ours: it may stay on in evaluation, to see how sure a model is.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
         dropping = not idle or watched(dropout)
-        plan = plan_of(self, call, dtype=work(dtype) if dropping else dtype)
-        if plan is None:
-            out = self._plain(call)
-        else:
-            out = plan.run().reshape(*call.lead, self.embedding_dim)
-        out = (dropout(out) if dropping else out).to(dtype)
+        plan = plan_of(self, call, wide=dropping)
+        out = self._plain(call) if plan is None else plan.run()
+        if plan is None or dropping:
+            out = (dropout(out) if dropping else out).to(self.token.weight.dtype)
         return out if call.mask is None else zero_where(out, call.mask)
 
     @property
@@ -227,6 +225,8 @@ class EmbeddingLayer(nn.Module):
 
     def _plain(self, call: Call) -> Tensor:
         """Return the normalised sum of rows in the dtype of the work, by operators."""
+        if call.ids is not None:
+            check_ids(call.ids, self.token.num_embeddings)
         rows = self.token(call.ids) if call.embeds is None else call.embeds
         kind = work(self.token.weight.dtype)
         total = combine(rows.to(kind), scale=self.scale)
