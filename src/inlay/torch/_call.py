@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._check import all_in_range
 from ..layer import check_mask, check_segments, lead_of
-from ._errors import bad_id
+from ._errors import WrongValue, bad_id
 from ._fused import array_of, concrete
 from ._lookup import as_index
 from ._positions import Offset, Positions, check_vectors
@@ -53,12 +53,25 @@ def checked_call(
     """Return the arguments of a call, or say what is wrong with them."""
     if inputs_embeds is not None:
         check_vectors(inputs_embeds, layer.embedding_dim, name="inputs_embeds")
+        _check_nested(layer, inputs_embeds, name="inputs_embeds")
     if ids is not None:
         ids = _ids(ids, layer._modules["token"])
+        _check_nested(layer, ids, name="ids")
     lead = lead_of(ids, inputs_embeds, has_positions=layer.position is not None)
     segments = _segments(layer, lead, segments)
     mask = _mask(layer, ids, lead, mask)
     return Call(lead, ids, inputs_embeds, positions, offset, segments, mask)
+
+
+def _check_nested(layer: Any, value: Tensor, *, name: str) -> None:
+    if not value.is_nested:
+        return
+    # Rows of different lengths: torch can neither count along them nor choose by a mask.
+    if layer.position is not None or (layer.norm is not None and layer.zero_padding):
+        raise WrongValue(
+            f"{name} must not be nested in a layer with positions, or with layer_norm and "
+            f"zero_padding, got layout {value.layout}"
+        )
 
 
 def _ids(
