@@ -404,6 +404,31 @@ def test_sharded_training(alone):
             assert after[0, 1].tolist() == [3, 3, 3, 3]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("cls", "stock"), PAIRS)
+def test_sharded_rows_are_shortened_as_those_of_torch(cls, stock, inside, alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    want = stock(11, 4, padding_idx=2, max_norm=0.7, norm_type=3.0)
+    model: Any = cls(11, 4, padding_idx=2, max_norm=0.7, norm_type=3.0)
+    model.load_state_dict(want.state_dict())
+    model = fully_shard(
+        nn.Sequential(model) if inside else model, mesh=init_device_mesh("cpu", (1,))
+    )
+    found = []
+    for layer in (want, model):
+        (weight,) = layer.parameters()
+        optimizer = torch.optim.AdamW([weight], lr=0.3, weight_decay=0.5)
+        for ids in (torch.tensor([[1, 2, 3, 3]]), torch.tensor([[3, 5, 0, 1]])):
+            optimizer.zero_grad()
+            ((layer(ids) - torch.arange(4.0)) ** 2).sum().backward()
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(found[1].full_tensor(), found[0])
+
+
 def test_the_state_of_a_sharded_table_that_is_partly_frozen_is_whole(alone):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

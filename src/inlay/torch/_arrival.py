@@ -6,6 +6,7 @@ again before each lookup that needs one.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,6 +99,34 @@ def shorten_rows(
         weight[found] = shortened(weight[found], max_norm, norm_type=norm_type)
 
 
+@torch.no_grad()
+def shorten_shard(weight: Any, *, max_norm: float, norm_type: float) -> None:
+    """Shorten the rows here of a table split by rows over processes; leave any other alone.
+
+    Its gradient comes from all processes, so only the rows that have one are shortened.
+
+    Args:
+        weight: The table.
+        max_norm: As in the layers.
+        norm_type: Likewise.
+    """
+    found = getattr(weight, "placements", ())
+    whole_rows = all(part.is_replicate() or part.is_shard(0) for part in found)
+    if found and whole_rows and weight.grad is not None:
+        rows = (weight.grad.to_local() != 0).any(dim=1)
+        shorten_rows(weight.to_local(), rows, max_norm=max_norm, norm_type=norm_type)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have something called at the end of the backward that is going on."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
+def is_alone() -> bool:
+    """Tell whether no other process may have a copy or a part of what is here."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def rows_with_gradient(weight: Tensor) -> Tensor | None:
     """Return which rows a gradient has arrived for, or None for all rows.
 
@@ -105,8 +134,7 @@ def rows_with_gradient(weight: Tensor) -> Tensor | None:
     model on several machines must shorten the same rows, and each knows of its own ids
     only, so there it is always all of them.
     """
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     grad = weight.grad
-    if grad is None or not alone:
+    if grad is None or not is_alone():
         return None
     return grad.indices()[0] if grad.is_sparse else (grad != 0).any(dim=1)

@@ -17,7 +17,15 @@ from torch.nn.functional import linear
 
 from .._check import ids_in_range, not_negative
 from ..token import Init, Resized, Seed, check_norm, resized
-from ._arrival import coalesce_gradient, rows_with_gradient, shorten_rows, watch
+from ._arrival import (
+    after_backward,
+    coalesce_gradient,
+    is_alone,
+    rows_with_gradient,
+    shorten_rows,
+    shorten_shard,
+    watch,
+)
 from ._errors import WrongType, WrongValue, torch_classes
 from ._fused import array_of, array_of_table, concrete, tensor_of
 from ._lookup import as_index, padding_of
@@ -118,6 +126,15 @@ class Table(Padded):
                 if rows is None:
                     settle(weight)
                 self._shorten(rows)
+                if not is_alone():
+                    # FSDP2 gives the layer a copy of the table, and its part of the table
+                    # back once that has its gradient.
+                    after_backward(self._shorten_shard)
+
+    def _shorten_shard(self) -> None:
+        weight, max_norm = self._parameters.get("weight"), self.max_norm
+        if max_norm is not None:
+            shorten_shard(weight, max_norm=max_norm, norm_type=self.norm_type)
 
     def _shorten(self, rows: Tensor | None) -> None:
         if self.max_norm is not None:
