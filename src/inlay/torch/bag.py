@@ -23,7 +23,8 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
         num_embeddings: Rows of the table, one for each id.
         embedding_dim: Width of a row.
         max_norm: Rows longer than this are shortened to it before they are pooled; those
-            stored are when a gradient has arrived.
+            stored are when a gradient has arrived. Under FSDP2 those stored are only
+            if the table is split by rows and looked up eagerly.
         norm_type: The p of the p-norm that ``max_norm`` bounds.
         scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.

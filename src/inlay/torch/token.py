@@ -26,7 +26,8 @@ class Embedding(Table, TorchEmbedding):
             gradient, and whatever else writes to it is undone before the next lookup and
             before it is saved. :meth:`set_padding` changes it; so does loading.
         max_norm: Rows longer than this are shortened to it in the output; those stored are
-            when a gradient has arrived.
+            when a gradient has arrived. Under FSDP2 those stored are only if the
+            table is split by rows and looked up eagerly.
         norm_type: The p of the p-norm that ``max_norm`` bounds.
         scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
         sparse: Whether the gradient of the table is a coalesced sparse tensor.
