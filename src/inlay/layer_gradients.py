@@ -5,7 +5,7 @@ A token table is large and its ids mostly differ, so its gradient is a sum by id
 and only those of repeated ids are summed afterwards.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64
@@ -19,8 +19,7 @@ Missing = tuple[None, None]
 WASTE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class LayerGradients:
+class LayerGradients(NamedTuple):
     """What each part of the layer gets.
 
     Args:

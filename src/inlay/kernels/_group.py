@@ -25,10 +25,11 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         >>> order.tolist(), bounds.tolist(), unique.tolist()
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
-    found = grouped(ids, np.arange(ids.size))
-    if not found[1].size:
+    order, bounds, unique = grouped(ids, np.arange(ids.size))
+    if not bounds.size:
         raise ValueError(f"ids must not be negative, got {ids.min()}")
-    return found
+    # Gradients keep their ids: in memory that NumPy knows of, and no more than they need.
+    return order, bounds, unique.copy()
 
 
 @kernel()
@@ -60,7 +61,7 @@ def grouped(ids, places):
             bounds[count], unique[count] = i, id_
             count += 1
     bounds[count] = order.size
-    return order, bounds[: count + 1].copy(), unique[:count].copy()
+    return order, bounds[: count + 1], unique[:count]
 
 
 @kernel()

@@ -179,7 +179,7 @@ def _pull(
             others = min(part, dsecond.shape[0] - 1) * dsecond.shape[1] * width
             for place in range(bounds[part], bounds[part + 1]):
                 i, ahead = order[place], order[min(place + AHEAD, final)]
-                at, later = i * width, ahead * width
+                at, later = i * width, order[min(place + 1, final)] * width
                 slot, streams = slots[i] * width, slots[i] < past
                 centre, factor, mean, along = zero, zero, zero, zero
                 if gain is not None:

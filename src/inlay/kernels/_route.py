@@ -76,20 +76,20 @@ def route_of(
         >>> route.slots.tolist()
         [2, 0, 3]
     """
-    tokens: Any
     blocks: Any
     none = places[:0]
     if ids is None:
-        every = np.arange(size)
-        tokens = every, every, none, np.array([size])
+        slots = unique = np.arange(size)
+        several, starts = none, np.array([size])
     else:
-        tokens = _slots(ids, places, -1 if skip is None else skip)
+        slots, unique, several, starts = _slots(ids, places, -1 if skip is None else skip)
     if seconds is None:
         count = _count(places.size, shared)
         blocks = places, np.arange(count + 1) * places.size // count, none, None, False
     else:
         blocks = _blocks(seconds, size, places, shared)
-    return Route(*tokens, *blocks)
+    # Gradients keep their ids: in memory that NumPy knows of, and no more than they need.
+    return Route(slots, unique.copy(), several, starts, *blocks)
 
 
 @kernel()

@@ -40,7 +40,8 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
         >>> values[0].tolist()
         [9.0]
     """
-    grain = max(1, GRAIN // max(1, values.shape[1]))
+    rows = (starts[-1] - starts[0]) / max(1, into.size)
+    grain = max(1, int(GRAIN / max(1, rows * values.shape[1])))
     run(_sum_runs, into.size, values, starts, into, values.dtype.type(0), grain=grain)
 
 

@@ -89,7 +89,8 @@ def lookup(
         raise explained(error, ids, weight.shape[0]) from None
     except RuntimeError as error:
         # What torch says of a table without rows; of anything else it says enough.
-        if weight.shape[0] or isinstance(error, TypeError) or not concrete(ids):
+        empty = weight.dim() == 2 and not weight.shape[0]
+        if not empty or isinstance(error, TypeError) or not concrete(ids):
             raise
         raise bad_id(ids, 0) from None
     except AssertionError:
