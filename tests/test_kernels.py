@@ -212,27 +212,36 @@ def way_through(seconds, *, ids=None, mask=None, skip=None, shared=2):
     )
 
 
-def test_rows_of_single_ids_come_first_and_those_of_the_others_after():
-    ids = rng.integers(0, 300, 400)
+@pytest.mark.parametrize("seconds", [None, np.arange(40), np.zeros(1, np.int64)])
+def test_single_ids_have_rows_first_and_others_one_for_each_block_after(seconds):
+    ids = rng.integers(0, 200, 400)
     mask = rng.random(400) < 0.9
     skip = ids[mask][0]
-    route = way_through(None, ids=ids, mask=mask, skip=skip)
+    route = way_through(seconds, ids=ids, mask=mask, skip=skip)
     counted = mask & (ids != skip)
     unique, counts = np.unique(ids[counted], return_counts=True)
     np.testing.assert_array_equal(route.ids, unique)
     np.testing.assert_array_equal(route.several, np.flatnonzero(counts > 1))
-    np.testing.assert_array_equal(
-        route.starts, unique.size + np.r_[0, counts[counts > 1].cumsum()]
-    )
-    assert (route.slots[~counted] == -1).all()
-    for row, id_ in enumerate(unique):
-        mine = route.slots[counted & (ids == id_)]
-        if counts[row] == 1:
-            assert mine == row
-        else:
-            group = np.flatnonzero(route.several == row)[0]
-            first, end = route.starts[group : group + 2]
-            np.testing.assert_array_equal(mine, np.arange(first, end))
+    assert route.starts[0] == unique.size and (route.slots[~counted] == -1).all()
+    written, blocks = set(), np.split(route.order, route.bounds[1:-1])
+    for block in blocks:
+        seen = {}
+        for place in block[counted[block]]:
+            row, first = route.slots[place], ids[place] not in seen
+            assert (row >= 0) == first
+            assert seen.setdefault(ids[place], row) == (row if first else -2 - row)
+        assert not written & set(seen.values())
+        written |= set(seen.values())
+        for id_, row in seen.items():
+            own = np.searchsorted(unique, id_)
+            if counts[own] == 1:
+                assert row == own
+            else:
+                group = np.searchsorted(route.several, own)
+                assert route.starts[group] <= row < route.starts[group + 1]
+    # Every row is written, but those that sums go to.
+    assert written == set(range(route.starts[-1])) - set(route.several)
+    assert any(slot < -1 for slot in route.slots)
 
 
 @pytest.mark.parametrize("masked", [False, True])

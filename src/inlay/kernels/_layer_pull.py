@@ -59,7 +59,8 @@ def layer_pull(
     width, work = dy.shape[1], np.float64 if dy.dtype == np.float64 else np.float32
     blocks = route.bounds.size - 1
     third = added[1][0].shape[0] if len(added) > 1 else 0
-    values = np.empty((route.starts[-1], width), work)
+    rows = route.starts[-1]
+    values = np.empty((rows + (blocks if route.several.size else 0), width), work)
     seconds = np.zeros((blocks if route.is_split else 1, route.rows.size, width), work)
     shared = np.empty((blocks, 2 + third, width), work)
     run(
@@ -75,12 +76,13 @@ def layer_pull(
         route.slots,
         values,
         route.ids.size if is_streamed(values, LARGE) else 0,
+        rows,
         route.sums,
         seconds,
         shared,
         grain=max(1, GRAIN * blocks // max(1, route.order.size * width)),
     )
-    return values, _folded(seconds), _folded(shared)
+    return values[:rows], _folded(seconds), _folded(shared)
 
 
 @kernel()
@@ -97,6 +99,18 @@ def _folded(blocks):
 @inlined
 def _add(value, numbers, place):
     store(load(value, numbers, place) + value, numbers, place)
+
+
+@inlined
+def _add_row(like, values, source, to):
+    """Add one row of ``values`` to another, both as long as ``like``."""
+    zero = type(like[0])(0)
+    block, lanes = WIDTH // like.itemsize, zeros(zero)
+    whole = like.size - like.size % block
+    for d in range(0, whole, block):
+        _add(load(lanes, values, source + d), values, to + d)
+    for d in range(whole, like.size):
+        _add(load(zero, values, source + d), values, to + d)
 
 
 @inlined
@@ -164,6 +178,7 @@ def _pull(
     slots,
     values,
     past,
+    spare,
     sums,
     dsecond,
     shared,
@@ -180,7 +195,9 @@ def _pull(
             for place in range(bounds[part], bounds[part + 1]):
                 i, ahead = order[place], order[min(place + AHEAD, final)]
                 at, later = i * width, order[min(place + 1, final)] * width
-                slot, streams = slots[i] * width, slots[i] < past
+                # What is to be added is written to a row that the block has for this first.
+                adds, streams = slots[i] < -1, 0 <= slots[i] < past
+                slot = (spare + part if adds else slots[i]) * width
                 centre, factor, mean, along = zero, zero, zero, zero
                 if gain is not None:
                     centre = put_together(
@@ -215,3 +232,5 @@ def _pull(
                         _add(left, shared, other + d)
                     if sums is not None:
                         _add(left, dsecond, to + d)
+                if adds:
+                    _add_row(row, values, slot, (-2 - slots[i]) * width)

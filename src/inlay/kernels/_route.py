@@ -26,7 +26,9 @@ class Route(NamedTuple):
 
     Args:
         slots: For each place the row of its token's gradient; -1 is none. There is a row
-            for each id, and after them come those of ids that occur several times.
+            for each id, and after them come those of ids that occur several times, one for
+            each block they occur in. The first place of the block that has such a row
+            writes it, and the others, which have ``-2 - row`` here, add to it.
         ids: The ids, ascending.
         several: Which of them occur several times.
         starts: Where the rows of each of those begin, and the end of the last.
@@ -76,29 +78,31 @@ def route_of(
         >>> route.slots.tolist()
         [2, 0, 3]
     """
-    blocks: Any
     none = places[:0]
+    if seconds is None:
+        count = _count(places.size, shared)
+        order, bounds = places, np.arange(count + 1) * places.size // count
+        rest: Any = none, None, False
+    else:
+        order, bounds, *rest = _blocks(seconds, size, places, shared)
     if ids is None:
         slots = unique = np.arange(size)
         several, starts = none, np.array([size])
     else:
-        slots, unique, several, starts = _slots(ids, places, -1 if skip is None else skip)
-    if seconds is None:
-        count = _count(places.size, shared)
-        blocks = places, np.arange(count + 1) * places.size // count, none, None, False
-    else:
-        blocks = _blocks(seconds, size, places, shared)
+        passed = -1 if skip is None else skip
+        slots, unique, several, starts = _slots(ids, order, bounds, passed)
     # Gradients keep their ids: in memory that NumPy knows of, and no more than they need.
-    return Route(slots, unique.copy(), several, starts, *blocks)
+    return Route(slots, unique.copy(), several, starts, order, bounds, *rest)
 
 
 @kernel()
-def _slots(ids, places, skip):
+def _slots(ids, places, cuts, skip):
+    # Places come block after block, and so do those of each id.
     order, bounds, unique = grouped(ids, places)
     slots, count = np.full(ids.size, -1), 0
     several, starts = np.empty_like(unique), np.empty_like(bounds)
     after, row = (unique != skip).sum(), 0
-    starts[0] = after
+    starts[0], blocks = after, _block_of(places, cuts, ids.size)
     for group in range(unique.size):
         if unique[group] == skip:
             continue
@@ -108,11 +112,23 @@ def _slots(ids, places, skip):
             slots[order[first]] = row
         else:
             for i in range(first, end):
-                slots[order[i]], after = after, after + 1
+                if i > first and blocks[order[i]] == blocks[order[i - 1]]:
+                    slots[order[i]] = -1 - after
+                else:
+                    slots[order[i]], after = after, after + 1
             several[count], count = row, count + 1
             starts[count] = after
         row += 1
     return slots, unique[:row], several[:count], starts[: count + 1]
+
+
+@kernel()
+def _block_of(places, cuts, size):
+    blocks = np.empty(size, np.int64)
+    for block in range(cuts.size - 1):
+        for i in range(cuts[block], cuts[block + 1]):
+            blocks[places[i]] = block
+    return blocks
 
 
 @kernel()
