@@ -75,10 +75,11 @@ def _sort(ids, order, spare):
         least, most = min(least, ids[place]), max(most, ids[place])
     if least < 0:
         return -1
-    passes = max(1, -(-_bits(most) // BITS))
-    bits = -(-_bits(most) // passes)
+    bits, shift = 0, 0
+    while bits < BITS and most >> bits:
+        bits += 1
     starts, last = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
-    for shift in range(0, passes * bits, max(1, bits)):
+    while shift < 63 and most >> shift:
         starts[:] = 0
         for place in order:
             starts[1 + (ids[place] >> shift & last)] += 1
@@ -89,13 +90,5 @@ def _sort(ids, order, spare):
             spare[starts[digit]] = place
             starts[digit] += 1
         order, spare = spare, order
-        swaps += 1
+        shift, swaps = shift + bits, swaps + 1
     return swaps
-
-
-@kernel()
-def _bits(number):
-    bits = 0
-    while bits < 63 and number >> bits:
-        bits += 1
-    return bits

@@ -1,7 +1,8 @@
 """In which order the layer's way back goes through its places, and where each writes.
 
 A row of the token table's gradient whose id occurs once is written where it belongs at
-once; those of an id that occurs several times are kept together and summed afterwards.
+once. An id that occurs several times has a row for each block that it occurs in, and these
+are summed afterwards.
 
 Places are gone through in blocks, which threads take one after the other. All places of a
 row of the second table (positions) are in one block if that can be, in the order of memory:
