@@ -2,7 +2,7 @@
 
 A token table is large and its ids mostly differ, so its gradient is a sum by id
 (:class:`inlay.rows.Rows`): a row whose id occurs once is written where it belongs at once,
-and only those of repeated ids are summed afterwards.
+and those of repeated ids are summed by blocks first, then over them.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 
 from . import kernels
+from ._check import all_in_range, out_of_range
 from .rows import Rows
 
-Part = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " places"]]
+Part = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " of_places"]]
 Missing = tuple[None, None]
 # How many times as much memory as it needs a gradient may keep.
 WASTE = 4
@@ -62,7 +63,11 @@ def layer_gradients(
         mask: False at places that give nobody a gradient, whatever is there.
     """
     places = np.arange(len(dy)) if mask is None else np.flatnonzero(mask)
-    third = added[1][0] if len(added) > 1 else None
+    third, thirds = added[1] if len(added) > 1 else (None, None)
+    if token[1].size != len(dy):
+        raise ValueError(
+            f"there must be an id for each of {len(dy)} rows, got {token[1].size}"
+        )
     route = kernels.route_of(
         token[1] if by_id else None,
         added[0][1] if added else None,
@@ -71,6 +76,10 @@ def layer_gradients(
         skip=skips[0],
         shared=2 + (0 if third is None else len(third)),
     )
+    # Again, for they may have been written to since they were looked up.
+    _check_rows("ids", token[0], route.ids[-1:] if by_id else None)
+    _check_rows("positions", added[0][0] if added else None, route.rows[-1:])
+    _check_rows("segments", third, thirds)
     values, dsecond, dshared = kernels.layer_pull(
         token, added, scale=scale, norm=norm, dy=dy, route=route
     )
@@ -84,6 +93,11 @@ def layer_gradients(
         weight,
         bias,
     )
+
+
+def _check_rows(name: str, table: np.ndarray | None, rows: np.ndarray | None) -> None:
+    if table is not None and rows is not None and not all_in_range(rows, len(table)):
+        raise out_of_range(rows, len(table), name=name, bound="the number of rows")
 
 
 def _summed(

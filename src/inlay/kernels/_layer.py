@@ -157,6 +157,7 @@ def _rows(
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             if ids[i] < 0 or ids[i] >= count:
+                # Whoever finds one writes the same.
                 faults[0] = 1
                 continue
             ahead, factor = min(i + AHEAD, hi - 1), zero

@@ -51,7 +51,8 @@ def layer_pull(
         route: Where each goes.
 
     Shape:
-        - the first: ``(route.starts[-1], embedding_dim)``
+        - the first: ``(route.starts[-1], embedding_dim)``, and a few rows more that mean
+          nothing if ids occur several times
         - the second: ``(rows of the route, embedding_dim)``
         - shared: ``(2 + rows of the third table, embedding_dim)``: the gradients of the
           norm's weight and bias, then those of the third table
@@ -82,7 +83,7 @@ def layer_pull(
         shared,
         grain=max(1, GRAIN * blocks // max(1, route.order.size * width)),
     )
-    return values[:rows], _folded(seconds), _folded(shared)
+    return values, _folded(seconds), _folded(shared)
 
 
 @kernel()
@@ -204,7 +205,7 @@ def _pull(
                         row, i, ahead, token, ids, second, seconds, third, thirds, scale
                     )
                     factor = factor_of(row, centre, eps)
-                    # What is written past the caches is not asked for.
+                    # What is written past the caches is not asked for; row 0 is at hand.
                     soon = 0 if streams else slot
                     mean, along = _means(
                         row, centre, factor, dy, at, later, gain, shared, own, values, soon

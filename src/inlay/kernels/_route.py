@@ -75,9 +75,9 @@ def route_of(
         >>> ids, places = np.array([7, 3, 7]), np.arange(3)
         >>> route = route_of(ids, None, places=places, size=3, skip=None, shared=2)
         >>> route.ids.tolist(), route.several.tolist(), route.starts.tolist()
-        ([3, 7], [1], [2, 4])
+        ([3, 7], [1], [2, 3])
         >>> route.slots.tolist()
-        [2, 0, 3]
+        [2, 0, -4]
     """
     none = places[:0]
     if seconds is None:
@@ -92,6 +92,8 @@ def route_of(
     else:
         passed = -1 if skip is None else skip
         slots, unique, several, starts = _slots(ids, order, bounds, passed)
+        if not starts.size:
+            raise ValueError(f"ids must not be negative, got {ids.min()}")
     # Gradients keep their ids: in memory that NumPy knows of, and no more than they need.
     return Route(slots, unique.copy(), several, starts, order, bounds, *rest)
 
@@ -101,6 +103,8 @@ def _slots(ids, places, cuts, skip):
     # Places come block after block, and so do those of each id.
     order, bounds, unique = grouped(ids, places)
     slots, count = np.full(ids.size, -1), 0
+    if not bounds.size:
+        return slots, unique, unique, bounds
     several, starts = np.empty_like(unique), np.empty_like(bounds)
     after, row = (unique != skip).sum(), 0
     starts[0], blocks = after, _block_of(places, cuts, ids.size)
@@ -158,7 +162,7 @@ def _ranked(seconds, size, places):
         for i in range(bounds[rank], bounds[rank + 1]):
             ranks[order[i]] = rank
     for first in range(0, size, max(1, seconds.size)):
-        sums[first : first + seconds.size] = ranks
+        sums[first : first + seconds.size] = ranks[: size - first]
     counts, number = np.zeros_like(rows), 0
     for place in places:
         counts[sums[place]] += 1

@@ -22,7 +22,7 @@ _here = threading.local()
 def set_num_threads(n: int) -> None:
     """Use ``n`` threads in the kernels from now on, the calling one included.
 
-    Results do not depend on it: each id's sum is made by one thread, in order.
+    Results do not depend on it: what is summed, and in which order, does not either.
 
     Example:
         >>> before = get_num_threads()
