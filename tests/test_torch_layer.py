@@ -1,11 +1,13 @@
 """The complete layer of the torch face: on kernels, by plain operators, compiled."""
 
 import copy
+import gc
 import importlib.metadata
 import itertools
 import json
 import os
 import pickle
+import weakref
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -1001,3 +1003,58 @@ def test_ragged_ids_are_refused_where_they_cannot_be_meant(options):
         sentence = f"^{name} must not be nested in a layer .* got layout torch.jagged$"
         with pytest.raises(ValueError, match=sentence):
             layer(**{name: ragged(value)})
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_ids_that_change_behind_torchs_back_are_refused_in_the_backward(layer_norm):
+    layer = EmbeddingLayer(20, 8, position=None, layer_norm=layer_norm)
+    for bad in (10**9, -100, 20):
+        ids = np.arange(6)
+        y = layer(torch.from_numpy(ids))
+        ids[:] = bad
+        with pytest.raises((IndexError, ValueError), match=f"{bad}"):
+            y.sum().backward()
+    ids = torch.arange(2000) % 20
+    y = layer(ids)
+    ids.data = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="an id for each of 2000 rows, got 1"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding_idx": 0},
+        {"max_norm": 0.01},
+        {"scale_grad_by_freq": True},
+        {"sparse": True},
+    ],
+)
+def test_segments_that_are_more_than_a_table_do_what_they_were_made_for(options):
+    layer = build(segments=3, dtype=torch.float32)
+    layer.segment = Embedding(3, 6, **options)
+    segments = torch.tensor([[0, 1, 1, 2]] * 2)
+    ids = torch.tensor([[1, 2, 3, 4]] * 2)
+    y = layer(ids, segments=segments)
+    y.square().sum().backward()
+    table: Any = layer.segment.weight
+    got, table.grad = table.grad, None
+    with plain_operators():
+        want = layer(ids, segments=segments)
+        want.square().sum().backward()
+    torch.testing.assert_close(y, want)
+    assert got.is_sparse == bool(options.get("sparse"))
+    torch.testing.assert_close(got.to_dense(), table.grad.to_dense())
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_a_backward_lets_go_of_what_it_read(layer_norm):
+    layer = build(layer_norm=layer_norm, dtype=torch.float32)
+    embeds = torch.randn(2, 4, 6, requires_grad=True)
+    x = embeds * 2
+    y, kept = layer(inputs_embeds=x), weakref.ref(x)
+    del x
+    y.sum().backward()
+    gc.collect()
+    assert kept() is None and y.grad_fn is not None

@@ -133,6 +133,8 @@ def test_a_table_without_rows_has_no_row_for_any_id(options):
     assert layer(torch.zeros((3, 0), dtype=torch.int64)).shape == (3, 0, 2)
     with pytest.raises(IndexError, match=r"ids\[0, 0\] is 3, but num_embeddings is 0"):
         layer(torch.tensor([[3, 0]]))
+    with pytest.raises(ValueError, match="padding_idx must be in"):
+        embedding(torch.empty(0, dtype=torch.int64), layer.weight, 0, sparse=True)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,14 @@ def test_ragged_ids_give_ragged_rows_and_the_gradients_of_their_ids(options):
         for rows in (got.values(), want)
     ]
     assert torch.equal(*found) and found[0].any()
+
+
+@pytest.mark.rejects
+def test_ragged_ids_of_another_order_are_left_to_torch():
+    parts = [torch.arange(6).reshape(3, 2), torch.arange(8).reshape(4, 2)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises((ValueError, RuntimeError)):
+        Embedding(9, 4, sparse=True)(ragged)
 
 
 @pytest.mark.rejects

@@ -21,6 +21,9 @@ from ._lookup import Table, lookup
 from ._pages import wish_for_large_pages
 from ._tables import widened
 
+# In the place of what autograd keeps.
+_GONE = torch.empty(0, device="cpu")
+
 
 class Part(NamedTuple):
     """A table, the row of it for each token, and what its gradient depends on.
@@ -105,6 +108,29 @@ class Plan(NamedTuple):
         kept += [] if self.mask is None else [self.mask]
         # Without a norm the gradient does not depend on what is in the tables.
         return kept + ([*(p.table for p in self.parts), *self.norm] if self.norm else [])
+
+    def emptied(self) -> Self:
+        """Return the plan without what was saved, which torch lets go of after its use."""
+        token, position, segment = (
+            part and part._replace(table=self._known_of(part), rows=_GONE)
+            for part in self[:3]
+        )
+        return self._replace(
+            token=token,
+            position=position,
+            segment=segment,
+            norm=(_GONE,) * len(self.norm),
+            mask=None if self.mask is None else _GONE,
+        )
+
+    def _known_of(self, part: Part) -> Tensor:
+        """Return a table, or one without rows in its place if its numbers are not read."""
+        if self.norm:
+            return _GONE
+        if part.how is not None:
+            return part.table
+        none = torch.empty((0, self.shape[-1]), dtype=part.table.dtype, device="cpu")
+        return none.requires_grad_(part.table.requires_grad)
 
     def restored(self, saved: tuple[Tensor, ...]) -> Self:
         """Return the plan with what was saved in the place of what it had."""
@@ -193,7 +219,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
-        ctx.plan = plan
+        ctx.plan = plan.emptied()
         ctx.save_for_backward(*plan.saved())
         return plan.forward()
 

@@ -45,7 +45,7 @@ def plan_of(layer: Any, call: Call, *, wide: bool) -> Plan | None:
         return None
     weight = weights[0]
     first, second = _token(token, weight, call), None
-    if position is not None:
+    if first is not None and position is not None:
         second = _position(position, call, like=weight)
     if first is None or (second is None and position is not None):
         return None
@@ -69,8 +69,18 @@ def _own(token: Any, position: Any, segment: Any, *, norm: Any) -> bool:
         and token.max_norm is None
         and not token.scale_grad_by_freq
         and type(position) in (LearnedPositions, SinusoidalPositions, type(None))
-        and type(segment) in (Embedding, type(None))
+        and (segment is None or _is_plain(segment))
         and (norm is None or type(norm) is nn.LayerNorm)
+    )
+
+
+def _is_plain(segment: Any) -> bool:
+    """Tell whether segments are no more than a table."""
+    return (
+        type(segment) is Embedding
+        and segment.max_norm is None
+        and segment.padding_idx is None
+        and not (segment.scale_grad_by_freq or segment.sparse)
     )
 
 
@@ -129,7 +139,7 @@ def _token(token: Any, weight: Tensor, call: Call) -> Part | None:
             return None
         if call.ids is not None:
             check_ids(call.ids, token.num_embeddings)
-        wide = call.embeds.to(work(weight.dtype))
+        wide = call.embeds.resolve_neg().to(work(weight.dtype))
         table = wide.reshape(-1, token.embedding_dim).contiguous()
         return Part(table, torch.arange(len(table), device="cpu"), None)
     ids: Any = call.ids
@@ -137,14 +147,12 @@ def _token(token: Any, weight: Tensor, call: Call) -> Part | None:
     if token._prepared(weight) is not None:
         return None
     rows = ids if ids.dtype is torch.int64 else ids.to(torch.int64)
-    how = _how(weight, token.padding_idx, sparse=token.sparse)
-    return Part(weight, rows.contiguous(), how)
+    return _part(token, rows.contiguous(), sparse=token.sparse)
 
 
 def _segment(segment: Any, call: Call) -> Part:
     settle(segment.weight, call.segments)
-    segment._prepared(segment.weight)
-    return _part(segment, _rows(call.segments, call.lead), sparse=segment.sparse)
+    return _part(segment, _rows(call.segments, call.lead))
 
 
 def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
@@ -196,11 +204,8 @@ def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | 
 
 def _part(module: Any, rows: Any, *, sparse: bool = False) -> Part:
     weight = _parameter(module)
-    return Part(weight, rows, _how(weight, module.padding_idx, sparse=sparse))
-
-
-def _how(weight: Tensor, padding_idx: int | None, *, sparse: bool) -> Table:
-    return Table(weight.shape[0], weight.dtype, padding_idx, False, sparse)
+    how = Table(weight.shape[0], weight.dtype, module.padding_idx, False, sparse)
+    return Part(weight, rows, how)
 
 
 def _rows(rows: Any, lead: tuple[int, ...]) -> Tensor:

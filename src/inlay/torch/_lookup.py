@@ -89,8 +89,8 @@ def lookup(
         raise explained(error, ids, weight.shape[0]) from None
     except RuntimeError as error:
         # What torch says of a table without rows; of anything else it says enough.
-        empty = weight.dim() == 2 and not weight.shape[0]
-        if not empty or isinstance(error, TypeError) or not concrete(ids):
+        empty = weight.dim() == 2 and not weight.shape[0] and ids.numel()
+        if not empty or isinstance(error, TypeError | ValueError) or not concrete(ids):
             raise
         raise bad_id(ids, 0) from None
     except AssertionError:
@@ -247,11 +247,17 @@ class _Lookup(torch.autograd.Function):
         return ctx.how.gradient(ids, grads[0]), None, None, None
 
 
+def _is_ragged(ids: Any) -> bool:
+    """Tell whether ids are rows of different lengths, one after the other in memory."""
+    jagged = ids.is_nested and ids.layout is torch.jagged
+    return jagged and ids.lengths() is None and ids._ragged_idx == 1
+
+
 def _rows(ids: Any, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
     dtype = work(weight.dtype) if wide else weight.dtype
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return torch_embedding(ids, weight).to(dtype)
-    if ids.is_nested and ids.layout is torch.jagged and ids.lengths() is None:
+    if _is_ragged(ids):
         rows = _rows(ids.values(), weight, how=how, wide=wide)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
     if fusable(weight) and concrete(ids):
