@@ -196,7 +196,8 @@ def test_no_places_at_all_give_zeros():
     [
         (0, -100, "ids must not be negative, got -100"),
         (0, 10**9, r"ids\[0\] is 1000000000, but the number of rows is 50"),
-        (1, 9, r"positions\[0\] is 9, but the number of rows is 9"),
+        (1, 9, r"positions\[7\] is 9, but the number of rows is 9"),
+        (1, -9, r"positions\[7\] is -9, but the number of rows is 9"),
         (2, -1, r"segments\[7\] is -1, but the number of rows is 3"),
     ],
 )

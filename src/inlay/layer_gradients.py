@@ -63,11 +63,14 @@ def layer_gradients(
         mask: False at places that give nobody a gradient, whatever is there.
     """
     places = np.arange(len(dy)) if mask is None else np.flatnonzero(mask)
-    third, thirds = added[1] if len(added) > 1 else (None, None)
+    third = added[1][0] if len(added) > 1 else None
     if token[1].size != len(dy):
         raise ValueError(
             f"there must be an id for each of {len(dy)} rows, got {token[1].size}"
         )
+    # Again, for they may have been written to since they were looked up.
+    for name, (table, rows) in zip(("positions", "segments"), added, strict=False):
+        _check_rows(name, table, rows)
     route = kernels.route_of(
         token[1] if by_id else None,
         added[0][1] if added else None,
@@ -76,10 +79,7 @@ def layer_gradients(
         skip=skips[0],
         shared=2 + (0 if third is None else len(third)),
     )
-    # Again, for they may have been written to since they were looked up.
     _check_rows("ids", token[0], route.ids[-1:] if by_id else None)
-    _check_rows("positions", added[0][0] if added else None, route.rows[-1:])
-    _check_rows("segments", third, thirds)
     values, dsecond, dshared = kernels.layer_pull(
         token, added, scale=scale, norm=norm, dy=dy, route=route
     )
