@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ hypothesis.settings.load_profile("inlay")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NothingIsSkipped())
+    # What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of one run share what is compiled, and the next run finds it again.
     # Numba does not notice every edit of a cached function: a folder serves one source.
     os.environ.setdefault("NUMBA_CACHE_DIR", _kept(config, f"numba-{_source()}"))
