@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._check import all_in_range
 from ..layer import check_mask, check_segments, lead_of
-from ._errors import WrongValue, bad_id
-from ._fused import array_of, concrete
+from ._errors import WrongValue, check_ids
 from ._lookup import as_index
 from ._positions import Offset, Positions, check_vectors
 from ._tables import name_of
@@ -87,14 +85,6 @@ def _ids(
         # Before they are others: a wide one may have become negative.
         check_ids(ids, table.num_embeddings, name=name, bound=bound)
     return found
-
-
-def check_ids(
-    ids: Tensor, count: int, *, name: str = "ids", bound: str = "num_embeddings"
-) -> None:
-    """Refuse ids that are out of range, if they can be looked at."""
-    if concrete(ids) and not all_in_range(array_of(ids), count):
-        raise bad_id(ids, count, name=name, bound=bound)
 
 
 def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> Tensor | None:

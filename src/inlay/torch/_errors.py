@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .._check import out_of_range
+from .._check import all_in_range, out_of_range
 from ._fused import array_of, concrete
 
 
@@ -49,6 +49,26 @@ def torch_classes() -> Generator[None, None, None]:
 def explained(error: IndexError, ids: Tensor, num_embeddings: int) -> IndexError:
     """Return the error that names the bad id, or torch's own where ids cannot be read."""
     return bad_id(ids, num_embeddings) if concrete(ids) else error
+
+
+def check_ids(
+    ids: Tensor,
+    num_embeddings: int,
+    *,
+    name: str = "ids",
+    bound: str = "num_embeddings",
+) -> None:
+    """Refuse ids that are out of range, if they can be looked at.
+
+    Example:
+        >>> import torch
+        >>> check_ids(torch.tensor([3, -1]), 5)
+        Traceback (most recent call last):
+        ...
+        inlay.torch._errors.OutOfRange: ids[1] is -1, but num_embeddings is 5
+    """
+    if concrete(ids) and not all_in_range(array_of(ids), num_embeddings):
+        raise bad_id(ids, num_embeddings, name=name, bound=bound)
 
 
 def bad_id(

@@ -13,7 +13,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .._array import repeating
 from ..learned import check_positions
-from ._call import Call, check_ids
+from ._call import Call
+from ._errors import check_ids
 from ._fused import FLOATS, concrete, fusable, tensor_of
 from ._fused_layer import Part, Plan
 from ._lookup import Table

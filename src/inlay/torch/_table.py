@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from .._check import ids_in_range, not_negative
+from .._check import not_negative
 from ..token import Init, Resized, Seed, check_norm, resized
 from ._arrival import (
     after_backward,
@@ -26,8 +26,8 @@ from ._arrival import (
     shorten_shard,
     watch,
 )
-from ._errors import WrongType, WrongValue, torch_classes
-from ._fused import array_of, array_of_table, concrete, tensor_of
+from ._errors import WrongType, WrongValue, check_ids, torch_classes
+from ._fused import array_of, array_of_table, tensor_of
 from ._lookup import as_index, padding_of
 from ._optim_pending import settle
 from ._padding import Padded
@@ -70,10 +70,10 @@ class Table(Padded):
         Training does this by itself, whenever a gradient has arrived.
         """
         if self.max_norm is not None:
-            if ids is not None and concrete(ids):
-                with torch_classes():
-                    ids_in_range(array_of(ids), self.num_embeddings)
-            rows = None if ids is None else as_index(ids).reshape(-1).unique()
+            rows = None
+            if ids is not None:
+                rows = as_index(ids).reshape(-1).unique()
+                check_ids(ids, self.num_embeddings)
             settle(self.weight, rows)
             self._shorten(rows)
 

@@ -10,7 +10,8 @@ from torch.nn.functional import layer_norm as normalise
 
 from .._check import not_negative, not_negative_number, positive, probability
 from ..layer import combine, zero_where
-from ._call import Call, check_ids, checked_call
+from ._call import Call, checked_call
+from ._errors import check_ids
 from ._layer_plan import plan_of, watched
 from ._pages import with_large_pages
 from ._position_layer import position_layer
