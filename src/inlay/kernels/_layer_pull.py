@@ -103,14 +103,13 @@ def _add(value, numbers, place):
 
 
 @inlined
-def _add_row(like, values, source, to):
-    """Add one row of ``values`` to another, both as long as ``like``."""
-    zero = type(like[0])(0)
-    block, lanes = WIDTH // like.itemsize, zeros(zero)
-    whole = like.size - like.size % block
+def _add_row(zero, values, source, to):
+    """Add one row of ``values`` to another; ``zero`` is one of their type."""
+    width, block, lanes = values.shape[1], WIDTH // values.itemsize, zeros(zero)
+    whole = width - width % block
     for d in range(0, whole, block):
         _add(load(lanes, values, source + d), values, to + d)
-    for d in range(whole, like.size):
+    for d in range(whole, width):
         _add(load(zero, values, source + d), values, to + d)
 
 
@@ -234,4 +233,4 @@ def _pull(
                     if sums is not None:
                         _add(left, dsecond, to + d)
                 if adds:
-                    _add_row(row, values, slot, (-2 - slots[i]) * width)
+                    _add_row(zero, values, slot, (-2 - slots[i]) * width)
