@@ -50,15 +50,10 @@ def concrete(*tensors: Tensor) -> bool:
         >>> concrete(torch.arange(3)), concrete(torch.empty(3, device="meta"))
         (True, False)
     """
-    return eager() and ordinary(*tensors)
-
-
-def ordinary(*tensors: Tensor) -> bool:
-    """Tell whether all tensors are memory on the CPU and nothing more.
-
-    Neither a subclass of Tensor nor one that torch.func or autograd's own vmap wraps.
-    """
-    # A plain loop, here and wherever every call comes by: half a microsecond each.
+    if not eager():
+        return False
+    # Neither a subclass of Tensor nor one that torch.func or autograd's own vmap wraps. A
+    # plain loop, for every call comes by here.
     for x in tensors:
         kind = type(x)
         if kind is not Tensor and kind is not Parameter:

@@ -64,25 +64,22 @@ def plan_of(layer: Any, call: Call, *, wide: bool) -> Plan | None:
 
 
 def _own(token: Any, position: Any, segment: Any, *, norm: Any) -> bool:
-    """Tell whether the parts are what they were made as."""
+    """Tell whether the parts are such that the kernels do all that they would do."""
+    if segment is not None:
+        plain = _is_plain(segment) and segment.padding_idx is None
+        if not plain or segment.sparse:
+            return False
     return (
-        type(token) is Embedding
-        and token.max_norm is None
-        and not token.scale_grad_by_freq
+        _is_plain(token)
         and type(position) in (LearnedPositions, SinusoidalPositions, type(None))
-        and (segment is None or _is_plain(segment))
         and (norm is None or type(norm) is nn.LayerNorm)
     )
 
 
-def _is_plain(segment: Any) -> bool:
-    """Tell whether segments are no more than a table."""
-    return (
-        type(segment) is Embedding
-        and segment.max_norm is None
-        and segment.padding_idx is None
-        and not (segment.scale_grad_by_freq or segment.sparse)
-    )
+def _is_plain(table: Any) -> bool:
+    """Tell whether a table's rows and gradients are used as they are."""
+    own = type(table) is Embedding
+    return own and table.max_norm is None and not table.scale_grad_by_freq
 
 
 def watched(*modules: nn.Module | None) -> bool:
