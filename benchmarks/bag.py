@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inlay.bag import MODES, Mode
-from inlay.numpy import EmbeddingBag
+from firstlayer.bag import MODES, Mode
+from firstlayer.numpy import EmbeddingBag
 
 from .ids import KINDS, batches
 from .timing import Case

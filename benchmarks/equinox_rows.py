@@ -84,8 +84,8 @@ def _ours(table: np.ndarray, given: list[Any]) -> Run:
     import jax.numpy as jnp
     import optax
 
-    from inlay.equinox import Embedding
-    from inlay.equinox.rows import RowOptimizer
+    from firstlayer.equinox import Embedding
+    from firstlayer.equinox.rows import RowOptimizer
 
     optimizer = RowOptimizer(optax.adam(RATE))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inlay.numpy import EmbeddingLayer, LearnedPositions, SinusoidalPositions
+from firstlayer.numpy import EmbeddingLayer, LearnedPositions, SinusoidalPositions
 
 from .ids import KINDS, batches
 from .timing import Case, Run

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from inlay.torch import Embedding
-from inlay.torch.optim import RowAdamW
+from firstlayer.torch import Embedding
+from firstlayer.torch.optim import RowAdamW
 
 from .ids import KINDS, batches
 from .timing import BATCHES, Case

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from inlay.numpy import Embedding, RotaryPositions, SinusoidalPositions
+from firstlayer.numpy import Embedding, RotaryPositions, SinusoidalPositions
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inlay.numpy import RotaryPositions
+from firstlayer.numpy import RotaryPositions
 
 from .timing import BATCHES, Case
 

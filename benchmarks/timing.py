@@ -36,7 +36,7 @@ class Case:
 
     Args:
         name: What is done, and on which sizes.
-        ours: Does it on the batch of that number, with Inlay.
+        ours: Does it on the batch of that number, with Firstlayer.
         peers: Does it with another library, by name.
         bars: How many times as fast as that peer ours has to be.
         missing: Peers that are not installed.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from inlay.torch import Embedding, EmbeddingLayer, RotaryPositions
+from firstlayer.torch import Embedding, EmbeddingLayer, RotaryPositions
 
 from .ids import KINDS, batches
 from .rotary import half_forms

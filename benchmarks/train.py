@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from inlay import set_num_threads
-from inlay.study.corpus import Corpus, learn_tokenizer, tokenized
-from inlay.study.neighbors import units
-from inlay.study.skipgram import Setting, SkipGram
-from inlay.study.text import documents_in, standard_library
+from firstlayer import set_num_threads
+from firstlayer.study.corpus import Corpus, learn_tokenizer, tokenized
+from firstlayer.study.neighbors import units
+from firstlayer.study.skipgram import Setting, SkipGram
+from firstlayer.study.text import documents_in, standard_library
 
 THREADS = 2
 #: How many neighbours are looked at, and how many names a kind must have in the text.
@@ -98,7 +98,7 @@ def alike(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
 
 
 def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
-    """Return how long it takes with Inlay, and the table."""
+    """Return how long it takes with Firstlayer, and the table."""
     set_num_threads(THREADS)
     # Compiling is done once on a machine; a second's worth of it is no speed of learning.
     warm = SkipGram(corpus, setting)
@@ -156,7 +156,7 @@ def measured(setting: Setting) -> Iterator[Learned]:
         speed = corpus.ids.size * setting.epochs / seconds
         return Learned(who, seconds, speed, float(np.mean(list(found.values()))), found)
 
-    yield result("inlay", *ours(corpus, setting))
+    yield result("firstlayer", *ours(corpus, setting))
     seconds, weight = gensims(corpus, setting)
     yield result("gensim", seconds, weight)
     weight[1:] -= weight[1:].mean(axis=0)

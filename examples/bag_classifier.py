@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from inlay.torch import EmbeddingBag
-from inlay.torch.optim import RowAdamW
+from firstlayer.torch import EmbeddingBag
+from firstlayer.torch.optim import RowAdamW
 
 MODULES = "argparse ast difflib doctest inspect pickle subprocess tarfile".split()
 LINES, BATCH, WIDTH, RATE = 4, 64, 32, 0.01

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inlay.numpy import AlibiBias, EmbeddingLayer
+from firstlayer.numpy import AlibiBias, EmbeddingLayer
 
 LENGTH, STEPS, RATE = 32, 90, 4.0
 

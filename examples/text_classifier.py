@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from inlay.compat.lrnnx import Classifier
+from firstlayer.compat.lrnnx import Classifier
 
 SHORTEST, LONGEST, BATCH, RATE = 16, 48, 32, 4e-3
 

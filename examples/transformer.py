@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from inlay.torch import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bias
+from firstlayer.torch import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bias
 
 SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
 LENGTH, BATCH, WIDTH, HEADS, LAYERS, RATE = 64, 16, 64, 4, 2, 3e-3

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from inlay.equinox import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bias
+from firstlayer.equinox import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bias
 
 SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
 LENGTH, BATCH, WIDTH, HEADS, LAYERS, RATE = 64, 16, 64, 4, 2, 3e-3

@@ -8,23 +8,23 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from inlay.cli._group import inlay
+from firstlayer.cli._group import firstlayer
 
 
 def call(*args: Any, text: str | bytes | None = None) -> Result:
-    """Run ``inlay ARGS`` here and return exit code, stdout and stderr."""
-    return CliRunner().invoke(inlay, [str(arg) for arg in args], input=text)
+    """Run ``firstlayer ARGS`` here and return exit code, stdout and stderr."""
+    return CliRunner().invoke(firstlayer, [str(arg) for arg in args], input=text)
 
 
 def data(*args: Any, text: str | bytes | None = None) -> str:
-    """Run ``inlay ARGS`` here, which must succeed, and return what it printed."""
+    """Run ``firstlayer ARGS`` here, which must succeed, and return what it printed."""
     done = call(*args, text=text)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refusal(*args: Any, text: str | bytes | None = None, code: int = 1) -> str:
-    """Run ``inlay ARGS`` here, which must fail, and return its one sentence."""
+    """Run ``firstlayer ARGS`` here, which must fail, and return its one sentence."""
     done = call(*args, text=text)
     assert done.exit_code == code, done.output
     return one_sentence(done.stdout, done.stderr)
@@ -34,16 +34,16 @@ def one_sentence(stdout: str, stderr: str) -> str:
     """Return the sentence of a failure, which is all there is but for remarks."""
     assert stdout == ""
     *before, last = stderr.splitlines()
-    assert last.startswith("inlay: ") and "Traceback" not in stderr
+    assert last.startswith("firstlayer: ") and "Traceback" not in stderr
     assert all(line.startswith(("reading ", "learning ")) for line in before)
-    return last.removeprefix("inlay: ")
+    return last.removeprefix("firstlayer: ")
 
 
 def run_alone(
     *args: Any, folder: Path, before: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``inlay ARGS`` in a process of its own, after the code in ``before``."""
-    script = f"{before}\nfrom inlay.cli import main\nmain()"
+    """Run ``firstlayer ARGS`` in a process of its own, after the code in ``before``."""
+    script = f"{before}\nfrom firstlayer.cli import main\nmain()"
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, args)],
         cwd=folder,

@@ -12,10 +12,10 @@ import hypothesis
 import pytest
 
 A_DAY = 24 * 60 * 60
-KERNELS = Path(__file__).parent.parent / "src" / "inlay" / "kernels"
+KERNELS = Path(__file__).parent.parent / "src" / "firstlayer" / "kernels"
 
-hypothesis.settings.register_profile("inlay", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("inlay")
+hypothesis.settings.register_profile("firstlayer", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("firstlayer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +39,7 @@ def _kept(config: pytest.Config, name: str) -> str:
             if time.time() - other.stat().st_mtime > A_DAY:
                 shutil.rmtree(other, ignore_errors=True)
         return str(folder)
-    folder = tempfile.TemporaryDirectory(prefix=f"inlay-{name}-")
+    folder = tempfile.TemporaryDirectory(prefix=f"firstlayer-{name}-")
     config.add_cleanup(folder.cleanup)
     return folder.name
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from inlay.rows import Rows
+from firstlayer.rows import Rows
 
 FACES = ("numpy", "torch", "equinox")
 Arrays = dict[str, np.ndarray]
@@ -68,7 +68,7 @@ class Case:
 
 def class_of(face: str, name: str) -> Any:
     """Return the class of a layer in a face."""
-    return getattr(importlib.import_module(f"inlay.{face}"), name)
+    return getattr(importlib.import_module(f"firstlayer.{face}"), name)
 
 
 @functools.cache
@@ -84,9 +84,9 @@ def built_in_all_faces(case: Case) -> dict[str, Any]:
     layers = {"numpy": cls(**case.options, **seed)}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/layer.safetensors"
-        importlib.import_module("inlay.numpy").save(path, layers["numpy"])
+        importlib.import_module("firstlayer.numpy").save(path, layers["numpy"])
         for face in FACES[1:]:
-            layers[face] = importlib.import_module(f"inlay.{face}").load(path)
+            layers[face] = importlib.import_module(f"firstlayer.{face}").load(path)
     return layers
 
 

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inlay.equinox.alibi import AlibiBias
-from inlay.equinox.fire import FireBias
-from inlay.equinox.fourier import FourierFeatures
-from inlay.equinox.kerple import KerpleBias
-from inlay.equinox.learned import LearnedPositions
-from inlay.equinox.relative import T5Bias
-from inlay.equinox.rotary import RotaryPositions
-from inlay.equinox.shaw import ShawScores
-from inlay.equinox.sinusoidal import SinusoidalPositions
-from inlay.scaling import YaRN
+from firstlayer.equinox.alibi import AlibiBias
+from firstlayer.equinox.fire import FireBias
+from firstlayer.equinox.fourier import FourierFeatures
+from firstlayer.equinox.kerple import KerpleBias
+from firstlayer.equinox.learned import LearnedPositions
+from firstlayer.equinox.relative import T5Bias
+from firstlayer.equinox.rotary import RotaryPositions
+from firstlayer.equinox.shaw import ShawScores
+from firstlayer.equinox.sinusoidal import SinusoidalPositions
+from firstlayer.scaling import YaRN
 
 Build = Callable[[Any], Any]
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlay import files
-from inlay.rotary import pixtral_axial_frequencies
-from inlay.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+from firstlayer import files
+from firstlayer.rotary import pixtral_axial_frequencies
+from firstlayer.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
 from tests.faces import (
     FACES,
     Case,
@@ -343,7 +343,7 @@ def test_a_file_is_the_same_whoever_saved_it_and_loads_everywhere(name, tmp_path
     layers, written = built_in_all_faces(CASES[name]), {}
     for face in FACES:
         path = tmp_path / f"{face}.safetensors"
-        importlib.import_module(f"inlay.{face}").save(path, layers[face])
+        importlib.import_module(f"firstlayer.{face}").save(path, layers[face])
         written[face] = files.read(path)
     tensors, config = written["numpy"]
     for face in FACES[1:]:
@@ -351,9 +351,13 @@ def test_a_file_is_the_same_whoever_saved_it_and_loads_everywhere(name, tmp_path
         assert written[face][0].keys() == tensors.keys()
         for tensor, value in tensors.items():
             assert written[face][0][tensor].tobytes() == value.tobytes(), tensor
-    loaded = importlib.import_module("inlay.numpy").load(tmp_path / "equinox.safetensors")
+    loaded = importlib.import_module("firstlayer.numpy").load(
+        tmp_path / "equinox.safetensors"
+    )
     assert loaded.config() == layers["numpy"].config()
-    theirs = importlib.import_module("inlay.torch").load(tmp_path / "equinox.safetensors")
+    theirs = importlib.import_module("firstlayer.torch").load(
+        tmp_path / "equinox.safetensors"
+    )
     assert type(theirs).__name__ == CASES[name].name
 
 
@@ -647,7 +651,9 @@ def test_names_and_parameters_are_the_same(name):
 
 
 def test_every_layer_of_a_face_is_in_the_others():
-    names = {face: set(importlib.import_module(f"inlay.{face}").__all__) for face in FACES}
+    names = {
+        face: set(importlib.import_module(f"firstlayer.{face}").__all__) for face in FACES
+    }
     assert names["numpy"] == set.intersection(*names.values())
     assert {*METHODS, "load", "save"} <= names["numpy"]
     assert {case.name for case in CASES.values()} == set(METHODS)

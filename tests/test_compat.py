@@ -1,4 +1,4 @@
-"""What the modules of inlay.compat offer, and what importing them brings along."""
+"""What the modules of firstlayer.compat offer, and what importing them brings along."""
 
 import doctest
 import importlib
@@ -28,7 +28,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_pinned_and_shown_in_an_example(name):
-    module = importlib.import_module(f"inlay.compat.{name}")
+    module = importlib.import_module(f"firstlayer.compat.{name}")
     assert sorted(module.__all__) == sorted(NAMES[name])
     for public in NAMES[name]:
         shown = doctest.DocTestFinder().find(getattr(module, public), public)
@@ -36,23 +36,23 @@ def test_names_are_pinned_and_shown_in_an_example(name):
 
 
 def test_lucid_itself_has_tensors_dtypes_and_its_modules():
-    lucid = importlib.import_module("inlay.compat.lucid")
+    lucid = importlib.import_module("firstlayer.compat.lucid")
     assert {"tensor", "int64", "float32", "linalg", "nn"} <= set(lucid.__all__)
 
 
 def test_each_brings_its_own_framework_and_no_other():
     run_alone("""
         import sys
-        import inlay.compat
+        import firstlayer.compat
         assert "numpy" not in sys.modules
-        import inlay.compat.lucid
+        import firstlayer.compat.lucid
         assert not {"torch", "jax", "equinox", "transformers"} & set(sys.modules)
-        import inlay.compat.lrnnx, inlay.compat.tinytorch, inlay.compat.transformers
+        import firstlayer.compat.lrnnx, firstlayer.compat.tinytorch, firstlayer.compat.transformers
         assert not {"jax", "equinox", "transformers"} & set(sys.modules)
     """)
     run_alone("""
         import sys
-        import inlay.compat.equinox
+        import firstlayer.compat.equinox
         assert not {"torch", "transformers"} & set(sys.modules)
     """)
 
@@ -64,9 +64,9 @@ def test_what_is_missing_is_named():
         extras = {"lrnnx": "torch", "tinytorch": "torch", "transformers": "torch"}
         for name, extra in {**extras, "equinox": "equinox"}.items():
             try:
-                importlib.import_module(f"inlay.compat.{name}")
+                importlib.import_module(f"firstlayer.compat.{name}")
             except ImportError as error:
-                assert f"pip install inlay[{extra}]" in str(error), error
+                assert f"pip install firstlayer[{extra}]" in str(error), error
             else:
                 raise AssertionError(name)
     """)

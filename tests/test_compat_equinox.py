@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from inlay.compat.equinox import Embedding, RotaryPositionalEmbedding
+from firstlayer.compat.equinox import Embedding, RotaryPositionalEmbedding
 
 rng = np.random.default_rng(0)
 KEY = jax.random.key(0)

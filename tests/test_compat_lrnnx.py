@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from inlay import positions as position_ids
-from inlay.compat.lrnnx import LRU, Classifier, PositionEmbedding, TokenEmbedding
-from inlay.compat.lrnnx.classifier import pooled
+from firstlayer import positions as position_ids
+from firstlayer.compat.lrnnx import LRU, Classifier, PositionEmbedding, TokenEmbedding
+from firstlayer.compat.lrnnx.classifier import pooled
 
 # The document's examples, in its order.
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-import inlay.compat.lucid as lucid
-import inlay.compat.lucid.linalg
-import inlay.compat.lucid.nn as nn
+import firstlayer.compat.lucid as lucid
+import firstlayer.compat.lucid.linalg
+import firstlayer.compat.lucid.nn as nn
 
 rng = np.random.default_rng(0)
 
@@ -209,7 +209,7 @@ def test_norms_are_of_everything_or_along_an_axis():
     x = rng.standard_normal((3, 4))
     assert lucid.linalg.norm(x) == pytest.approx(np.sqrt((x**2).sum()))
     assert lucid.linalg.norm(x, 1) == pytest.approx(np.abs(x).sum())
-    got = inlay.compat.lucid.linalg.norm(x, ord=3, axis=1, keepdims=True)
+    got = firstlayer.compat.lucid.linalg.norm(x, ord=3, axis=1, keepdims=True)
     np.testing.assert_allclose(got, (np.abs(x) ** 3).sum(1, keepdims=True) ** (1 / 3))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inlay.compat.tinytorch import (
+from firstlayer.compat.tinytorch import (
     Embedding,
     EmbeddingLayer,
     PositionalEncoding,

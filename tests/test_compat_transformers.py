@@ -1,4 +1,4 @@
-"""The notebook's Embeddings, BERT's and GPT-2's, and Inlay inside models of transformers.
+"""The notebook's Embeddings, BERT's and GPT-2's, and Firstlayer inside models of transformers.
 
 Seen with transformers 5.22.2; models are small and random.
 """
@@ -15,8 +15,8 @@ import torch.nn as nn
 import transformers
 from transformers.models.bert.modeling_bert import BertEmbeddings as TheirBertEmbeddings
 
-import inlay.torch
-from inlay.compat.transformers import (
+import firstlayer.torch
+from firstlayer.compat.transformers import (
     BertEmbeddings,
     Embeddings,
     GPT2Embeddings,
@@ -185,7 +185,7 @@ def test_gpt2_embeddings_are_those_of_transformers():
     assert ours.drop.p == model.config.embd_pdrop
 
 
-# Inlay inside the models.
+# Firstlayer inside the models.
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -269,7 +269,7 @@ def test_a_tied_head_and_a_shared_table_stay_one():
     gpt2, t5 = build("gpt2"), build("t5")
     with swapped(gpt2), swapped(t5):
         assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
-        assert isinstance(gpt2.get_input_embeddings(), inlay.torch.Embedding)
+        assert isinstance(gpt2.get_input_embeddings(), firstlayer.torch.Embedding)
         assert t5.shared.weight is t5.encoder.embed_tokens.weight
         assert t5.shared.weight is t5.decoder.embed_tokens.weight
     table = nn.Embedding(5, 2)
@@ -293,7 +293,7 @@ def test_a_padding_row_that_is_not_zero_is_kept():
     assert torch.equal(logits("bert", model, ids), before)
 
 
-def test_inlays_promises_hold_inside():
+def test_promises_hold_inside_a_model():
     model = build("gpt2").to(torch.bfloat16)
     ids = torch.full((150, 20), 7)
     for want in (256, 3000):
@@ -403,5 +403,5 @@ def test_what_is_saved_inside_loads_outside():
     fresh.load_state_dict(torch.load(file))
     want = logits("bert", model)
     assert torch.equal(logits("bert", fresh), want)
-    # A copy made inside keeps Inlay's modules, and lives on its own.
+    # A copy made inside keeps Firstlayer's modules, and lives on its own.
     assert torch.equal(logits("bert", pickle.loads(pickle.dumps(twin))), want)

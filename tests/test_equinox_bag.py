@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlay.bag import MODES
-from inlay.equinox.bag import EmbeddingBag
-from inlay.numpy.bag import EmbeddingBag as NumpyBag
+from firstlayer.bag import MODES
+from firstlayer.equinox.bag import EmbeddingBag
+from firstlayer.numpy.bag import EmbeddingBag as NumpyBag
 from tests.gradients import central_difference
 from tests.jax_lives import LIVES, built
 from tests.test_equinox_token import bits, demanding

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from inlay.equinox.alibi import AlibiBias
-from inlay.equinox.fire import FireBias
-from inlay.equinox.kerple import KerpleBias
-from inlay.equinox.relative import T5Bias
-from inlay.equinox.shaw import ShawScores
+from firstlayer.equinox.alibi import AlibiBias
+from firstlayer.equinox.fire import FireBias
+from firstlayer.equinox.kerple import KerpleBias
+from firstlayer.equinox.relative import T5Bias
+from firstlayer.equinox.shaw import ShawScores
 from tests.jax_lives import built, compiled_quickly, key
 
 Q = np.array([[0, 7, 40], [900, 3, 12]])

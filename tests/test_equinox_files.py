@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-import inlay.numpy
-import inlay.torch
-from inlay._configs import KINDS
-from inlay.equinox import (
+import firstlayer.numpy
+import firstlayer.torch
+from firstlayer._configs import KINDS
+from firstlayer.equinox import (
     AlibiBias,
     Embedding,
     EmbeddingBag,
@@ -27,8 +27,8 @@ from inlay.equinox import (
     load,
     save,
 )
-from inlay.files import read, write
-from inlay.scaling import YaRN
+from firstlayer.files import read, write
+from firstlayer.scaling import YaRN
 from tests.test_equinox_token import bits
 
 KEY = jax.random.key(2)
@@ -104,7 +104,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("face", [None, inlay.numpy, inlay.torch])
+@pytest.mark.parametrize("face", [None, firstlayer.numpy, firstlayer.torch])
 def test_a_layer_comes_back_from_a_file_through_any_face(name, face, tmp_path):
     layer, path = CASES[name](), tmp_path / "a.safetensors"
     save(path, layer)
@@ -138,26 +138,29 @@ def test_a_file_has_the_names_and_the_padding_that_every_face_reads(tmp_path):
     assert bits(read(path)[0]["token.weight"][0]) == bits(padding) and padding.all()
     ids = np.array([[3, 0, 9], [9, 1, 2]])
     run = eqx.filter_jit(lambda one: one(ids, segments=ids % 3, inference=True))
-    got, want = np.asarray(run(load(path))), inlay.numpy.load(path)(ids, segments=ids % 3)
+    got, want = (
+        np.asarray(run(load(path))),
+        firstlayer.numpy.load(path)(ids, segments=ids % 3),
+    )
     np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=2**-7, atol=1e-6)
     assert not got[ids == 0].any()
 
 
 def test_float64_comes_back_where_jax_has_it(tmp_path):
     path = tmp_path / "a.safetensors"
-    other = inlay.numpy.Embedding(5, 3, padding_idx=2, dtype="float64", rng=0)
-    inlay.numpy.save(path, other)
+    other = firstlayer.numpy.Embedding(5, 3, padding_idx=2, dtype="float64", rng=0)
+    firstlayer.numpy.save(path, other)
     with jax.enable_x64(True):
         layer = load(path)
         assert bits(layer(range(5))) == bits(other(range(5)))
         save(path, layer)
-    assert bits(inlay.numpy.load(path).weight) == bits(other.weight)
+    assert bits(firstlayer.numpy.load(path).weight) == bits(other.weight)
 
 
 @pytest.mark.rejects
 def test_float64_is_refused_where_jax_would_round_it(tmp_path):
     path = tmp_path / "a.safetensors"
-    inlay.numpy.save(path, inlay.numpy.Embedding(5, 3, dtype="float64"))
+    firstlayer.numpy.save(path, firstlayer.numpy.Embedding(5, 3, dtype="float64"))
     with pytest.raises(ValueError, match="does not hold a layer: dtype float64 needs jax"):
         load(path)
 

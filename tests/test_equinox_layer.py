@@ -7,15 +7,15 @@ import numpy as np
 import optax
 import pytest
 
-from inlay.equinox.alibi import AlibiBias
-from inlay.equinox.bag import EmbeddingBag
-from inlay.equinox.layer import EmbeddingLayer
-from inlay.equinox.learned import LearnedPositions
-from inlay.equinox.rotary import RotaryPositions
-from inlay.equinox.sinusoidal import SinusoidalPositions
-from inlay.numpy.layer import EmbeddingLayer as NumpyLayer
-from inlay.numpy.rotary import RotaryPositions as NumpyRotary
-from inlay.numpy.sinusoidal import SinusoidalPositions as NumpyPositions
+from firstlayer.equinox.alibi import AlibiBias
+from firstlayer.equinox.bag import EmbeddingBag
+from firstlayer.equinox.layer import EmbeddingLayer
+from firstlayer.equinox.learned import LearnedPositions
+from firstlayer.equinox.rotary import RotaryPositions
+from firstlayer.equinox.sinusoidal import SinusoidalPositions
+from firstlayer.numpy.layer import EmbeddingLayer as NumpyLayer
+from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
+from firstlayer.numpy.sinusoidal import SinusoidalPositions as NumpyPositions
 from tests.gradients import central_difference
 from tests.jax_lives import LIVES, built, compiled_quickly
 from tests.test_equinox_token import bits, demanding

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from inlay import learned
-from inlay.equinox._constant import Constant
-from inlay.equinox._positions import positions_for
-from inlay.equinox.fourier import FourierFeatures
-from inlay.equinox.learned import LearnedPositions
-from inlay.equinox.sinusoidal import SinusoidalPositions
+from firstlayer import learned
+from firstlayer.equinox._constant import Constant
+from firstlayer.equinox._positions import positions_for
+from firstlayer.equinox.fourier import FourierFeatures
+from firstlayer.equinox.learned import LearnedPositions
+from firstlayer.equinox.sinusoidal import SinusoidalPositions
 from tests.jax_lives import (
     LEARNED,
     LIVES,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from inlay.equinox.rotary import RotaryPositions
-from inlay.numpy.rotary import RotaryPositions as NumpyRotary
-from inlay.rotary import qwen_axial_frequencies
-from inlay.scaling import DynamicNTK, Linear, YaRN
+from firstlayer.equinox.rotary import RotaryPositions
+from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
+from firstlayer.rotary import qwen_axial_frequencies
+from firstlayer.scaling import DynamicNTK, Linear, YaRN
 from tests.jax_lives import compiled_quickly, key
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]

@@ -10,8 +10,8 @@ import optax
 import pytest
 import torch
 
-from inlay.equinox import Embedding, EmbeddingBag, EmbeddingLayer
-from inlay.equinox.rows import RowOptimizer, touched
+from firstlayer.equinox import Embedding, EmbeddingBag, EmbeddingLayer
+from firstlayer.equinox.rows import RowOptimizer, touched
 from tests.test_equinox_token import bits
 
 rng = np.random.default_rng(0)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlay.equinox.token import Embedding
-from inlay.numpy.token import Embedding as NumpyEmbedding
+from firstlayer.equinox.token import Embedding
+from firstlayer.numpy.token import Embedding as NumpyEmbedding
 from tests.gradients import central_difference
 from tests.jax_lives import LIVES, built
 

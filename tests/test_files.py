@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay.files import read, write
+from firstlayer.files import read, write
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 TENSORS = {"a": np.arange(6.0, dtype="float32").reshape(2, 3), "b": np.ones(2, "float16")}
@@ -40,11 +40,11 @@ def run(script, path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script), path], check=True)
 
 
-def forge(path, *, inlay=None, tensors=None, data=b"", length=None):
+def forge(path, *, firstlayer=None, tensors=None, data=b"", length=None):
     """Write the bytes of a file whose header says whatever is asked."""
     header = dict(tensors or {})
-    if inlay is not None:
-        header["__metadata__"] = {"inlay": inlay}
+    if firstlayer is not None:
+        header["__metadata__"] = {"firstlayer": firstlayer}
     text = json.dumps(header).encode()
     start = struct.pack("<Q", len(text) if length is None else length)
     path.write_bytes(start + text + data)
@@ -100,7 +100,7 @@ def test_a_fresh_process_reads_bfloat16(tmp_path):
     write(tmp_path / "a", {"h": np.arange(3).astype(ml_dtypes.bfloat16)}, {})
     script = """
         import sys
-        from inlay.files import read
+        from firstlayer.files import read
 
         tensors, _ = read(sys.argv[1])
         assert tensors["h"].astype("float32").tolist() == [0.0, 1.0, 2.0]
@@ -122,7 +122,7 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     script = """
         import os, random, signal, sys, time
         import numpy as np
-        from inlay.files import read, write
+        from firstlayer.files import read, write
 
         path, kills = sys.argv[1], 200
         random.seed(0)
@@ -149,7 +149,7 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     run(script, path)
     # What was left behind shows that writers did die in the middle of writing.
     left = [name for name in everything(tmp_path) if name != path.name]
-    assert len(left) > 10 and all(name.startswith(".inlay-") for name in left)
+    assert len(left) > 10 and all(name.startswith(".firstlayer-") for name in left)
     write(path, TENSORS, {})
     assert bits(read(path)[0]["a"]) == bits(TENSORS["a"])
 
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     script = """
         import resource, sys
         import numpy as np
-        from inlay.files import read, write
+        from firstlayer.files import read, write
 
         write(sys.argv[1], {"w": np.ones(3)}, {"k": 0})
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -286,14 +286,14 @@ def test_every_truncation_is_noticed(tmp_path):
 def test_noise_is_refused(noise, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "noise"
     path.write_bytes(noise)
-    with pytest.raises(ValueError, match="cut short|not saved by Inlay"):
+    with pytest.raises(ValueError, match="cut short|not saved by Firstlayer"):
         read(path)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 99])
 def test_a_header_longer_than_the_file_is_refused(length, tmp_path):
-    forge(tmp_path / "a", inlay="{}", length=length)
+    forge(tmp_path / "a", firstlayer="{}", length=length)
     with pytest.raises(ValueError, match=f"header would end at byte {length + 8}, but"):
         read(tmp_path / "a")
 
@@ -303,29 +303,29 @@ GOOD = '{"format": 1, "config": {}}'
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    "inlay, message",
+    "firstlayer, message",
     [
-        (None, r"not saved by Inlay; safetensors\.numpy\.load_file reads its tensors"),
+        (None, r"not saved by Firstlayer; safetensors\.numpy\.load_file reads its tensors"),
         ("", "a config that is not JSON"),
         ("{", "a config that is not JSON"),
         ("[" * 100_000, "a config that is not JSON"),
         ("9" * 5_000, "a config that is not JSON"),
-        ("[]", "a config that Inlay did not write"),
-        ("7", "a config that Inlay did not write"),
-        ('{"config": {}}', "a config that Inlay did not write"),
-        ('{"format": 1}', "a config that Inlay did not write"),
-        ('{"format": "1", "config": {}}', "a config that Inlay did not write"),
-        ('{"format": 0, "config": {}}', "a config that Inlay did not write"),
-        ('{"format": 1, "config": []}', "a config that Inlay did not write"),
+        ("[]", "a config that Firstlayer did not write"),
+        ("7", "a config that Firstlayer did not write"),
+        ('{"config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 1}', "a config that Firstlayer did not write"),
+        ('{"format": "1", "config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 0, "config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 1, "config": []}', "a config that Firstlayer did not write"),
         ('{"format": 2, "config": []}', "format 2, but this version .* up to 1: install"),
         (" " * 2**17 + GOOD, "a config of 131099 characters"),
     ],
 )
-def test_a_config_that_inlay_did_not_write_is_refused(inlay, message, tmp_path):
-    forge(tmp_path / "a", inlay=inlay)
+def test_a_config_that_firstlayer_did_not_write_is_refused(firstlayer, message, tmp_path):
+    forge(tmp_path / "a", firstlayer=firstlayer)
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "a")
-    forge(tmp_path / "a", inlay=GOOD)
+    forge(tmp_path / "a", firstlayer=GOOD)
     assert read(tmp_path / "a") == ({}, {})
 
 
@@ -340,7 +340,7 @@ def test_a_config_too_long_to_be_read_back_is_not_written(tmp_path):
 def test_tensors_that_are_not_real_are_refused(dtype, code, tmp_path):
     with pytest.raises(TypeError, match=f"dtype must be .* or bfloat16, got {dtype}"):
         write(tmp_path / "a", {"x": np.ones(2, dtype)}, {})
-    metadata = {"inlay": GOOD}
+    metadata = {"firstlayer": GOOD}
     safetensors.numpy.save_file({"x": np.ones(2, dtype)}, tmp_path / "a", metadata=metadata)
     with pytest.raises(ValueError, match=f"a tensor 'x' of dtype {code}, which no layer"):
         read(tmp_path / "a")
@@ -350,6 +350,6 @@ def test_tensors_that_are_not_real_are_refused(dtype, code, tmp_path):
 @pytest.mark.parametrize("shape", [[2**62, 4], [2**40, 2**40], [2**40], [3]])
 def test_a_tensor_larger_than_the_file_is_refused(shape, tmp_path):
     tensors = {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}
-    forge(tmp_path / "a", inlay=GOOD, tensors=tensors, data=bytes(8))
+    forge(tmp_path / "a", firstlayer=GOOD, tensors=tensors, data=bytes(8))
     with pytest.raises(ValueError, match="is damaged or cut short: "):
         read(tmp_path / "a")

@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import inlay.numpy
-from inlay.files import read, write
-from inlay.numpy.alibi import AlibiBias
-from inlay.numpy.bag import EmbeddingBag
-from inlay.numpy.files import _LAYERS, load, save
-from inlay.numpy.fire import FireBias
-from inlay.numpy.fourier import FourierFeatures
-from inlay.numpy.kerple import KerpleBias
-from inlay.numpy.layer import EmbeddingLayer
-from inlay.numpy.learned import LearnedPositions
-from inlay.numpy.relative import T5Bias
-from inlay.numpy.rotary import RotaryPositions
-from inlay.numpy.shaw import ShawScores
-from inlay.numpy.sinusoidal import SinusoidalPositions
-from inlay.numpy.token import Embedding
-from inlay.scaling import LongRoPE, YaRN
+import firstlayer.numpy
+from firstlayer.files import read, write
+from firstlayer.numpy.alibi import AlibiBias
+from firstlayer.numpy.bag import EmbeddingBag
+from firstlayer.numpy.files import _LAYERS, load, save
+from firstlayer.numpy.fire import FireBias
+from firstlayer.numpy.fourier import FourierFeatures
+from firstlayer.numpy.kerple import KerpleBias
+from firstlayer.numpy.layer import EmbeddingLayer
+from firstlayer.numpy.learned import LearnedPositions
+from firstlayer.numpy.relative import T5Bias
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.numpy.shaw import ShawScores
+from firstlayer.numpy.sinusoidal import SinusoidalPositions
+from firstlayer.numpy.token import Embedding
+from firstlayer.scaling import LongRoPE, YaRN
 
 IDS = np.array([[3, 0, 9], [9, 1, 2]])
 X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
@@ -162,9 +162,9 @@ def test_saving_twice_writes_the_same_bytes(case, path):
 
 def test_every_layer_of_the_face_can_be_saved():
     found = set()
-    for module in pkgutil.iter_modules(inlay.numpy.__path__):
+    for module in pkgutil.iter_modules(firstlayer.numpy.__path__):
         if not module.name.startswith("_"):
-            loaded = importlib.import_module(f"inlay.numpy.{module.name}")
+            loaded = importlib.import_module(f"firstlayer.numpy.{module.name}")
             for name, value in inspect.getmembers(loaded, inspect.isclass):
                 if value.__module__ == loaded.__name__ and hasattr(value, "parameters"):
                     found.add(name)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay.fire import fire_bias, fire_share
-from inlay.numpy.fire import FireBias
+from firstlayer.fire import fire_bias, fire_share
+from firstlayer.numpy.fire import FireBias
 
 rng = np.random.default_rng(0)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inlay import fourier
-from inlay.numpy.fourier import FourierFeatures
+from firstlayer import fourier
+from firstlayer.numpy.fourier import FourierFeatures
 from tests.gradients import central_difference
 
 rng = np.random.default_rng(0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from inlay.hf import rotary_from_hf
-from inlay.numpy.rotary import RotaryPositions
-from inlay.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+from firstlayer.hf import rotary_from_hf
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

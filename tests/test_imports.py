@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "inlay"
+SOURCE = Path(__file__).parent.parent / "src" / "firstlayer"
 FRAMEWORKS = {"torch", "jax", "equinox", "flax", "tensorflow"}
 HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich"}
 
 USED_BY = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 FACES = USED_BY.keys()
 
-# Arrows point down: what each part may import of Inlay, and of the world beyond the
+# Arrows point down: what each part may import of Firstlayer, and of the world beyond the
 # standard library, wherever in a file the import stands.
 PARTS = {
     "kernels": ({"kernels", "_array", "_check"}, {"numpy", "numba", "llvmlite"}),
@@ -53,21 +53,21 @@ def imported_by(code: str) -> set[str]:
 
 
 def outside(modules: set[str]) -> set[str]:
-    """Return what is neither Inlay's nor the standard library's, by first name."""
+    """Return what is neither Firstlayer's nor the standard library's, by first name."""
     tops = {name.partition(".")[0] for name in modules}
-    return tops - sys.stdlib_module_names - {"inlay"}
+    return tops - sys.stdlib_module_names - {"firstlayer"}
 
 
-def test_import_inlay_loads_the_standard_library_only():
-    loaded = imported_by("import inlay; dir(inlay); inlay.__doc__")
-    assert "inlay" in loaded and not outside(loaded)
+def test_import_firstlayer_loads_the_standard_library_only():
+    loaded = imported_by("import firstlayer; dir(firstlayer); firstlayer.__doc__")
+    assert "firstlayer" in loaded and not outside(loaded)
 
 
 def test_every_public_name_comes_without_numba_or_a_framework():
     loaded = imported_by("""
-        import inlay
-        for name in inlay.__all__:
-            getattr(inlay, name)
+        import firstlayer
+        for name in firstlayer.__all__:
+            getattr(firstlayer, name)
     """)
     assert {"numpy", "jaxtyping"} <= outside(loaded)
     assert not outside(loaded) & (HEAVY | {"safetensors", "ml_dtypes"})
@@ -75,24 +75,24 @@ def test_every_public_name_comes_without_numba_or_a_framework():
 
 def test_the_numpy_face_comes_without_numba_or_a_framework():
     loaded = imported_by("""
-        import inlay.numpy
-        for name in inlay.numpy.__all__:
-            getattr(inlay.numpy, name)
+        import firstlayer.numpy
+        for name in firstlayer.numpy.__all__:
+            getattr(firstlayer.numpy, name)
     """)
-    assert "inlay.numpy.token" in loaded
+    assert "firstlayer.numpy.token" in loaded
     assert not outside(loaded) & (HEAVY | {"safetensors"})
 
 
 @pytest.mark.parametrize("face", [face for face in FACES if (SOURCE / face).is_dir()])
 def test_a_face_comes_without_the_others(face):
-    loaded = imported_by(f"import inlay.{face}")
-    others = {f"inlay.{other}" for other in FACES - {face}}
-    assert f"inlay.{face}" in loaded and not loaded & others
+    loaded = imported_by(f"import firstlayer.{face}")
+    others = {f"firstlayer.{other}" for other in FACES - {face}}
+    assert f"firstlayer.{face}" in loaded and not loaded & others
     assert not outside(loaded) & (FRAMEWORKS - USED_BY[face])
 
 
 def test_numba_comes_with_the_first_kernel_call():
-    build = "from inlay.numpy import Embedding; layer = Embedding(5, 4)"
+    build = "from firstlayer.numpy import Embedding; layer = Embedding(5, 4)"
     assert "numba" not in imported_by(build)
     call = build + "; import numpy as np; layer.vjp([1, 1])[1](np.ones((2, 4), 'float32'))"
     loaded = imported_by(call)
@@ -100,9 +100,11 @@ def test_numba_comes_with_the_first_kernel_call():
 
 
 def test_safetensors_comes_with_the_first_file(tmp_path):
-    assert "safetensors" not in imported_by("import inlay.files, inlay.numpy.files")
+    assert "safetensors" not in imported_by(
+        "import firstlayer.files, firstlayer.numpy.files"
+    )
     loaded = imported_by(f"""
-        from inlay.files import read, write
+        from firstlayer.files import read, write
         write({str(tmp_path / "a")!r}, {{}}, {{}})
         read({str(tmp_path / "a")!r})
     """)
@@ -110,7 +112,7 @@ def test_safetensors_comes_with_the_first_file(tmp_path):
 
 
 def part_of(module: str) -> str:
-    """Return which part of the package a dotted name after ``inlay.`` belongs to."""
+    """Return which part of the package a dotted name after ``firstlayer.`` belongs to."""
     first = module.partition(".")[0]
     is_package = (SOURCE / first).is_dir() and first != ""
     return "cli" if first == "__main__" else first if is_package else "core"
@@ -118,7 +120,7 @@ def part_of(module: str) -> str:
 
 def imports_of(path: Path) -> set[str]:
     """Return the absolute names that the import statements of a file mention."""
-    package = ["inlay", *path.relative_to(SOURCE).parts[:-1]]
+    package = ["firstlayer", *path.relative_to(SOURCE).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -137,7 +139,7 @@ def wrong_arrows(path: Path) -> list[str]:
     wrong = []
     for name in imports_of(path):
         top, _, rest = name.partition(".")
-        if top == "inlay":
+        if top == "firstlayer":
             allowed = part_of(rest) in ours or rest.partition(".")[0] in ours
         else:
             allowed = top in theirs or top in sys.stdlib_module_names
@@ -157,16 +159,16 @@ def test_arrows_point_down(path):
 @pytest.mark.parametrize(
     "where, line, name",
     [
-        ("x.py", "from .numpy import token", "inlay.numpy.token"),
-        ("x.py", "from . import numpy", "inlay.numpy"),
+        ("x.py", "from .numpy import token", "firstlayer.numpy.token"),
+        ("x.py", "from . import numpy", "firstlayer.numpy"),
         ("x.py", "def f():\n    import torch.nn", "torch.nn"),
-        ("x.py", "import inlay.cli.main", "inlay.cli.main"),
-        ("kernels/x.py", "from ..rows import Rows", "inlay.rows.Rows"),
-        ("kernels/x.py", "from inlay import positions", "inlay.positions"),
+        ("x.py", "import firstlayer.cli.main", "firstlayer.cli.main"),
+        ("kernels/x.py", "from ..rows import Rows", "firstlayer.rows.Rows"),
+        ("kernels/x.py", "from firstlayer import positions", "firstlayer.positions"),
         (
             "numpy/x.py",
             "from ..torch.token import Embedding",
-            "inlay.torch.token.Embedding",
+            "firstlayer.torch.token.Embedding",
         ),
         ("numpy/x.py", "from numba import njit", "numba.njit"),
     ],

@@ -9,13 +9,13 @@ import pytest
 from numba.core.runtime import _nrt_python as memory  # pyright: ignore
 from numba.core.runtime.nrt import rtsys
 
-from inlay import kernels
-from inlay.kernels import _lanes
-from inlay.kernels._numba import bits_of, kernel, narrow, widen
-from inlay.kernels._pool import run
-from inlay.kernels._share import pieces
-from inlay.layer_gradients import layer_gradients
-from inlay.rotary import Layout, rotate
+from firstlayer import kernels
+from firstlayer.kernels import _lanes
+from firstlayer.kernels._numba import bits_of, kernel, narrow, widen
+from firstlayer.kernels._pool import run
+from firstlayer.kernels._share import pieces
+from firstlayer.layer_gradients import layer_gradients
+from firstlayer.rotary import Layout, rotate
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 HALVES = [np.float16, ml_dtypes.bfloat16]

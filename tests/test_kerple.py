@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay.kerple import Form, kerple_bias, kerple_initial, kerple_limited
-from inlay.numpy.kerple import KerpleBias
+from firstlayer.kerple import Form, kerple_bias, kerple_initial, kerple_limited
+from firstlayer.numpy.kerple import KerpleBias
 
 rng = np.random.default_rng(0)
 FORMS: list[Form] = ["log", "power"]

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
-from inlay._check import float_dtype
-from inlay.layer import combine, standardise
-from inlay.numpy.alibi import AlibiBias
-from inlay.numpy.layer import EmbeddingLayer
-from inlay.numpy.learned import LearnedPositions
-from inlay.numpy.sinusoidal import SinusoidalPositions
+from firstlayer._check import float_dtype
+from firstlayer.layer import combine, standardise
+from firstlayer.numpy.alibi import AlibiBias
+from firstlayer.numpy.layer import EmbeddingLayer
+from firstlayer.numpy.learned import LearnedPositions
+from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from tests.gradients import central_difference
 
 rng = np.random.default_rng(0)

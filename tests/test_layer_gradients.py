@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from inlay import kernels
-from inlay.kernels import _layer_pull
-from inlay.layer_gradients import layer_gradients
-from inlay.rows import Rows
+from firstlayer import kernels
+from firstlayer.kernels import _layer_pull
+from firstlayer.layer_gradients import layer_gradients
+from firstlayer.rows import Rows
 
 SIZES = (50, 9, 3)
 

@@ -18,9 +18,9 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
-from inlay import learned
-from inlay import positions as ids
-from inlay.numpy.learned import LearnedPositions
+from firstlayer import learned
+from firstlayer import positions as ids
+from firstlayer.numpy.learned import LearnedPositions
 from tests.gradients import central_difference
 
 rng = np.random.default_rng(0)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import inlay.optim
-from inlay import Rows, kernels
-from inlay._optim_adam import interpolation
-from inlay.numpy import (
+import firstlayer.optim
+from firstlayer import Rows, kernels
+from firstlayer._optim_adam import interpolation
+from firstlayer.numpy import (
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -21,7 +21,7 @@ from inlay.numpy import (
     load,
     save,
 )
-from inlay.optim import RowAdagrad, RowAdam, RowAdamW, RowLion, RowRMSprop, RowSGD
+from firstlayer.optim import RowAdagrad, RowAdam, RowAdamW, RowLion, RowRMSprop, RowSGD
 
 from .optim_cases import (
     OPTIONS,
@@ -50,7 +50,7 @@ class Race:
         self.goals = rng.standard_normal((ROWS, WIDTH))
         start = rng.standard_normal((ROWS, WIDTH)).astype(dtype)
         self.layer = Embedding(ROWS, WIDTH, weight=start.copy())
-        self.ours = getattr(inlay.optim, f"Row{name}")(self.layer, **options)
+        self.ours = getattr(firstlayer.optim, f"Row{name}")(self.layer, **options)
         self.weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
         self.theirs = dense(name, [self.weight], **options)
         self.scheduler = scheduler(schedule, self.theirs, steps)
@@ -292,7 +292,7 @@ def test_results_are_the_same_bits_for_any_number_of_threads(name):
     for threads in (1, 2):
         kernels.set_num_threads(threads)
         layer, rng = Embedding(3000, 96, rng=0), np.random.default_rng(0)
-        optimizer = getattr(inlay.optim, f"Row{name}")(layer, **options)
+        optimizer = getattr(firstlayer.optim, f"Row{name}")(layer, **options)
         for _ in range(3):
             y, pull = layer.vjp(rng.integers(0, 3000, 2500))
             optimizer.step(pull(y))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
-from inlay import positions
+from firstlayer import positions
 
 LIBRARIES = {"numpy": np.asarray, "torch": torch.as_tensor, "jax": jnp.asarray}
 
@@ -224,7 +224,7 @@ def test_from_offset_rejects_what_is_no_array(offset):
 @pytest.mark.rejects
 @pytest.mark.parametrize("face", ["numpy", "equinox"])
 def test_a_whole_offset_is_a_plain_number_of_any_library(face):
-    layer = importlib.import_module(f"inlay.{face}").SinusoidalPositions(4)
+    layer = importlib.import_module(f"firstlayer.{face}").SinusoidalPositions(4)
     x = np.zeros((2, 4), np.float32)
     np.testing.assert_array_equal(layer(x, [0, 1], offset=np.int64(0)), layer(x))
     for far in (2**62, -(2**70)):

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 
-import inlay
+import firstlayer
 
 NAMES = {
-    "inlay": [
+    "firstlayer": [
         "DynamicNTK",
         "Linear",
         "Llama3",
@@ -25,7 +25,7 @@ NAMES = {
         "query_temperature",
         "set_num_threads",
     ],
-    "inlay.numpy": [
+    "firstlayer.numpy": [
         "AlibiBias",
         "Embedding",
         "EmbeddingBag",
@@ -41,7 +41,7 @@ NAMES = {
         "load",
         "save",
     ],
-    "inlay.torch": [
+    "firstlayer.torch": [
         "AlibiBias",
         "Embedding",
         "EmbeddingBag",
@@ -61,7 +61,7 @@ NAMES = {
         "replace_rotary",
         "save",
     ],
-    "inlay.equinox": [
+    "firstlayer.equinox": [
         "AlibiBias",
         "Embedding",
         "EmbeddingBag",
@@ -78,7 +78,7 @@ NAMES = {
         "rows",
         "save",
     ],
-    "inlay.optim": [
+    "firstlayer.optim": [
         "RowAdagrad",
         "RowAdam",
         "RowAdamW",
@@ -88,7 +88,7 @@ NAMES = {
         "RowSGD",
         "RowWiseAdagrad",
     ],
-    "inlay.torch.optim": [
+    "firstlayer.torch.optim": [
         "RowAdagrad",
         "RowAdam",
         "RowAdamW",
@@ -146,28 +146,32 @@ def test_every_public_name_is_documented_with_an_example_that_runs(module):
         assert any(test.examples for test in examples), name
 
 
-@pytest.mark.parametrize("face", ["inlay.numpy", "inlay.torch", "inlay.equinox"])
+@pytest.mark.parametrize(
+    "face", ["firstlayer.numpy", "firstlayer.torch", "firstlayer.equinox"]
+)
 @pytest.mark.parametrize("name", LEADING)
 def test_leading_parameters_are_the_same_in_every_face(name, face):
     layer = getattr(importlib.import_module(face), name)
     parameters = inspect.signature(layer).parameters.values()
     leading = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if face == "inlay.torch" and name in DROP_IN:
+    if face == "firstlayer.torch" and name in DROP_IN:
         leading = leading[:2]
     assert leading == LEADING[name]
 
 
 def test_the_faces_offer_the_same_names():
-    assert set(NAMES["inlay.numpy"]) <= set(NAMES["inlay.torch"])
-    assert set(NAMES["inlay.numpy"]) <= set(NAMES["inlay.equinox"])
-    assert set(NAMES["inlay.optim"]) <= set(NAMES["inlay.torch.optim"])
+    assert set(NAMES["firstlayer.numpy"]) <= set(NAMES["firstlayer.torch"])
+    assert set(NAMES["firstlayer.numpy"]) <= set(NAMES["firstlayer.equinox"])
+    assert set(NAMES["firstlayer.optim"]) <= set(NAMES["firstlayer.torch.optim"])
 
 
 @pytest.mark.rejects
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'inlay' has no attribute 'Torch'"):
-        inlay.Torch  # noqa: B018  # pyright: ignore
+    with pytest.raises(
+        AttributeError, match="module 'firstlayer' has no attribute 'Torch'"
+    ):
+        firstlayer.Torch  # noqa: B018  # pyright: ignore
 
 
 def test_dir_lists_what_is_fetched_on_demand():
-    assert {"YaRN", "Rows", "positions"} <= set(dir(inlay))
+    assert {"YaRN", "Rows", "positions"} <= set(dir(firstlayer))

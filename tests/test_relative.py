@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from inlay.numpy.relative import T5Bias
-from inlay.relative import (
+from firstlayer.numpy.relative import T5Bias
+from firstlayer.relative import (
     clipped_index,
     reach,
     relative_positions,

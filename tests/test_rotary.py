@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
-from inlay.rotary import (
+from firstlayer.rotary import (
     convert_layout,
     inverse_frequencies,
     over_heads,
@@ -21,9 +21,9 @@ from inlay.rotary import (
     rotate,
     section_frequencies,
 )
-from inlay.rotary_frequencies import layer_frequencies
-from inlay.scaling import Linear, YaRN
-from inlay.turns import digit_tables, turns
+from firstlayer.rotary_frequencies import layer_frequencies
+from firstlayer.scaling import Linear, YaRN
+from firstlayer.turns import digit_tables, turns
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}

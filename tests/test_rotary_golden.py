@@ -24,9 +24,9 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
-from inlay.numpy.rotary import RotaryPositions
-from inlay.rotary import pixtral_axial_frequencies, qwen_axial_frequencies
-from inlay.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.rotary import pixtral_axial_frequencies, qwen_axial_frequencies
+from firstlayer.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 
 rng = np.random.default_rng(0)
 SIZES: dict[str, Any] = {

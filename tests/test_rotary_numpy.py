@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay import kernels, positions
-from inlay.numpy.rotary import RotaryPositions
-from inlay.rotary import (
+from firstlayer import kernels, positions
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.rotary import (
     over_heads,
     pixtral_axial_frequencies,
     qwen_axial_frequencies,
     rotate,
 )
-from inlay.scaling import DynamicNTK, Linear, LongRoPE, YaRN
-from inlay.turns import axial_turns, digit_tables, turns
+from firstlayer.scaling import DynamicNTK, Linear, LongRoPE, YaRN
+from firstlayer.turns import axial_turns, digit_tables, turns
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay.kernels import group_by_id
-from inlay.rows import Rows, sum_by_id
+from firstlayer.kernels import group_by_id
+from firstlayer.rows import Rows, sum_by_id
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 rng = np.random.default_rng(0)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from inlay.rotary import inverse_frequencies
-from inlay.scaling import (
+from firstlayer.rotary import inverse_frequencies
+from firstlayer.scaling import (
     NTK,
     DynamicNTK,
     Linear,

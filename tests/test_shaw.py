@@ -14,8 +14,8 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import (
     Wav2Vec2BertSelfAttention,
 )
 
-from inlay.numpy.shaw import ShawScores
-from inlay.shaw import shaw_scores
+from firstlayer.numpy.shaw import ShawScores
+from firstlayer.shaw import shaw_scores
 
 rng = np.random.default_rng(0)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

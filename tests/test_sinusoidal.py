@@ -22,9 +22,9 @@ from transformers.models.vit_mae.modeling_vit_mae import (
 )
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-from inlay import positions as ids
-from inlay import sinusoidal
-from inlay.numpy.sinusoidal import SinusoidalPositions
+from firstlayer import positions as ids
+from firstlayer import sinusoidal
+from firstlayer.numpy.sinusoidal import SinusoidalPositions
 
 rng = np.random.default_rng(0)
 WHOLE = [0, 1, 255, 256, 65_535, 65_536, 2**24 - 1, -3, -9_999_999]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from inlay import kernels
-from inlay.study.corpus import learn_tokenizer, tokenized
-from inlay.study.skipgram import Setting, SkipGram, kept_share
+from firstlayer import kernels
+from firstlayer.study.corpus import learn_tokenizer, tokenized
+from firstlayer.study.skipgram import Setting, SkipGram, kept_share
 
 NOISE, SHARED = 16, 8
 rng = np.random.default_rng(0)

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-import inlay
-from inlay.study import lookup
-from inlay.study.lookup import Lookups, Reading, bandwidth, contestants, measure
+import firstlayer
+from firstlayer.study import lookup
+from firstlayer.study.lookup import Lookups, Reading, bandwidth, contestants, measure
 
-LIBRARIES = ["inlay", "numpy", "inlay.torch", "torch"]
+LIBRARIES = ["firstlayer", "numpy", "firstlayer.torch", "torch"]
 
 
 def table_and_ids(rows=50, width=6, shape=(3, 4)):
@@ -47,7 +47,7 @@ def test_measure_reads_every_size_once_for_each_library():
     assert {(r.width, r.length) for r in found.readings} == {(3, 5)}
     assert all(0 < r.seconds < 0.1 for r in found.readings)
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert found.threads == inlay.get_num_threads()
+    assert found.threads == firstlayer.get_num_threads()
 
 
 def test_the_ids_follow_the_seed(monkeypatch):
@@ -55,7 +55,7 @@ def test_the_ids_follow_the_seed(monkeypatch):
 
     def watched(table, ids):
         seen.append((table.copy(), np.stack(ids)))
-        return {"inlay": lambda batch: table[ids[batch]]}, ()
+        return {"firstlayer": lambda batch: table[ids[batch]]}, ()
 
     monkeypatch.setattr(lookup, "contestants", watched)
     for seed in (1, 1, 2):
@@ -70,7 +70,7 @@ def test_the_ids_follow_the_seed(monkeypatch):
 
 
 def test_speeds_follow_from_the_time():
-    reading = Reading("inlay", 1000, 64, 16, 128, seconds=1e-3)
+    reading = Reading("firstlayer", 1000, 64, 16, 128, seconds=1e-3)
     assert reading.tokens_per_second == pytest.approx(2_048_000)
     # Each id: eight bytes, and a row of 64 float32 read and written.
     assert reading.bytes_per_second == pytest.approx(2_048_000 * (8 + 2 * 256))
@@ -83,9 +83,9 @@ def test_speeds_follow_from_the_time():
 
 
 def test_the_median_of_a_slow_lookup_is_its_time():
-    slow = {"inlay": lambda batch: time.sleep(0.002), "numpy": lambda batch: None}
+    slow = {"firstlayer": lambda batch: time.sleep(0.002), "numpy": lambda batch: None}
     times = lookup._medians(slow, rounds=1)
-    assert 0.002 <= times["inlay"] < 0.006 and times["numpy"] < 1e-4
+    assert 0.002 <= times["firstlayer"] < 0.006 and times["numpy"] < 1e-4
 
 
 def test_all_batches_take_part_in_a_turn():
@@ -101,15 +101,21 @@ def test_the_bandwidth_is_a_memory_s():
 def test_what_is_not_installed_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     lookups, missing = contestants(*table_and_ids())
-    assert list(lookups) == ["inlay", "numpy"] and missing == ("inlay.torch", "torch")
+    assert list(lookups) == ["firstlayer", "numpy"] and missing == (
+        "firstlayer.torch",
+        "torch",
+    )
 
 
 @pytest.mark.rejects
 def test_a_library_that_looks_up_other_rows_is_not_timed(monkeypatch):
     table, ids = table_and_ids()
-    wrong = {"inlay": lambda b: table[ids[b]], "numpy": lambda b: table[ids[b]] + (b == 7)}
+    wrong = {
+        "firstlayer": lambda b: table[ids[b]],
+        "numpy": lambda b: table[ids[b]] + (b == 7),
+    }
     monkeypatch.setattr(lookup, "contestants", lambda table, ids: (wrong, ()))
-    with pytest.raises(ValueError, match="numpy looked up other rows than inlay"):
+    with pytest.raises(ValueError, match="numpy looked up other rows than firstlayer"):
         measure([50], batches=[1], rounds=1)
 
 

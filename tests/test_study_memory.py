@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from inlay.numpy import RotaryPositions, SinusoidalPositions
-from inlay.study import _allocated, memory
-from inlay.study.memory import (
+from firstlayer.numpy import RotaryPositions, SinusoidalPositions
+from firstlayer.study import _allocated, memory
+from firstlayer.study.memory import (
     DTYPES,
     OPTIMIZERS,
     SCENARIOS,

@@ -13,10 +13,18 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from inlay.study import plot, report
-from inlay.study.lookup import BATCHES, ROWS, Lookups, Reading
-from inlay.study.memory import OPTIMIZERS, SCENARIOS, Bytes, Footprint
-from inlay.study.positions import RULES, SCHEMES, Curve, Profile, Setting, Study, Trained
+from firstlayer.study import plot, report
+from firstlayer.study.lookup import BATCHES, ROWS, Lookups, Reading
+from firstlayer.study.memory import OPTIMIZERS, SCENARIOS, Bytes, Footprint
+from firstlayer.study.positions import (
+    RULES,
+    SCHEMES,
+    Curve,
+    Profile,
+    Setting,
+    Study,
+    Trained,
+)
 
 SETTING = Setting()
 
@@ -49,7 +57,12 @@ LOOKUPS = Lookups(
         Reading(library, rows, 256, batch, 128, batch * 1e-5 * (1 + place))
         for rows in ROWS
         for batch in BATCHES
-        for place, library in enumerate(("inlay", "numpy", "inlay.torch", "torch"))
+        for place, library in enumerate((
+            "firstlayer",
+            "numpy",
+            "firstlayer.torch",
+            "torch",
+        ))
     ),
 )
 FOOTPRINTS = [
@@ -176,7 +189,7 @@ def test_lines_of_lookups_are_their_speeds_and_the_limit_is_the_memory_s():
         "100,000 × 256",
     ]
     drawn = {line.get_label(): line for line in panels[1].get_lines()}
-    for library in ("inlay", "torch"):
+    for library in ("firstlayer", "torch"):
         want = [
             (r.batch, r.tokens_per_second)
             for r in LOOKUPS.readings

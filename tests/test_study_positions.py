@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from benchmarks.positions import claims
-from inlay.alibi import alibi_slopes
-from inlay.numpy import RotaryPositions as NumpyRotary
-from inlay.numpy import SinusoidalPositions as NumpySinusoidal
-from inlay.scaling import NTK, Linear, YaRN
-from inlay.study import _training, _windows
-from inlay.study._profile import profile
-from inlay.study._transformer import Transformer
-from inlay.study.positions import (
+from firstlayer.alibi import alibi_slopes
+from firstlayer.numpy import RotaryPositions as NumpyRotary
+from firstlayer.numpy import SinusoidalPositions as NumpySinusoidal
+from firstlayer.scaling import NTK, Linear, YaRN
+from firstlayer.study import _training, _windows
+from firstlayer.study._profile import profile
+from firstlayer.study._transformer import Transformer
+from firstlayer.study.positions import (
     QUICK,
     RULES,
     SCHEMES,
@@ -447,9 +447,9 @@ def test_an_unknown_scheme_is_refused_before_anything_is_trained():
 
 @pytest.mark.rejects
 def test_without_torch_it_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "inlay.study._training")
+    monkeypatch.delitem(sys.modules, "firstlayer.study._training")
     for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"pip install inlay\[torch\]"):
+    with pytest.raises(ImportError, match=r"pip install firstlayer\[torch\]"):
         measure(TEXT, "none", setting=TINY)

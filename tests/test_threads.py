@@ -10,12 +10,12 @@ from tests.alone import run_alone
 
 SETUP = """
     import numpy as np
-    import inlay
-    from inlay.numpy.bag import EmbeddingBag
-    from inlay.numpy.layer import EmbeddingLayer
-    from inlay.numpy.rotary import RotaryPositions
+    import firstlayer
+    from firstlayer.numpy.bag import EmbeddingBag
+    from firstlayer.numpy.layer import EmbeddingLayer
+    from firstlayer.numpy.rotary import RotaryPositions
 
-    inlay.set_num_threads(4)
+    firstlayer.set_num_threads(4)
     rng = np.random.default_rng(0)
     layer = EmbeddingLayer(2000, 512, max_positions=300, layer_norm=True, rng=0)
     bag = EmbeddingBag(2000, 512, rng=0)
@@ -56,7 +56,7 @@ RESIZED_MEANWHILE = """
         futures = [pool.submit(work) for _ in range(12)]
         while not all(future.done() for future in futures):
             for n in (1, 3, 2, 4):
-                inlay.set_num_threads(n)
+                firstlayer.set_num_threads(n)
         assert all(same(future.result()) for future in futures)
 """
 
@@ -85,7 +85,7 @@ POOL_OF_PROCESSES = """
 # After the pool was resized.
 EVERY_NUMBER_OF_THREADS = """
     for n in (1, 2, 3, 7):
-        inlay.set_num_threads(n)
+        firstlayer.set_num_threads(n)
         assert same(work()), n
 """
 
@@ -94,7 +94,7 @@ NO_FOLDER_FOR_THE_CACHE = """
     import numba.core.caching as caching
 
     caching.CacheImpl._locator_classes = []
-    from inlay.numpy.token import Embedding
+    from firstlayer.numpy.token import Embedding
 
     assert Embedding(5, 3)([1, 2]).shape == (2, 3)
 """
@@ -107,14 +107,14 @@ WITHOUT_THREADS = """
     caching.CacheImpl._locator_classes = []
     name, platform = os.name, sys.platform
     os.name = sys.platform = "other"
-    from inlay.kernels import _system
+    from firstlayer.kernels import _system
 
     os.name, sys.platform = name, platform
     import numpy as np
-    import inlay
-    from inlay.numpy.token import Embedding
+    import firstlayer
+    from firstlayer.numpy.token import Embedding
 
-    inlay.set_num_threads(4)
+    firstlayer.set_num_threads(4)
     layer = Embedding(1000, 512, rng=0)
     ids = np.random.default_rng(0).integers(0, 1000, 4000)
     assert not _system.HAS_THREADS

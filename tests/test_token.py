@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay.numpy.token import Embedding
-from inlay.token import initial, normal, resized, uniform, within_norm
+from firstlayer.numpy.token import Embedding
+from firstlayer.token import initial, normal, resized, uniform, within_norm
 from tests.gradients import central_difference
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -375,7 +375,7 @@ def test_max_norm_values_agree_with_torch():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_products_with_every_row(dtype, monkeypatch):
-    monkeypatch.setattr("inlay.numpy.token.CHUNK", 40)
+    monkeypatch.setattr("firstlayer.numpy.token.CHUNK", 40)
     layer = Embedding(11, 4, dtype=dtype, rng=0)
     x = rng.standard_normal((2, 3, 4)).astype(dtype)
     want = x.astype(float) @ layer.weight.astype(float).T

@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-import inlay.numpy.bag
-from inlay.torch import _bags
-from inlay.torch.bag import EmbeddingBag
-from inlay.torch.functional import embedding_bag
+import firstlayer.numpy.bag
+from firstlayer.torch import _bags
+from firstlayer.torch.bag import EmbeddingBag
+from firstlayer.torch.functional import embedding_bag
 from tests.gradients import central_difference
 from tests.torch_lives import forget_graphs, graphs
 
@@ -133,7 +133,7 @@ def test_numpy_and_torch_faces_agree():
             "max_norm": max_norm,
         }
         ours = EmbeddingBag(40, 5, _weight=weight.clone(), sparse=True, **options)
-        theirs = inlay.numpy.bag.EmbeddingBag(
+        theirs = firstlayer.numpy.bag.EmbeddingBag(
             40, 5, weight=weight.numpy().copy(), **options
         )
         given = weights.clone().requires_grad_()

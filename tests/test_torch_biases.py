@@ -12,16 +12,16 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import flex_attention
 
-from inlay.numpy.alibi import AlibiBias as NumpyAlibi
-from inlay.numpy.fire import FireBias as NumpyFire
-from inlay.numpy.kerple import KerpleBias as NumpyKerple
-from inlay.numpy.relative import T5Bias as NumpyT5
-from inlay.numpy.shaw import ShawScores as NumpyShaw
-from inlay.torch.alibi import AlibiBias
-from inlay.torch.fire import FireBias
-from inlay.torch.kerple import KerpleBias
-from inlay.torch.relative import T5Bias
-from inlay.torch.shaw import ShawScores
+from firstlayer.numpy.alibi import AlibiBias as NumpyAlibi
+from firstlayer.numpy.fire import FireBias as NumpyFire
+from firstlayer.numpy.kerple import KerpleBias as NumpyKerple
+from firstlayer.numpy.relative import T5Bias as NumpyT5
+from firstlayer.numpy.shaw import ShawScores as NumpyShaw
+from firstlayer.torch.alibi import AlibiBias
+from firstlayer.torch.fire import FireBias
+from firstlayer.torch.kerple import KerpleBias
+from firstlayer.torch.relative import T5Bias
+from firstlayer.torch.shaw import ShawScores
 from tests.torch_lives import LIVES, built, forget_graphs, graphs
 
 # Inductor and forward-mode AD import what torch itself has deprecated.

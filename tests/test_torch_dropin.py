@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from inlay.torch import (
+from firstlayer.torch import (
     AlibiBias,
     EmbeddingLayer,
     FireBias,
@@ -23,11 +23,11 @@ from inlay.torch import (
     RotaryPositions,
     SinusoidalPositions,
 )
-from inlay.torch import functional as ours
-from inlay.torch.bag import EmbeddingBag
-from inlay.torch.frozen import PartlyFrozenEmbedding
-from inlay.torch.optim import RowAdagrad, RowAdamW
-from inlay.torch.token import Embedding
+from firstlayer.torch import functional as ours
+from firstlayer.torch.bag import EmbeddingBag
+from firstlayer.torch.frozen import PartlyFrozenEmbedding
+from firstlayer.torch.optim import RowAdagrad, RowAdamW
+from firstlayer.torch.token import Embedding
 
 # torch's lists of samples import a test helper that does not come with torch.
 helper: Any = types.ModuleType("expecttest")

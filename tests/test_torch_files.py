@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-import inlay.torch
-from inlay._configs import KINDS
-from inlay.files import read, write
-from inlay.numpy import files as numpy_files
-from inlay.scaling import LongRoPE, YaRN
-from inlay.torch.alibi import AlibiBias
-from inlay.torch.bag import EmbeddingBag
-from inlay.torch.files import load, save
-from inlay.torch.fire import FireBias
-from inlay.torch.fourier import FourierFeatures
-from inlay.torch.kerple import KerpleBias
-from inlay.torch.layer import EmbeddingLayer
-from inlay.torch.learned import LearnedPositions
-from inlay.torch.relative import T5Bias
-from inlay.torch.rotary import RotaryPositions
-from inlay.torch.shaw import ShawScores
-from inlay.torch.sinusoidal import SinusoidalPositions
-from inlay.torch.token import Embedding
+import firstlayer.torch
+from firstlayer._configs import KINDS
+from firstlayer.files import read, write
+from firstlayer.numpy import files as numpy_files
+from firstlayer.scaling import LongRoPE, YaRN
+from firstlayer.torch.alibi import AlibiBias
+from firstlayer.torch.bag import EmbeddingBag
+from firstlayer.torch.files import load, save
+from firstlayer.torch.fire import FireBias
+from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.kerple import KerpleBias
+from firstlayer.torch.layer import EmbeddingLayer
+from firstlayer.torch.learned import LearnedPositions
+from firstlayer.torch.relative import T5Bias
+from firstlayer.torch.rotary import RotaryPositions
+from firstlayer.torch.shaw import ShawScores
+from firstlayer.torch.sinusoidal import SinusoidalPositions
+from firstlayer.torch.token import Embedding
 
 IDS = torch.tensor([[3, 0, 9], [9, 1, 2]])
 X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32"))
@@ -188,9 +188,9 @@ def test_this_face_reads_what_the_numpy_one_wrote_and_writes_the_same(case, path
 
 def test_every_layer_of_the_face_can_be_saved():
     found = set()
-    for module in pkgutil.iter_modules(inlay.torch.__path__):
+    for module in pkgutil.iter_modules(firstlayer.torch.__path__):
         if not module.name.startswith("_"):
-            loaded = importlib.import_module(f"inlay.torch.{module.name}")
+            loaded = importlib.import_module(f"firstlayer.torch.{module.name}")
             for name, value in inspect.getmembers(loaded, inspect.isclass):
                 if value.__module__ == loaded.__name__ and issubclass(value, nn.Module):
                     found.add(name)

@@ -1,4 +1,4 @@
-"""Inlay's rotation in transformers' models: the logits of before, and what they lacked.
+"""Firstlayer's rotation in transformers' models: the logits of before, and what they lacked.
 
 Seen with transformers 5.22.2.
 """
@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from inlay.torch.hf import HFRotary, replace_rotary
-from inlay.torch.rotary import RotaryPositions
+from firstlayer.torch.hf import HFRotary, replace_rotary
+from firstlayer.torch.rotary import RotaryPositions
 from tests.torch_lives import forget_graphs, graphs
 
 SIZES: dict[str, Any] = {

@@ -34,14 +34,14 @@ from transformers import (
 )
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
-from inlay import kernels
-from inlay.numpy.layer import EmbeddingLayer as NumpyLayer
-from inlay.positions import from_mask
-from inlay.torch.alibi import AlibiBias
-from inlay.torch.layer import EmbeddingLayer
-from inlay.torch.learned import LearnedPositions
-from inlay.torch.sinusoidal import SinusoidalPositions
-from inlay.torch.token import Embedding
+from firstlayer import kernels
+from firstlayer.numpy.layer import EmbeddingLayer as NumpyLayer
+from firstlayer.positions import from_mask
+from firstlayer.torch.alibi import AlibiBias
+from firstlayer.torch.layer import EmbeddingLayer
+from firstlayer.torch.learned import LearnedPositions
+from firstlayer.torch.sinusoidal import SinusoidalPositions
+from firstlayer.torch.token import Embedding
 from tests.torch_lives import LIVES, built, plain_operators
 
 # Inductor and forward-mode AD import what torch itself has deprecated.

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import inlay.torch.optim
-from inlay.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
-from inlay.torch.optim import RowAdam, RowAdamW, RowLion, RowSGD, clip_grad_norm_
+import firstlayer.torch.optim
+from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
+from firstlayer.torch.optim import RowAdam, RowAdamW, RowLion, RowSGD, clip_grad_norm_
 
 from .optim_cases import OPTIONS, ROWS, SCHEDULES, WIDTH, close, dense, scheduler, touches
 
@@ -46,7 +46,7 @@ class Race:
         for module in self.twin.modules():
             if hasattr(module, "sparse"):
                 module.sparse = False  # pyright: ignore
-        make = getattr(inlay.torch.optim, f"Row{name}")
+        make = getattr(firstlayer.torch.optim, f"Row{name}")
         self.ours = make(ours or model.parameters(), **options)
         self.theirs = dense(name, self.twin.parameters(), **options)
         both = (self.ours, self.theirs)
@@ -492,7 +492,7 @@ def test_whatever_happens_between_steps_the_numbers_are_the_dense_ones(events, c
 def message(row):
     return (
         f"row {row} was read before it was brought up to date; look it up through "
-        'inlay.torch.Embedding, pass the model, or use mode="lazy"'
+        'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from inlay.torch import Embedding, EmbeddingLayer, functional, load, save
-from inlay.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
+from firstlayer.torch import Embedding, EmbeddingLayer, functional, load, save
+from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
 
 from .alone import run_alone
 from .torch_lives import forget_graphs, graphs
@@ -215,8 +215,8 @@ def test_optimizers_are_copied_and_pickled_with_their_models():
 
 TRAINING = """
 import os, signal, torch
-from inlay.torch import Embedding
-from inlay.torch.optim import RowAdamW
+from firstlayer.torch import Embedding
+from firstlayer.torch.optim import RowAdamW
 torch.manual_seed(0)
 layer = Embedding(30, 3, sparse=True)
 optimizer = RowAdamW(layer, lr=0.05, weight_decay=0.1)
@@ -351,8 +351,8 @@ def test_a_step_allocates_nothing_of_the_tables_size():
     run_alone("""
         import torch
         from pathlib import Path
-        from inlay.torch import Embedding
-        from inlay.torch.optim import RowAdamW, clip_grad_norm_
+        from firstlayer.torch import Embedding
+        from firstlayer.torch.optim import RowAdamW, clip_grad_norm_
 
         def peak():
             line = next(s for s in open("/proc/self/status") if s.startswith("VmHWM"))

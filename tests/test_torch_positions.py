@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from inlay.numpy.fourier import FourierFeatures as NumpyFourier
-from inlay.numpy.learned import LearnedPositions as NumpyLearned
-from inlay.numpy.sinusoidal import SinusoidalPositions as NumpySinusoidal
-from inlay.torch.fourier import FourierFeatures
-from inlay.torch.learned import LearnedPositions
-from inlay.torch.rotary import RotaryPositions
-from inlay.torch.sinusoidal import SinusoidalPositions
+from firstlayer.numpy.fourier import FourierFeatures as NumpyFourier
+from firstlayer.numpy.learned import LearnedPositions as NumpyLearned
+from firstlayer.numpy.sinusoidal import SinusoidalPositions as NumpySinusoidal
+from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.learned import LearnedPositions
+from firstlayer.torch.rotary import RotaryPositions
+from firstlayer.torch.sinusoidal import SinusoidalPositions
 from tests.torch_lives import LIVES, built, forget_graphs, graphs, plain_operators
 
 # Inductor and forward-mode AD import what torch itself has deprecated.

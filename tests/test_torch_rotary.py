@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from inlay import kernels
-from inlay.numpy.rotary import RotaryPositions as NumpyRotary
-from inlay.rotary import qwen_axial_frequencies
-from inlay.scaling import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
-from inlay.torch.rotary import RotaryPositions
+from firstlayer import kernels
+from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
+from firstlayer.rotary import qwen_axial_frequencies
+from firstlayer.scaling import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+from firstlayer.torch.rotary import RotaryPositions
 from tests.alone import run_alone
 from tests.torch_lives import LIVES, forget_graphs, graphs, plain_operators
 
@@ -412,7 +412,7 @@ def test_a_forked_child_gets_the_same_numbers():
     run_alone("""
         import os
         import torch
-        from inlay.torch import RotaryPositions
+        from firstlayer.torch import RotaryPositions
 
         layer, x = RotaryPositions(64), torch.randn(4, 2048, 64)
         want = layer(x)  # the helpers of the pool exist before the fork
@@ -424,7 +424,7 @@ def test_a_forked_child_gets_the_same_numbers():
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):
-    from inlay.kernels import _rotate, _threads
+    from firstlayer.kernels import _rotate, _threads
 
     seen, before = [], torch.get_num_threads()
     kept = _rotate.run

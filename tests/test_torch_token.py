@@ -16,12 +16,12 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-import inlay.numpy.token
-from inlay.token import within_norm
-from inlay.torch import _arrival, _lookup
-from inlay.torch.frozen import PartlyFrozenEmbedding
-from inlay.torch.functional import embedding
-from inlay.torch.token import Embedding
+import firstlayer.numpy.token
+from firstlayer.token import within_norm
+from firstlayer.torch import _arrival, _lookup
+from firstlayer.torch.frozen import PartlyFrozenEmbedding
+from firstlayer.torch.functional import embedding
+from firstlayer.torch.token import Embedding
 from tests.gradients import central_difference
 from tests.torch_lives import converted, forget_graphs, graphs
 
@@ -96,7 +96,9 @@ def test_numpy_and_torch_faces_agree():
     cases.append({"max_norm": 2.0})
     for options in cases:
         ours = Embedding(50, 7, _weight=weight.clone(), sparse=True, **options)
-        theirs = inlay.numpy.token.Embedding(50, 7, weight=weight.numpy().copy(), **options)
+        theirs = firstlayer.numpy.token.Embedding(
+            50, 7, weight=weight.numpy().copy(), **options
+        )
         want, pull = theirs.vjp(ids.numpy())
         got = ours(ids)
         got.backward(dy)
@@ -397,7 +399,7 @@ def test_a_table_that_was_frozen_gets_its_hook_when_it_is_trained():
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):
-    from inlay.kernels import _rows, _threads
+    from firstlayer.kernels import _rows, _threads
 
     seen, run = [], _rows.run
 
@@ -1139,9 +1141,12 @@ def test_without_torch_the_error_says_what_to_install():
     import subprocess
     import sys
 
-    code = "import sys; sys.modules['torch'] = None; import inlay.torch"
+    code = "import sys; sys.modules['torch'] = None; import firstlayer.torch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: inlay.torch needs PyTorch: pip install inlay[torch]" in done.stderr
+    assert (
+        "ImportError: firstlayer.torch needs PyTorch: pip install firstlayer[torch]"
+        in done.stderr
+    )
 
 
 def test_half_precision_reference_is_what_ml_dtypes_rounds_to():

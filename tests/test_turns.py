@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inlay import kernels
-from inlay.sinusoidal import encode
-from inlay.turns import LIMIT, axial_turns, digit_tables, turns
+from firstlayer import kernels
+from firstlayer.sinusoidal import encode
+from firstlayer.turns import LIMIT, axial_turns, digit_tables, turns
 
 BOUND = 2.5e-7
 EDGES = [0, 1, 255, 256, 65_535, 65_536, 2**24 - 1]

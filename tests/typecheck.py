@@ -30,7 +30,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def modules() -> list[str]:
     """Return the names of the modules to check: the core's and the NumPy face's."""
-    files = [*SOURCE.glob("inlay/*.py"), *SOURCE.glob("inlay/numpy/*.py")]
+    files = [*SOURCE.glob("firstlayer/*.py"), *SOURCE.glob("firstlayer/numpy/*.py")]
     names = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
     return [name for name in names if not name.endswith(".__init__")]
 

@@ -1,0 +1,104 @@
+"""``firstlayer bench``: how fast rows are looked up, beside other libraries."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._manners import columns, emit, force_option, progress, seed_option, verb
+from ._pictures import FORMATS, checked_picture, picture_option, write_picture
+
+if TYPE_CHECKING:
+    from ..study.lookup import Lookups
+
+EXAMPLES = """
+firstlayer bench                                 tables of 1,000, 10,000 and 100,000 rows
+firstlayer bench --rows 250000 --width 1024
+firstlayer bench --plot lookups.png
+"""
+
+
+@verb(examples=EXAMPLES)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Rows of a table; may be repeated.  [default: 1000, 10000, 100000]",
+)
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Sequences in a lookup; may be repeated.  [default: 1, 16, 64, 256]",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Width of a row.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Ids in a sequence.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How often each library's turn comes; more is steadier.",
+)
+@seed_option
+@picture_option(*FORMATS)
+@force_option
+def command(
+    rows: tuple[int, ...],
+    batches: tuple[int, ...],
+    picture: str | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    **sizes: Any,
+) -> None:
+    """Time lookups of float32 rows.
+
+    Prints how many million tokens a second each library looks up, and in brackets what
+    fraction of the memory's bandwidth that takes; where it is above 1, the rows come from
+    the cache. Libraries that are not installed are left out.
+    """
+    format = checked_picture(picture, force=force)
+    from ..study import lookup, plot
+
+    with progress("lookups", total=1.0, quiet=quiet) as tell:
+        found = lookup.measure(
+            rows or lookup.ROWS,
+            batches=batches or lookup.BATCHES,
+            progress=lambda done, total: tell(done / total),
+            **sizes,
+        )
+    if picture and format:
+        write_picture(picture, plot.render(plot.lookups(found), format), force=force)
+    emit(found.as_dict(), _lines(found), as_json=as_json)
+
+
+def _lines(found: "Lookups") -> list[str]:
+    libraries = list(dict.fromkeys(reading.library for reading in found.readings))
+    cells: dict[tuple[str, str], list[str]] = {}
+    for reading in found.readings:
+        key = (f"{reading.rows:,}", f"{reading.batch} × {reading.length}")
+        speed = f"{reading.tokens_per_second / 1e6:.2f} ({found.fraction(reading):.2f})"
+        cells.setdefault(key, []).append(speed)
+    rows = [(*key, *speeds) for key, speeds in cells.items()]
+    lines = columns(rows, head=["rows", "ids", *libraries])
+    lines.append("")
+    lines.append(
+        "million tokens a second, and in brackets the fraction of memory's "
+        f"{found.bandwidth / 1e9:.1f} GB/s with {found.threads} threads"
+    )
+    absent = [name for name in found.missing if not name.startswith("firstlayer.")]
+    lines += [f"{name} is not installed" for name in absent]
+    return lines

@@ -1,0 +1,106 @@
+"""``firstlayer encode``: lines of text as vectors."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from ._manners import emit, force_option, free_to_write, progress, verb
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..study.vectors import Vectors
+
+EXAMPLES = """
+firstlayer encode vectors notes.txt -o notes.npy
+echo "raise TypeError" | firstlayer encode vectors
+firstlayer encode vectors notes.txt -o notes.jsonl
+"""
+FORMATS = (".npy", ".jsonl")
+
+
+@verb(examples=EXAMPLES)
+@click.argument("table")
+@click.argument("file", default="-", metavar="[FILE|-]")
+@click.option("-o", "--output", metavar="PATH", help="A .npy or .jsonl file.")
+@force_option
+def command(
+    table: str, file: str, output: str | None, force: bool, as_json: bool, quiet: bool
+) -> None:
+    """Turn each line of FILE into a vector: the mean of its tokens' rows of TABLE.
+
+    TABLE is what firstlayer neighbors takes. Without FILE, or with -, standard input is read.
+    Lines without a known word become zeros. Without -o, a JSON object is printed for each
+    line.
+    """
+    if output is not None:
+        if not output.endswith(FORMATS):
+            raise click.UsageError(f"-o must end in .npy or .jsonl, got {output!r}")
+        free_to_write(output, force=force)
+    from ..study.vectors import open_vectors
+
+    vectors = open_vectors(table)
+    if output is None:
+        _print(vectors, file, as_json=as_json)
+        return
+    with progress("encoding", quiet=quiet) as draw:
+        count = _write(vectors, file, output, draw)
+    shape = (count, vectors.weight.shape[1])
+    emit(
+        {"path": output, "shape": shape},
+        f"{output}: {count:,} vectors of {shape[1]}",
+        as_json=as_json,
+    )
+
+
+def _print(vectors: "Vectors", file: str, *, as_json: bool) -> None:
+    rows = ({"text": text, "vector": row} for text, row in _rows(vectors, file))
+    if as_json:
+        emit(list(rows), "", as_json=True)
+        return
+    for row in rows:
+        click.echo(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({**row, "vector": row["vector"].tolist()}, ensure_ascii=False)
+
+
+def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
+    from ..study.encode import encode
+    from ..study.text import read_lines
+
+    texts, lines = itertools.tee(read_lines(file))
+    for rows in encode(vectors, texts):
+        yield from ((next(lines), row) for row in rows)
+
+
+def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]) -> int:
+    from ..files import replacing
+
+    width, count = vectors.weight.shape[1], 0
+    is_npy = output.endswith(".npy")
+    with replacing(os.path.realpath(output)) as out:
+        if is_npy:
+            _npy_header(out, (0, width))
+        for text, row in _rows(vectors, file):
+            line = _line({"text": text, "vector": row}) + "\n"
+            out.write(row.tobytes() if is_npy else line.encode())
+            count += 1
+            draw(count)
+        if is_npy:
+            # There is room in a header for a longer number of rows.
+            out.seek(0)
+            _npy_header(out, (count, width))
+    return count
+
+
+def _npy_header(out: BinaryIO, shape: tuple[int, int]) -> None:
+    from numpy.lib import format as npy
+
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(out, header)

@@ -1,0 +1,182 @@
+"""``firstlayer positions``: which position scheme should I use?"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._manners import columns, emit, force_option, progress, say, seed_option, verb
+from ._pictures import FORMATS, checked_picture, picture_option, write_picture
+
+if TYPE_CHECKING:
+    from ..study.positions import Setting, Study
+
+#: As in :mod:`firstlayer.study.positions`, which is not imported for a page of help.
+SCHEMES = (
+    "none",
+    "learned",
+    "sinusoidal",
+    "rotary",
+    "randomised",
+    "alibi",
+    "t5",
+    "kerple",
+    "fire",
+)
+QUICK_SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "kerple")
+EXAMPLES = """
+firstlayer positions --quick                     a minute's answer, on Python's own source
+firstlayer positions book.txt --plot report.html
+firstlayer positions *.md --scheme rotary --scheme alibi --length 256
+cat logs | firstlayer positions - --quick --json
+"""
+Count = click.IntRange(min=1)
+
+
+@verb(examples=EXAMPLES)
+@click.argument("files", nargs=-1, type=click.Path(allow_dash=True))
+@click.option(
+    "--scheme",
+    "schemes",
+    type=click.Choice(SCHEMES),
+    multiple=True,
+    help="Try this scheme; may be repeated.  [default: all]",
+)
+@click.option("--quick", is_flag=True, help="A smaller model, six schemes, a minute.")
+@click.option("--length", type=Count, help="Bytes to train on at a time.  [default: 128]")
+@click.option("--steps", type=Count, help="Training steps.  [default: 600]")
+@click.option("--layers", type=Count, help="Layers of the model.  [default: 3]")
+@click.option("--width", type=Count, help="Width of the model.  [default: 96]")
+@click.option("--heads", type=Count, help="Heads of the model.  [default: 4]")
+@click.option("--batch", type=Count, help="Sequences in a step.  [default: 16]")
+@click.option(
+    "--stretch",
+    "stretches",
+    type=click.FloatRange(min=1.0),
+    multiple=True,
+    help="Test at this multiple of the length; may be repeated.  [default: 1 to 8]",
+)
+@seed_option
+@picture_option(*FORMATS, "html")
+@force_option
+def command(
+    files: tuple[str, ...],
+    schemes: tuple[str, ...],
+    quick: bool,
+    picture: str | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    **sizes: Any,
+) -> None:
+    """Compare position schemes on your text, read as bytes.
+
+    Trains one small causal transformer for each scheme on short pieces of FILES (- is
+    standard input; without any, the source of the running Python's standard library) and
+    tests it on the same bytes with more and more text before them. Prints the loss in nats
+    a byte at each length: a scheme that can read further than it was trained to keeps it.
+    Rotary is also tried with position interpolation (linear), NTK and YaRN, and a learned
+    table resized, all without training again. Ctrl-C shows the schemes that are done.
+    """
+    format = checked_picture(picture, force=force, formats=(*FORMATS, "html"))
+    setting = _setting(quick, sizes)
+    schemes = tuple(dict.fromkeys(schemes)) or (QUICK_SCHEMES if quick else SCHEMES)
+    text = _text(files)
+    say(_plan(schemes, setting, len(text)), quiet=quiet)
+    found = _compare(text, schemes, setting=setting, quiet=quiet)
+    if picture and format:
+        write_picture(picture, _drawn(found, format), force=force)
+    emit(found.as_dict(), _lines(found), as_json=as_json)
+    if left := schemes[len(found.trained) :]:
+        raise click.ClickException(f"interrupted before {', '.join(left)}")
+
+
+def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
+    from dataclasses import replace
+
+    from ..study.positions import QUICK, Setting
+
+    given = {name: value for name, value in sizes.items() if value not in (None, ())}
+    if "stretches" in given:
+        given["stretches"] = tuple(sorted(set(given["stretches"])))
+    setting = QUICK if quick else Setting()
+    length = given.get("length", setting.length)
+    return replace(setting, targets=min(setting.targets, length), **given)
+
+
+def _text(files: tuple[str, ...]) -> bytes:
+    from ..study.positions import python_source
+
+    if not files:
+        return python_source()
+    parts = []
+    for name in files:
+        if name == "-":
+            parts.append(sys.stdin.buffer.read())
+        else:
+            with open(name, "rb") as file:
+                parts.append(file.read())
+        if not parts[-1]:
+            raise click.ClickException(f"{name} is empty")
+    return b"".join(parts)
+
+
+def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
+    return (
+        f"{len(schemes)} schemes, each {setting.steps} steps of {setting.batch} × "
+        f"{setting.length} bytes out of {size:,}, tested up to {max(setting.lengths)}"
+    )
+
+
+def _compare(
+    text: bytes, schemes: tuple[str, ...], *, setting: "Setting", quiet: bool
+) -> "Study":
+    """Return what came of the schemes, of those before Ctrl-C if it was pressed."""
+    from ..study.positions import Study, measure
+
+    trained = []
+    with progress("training", total=len(schemes), quiet=quiet) as tell:
+
+        def told(scheme: str, step: int, of: int, loss: float) -> None:
+            tell(len(trained) + step / of, note=f"{scheme}, loss {loss:.2f}")
+
+        try:
+            for scheme in schemes:
+                trained.append(measure(text, scheme, setting=setting, progress=told))
+        except KeyboardInterrupt:
+            if not trained:
+                raise
+    return Study(setting, len(text), tuple(trained))
+
+
+def _drawn(found: "Study", format: str) -> bytes:
+    from ..study import plot, report
+
+    if format == "html":
+        return report.html(found).encode()
+    return plot.render(plot.positions(found), format)
+
+
+def _lines(found: "Study") -> list[str]:
+    from ..study.report import number
+
+    setting = found.setting
+    head = [
+        f"{length} ({stretch:g}×)"
+        for length, stretch in zip(setting.lengths, setting.stretches, strict=True)
+    ]
+    rows = [
+        (curve.name, *map(number, curve.losses), number(curve.rise, "+.3f"))
+        for curve in found.curves
+    ]
+    lines = columns(rows, head=["scheme", *head, "rise"])
+    return [*lines, "", *_best(found)]
+
+
+def _best(found: "Study") -> list[str]:
+    lines = []
+    for length in dict.fromkeys((found.setting.lengths[0], found.setting.lengths[-1])):
+        best = found.best_at(length)
+        if best is not None:
+            lines.append(f"best at {length}: {best.name}, {best.at(length):.3f}")
+    return lines

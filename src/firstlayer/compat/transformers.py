@@ -1,0 +1,249 @@
+"""transformers' embeddings on Firstlayer's layers, and a way to put Firstlayer into its models.
+
+:class:`Embeddings` is the layer of "NLP with Transformers" (Tunstall et al. 2022, chapter
+3), :class:`BertEmbeddings` and :class:`GPT2Embeddings` are those of the models. Parameters
+have the names they have there, so checkpoints load. :func:`swapped` replaces the modules
+of a model that exists already, for as long as a ``with`` block lasts. transformers itself
+is never imported.
+"""
+
+# First, for it says what to install where there is no torch.
+from ..torch import Embedding, HFRotary, LearnedPositions, replace_rotary
+
+# isort: split
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from ..torch._positions import Offset, Positions
+from ..torch.hf import rotary_places
+
+__all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
+
+Ids = Integer[Tensor, "*batch length"]
+Vectors = Float[Tensor, "*batch length hidden_size"]
+
+
+class Embeddings(nn.Module):
+    """Token rows + positions → LayerNorm → dropout, as in the book.
+
+    Args:
+        config: With ``vocab_size``, ``hidden_size`` and ``max_position_embeddings``;
+            dropout is its ``hidden_dropout_prob`` (0.1 if it has none), and padding its
+            ``pad_token_id``.
+
+    Shape:
+        - input_ids: ``(..., length)``
+        - position_ids: ``(length,)`` or one for each id; None is ``0, 1, …``, on whatever
+          device the ids are
+        - output: ``(..., length, hidden_size)``
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> sizes = {"vocab_size": 30, "hidden_size": 8, "max_position_embeddings": 16}
+        >>> Embeddings(SimpleNamespace(**sizes))(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.token_embeddings = _tokens(config)
+        self.position_embeddings = _positions(config)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
+
+    def forward(self, input_ids: Ids, position_ids: Positions | None = None) -> Vectors:
+        embeddings = self.token_embeddings(input_ids)
+        embeddings = self.position_embeddings(embeddings, position_ids)
+        return self.dropout(self.layer_norm(embeddings))
+
+
+class BertEmbeddings(nn.Module):
+    """Token rows + token types + positions → LayerNorm → dropout.
+
+    Args:
+        config: A ``BertConfig``, or what has its attributes.
+
+    Shape:
+        - input_ids: ``(..., length)``; or ``inputs_embeds``, token rows looked up elsewhere
+        - token_type_ids: one for each id; None is 0
+        - position_ids: as in :class:`Embeddings`
+        - output: ``(..., length, hidden_size)``
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> sizes = {"vocab_size": 30, "hidden_size": 8, "max_position_embeddings": 16}
+        >>> more = {"layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
+        >>> layer = BertEmbeddings(SimpleNamespace(**sizes, **more, type_vocab_size=2))
+        >>> layer(torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.word_embeddings = _tokens(config)
+        self.position_embeddings = _positions(config)
+        self.token_type_embeddings = _table(config, config.type_vocab_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Ids | None = None,
+        token_type_ids: Ids | None = None,
+        position_ids: Positions | None = None,
+        inputs_embeds: Vectors | None = None,
+        past_key_values_length: Offset = 0,
+    ) -> Vectors:
+        rows = _rows(self.word_embeddings, input_ids, inputs_embeds)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros((), dtype=torch.int64, device=rows.device)
+        rows = rows + self.token_type_embeddings(token_type_ids)
+        offset = past_key_values_length if position_ids is None else 0
+        rows = self.position_embeddings(rows, position_ids, offset=offset)
+        return self.dropout(self.LayerNorm(rows))
+
+
+class GPT2Embeddings(nn.Module):
+    """Token rows + positions → dropout.
+
+    Args:
+        config: A ``GPT2Config``, or what has its attributes.
+
+    Shape:
+        - input_ids: ``(..., length)``; or ``inputs_embeds``, token rows looked up elsewhere
+        - token_type_ids: ids whose rows are added too, or None
+        - position_ids: as in :class:`Embeddings`
+        - output: ``(..., length, hidden_size)``
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> sizes = {"vocab_size": 30, "hidden_size": 8, "max_position_embeddings": 16}
+        >>> layer = GPT2Embeddings(SimpleNamespace(**sizes, embd_pdrop=0.1))
+        >>> layer(torch.tensor([[3]]), past_key_values_length=15).shape
+        torch.Size([1, 1, 8])
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.wte = _table(config, config.vocab_size)
+        self.wpe = _positions(config)
+        self.drop = nn.Dropout(config.embd_pdrop)
+
+    def forward(
+        self,
+        input_ids: Ids | None = None,
+        token_type_ids: Ids | None = None,
+        position_ids: Positions | None = None,
+        inputs_embeds: Vectors | None = None,
+        past_key_values_length: Offset = 0,
+    ) -> Vectors:
+        offset = past_key_values_length if position_ids is None else 0
+        rows = _rows(self.wte, input_ids, inputs_embeds)
+        rows = self.wpe(rows, position_ids, offset=offset)
+        if token_type_ids is not None:
+            rows = rows + self.wte(token_type_ids)
+        return self.drop(rows)
+
+
+@contextmanager
+def swapped(model: nn.Module) -> Generator[int, None, None]:
+    """Put Firstlayer's embeddings and rotation into a model, and take them out at the end.
+
+    Every plain ``nn.Embedding`` becomes :class:`firstlayer.torch.Embedding` on the same
+    parameter, so that tied heads stay tied, an optimizer goes on, and what is trained
+    inside stays trained. Every rotary module becomes :class:`firstlayer.torch.HFRotary`. A
+    model that cannot be changed whole is not changed at all.
+
+    Args:
+        model: Of transformers, or any other. Subclasses of ``nn.Embedding`` with a forward
+            of their own are left as they are.
+
+    Yields:
+        In how many places something was put.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
+        >>> with swapped(model) as places:
+        ...     places, model[0](torch.tensor([5]))
+        Traceback (most recent call last):
+        ...
+        firstlayer.torch._errors.OutOfRange: ids[0] is 5, but num_embeddings is 5
+        >>> type(model[0])
+        <class 'torch.nn.modules.sparse.Embedding'>
+    """
+    before = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    ]
+    count = replace_rotary(model) if rotary_places(model) else 0
+    new = {}
+    for parent, name, child in before:
+        if type(child) is nn.Embedding:
+            # One for each module, however many places it is in.
+            new.setdefault(child, _in_place_of(child))
+            setattr(parent, name, new[child])
+            count += 1
+    try:
+        yield count
+    finally:
+        for parent, name, child in before:
+            _put_back(parent, name, child)
+
+
+def _in_place_of(old: nn.Embedding) -> Embedding:
+    new = Embedding(
+        old.num_embeddings,
+        old.embedding_dim,
+        old.padding_idx,
+        old.max_norm,
+        old.norm_type,
+        old.scale_grad_by_freq,
+        old.sparse,
+        _weight=old.weight,
+    )
+    new.weight = old.weight
+    new.keep_padding()
+    vars(new).update({key: value for key, value in vars(old).items() if "hook" in key})
+    return new.train(old.training)
+
+
+def _put_back(parent: nn.Module, name: str, old: nn.Module) -> None:
+    new = parent._modules.get(name)
+    # What somebody else put there in the meantime, as resizing does, stays.
+    if isinstance(new, Embedding) and type(old) is nn.Embedding:
+        old.num_embeddings, old.weight = new.num_embeddings, new.weight
+    elif isinstance(new, HFRotary) and new is not old:
+        old.to(next(new.buffers()).device)
+    else:
+        return
+    setattr(parent, name, old.train(new.training))
+
+
+def _rows(table: Embedding, ids: Ids | None, inputs_embeds: Vectors | None) -> Vectors:
+    if ids is None and inputs_embeds is None:
+        raise ValueError("give input_ids or inputs_embeds, got neither")
+    return table(ids) if inputs_embeds is None else inputs_embeds
+
+
+def _tokens(config: Any) -> Embedding:
+    padding = getattr(config, "pad_token_id", None)
+    return _table(config, config.vocab_size, padding_idx=padding)
+
+
+def _table(config: Any, rows: int, *, padding_idx: int | None = None) -> Embedding:
+    table = Embedding(rows, config.hidden_size, padding_idx)
+    nn.init.normal_(table.weight, std=getattr(config, "initializer_range", 0.02))
+    table.repair()
+    return table
+
+
+def _positions(config: Any) -> LearnedPositions:
+    return LearnedPositions(config.max_position_embeddings, config.hidden_size)

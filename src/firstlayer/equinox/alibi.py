@@ -1,0 +1,89 @@
+"""ALiBi for Equinox: a penalty on scores in proportion to distance."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float64
+
+from .._array import work_dtype
+from ..alibi import alibi_bias, alibi_slopes
+from ._bias import Bias, checked_pair
+from ._parameters import table_dtype
+from ._positions import Positions
+
+
+class AlibiBias(Bias):
+    """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
+
+    Args:
+        num_heads: Any positive number; see :func:`firstlayer.alibi.alibi_slopes`.
+        symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
+            causal decoders.
+        max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        factor: How many times longer than in training sequences are; divides the slopes.
+
+    Shape:
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k_positions: ``(k_length,)`` or ``(batch, k_length)``
+        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
+          has it
+
+    BLOOM, Falcon and MPT add ``slope * k`` instead: under a causal mask the same attention.
+    The layer has no arrays: its slopes are made of its options.
+
+    Example:
+        >>> layer = AlibiBias(2, max_bias=2.0)
+        >>> layer.slopes.tolist()
+        [0.5, 0.25]
+        >>> layer.bias([2], [0, 1, 2]).tolist()
+        [[[-1.0, -0.5, 0.0]], [[-0.5, -0.25, 0.0]]]
+    """
+
+    num_heads: int = eqx.field(static=True)
+    symmetric: bool = eqx.field(static=True)
+    max_bias: float = eqx.field(static=True)
+    factor: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        symmetric: bool = False,
+        max_bias: float = 8.0,
+        factor: float = 1.0,
+    ) -> None:
+        alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
+        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.max_bias, self.factor = float(max_bias), float(factor)
+
+    @property
+    def slopes(self) -> Float64[np.ndarray, " num_heads"]:
+        """The slope of each head, in float64."""
+        return alibi_slopes(self.num_heads, max_bias=self.max_bias, factor=self.factor)
+
+    def bias(
+        self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
+    ) -> Float[Array, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query and key.
+
+        Args:
+            q_positions: Where the queries stand.
+            k_positions: Where the keys stand.
+            dtype: Of the result, float32 if None. Half precision is rounded once, from
+                float32.
+        """
+        pair = checked_pair(q_positions, k_positions)
+        found = table_dtype(jnp.float32 if dtype is None else dtype)
+        slopes = jnp.asarray(self.slopes.astype(work_dtype(found)))
+        return alibi_bias(*pair, slopes=slopes, symmetric=self.symmetric).astype(found)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "num_heads": self.num_heads,
+            "symmetric": self.symmetric,
+            "max_bias": self.max_bias,
+            "factor": self.factor,
+        }

@@ -1,0 +1,130 @@
+"""Shaw's relative keys for Equinox: queries are also compared with a vector by distance."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._check import not_negative, positive
+from ..shaw import shaw_scores
+from ._bias import checked_pair
+from ._module import Module
+from ._parameters import Init, Key, drawn, given
+from ._positions import Positions, vectors
+
+
+class ShawScores(Module):
+    """Scores queries and keys, with a learned vector for the distance between them.
+
+    Args:
+        head_dim: Size of the last axis of queries and keys. Positive.
+        max_left: The farthest distance before the query with a vector of its own.
+        max_right: The farthest distance after the query with a vector of its own.
+        weight: The table to use.
+        init: How a new table is drawn, as for :class:`firstlayer.equinox.Embedding`.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: What a new table is drawn with.
+
+    Shape:
+        - weight: ``(max_left + max_right + 1, head_dim)``, farthest before first
+        - q: ``(..., heads, q_length, head_dim)`` or ``(..., q_length, head_dim)``
+        - k: as ``q``, of ``k_length``
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k_positions: ``(k_length,)`` or ``(batch, k_length)``
+        - output: ``(..., q_length, k_length)``, divided by √head_dim, in the dtype of ``q``
+
+    Products are made in float32 (float64 if any side is), on devices too that use less by
+    default, and rounded once.
+
+    Example:
+        >>> layer = ShawScores(4, max_left=64, max_right=8, key=jax.random.key(0))
+        >>> q, k = jnp.ones((2, 3, 4)), jnp.ones((2, 5, 4))
+        >>> layer.scores(q, k, range(3), range(5)).shape
+        (2, 3, 5)
+    """
+
+    prefix: ClassVar[str] = "bias."
+
+    weight: Float[Array, "distances head_dim"]
+    head_dim: int = eqx.field(static=True)
+    max_left: int = eqx.field(static=True)
+    max_right: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        max_left: int,
+        max_right: int,
+        weight: Any = None,
+        init: Init = "truncated_normal",
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.head_dim = positive("head_dim", head_dim)
+        self.max_left = not_negative("max_left", max_left)
+        self.max_right = not_negative("max_right", max_right)
+        shape = (self.max_left + self.max_right + 1, self.head_dim)
+        if weight is None:
+            self.weight = drawn(shape, init=init, key=key, dtype=dtype)
+        else:
+            self.weight = given(weight, shape, dtype=dtype)
+
+    def scores(
+        self,
+        q: Float[Array | np.ndarray, "*lead q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead k_length head_dim"],
+        q_positions: Positions,
+        k_positions: Positions,
+    ) -> Float[Array, "*lead q_length k_length"]:
+        """Return the scores of every query and key.
+
+        Args:
+            q: The queries, without positions.
+            k: The keys, without positions.
+            q_positions: Where the queries stand.
+            k_positions: Where the keys stand.
+        """
+        q_positions, k_positions = checked_pair(q_positions, k_positions)
+        q, k = vectors(q, self.head_dim, name="q"), vectors(k, self.head_dim, name="k")
+        wide_q, wide_k, weight = _widened_together(q, k, self.weight)
+        with jax.default_matmul_precision("highest"):
+            out = shaw_scores(
+                wide_q,
+                wide_k,
+                q_positions=q_positions,
+                k_positions=k_positions,
+                weight=weight,
+                max_left=self.max_left,
+            )
+        return out.astype(q.dtype)
+
+    def __call__(
+        self,
+        q: Float[Array | np.ndarray, "*lead q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead k_length head_dim"],
+        q_positions: Positions,
+        k_positions: Positions,
+    ) -> Float[Array, "*lead q_length k_length"]:
+        return self.scores(q, k, q_positions, k_positions)
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        """Return the table under the name ``weight``."""
+        return {"weight": self.weight}
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "head_dim": self.head_dim,
+            "max_left": self.max_left,
+            "max_right": self.max_right,
+            "dtype": self.weight.dtype.name,
+        }
+
+
+def _widened_together(*arrays: Array) -> list[Array]:
+    double = any(x.dtype == jnp.float64 for x in arrays)
+    return [x.astype(jnp.float64 if double else jnp.float32) for x in arrays]

@@ -1,0 +1,218 @@
+"""Sinusoidal positions for Equinox."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from .._array import work_dtype
+from .._check import number, one_of, positive
+from ..positions import check_axes
+from ..sinusoidal import (
+    CONVENTIONS,
+    LAYOUTS,
+    Layout,
+    Odd,
+    encode,
+    frequencies,
+    join_axes,
+    wave_tables,
+    waves,
+)
+from ._constant import Constant
+from ._module import Module, widened
+from ._parameters import Key, table_dtype
+from ._positions import (
+    Offset,
+    Positions,
+    arrived,
+    checked,
+    in_reach,
+    positions_of,
+    vectors,
+)
+
+
+class SinusoidalPositions(Module):
+    """Adds to each vector the sines and cosines of its position. Has no parameters.
+
+    Args:
+        embedding_dim: Width of a vector. A multiple of ``axes``.
+        base: Ratio of the slowest wavelength to the fastest.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        shift: What the exponents' denominator is smaller by, 0 or 1; see
+            :func:`firstlayer.sinusoidal.frequencies`.
+        cos_first: Swap sines and cosines.
+        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
+        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: How many coordinates a position has. Each gets an equal share of the
+            features, in the order of the axes.
+        frequency_scale: What every frequency is multiplied by.
+
+    Shape:
+        - x: ``(..., length, embedding_dim)``
+        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
+          …`` moved on by ``offset``. With several axes the coordinates come first,
+          ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
+        - output: as ``x``, in the dtype of ``x``
+
+    There is no maximum length. A position of 2^24 or more in size is a ValueError, and NaN
+    where it is traced. Reals are float32 unless JAX has 64 bits.
+
+    Example:
+        >>> layer = SinusoidalPositions(4)
+        >>> layer.encode([0, 1]).round(4).tolist()[0]
+        [0.0, 1.0, 0.0, 1.0]
+        >>> layer(jnp.zeros((2, 3, 4)), offset=10_000_000).shape
+        (2, 3, 4)
+    """
+
+    prefix: ClassVar[str] = "position."
+
+    #: The turns of each digit of a position, and their rates; see :mod:`firstlayer.turns`.
+    tables: Constant = eqx.field(static=True)
+    rates: Constant = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+    base: float = eqx.field(static=True)
+    layout: Layout = eqx.field(static=True)
+    shift: float = eqx.field(static=True)
+    cos_first: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    odd: Odd = eqx.field(static=True)
+    axes: int = eqx.field(static=True)
+    frequency_scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        base: float = 10_000.0,
+        layout: Layout = "interleaved",
+        shift: float = 0.0,
+        cos_first: bool = False,
+        scale: float = 1.0,
+        odd: Odd = "sine",
+        axes: int = 1,
+        frequency_scale: float = 1.0,
+    ) -> None:
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.axes = positive("axes", axes)
+        if embedding_dim % axes:
+            raise ValueError(
+                f"embedding_dim must be a multiple of axes {axes}, got {embedding_dim}"
+            )
+        one_of("layout", layout, LAYOUTS)
+        self.layout, self.odd, self.cos_first = layout, odd, bool(cos_first)
+        found = frequencies(
+            embedding_dim // axes,
+            base=base,
+            shift=shift,
+            odd=odd,
+            frequency_scale=frequency_scale,
+        )
+        self.base, self.shift = float(base), float(shift)
+        self.scale = number("scale", scale)
+        self.frequency_scale = float(frequency_scale)
+        tables, rates = wave_tables(found, scale=scale)
+        self.tables, self.rates = Constant(tables), Constant(rates)
+
+    @classmethod
+    def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+
+        Example:
+            >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
+            [[0.0, 0.0, 1.0, 1.0, 0.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["tensor2tensor"], **options})
+
+    @classmethod
+    def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+
+        Example:
+            >>> SinusoidalPositions.marian(5).encode([0]).tolist()
+            [[0.0, 0.0, 0.0, 1.0, 1.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["marian"], **options})
+
+    @classmethod
+    def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+
+        Give ``shift=1, cos_first=False`` for the first diffusion models.
+
+        Example:
+            >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
+            [[1.0, 1.0, 0.0, 0.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["timestep"], **options})
+
+    def __call__(
+        self,
+        x: Float[Array | np.ndarray, "*batch length embedding_dim"],
+        positions: Positions | None = None,
+        *,
+        offset: Offset = 0,
+        key: Key | None = None,
+    ) -> Float[Array, "*batch length embedding_dim"]:
+        """Return ``x`` with the waves of its positions added.
+
+        Args:
+            x: The vectors.
+            positions: Where they stand.
+            offset: How many positions came before, a number or one per row.
+            key: Ignored; for :class:`equinox.nn.Sequential`.
+        """
+        x = vectors(x, self.embedding_dim)
+        found = positions_of(
+            x, positions=positions, offset=offset, axes=self.axes, check=in_reach
+        )
+        return (widened(x) + self._features(found, x.dtype)).astype(x.dtype)
+
+    def encode(
+        self, positions: Positions, *, dtype: Any = None
+    ) -> Float[Array, "*seq embedding_dim"]:
+        """Return the vectors that are added at these positions.
+
+        Args:
+            positions: Integers or reals of any shape; with several axes, the coordinates
+                come first.
+            dtype: What the vectors are rounded to, float32 by default.
+        """
+        found = checked(arrived(positions), in_reach)
+        if self.axes > 1:
+            check_axes(found, self.axes)
+        dtype = table_dtype(jnp.float32 if dtype is None else dtype)
+        return self._features(found, dtype).astype(dtype)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "embedding_dim": self.embedding_dim,
+            "base": self.base,
+            "layout": self.layout,
+            "shift": self.shift,
+            "cos_first": self.cos_first,
+            "scale": self.scale,
+            "odd": self.odd,
+            "axes": self.axes,
+            "frequency_scale": self.frequency_scale,
+        }
+
+    def _features(
+        self, positions: Shaped[Array, "*seq"], dtype: Any
+    ) -> Float[Array, "*seq width"]:
+        work = work_dtype(dtype)
+        tables, rates = (
+            jnp.asarray(constant.array, work) for constant in (self.tables, self.rates)
+        )
+        features = encode(
+            *waves(positions, tables, rates),
+            embedding_dim=self.embedding_dim // self.axes,
+            layout=self.layout,
+            cos_first=self.cos_first,
+        )
+        return join_axes(features) if self.axes > 1 else features

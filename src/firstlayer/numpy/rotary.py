@@ -1,0 +1,263 @@
+"""Rotary positions on NumPy."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from .._array import work_dtype
+from .._check import is_float, one_of, positions_array, positions_in_reach, positive
+from ..hf import rotary_from_hf
+from ..positions import check_axes
+from ..rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
+from ..rotary_frequencies import layer_frequencies
+from ..rotary_rows import rotated, turn_at, turned_back
+from ..scaling import Scaling, scaling_from
+from ..turns import LIMIT, wave_tables
+from ._added import gradient_of
+from ._module import Module, native, positions_for
+
+
+class RotaryPositions(Module):
+    """Rotates queries or keys by their positions. Has no parameters.
+
+    Args:
+        head_dim: Size of the last axis of the input. Positive, and even unless
+            ``rotary_dim`` is given.
+        base: Ratio of the slowest wavelength to the fastest.
+        layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
+            form a pair, a checkpoint fits one; see :func:`firstlayer.rotary.rotate`.
+        scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
+            original_length=4096)``; see :mod:`firstlayer.scaling`.
+        rotary_dim: How many features are rotated, the first ones; None is all.
+        sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
+            one coordinate.
+        interleaved_sections: Deal the pairs out in turn (Qwen3-VL) instead of in runs
+            (Qwen2-VL).
+        frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
+            ``scaling``, ``rotary_dim`` and ``sections``; for images, what
+            :func:`firstlayer.rotary.qwen_axial_frequencies` makes.
+        heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
+            head_dim)``.
+
+    Shape:
+        - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
+        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
+          …`` moved on by ``offset``. With several coordinates they come first, ``(axes,
+          length)`` or ``(axes, batch, length)``.
+        - output: as ``x``, in the dtype of ``x``
+
+    There is no maximum length. A position of 2^24 or more in size is a ValueError. A rule
+    that depends on the length is unscaled (DynamicNTK) or short (LongRoPE) until
+    :meth:`at_length`.
+
+    Example:
+        >>> layer = RotaryPositions(2)
+        >>> layer(np.array([[1.0, 0.0]]), [1]).round(4).tolist()
+        [[0.5403, 0.8415]]
+        >>> layer(np.ones((3, 8, 5, 2)), offset=[0, 7, 1_000_000]).shape
+        (3, 8, 5, 2)
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10_000.0,
+        layout: Layout = "half",
+        scaling: Scaling | dict[str, Any] | None = None,
+        rotary_dim: int | None = None,
+        sections: Sequence[int] | None = None,
+        interleaved_sections: bool = False,
+        frequencies: Any = None,
+        heads_axis: int = -3,
+    ) -> None:
+        self.heads_axis = check_heads_axis(heads_axis)
+        one_of("layout", layout, LAYOUTS)
+        self.scaling = scaling_from(scaling)
+        #: Angle per position of each pair, in float64, and what its turns are enlarged by.
+        self.frequencies, self.attention_factor = layer_frequencies(
+            head_dim,
+            base=base,
+            scaling=self.scaling,
+            rotary_dim=rotary_dim,
+            sections=sections,
+            interleaved_sections=interleaved_sections,
+            frequencies=frequencies,
+        )
+        #: The turns of each digit of a position; see :func:`firstlayer.turns.wave_tables`.
+        self.tables, self.rates = wave_tables(self.frequencies, scale=self.attention_factor)
+        self.head_dim, self.base = int(head_dim), float(base)
+        self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
+        self.sections = None if sections is None else [int(n) for n in sections]
+        self.interleaved_sections = bool(interleaved_sections)
+        self.ready = frequencies is not None
+        self.layout: Layout = layout
+
+    @classmethod
+    def from_hf(
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
+    ) -> Self:
+        """Return the layer of a transformers model; see :func:`firstlayer.hf.rotary_from_hf`.
+
+        Args:
+            config: The model's config, as a dict or an object with ``to_dict``.
+            layer_type: Which layers, where rope parameters are given for each type.
+            heads_axis: As for the layer.
+
+        Example:
+            >>> gptj = {"model_type": "gptj", "n_embd": 64, "n_head": 2, "rotary_dim": 8}
+            >>> layer = RotaryPositions.from_hf(gptj)
+            >>> layer.head_dim, layer.rotary_dim, layer.layout
+            (32, 8, 'interleaved')
+        """
+        return cls(**rotary_from_hf(config, layer_type), heads_axis=heads_axis)
+
+    def __call__(
+        self,
+        x: Float[Any, "*lead head_dim"] | list[Any],
+        positions: Shaped[Any, "*seq"] | list[Any] | None = None,
+        *,
+        offset: Any = 0,
+    ) -> Float[np.ndarray, "*lead head_dim"]:
+        return self.vjp(x, positions, offset=offset)[0]
+
+    def vjp(
+        self,
+        x: Float[Any, "*lead head_dim"] | list[Any],
+        positions: Shaped[Any, "*seq"] | list[Any] | None = None,
+        *,
+        offset: Any = 0,
+    ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
+        """Return the output and the function from its gradient to that of ``x``.
+
+        Example:
+            >>> y, pull = RotaryPositions(2).vjp(np.ones((3, 2)))
+            >>> bool(np.allclose(pull(y)["x"], 1.0))
+            True
+        """
+        x = self._vectors(x)
+        found = self._positions(x, positions, offset)
+        turn, axial = self._turn(found, x.dtype), self.axes is not None
+        seq = over_heads(found, x, heads_axis=self.heads_axis, axial=axial).shape[axial:]
+        read, write = self.layout == "half", self.layout != "interleaved"
+        y = rotated(x, turn, seq, read_half=read, write_half=write)
+
+        def pull(dy: Any) -> dict[str, np.ndarray]:
+            dy = gradient_of(y, dy)
+            wide = dy if dy.dtype == x.dtype else dy.astype(turn.dtype)
+            dx = rotated(wide, turned_back(turn), seq, read_half=write, write_half=read)
+            return {"x": dx.astype(x.dtype, copy=False)}
+
+        return y, pull
+
+    def turns(
+        self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
+    ) -> tuple[Float[np.ndarray, "*seq pairs"], Float[np.ndarray, "*seq pairs"]]:
+        """Return the cosine and the sine of each pair, attention factor included.
+
+        Args:
+            positions: Integers or reals of any shape; with several coordinates, they come
+                first.
+            dtype: float32, which is the default, or float64.
+
+        Example:
+            >>> cos, sin = RotaryPositions(4).turns([0, 100], dtype=np.float64)
+            >>> sin.round(4).tolist()
+            [[0.0, 0.0], [-0.5064, 0.8415]]
+        """
+        found = positions_array(positions)
+        seq = found.shape if self.axes is None else found.shape[1:]
+        turn = self._turn(found, np.dtype(dtype or np.float32))
+        cos, sin = np.split(turn.reshape(*seq, turn.shape[1]), 2, axis=-1)
+        return cos, sin
+
+    def at_length(self, n: int) -> Self:
+        """Return a copy for sequences of ``n`` positions; most rules make the same one.
+
+        Example:
+            >>> from firstlayer.scaling import DynamicNTK
+            >>> rule = DynamicNTK(factor=2.0, original_length=8)
+            >>> layer = RotaryPositions(4, scaling=rule)
+            >>> layer.at_length(8).frequencies[1], layer.at_length(20).frequencies[1]
+            (np.float64(0.01), np.float64(0.0025))
+        """
+        positive("n", n)
+        scaling = None if self.scaling is None else self.scaling.at_length(n)
+        return type(self)(**{**self.config(), "scaling": scaling})
+
+    def rerotate(
+        self, keys: Float[Any, "*lead head_dim"] | list[Any], delta: Any
+    ) -> Float[np.ndarray, "*lead head_dim"]:
+        """Return rotated keys moved on by ``delta`` positions, as when a cache is cut.
+
+        Args:
+            keys: What this layer returned.
+            delta: A number, or an array of one per row (the first axis of ``keys``);
+                negative moves back. All coordinates of a position move alike.
+
+        The attention factor, which the keys have already, is not applied again.
+
+        Example:
+            >>> layer, k = RotaryPositions(4), np.ones((3, 4))
+            >>> moved = layer.rerotate(layer(k, [5, 6, 7]), -5)
+            >>> bool(np.allclose(moved, layer(k, [0, 1, 2]), atol=1e-6))
+            True
+        """
+        keys, delta = self._vectors(keys, "keys"), positions_array(delta, name="delta")
+        lined = over_rows(delta, keys, axes=self.axes)
+        seq = lined.shape if self.axes is None else lined.shape[1:]
+        turn = self._turn(lined, keys.dtype, name="delta")
+        turn /= self.attention_factor
+        half = self.layout != "interleaved"
+        return rotated(keys, turn, seq, read_half=half, write_half=half)
+
+    @property
+    def axes(self) -> int | None:
+        """How many coordinates a position has; None if it is a single number."""
+        return None if self.frequencies.ndim == 1 else self.frequencies.shape[0]
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "head_dim": self.head_dim,
+            "base": self.base,
+            "layout": self.layout,
+            "scaling": None if self.scaling is None else self.scaling.to_dict(),
+            "rotary_dim": self.rotary_dim,
+            "sections": self.sections,
+            "interleaved_sections": self.interleaved_sections,
+            "frequencies": self.frequencies.tolist() if self.ready else None,
+            "heads_axis": self.heads_axis,
+        }
+
+    def _vectors(self, x: Any, name: str = "x") -> np.ndarray:
+        x = np.asarray(x)
+        if not is_float(x.dtype):
+            raise TypeError(f"{name} must be real, got {x.dtype.name}")
+        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
+            want = f"(..., {', '.join(axes)}, {self.head_dim})"
+            raise ValueError(f"{name} must have shape {want}, got {x.shape}")
+        return native(x)
+
+    def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
+        if positions is None and self.axes is not None and self.ready:
+            raise ValueError(f"positions must be given for {self.axes} axes, got None")
+        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        found = positions_for(length, positions=positions, offset=offset)
+        if positions is None and self.axes is not None:
+            # Text, whose time, height and width are one.
+            found = np.broadcast_to(found, (self.axes, *found.shape))
+        return found
+
+    def _turn(
+        self, positions: np.ndarray, dtype: Any, *, name: str = "positions"
+    ) -> np.ndarray:
+        if self.axes is not None:
+            check_axes(positions, self.axes)
+        positions_in_reach(positions, LIMIT, name=name)
+        work = work_dtype(dtype)
+        tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
+        return turn_at(positions, tables, rates)

@@ -1,0 +1,204 @@
+"""Sinusoidal positions on NumPy."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from .._array import work_dtype
+from .._check import (
+    float_dtype,
+    number,
+    one_of,
+    positions_array,
+    positions_in_reach,
+    positive,
+)
+from ..positions import check_axes
+from ..sinusoidal import (
+    CONVENTIONS,
+    LAYOUTS,
+    Layout,
+    Odd,
+    features_at,
+    frequencies,
+    join_axes,
+    wave_tables,
+)
+from ..turns import LIMIT
+from ._added import gradient_of, positions_of, vectors
+from ._module import Module, widened
+
+
+class SinusoidalPositions(Module):
+    """Adds to each vector the sines and cosines of its position. Has no parameters.
+
+    Args:
+        embedding_dim: Width of a vector. A multiple of ``axes``.
+        base: Ratio of the slowest wavelength to the fastest.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        shift: What the exponents' denominator is smaller by, 0 or 1; see
+            :func:`firstlayer.sinusoidal.frequencies`.
+        cos_first: Swap sines and cosines.
+        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
+        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: How many coordinates a position has. Each gets an equal share of the
+            features, in the order of the axes.
+        frequency_scale: What every frequency is multiplied by.
+
+    Shape:
+        - x: ``(..., length, embedding_dim)``
+        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
+          …`` moved on by ``offset``. With several axes the coordinates come first,
+          ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
+        - output: as ``x``, in the dtype of ``x``
+
+    There is no maximum length. A position of 2^24 or more in size is a ValueError.
+
+    Example:
+        >>> layer = SinusoidalPositions(4)
+        >>> layer.encode([0, 1]).round(4).tolist()[0]
+        [0.0, 1.0, 0.0, 1.0]
+        >>> layer(np.zeros((2, 3, 4)), offset=10_000_000).shape
+        (2, 3, 4)
+    """
+
+    prefix: ClassVar[str] = "position."
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        base: float = 10_000.0,
+        layout: Layout = "interleaved",
+        shift: float = 0.0,
+        cos_first: bool = False,
+        scale: float = 1.0,
+        odd: Odd = "sine",
+        axes: int = 1,
+        frequency_scale: float = 1.0,
+    ) -> None:
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.axes = positive("axes", axes)
+        if embedding_dim % axes:
+            raise ValueError(
+                f"embedding_dim must be a multiple of axes {axes}, got {embedding_dim}"
+            )
+        one_of("layout", layout, LAYOUTS)
+        self.layout: Layout = layout
+        self.base, self.shift = number("base", base), number("shift", shift)
+        self.frequency_scale = number("frequency_scale", frequency_scale)
+        self.scale, self.odd = number("scale", scale), odd
+        self.cos_first = bool(cos_first)
+        found = frequencies(
+            embedding_dim // axes,
+            base=base,
+            shift=shift,
+            odd=odd,
+            frequency_scale=frequency_scale,
+        )
+        self.tables, self.rates = wave_tables(found, scale=scale)
+
+    @classmethod
+    def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+
+        Example:
+            >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
+            [[0.0, 0.0, 1.0, 1.0, 0.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["tensor2tensor"], **options})
+
+    @classmethod
+    def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+
+        Example:
+            >>> SinusoidalPositions.marian(5).encode([0]).tolist()
+            [[0.0, 0.0, 0.0, 1.0, 1.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["marian"], **options})
+
+    @classmethod
+    def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+
+        Give ``shift=1, cos_first=False`` for the first diffusion models.
+
+        Example:
+            >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
+            [[1.0, 1.0, 0.0, 0.0]]
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["timestep"], **options})
+
+    def __call__(
+        self,
+        x: Float[Any, "*batch length embedding_dim"] | list[Any],
+        positions: Shaped[Any, "*seq"] | list[Any] | None = None,
+        *,
+        offset: Any = 0,
+    ) -> Float[np.ndarray, "*batch length embedding_dim"]:
+        x = vectors(x, self.embedding_dim)
+        found = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)
+        wide = widened(x)
+        return (wide + self.encode(found, dtype=wide.dtype)).astype(x.dtype, copy=False)
+
+    def encode(
+        self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
+    ) -> Float[np.ndarray, "*seq embedding_dim"]:
+        """Return the vectors that are added at these positions.
+
+        Args:
+            positions: Integers or reals of any shape; with several axes, the coordinates
+                come first.
+            dtype: What the vectors are rounded to, float32 by default.
+        """
+        found = positions_in_reach(positions_array(positions), LIMIT)
+        if self.axes > 1:
+            check_axes(found, self.axes)
+        dtype = float_dtype(dtype)
+        work = work_dtype(dtype)
+        tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
+        features = features_at(
+            found,
+            tables,
+            rates,
+            embedding_dim=self.embedding_dim // self.axes,
+            layout=self.layout,
+            cos_first=self.cos_first,
+        )
+        if self.axes > 1:
+            features = join_axes(features)
+        return features.astype(dtype, copy=False)
+
+    def vjp(
+        self,
+        x: Float[Any, "*batch length embedding_dim"] | list[Any],
+        positions: Shaped[Any, "*seq"] | list[Any] | None = None,
+        *,
+        offset: Any = 0,
+    ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
+        """Return the output and the function from its gradient to that of ``x``.
+
+        Example:
+            >>> y, pull = SinusoidalPositions(2).vjp(np.zeros((1, 2)))
+            >>> pull([[3.0, 4.0]])["x"].tolist()
+            [[3.0, 4.0]]
+        """
+        y = self(x, positions, offset=offset)
+        return y, lambda dy: {"x": gradient_of(y, dy).astype(y.dtype)}
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "embedding_dim": self.embedding_dim,
+            "base": self.base,
+            "layout": self.layout,
+            "shift": self.shift,
+            "cos_first": self.cos_first,
+            "scale": self.scale,
+            "odd": self.odd,
+            "axes": self.axes,
+            "frequency_scale": self.frequency_scale,
+        }

@@ -1,0 +1,54 @@
+"""The PyTorch face: ``nn.Module`` layers, and the functions they are made of.
+
+``Embedding`` and ``EmbeddingBag`` are torch's own with their faults mended, and take their
+place with nothing else changed.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "firstlayer.torch needs PyTorch: pip install firstlayer[torch]"
+    ) from error
+
+from . import functional as functional
+from .alibi import AlibiBias as AlibiBias
+from .bag import EmbeddingBag as EmbeddingBag
+from .files import load as load
+from .files import save as save
+from .fire import FireBias as FireBias
+from .fourier import FourierFeatures as FourierFeatures
+from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
+from .hf import HFRotary as HFRotary
+from .hf import replace_rotary as replace_rotary
+from .kerple import KerpleBias as KerpleBias
+from .layer import EmbeddingLayer as EmbeddingLayer
+from .learned import LearnedPositions as LearnedPositions
+from .relative import T5Bias as T5Bias
+from .rotary import RotaryPositions as RotaryPositions
+from .shaw import ShawScores as ShawScores
+from .sinusoidal import SinusoidalPositions as SinusoidalPositions
+from .token import Embedding as Embedding
+
+__all__ = [
+    "AlibiBias",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingLayer",
+    "FireBias",
+    "FourierFeatures",
+    "HFRotary",
+    "KerpleBias",
+    "LearnedPositions",
+    "PartlyFrozenEmbedding",
+    "RotaryPositions",
+    "ShawScores",
+    "SinusoidalPositions",
+    "T5Bias",
+    "functional",
+    "load",
+    "replace_rotary",
+    "save",
+]

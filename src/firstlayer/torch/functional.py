@@ -1,0 +1,141 @@
+"""The functions behind the layers, with the signatures of ``torch.nn.functional``."""
+
+from jaxtyping import Float, Integer, Real
+from torch import Tensor
+from torch.nn.functional import embedding_bag as torch_embedding_bag
+
+from .._check import one_of
+from ..bag import MODES, Mode
+from ..token import check_norm
+from ._bags import How, pool_bags
+from ._errors import WrongValue
+from ._fused import overridden
+from ._lookup import lookup, padding_of
+from ._optim_pending import settle
+
+
+def embedding(
+    input: Integer[Tensor, "*batch"],
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Float[Tensor, "*batch embedding_dim"]:
+    """Return rows of a table, with the arguments of ``torch.nn.functional.embedding``.
+
+    Unlike torch's, ``max_norm`` does not write to the table, gradients of repeated ids are
+    summed in float32 also for half precision, and ids may have any integer dtype.
+
+    Args:
+        input: Ids.
+        weight: The table.
+        padding_idx: The id whose row gets no gradient; negative counts from the end.
+        max_norm: Rows longer than this are returned shortened to it.
+        norm_type: The p of the p-norm that ``max_norm`` bounds.
+        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
+        sparse: Whether the gradient of the table is a coalesced sparse tensor.
+
+    Example:
+        >>> import torch
+        >>> table = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+        >>> embedding(torch.tensor([0, 1]), table, max_norm=1.0).round(decimals=6).tolist()
+        [[0.6..., 0.8...], [0.3..., 0.4...]]
+    """
+    if max_norm is not None:
+        _check_norm(max_norm, norm_type)
+    settle(weight, input)
+    return lookup(
+        input,
+        weight,
+        padding_idx=padding_idx,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        scale_grad_by_freq=scale_grad_by_freq,
+        sparse=sparse,
+    )
+
+
+def embedding_bag(
+    input: Integer[Tensor, "*batch"],
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    offsets: Integer[Tensor, " bags"] | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Real[Tensor, "*batch"] | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Float[Tensor, "bags embedding_dim"]:
+    """Pool rows over bags, with the arguments of ``torch.nn.functional.embedding_bag``.
+
+    What a bag gives is said in :mod:`firstlayer.bag`. Unlike torch's, every mode takes
+    ``per_sample_weights``, ``sparse`` and ``scale_grad_by_freq``, ``max_norm`` does not
+    write to the table, and there are second derivatives and forward-mode ones.
+
+    Args:
+        input: ``(bags, length)`` ids, or ``(n,)`` with offsets, or a jagged nested tensor.
+        weight: The table.
+        offsets: Where each bag begins: 0 first, never decreasing.
+        max_norm: Rows longer than this are shortened to it before they are pooled.
+        norm_type: The p of the p-norm that ``max_norm`` bounds.
+        scale_grad_by_freq: Divide a row's gradient by how often its id was counted.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Whether the gradient of the table is a coalesced sparse tensor.
+        per_sample_weights: What each row is multiplied by, in the shape of ``input``.
+        include_last_offset: Whether the last offset is the end of the last bag.
+        padding_idx: The id that does not count; negative counts from the end.
+
+    Example:
+        >>> import torch
+        >>> table = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> embedding_bag(torch.tensor([[0, 1], [2, 2]]), table, mode="sum").tolist()
+        [[3.0], [8.0]]
+    """
+    if isinstance(input, Tensor) and input.is_nested:
+        input, offsets, per_sample_weights = _flat(input, per_sample_weights)
+        include_last_offset = True
+    given = (input, weight, offsets, per_sample_weights)
+    if not isinstance(input, Tensor) or any(map(overridden, given)):
+        return torch_embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode,
+            sparse, per_sample_weights, include_last_offset, padding_idx,
+        )  # fmt: skip
+    if weight.dim() != 2:
+        raise WrongValue(f"weight must have 2 axes, got shape {tuple(weight.shape)}")
+    settle(weight, input)
+    how = How(
+        mode_of(mode),
+        max_norm,
+        norm_type,
+        scale_grad_by_freq,
+        sparse,
+        include_last_offset,
+        padding_of(padding_idx, weight.shape[0]),
+    )
+    return pool_bags(input, weight, offsets=offsets, weights=per_sample_weights, how=how)
+
+
+def mode_of(mode: str) -> Mode:
+    """Return the mode if it is one."""
+    try:
+        return one_of("mode", mode, MODES)  # pyright: ignore
+    except ValueError as error:
+        raise WrongValue(*error.args) from None
+
+
+def _check_norm(max_norm: float, norm_type: float) -> None:
+    try:
+        check_norm(max_norm, norm_type)
+    except ValueError as error:
+        raise WrongValue(*error.args) from None
+
+
+def _flat(input: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    if weights is not None and not weights.is_nested:
+        raise WrongValue("per_sample_weights must be nested for nested ids, got a tensor")
+    flat = None if weights is None else weights.values().reshape(-1)
+    return input.values().reshape(-1), input.offsets(), flat  # pyright: ignore

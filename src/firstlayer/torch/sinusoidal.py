@@ -1,0 +1,211 @@
+"""Sinusoidal positions for torch."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._check import number, one_of, positive
+from ..positions import check_axes
+from ..sinusoidal import (
+    CONVENTIONS,
+    LAYOUTS,
+    Layout,
+    Odd,
+    encode,
+    features_at,
+    frequencies,
+    join_axes,
+    wave_tables,
+    waves,
+)
+from ._fused import array_of, concrete, tensor_of, threads_of_torch
+from ._positions import (
+    Offset,
+    Positions,
+    check_vectors,
+    in_reach,
+    positions_of,
+    positions_tensor,
+)
+from ._tables import Precomputed, widened
+
+
+class SinusoidalPositions(Precomputed):
+    """Adds to each vector the sines and cosines of its position. Has no parameters.
+
+    Args:
+        embedding_dim: Width of a vector. A multiple of ``axes``.
+        base: Ratio of the slowest wavelength to the fastest.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        shift: What the exponents' denominator is smaller by, 0 or 1; see
+            :func:`firstlayer.sinusoidal.frequencies`.
+        cos_first: Swap sines and cosines.
+        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
+        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: How many coordinates a position has. Each gets an equal share of the
+            features, in the order of the axes.
+        frequency_scale: What every frequency is multiplied by.
+
+    Shape:
+        - x: ``(..., length, embedding_dim)``
+        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
+          …`` moved on by ``offset``. With several axes the coordinates come first,
+          ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
+        - output: as ``x``, in the dtype of ``x``
+
+    There is no maximum length. A position of 2^24 or more in size is a ValueError on the
+    CPU, and NaN on other devices and in compiled code.
+
+    Waves are float32 and are added in float32, float64 for float64; the sum is rounded to
+    the dtype of ``x`` once. Autocast changes nothing.
+
+    Example:
+        >>> layer = SinusoidalPositions(4)
+        >>> layer.encode([0, 1])
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+                [0.8415, 0.5403, 0.0100, 0.9999]])
+        >>> layer(torch.zeros(2, 3, 4), offset=10_000_000).shape
+        torch.Size([2, 3, 4])
+    """
+
+    bits: Tensor
+    rate_bits: Tensor
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        base: float = 10_000.0,
+        layout: Layout = "interleaved",
+        shift: float = 0.0,
+        cos_first: bool = False,
+        scale: float = 1.0,
+        odd: Odd = "sine",
+        axes: int = 1,
+        frequency_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.axes = positive("axes", axes)
+        if embedding_dim % axes:
+            raise ValueError(
+                f"embedding_dim must be a multiple of axes {axes}, got {embedding_dim}"
+            )
+        one_of("layout", layout, LAYOUTS)
+        self.layout: Layout = layout
+        self.base, self.shift = number("base", base), number("shift", shift)
+        self.frequency_scale = number("frequency_scale", frequency_scale)
+        self.scale, self.cos_first = number("scale", scale), bool(cos_first)
+        self.odd: Odd = odd
+        self._build()
+
+    @classmethod
+    def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+
+        Example:
+            >>> SinusoidalPositions.tensor2tensor(5).encode([0])
+            tensor([[0., 0., 1., 1., 0.]])
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["tensor2tensor"], **options})
+
+    @classmethod
+    def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+
+        Example:
+            >>> SinusoidalPositions.marian(5).encode([0])
+            tensor([[0., 0., 0., 1., 1.]])
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["marian"], **options})
+
+    @classmethod
+    def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
+        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+
+        Give ``shift=1, cos_first=False`` for the first diffusion models.
+
+        Example:
+            >>> SinusoidalPositions.timestep(4).encode([0.0])
+            tensor([[1., 1., 0., 0.]])
+        """
+        return cls(embedding_dim, **{**CONVENTIONS["timestep"], **options})
+
+    def forward(
+        self,
+        x: Float[Tensor, "*batch length embedding_dim"],
+        positions: Positions | None = None,
+        *,
+        offset: Offset = 0,
+    ) -> Float[Tensor, "*batch length embedding_dim"]:
+        """Return ``x`` with the waves of its positions added.
+
+        Args:
+            x: Vectors of tokens.
+            positions: Where each vector stands; None counts from ``offset``.
+            offset: How many positions came before, a number or one per row.
+        """
+        check_vectors(x, self.embedding_dim)
+        found = positions_of(x, positions=positions, offset=offset, axes=self.axes)
+        return (widened(x) + self._features(found, x.dtype)).to(x.dtype)
+
+    def encode(
+        self, positions: Positions, *, dtype: torch.dtype | None = None
+    ) -> Float[Tensor, "*seq embedding_dim"]:
+        """Return the vectors that are added at these positions.
+
+        Args:
+            positions: Integers or reals of any shape; with several axes, the coordinates
+                come first.
+            dtype: What the vectors are rounded to, float32 by default.
+        """
+        found = positions_tensor(positions, device=self.bits.device)
+        if self.axes > 1:
+            check_axes(found, self.axes)
+        dtype = dtype or torch.float32
+        return self._features(found, dtype).to(dtype)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "embedding_dim": self.embedding_dim,
+            "base": self.base,
+            "layout": self.layout,
+            "shift": self.shift,
+            "cos_first": self.cos_first,
+            "scale": self.scale,
+            "odd": self.odd,
+            "axes": self.axes,
+            "frequency_scale": self.frequency_scale,
+        }
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        found = frequencies(
+            self.embedding_dim // self.axes,
+            base=self.base,
+            shift=self.shift,
+            odd=self.odd,
+            frequency_scale=self.frequency_scale,
+        )
+        tables, rates = wave_tables(found, scale=self.scale)
+        return {"bits": tables, "rate_bits": rates}
+
+    def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        tables = self._floats("bits", dtype, positions.device)
+        rates = self._floats("rate_bits", dtype, positions.device)
+        how: dict[str, Any] = {
+            "embedding_dim": self.embedding_dim // self.axes,
+            "layout": self.layout,
+            "cos_first": self.cos_first,
+        }
+        near = in_reach(positions)
+        if not near.is_floating_point() and concrete(near, tables):
+            arrays = map(array_of, (near, tables, rates))
+            with threads_of_torch():
+                features = tensor_of(features_at(*arrays, **how))
+        else:
+            features = encode(*waves(near, tables, rates), **how)
+        return join_axes(features) if self.axes > 1 else features
