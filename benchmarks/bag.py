@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from firstlayer.bag import MODES, Mode
+from firstlayer.embeddings.bag import MODES, Mode
 from firstlayer.numpy import EmbeddingBag
 
 from .ids import KINDS, batches

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from firstlayer.embeddings.row_gradient import sum_by_id
 from firstlayer.numpy import Embedding
-from firstlayer.rows import sum_by_id
 
 from .ids import KINDS, batches
 from .timing import Case

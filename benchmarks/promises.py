@@ -67,7 +67,7 @@ def far_rotation():
         return _error(_worst_turn(cos[0, 0, :64].numpy(), sin[0, 0, :64].numpy(), far))
 
     def ours() -> str:
-        cos, sin = RotaryPositions(128).turns(np.array([far]))
+        cos, sin = RotaryPositions(128).phases(np.array([far]))
         return _error(_worst_turn(cos[0], sin[0], far))
 
     return (

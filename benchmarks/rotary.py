@@ -16,7 +16,7 @@ def cases() -> Iterator[Case]:
     for shape in SHAPES:
         for layout in ("half", "interleaved"):
             yield _rotation(shape, layout)
-    yield _turns(131_072, 64)
+    yield _phases(131_072, 64)
 
 
 def _rotation(shape: tuple[int, ...], layout) -> Case:
@@ -29,7 +29,7 @@ def _rotation(shape: tuple[int, ...], layout) -> Case:
         import torch
     except ImportError:
         return Case(name, lambda batch: layer(batches[batch]), {}, missing=("torch",))
-    cos, sin = (torch.from_numpy(turn) for turn in layer.turns(np.arange(length)))
+    cos, sin = (torch.from_numpy(turn) for turn in layer.phases(np.arange(length)))
     tensors = [torch.from_numpy(batch) for batch in batches]
     eager = half_forms(cos, sin) if layout == "half" else _interleaved_forms(cos, sin)
     peers = {form: _on(tensors, run) for form, run in eager.items()}
@@ -76,12 +76,12 @@ def _interleaved_forms(cos, sin):
     return {"torch stack": stack, "torch complex": as_complex}
 
 
-def _turns(count: int, pairs: int) -> Case:
+def _phases(count: int, pairs: int) -> Case:
     layer = RotaryPositions(2 * pairs)
     starts = [batch * 1000 for batch in range(BATCHES)]
 
     def ours(batch: int) -> tuple[np.ndarray, np.ndarray]:
-        return layer.turns(np.arange(starts[batch], starts[batch] + count))
+        return layer.phases(np.arange(starts[batch], starts[batch] + count))
 
     name = f"turns of {count:,} positions × {pairs} pairs"
     try:

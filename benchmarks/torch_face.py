@@ -82,7 +82,7 @@ def _rotations() -> Iterator[Case]:
     for shape in ((4, 16, 512, 64), (1, 32, 2048, 128)):
         layer = RotaryPositions(shape[-1])
         xs = [torch.randn(shape, requires_grad=True) for _ in range(BATCHES)]
-        forms = half_forms(*layer.turns(torch.arange(shape[-2])))
+        forms = half_forms(*layer.phases(torch.arange(shape[-2])))
         yield Case(
             f"torch rotary half {shape}, forward + backward",
             lambda batch, layer=layer, xs=xs: _turned(layer, xs[batch]),

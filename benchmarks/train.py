@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from firstlayer import set_num_threads
-from firstlayer.study.corpus import Corpus, learn_tokenizer, tokenized
-from firstlayer.study.neighbors import units
-from firstlayer.study.skipgram import Setting, SkipGram
-from firstlayer.study.text import documents_in, standard_library
+from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
+from firstlayer.word_vectors.neighbors import units
+from firstlayer.word_vectors.skipgram import Setting, SkipGram
+from firstlayer.word_vectors.text import documents_in, standard_library
 
 THREADS = 2
 #: How many neighbours are looked at, and how many names a kind must have in the text.

@@ -86,8 +86,8 @@ class Transformer(eqx.Module):
             scale=True,
             key=first,
         )
-        turns = scheme == "rotary"
-        self.rotary = RotaryPositions(WIDTH // HEADS, heads_axis=-2) if turns else None
+        phases = scheme == "rotary"
+        self.rotary = RotaryPositions(WIDTH // HEADS, heads_axis=-2) if phases else None
         self.bias = AlibiBias(HEADS) if scheme == "alibi" else None
         if scheme == "t5":
             self.bias = T5Bias(HEADS, bidirectional=False, key=second)

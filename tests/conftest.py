@@ -46,7 +46,7 @@ def _kept(config: pytest.Config, name: str) -> str:
 
 def _source() -> str:
     """Return a name for the kernels as they are written now."""
-    text = b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.py")))
+    text = b"".join(path.read_bytes() for path in sorted(KERNELS.rglob("*.py")))
     return hashlib.sha256(text).hexdigest()[:16]
 
 

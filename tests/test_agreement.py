@@ -10,10 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlayer import files
-from firstlayer.rotary import pixtral_axial_frequencies
-from firstlayer.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
-from tests.faces import (
+from firstlayer.files import safetensors as files
+from firstlayer.positions.rotary import pixtral_axial_frequencies
+from firstlayer.positions.scaling import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    YaRN,
+)
+from tests.support.front_ends import (
     FACES,
     Case,
     assert_agree,
@@ -25,7 +33,7 @@ from tests.faces import (
     refusals,
     terms,
 )
-from tests.jax_lives import key
+from tests.support.jax_lives import key
 
 PLACES = np.array([[0, 7, 39], [12, -2, 3]])
 AXES = np.array([[[0, 7, 39], [12, 2, 3]], [[5, 70_000, 1], [0, 3, -9]]])
@@ -278,7 +286,7 @@ def test_pairs_that_turn_by_many_radians_are_right_at_real_positions(face, frequ
     positions = np.random.default_rng(0).uniform(-300, 300, shape).astype(np.float32)
     angles = positions[..., None].astype(float) * frequencies[..., None, :]
     angles = angles if frequencies.ndim == 1 else angles.sum(0)
-    cos, sin = (np.asarray(turn) for turn in layer.turns(array(face, positions)))
+    cos, sin = (np.asarray(turn) for turn in layer.phases(array(face, positions)))
     np.testing.assert_allclose(cos, np.cos(angles), atol=4e-7)
     np.testing.assert_allclose(sin, np.sin(angles), atol=4e-7)
 
@@ -607,7 +615,7 @@ METHODS = {
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
-    "RotaryPositions": ["at_length", "config", "from_hf", "rerotate", "turns"],
+    "RotaryPositions": ["at_length", "config", "from_hf", "phases", "rerotate"],
     "ShawScores": ["config", "scores"],
     "SinusoidalPositions": ["config", "encode", "marian", "tensor2tensor", "timestep"],
     "T5Bias": ["bias", "config"],

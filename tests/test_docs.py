@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.alone import run_alone
+from tests.support.run_alone import run_alone
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -14,32 +14,37 @@ FRAMEWORKS = {"torch", "jax", "equinox", "flax", "tensorflow"}
 HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich"}
 
 USED_BY = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
-FACES = USED_BY.keys()
+FRONT_ENDS = USED_BY.keys()
 
-# Arrows point down: what each part may import of Firstlayer, and of the world beyond the
-# standard library, wherever in a file the import stands.
+# Import arrows point down: for each folder, the folders of the package and the libraries
+# that its files may import, wherever in a file the import stands. Every folder may import
+# ``_array`` and ``_check``.
+CORE = {"positions", "embeddings", "optim", "files"}
+ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 PARTS = {
-    "kernels": ({"kernels", "_array", "_check"}, {"numpy", "numba", "llvmlite"}),
-    "core": (
-        {"core", "kernels"},
-        {"numpy", "jaxtyping", "ml_dtypes", "safetensors"},
+    "_array": (set(), set()),
+    "_check": (set(), ARRAYS),
+    "kernels": (set(), {"numpy", "numba", "llvmlite"}),
+    "positions": ({"kernels", "embeddings"}, ARRAYS),
+    "embeddings": ({"kernels"}, ARRAYS),
+    "optim": ({"kernels", "embeddings"}, ARRAYS),
+    "files": ({"positions"}, ARRAYS | {"safetensors"}),
+    "numpy": ({*CORE, "kernels"}, ARRAYS),
+    "torch": ({*CORE, "kernels"}, ARRAYS | {"safetensors", "torch"}),
+    "equinox": ({*CORE, "kernels"}, ARRAYS | {"jax", "equinox"}),
+    "compat": ({*CORE, *FRONT_ENDS}, ARRAYS | {"torch", "jax", "equinox"}),
+    "word_vectors": (
+        {*CORE, "kernels", "numpy"},
+        ARRAYS | {"safetensors", "tokenizers"},
     ),
-    "numpy": ({"numpy", "core", "kernels"}, {"numpy", "jaxtyping", "ml_dtypes"}),
-    "torch": (
-        {"torch", "core", "kernels"},
-        {"numpy", "jaxtyping", "safetensors", "torch"},
+    "analysis": (
+        {"__init__", *CORE, "kernels", "numpy", "torch", "word_vectors"},
+        ARRAYS | {"safetensors", "torch", "matplotlib"},
     ),
-    "equinox": ({"equinox", "core", "kernels"}, {"numpy", "jaxtyping", "jax", "equinox"}),
-    "compat": (
-        {"compat", "numpy", "torch", "equinox", "core"},
-        {"numpy", "jaxtyping", "torch", "jax", "equinox"},
-    ),
-    "study": (
-        {"study", "numpy", "torch", "core", "kernels"},
-        {"numpy", "jaxtyping", "ml_dtypes", "safetensors", "tokenizers", "torch"}
-        | {"matplotlib"},
-    ),
-    "cli": ({"cli", "study", "core"}, {"numpy", "click", "rich"}),
+    "cli": ({"__init__", "files", "analysis", "word_vectors"}, {"numpy", "click", "rich"}),
+    # ``firstlayer`` itself re-exports the names that the front ends share.
+    "__init__": ({*CORE, "kernels"}, set()),
+    "__main__": ({"cli"}, set()),
 }
 
 
@@ -83,10 +88,10 @@ def test_the_numpy_face_comes_without_numba_or_a_framework():
     assert not outside(loaded) & (HEAVY | {"safetensors"})
 
 
-@pytest.mark.parametrize("face", [face for face in FACES if (SOURCE / face).is_dir()])
+@pytest.mark.parametrize("face", [face for face in FRONT_ENDS if (SOURCE / face).is_dir()])
 def test_a_face_comes_without_the_others(face):
     loaded = imported_by(f"import firstlayer.{face}")
-    others = {f"firstlayer.{other}" for other in FACES - {face}}
+    others = {f"firstlayer.{other}" for other in FRONT_ENDS - {face}}
     assert f"firstlayer.{face}" in loaded and not loaded & others
     assert not outside(loaded) & (FRAMEWORKS - USED_BY[face])
 
@@ -101,10 +106,10 @@ def test_numba_comes_with_the_first_kernel_call():
 
 def test_safetensors_comes_with_the_first_file(tmp_path):
     assert "safetensors" not in imported_by(
-        "import firstlayer.files, firstlayer.numpy.files"
+        "import firstlayer.files.safetensors, firstlayer.numpy.files"
     )
     loaded = imported_by(f"""
-        from firstlayer.files import read, write
+        from firstlayer.files.safetensors import read, write
         write({str(tmp_path / "a")!r}, {{}}, {{}})
         read({str(tmp_path / "a")!r})
     """)
@@ -112,10 +117,10 @@ def test_safetensors_comes_with_the_first_file(tmp_path):
 
 
 def part_of(module: str) -> str:
-    """Return which part of the package a dotted name after ``firstlayer.`` belongs to."""
+    """Return the folder or file that a dotted name after ``firstlayer.`` belongs to."""
     first = module.partition(".")[0]
-    is_package = (SOURCE / first).is_dir() and first != ""
-    return "cli" if first == "__main__" else first if is_package else "core"
+    exists = (SOURCE / first).is_dir() or (SOURCE / f"{first}.py").is_file()
+    return first if first and exists else "__init__"
 
 
 def imports_of(path: Path) -> set[str]:
@@ -133,14 +138,14 @@ def imports_of(path: Path) -> set[str]:
 
 
 def wrong_arrows(path: Path) -> list[str]:
-    """Return the imports of a file that its part may not make."""
+    """Return the imports of a file that its folder may not make."""
     part = part_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
     ours, theirs = PARTS[part]
     wrong = []
     for name in imports_of(path):
         top, _, rest = name.partition(".")
         if top == "firstlayer":
-            allowed = part_of(rest) in ours or rest.partition(".")[0] in ours
+            allowed = part_of(rest) in {part, "_array", "_check", *ours}
         else:
             allowed = top in theirs or top in sys.stdlib_module_names
         wrong += [] if allowed else [name]
@@ -159,11 +164,15 @@ def test_arrows_point_down(path):
 @pytest.mark.parametrize(
     "where, line, name",
     [
-        ("x.py", "from .numpy import token", "firstlayer.numpy.token"),
-        ("x.py", "from . import numpy", "firstlayer.numpy"),
-        ("x.py", "def f():\n    import torch.nn", "torch.nn"),
-        ("x.py", "import firstlayer.cli.main", "firstlayer.cli.main"),
-        ("kernels/x.py", "from ..rows import Rows", "firstlayer.rows.Rows"),
+        ("_check.py", "from .numpy import token", "firstlayer.numpy.token"),
+        ("_check.py", "from . import numpy", "firstlayer.numpy"),
+        ("positions/x.py", "def f():\n    import torch.nn", "torch.nn"),
+        ("files/x.py", "import firstlayer.cli.main", "firstlayer.cli.main"),
+        (
+            "kernels/x.py",
+            "from ..embeddings import bag",
+            "firstlayer.embeddings.bag",
+        ),
         ("kernels/x.py", "from firstlayer import positions", "firstlayer.positions"),
         (
             "numpy/x.py",
@@ -174,7 +183,7 @@ def test_arrows_point_down(path):
     ],
 )
 def test_an_arrow_that_points_up_is_found(where, line, name, tmp_path, monkeypatch):
-    for part in ("kernels", "numpy", "torch", "cli"):
+    for part in ("kernels", "positions", "embeddings", "files", "numpy", "torch", "cli"):
         (tmp_path / part).mkdir()
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / where).write_text(f"import numpy as np\nfrom . import _check\n{line}\n")

@@ -16,7 +16,7 @@ NAMES = {
         "LongRoPE",
         "NTK",
         "Proportional",
-        "Rows",
+        "RowGradient",
         "YaRN",
         "__version__",
         "convert_layout",
@@ -174,4 +174,4 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 
 def test_dir_lists_what_is_fetched_on_demand():
-    assert {"YaRN", "Rows", "positions"} <= set(dir(firstlayer))
+    assert {"YaRN", "RowGradient", "positions"} <= set(dir(firstlayer))

@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import positions as positions
-    from .kernels._threads import get_num_threads as get_num_threads
-    from .kernels._threads import set_num_threads as set_num_threads
-    from .rotary import convert_layout as convert_layout
-    from .rotary import query_temperature as query_temperature
-    from .rows import Rows as Rows
-    from .scaling import NTK as NTK
-    from .scaling import DynamicNTK as DynamicNTK
-    from .scaling import Linear as Linear
-    from .scaling import Llama3 as Llama3
-    from .scaling import LongRoPE as LongRoPE
-    from .scaling import Proportional as Proportional
-    from .scaling import YaRN as YaRN
+    from .embeddings.row_gradient import RowGradient as RowGradient
+    from .kernels.runtime.threads import get_num_threads as get_num_threads
+    from .kernels.runtime.threads import set_num_threads as set_num_threads
+    from .positions.rotary import convert_layout as convert_layout
+    from .positions.rotary import query_temperature as query_temperature
+    from .positions.scaling import NTK as NTK
+    from .positions.scaling import DynamicNTK as DynamicNTK
+    from .positions.scaling import Linear as Linear
+    from .positions.scaling import Llama3 as Llama3
+    from .positions.scaling import LongRoPE as LongRoPE
+    from .positions.scaling import Proportional as Proportional
+    from .positions.scaling import YaRN as YaRN
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "DynamicNTK": "scaling",
-    "Linear": "scaling",
-    "Llama3": "scaling",
-    "LongRoPE": "scaling",
-    "NTK": "scaling",
-    "Proportional": "scaling",
-    "Rows": "rows",
-    "YaRN": "scaling",
-    "convert_layout": "rotary",
-    "get_num_threads": "kernels._threads",
-    "query_temperature": "rotary",
-    "set_num_threads": "kernels._threads",
+    "DynamicNTK": "positions.scaling",
+    "Linear": "positions.scaling",
+    "Llama3": "positions.scaling",
+    "LongRoPE": "positions.scaling",
+    "NTK": "positions.scaling",
+    "Proportional": "positions.scaling",
+    "RowGradient": "embeddings.row_gradient",
+    "YaRN": "positions.scaling",
+    "convert_layout": "positions.rotary",
+    "get_num_threads": "kernels.runtime.threads",
+    "query_temperature": "positions.rotary",
+    "set_num_threads": "kernels.runtime.threads",
 }
 
 __all__ = ["__version__", "positions", *sorted(_HOME)]  # pyright: ignore[reportUnsupportedDunderAll]

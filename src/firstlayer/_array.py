@@ -54,7 +54,7 @@ def is_real(x: Any) -> bool:
     return kind == "f" or (kind not in ("i", "u", "b") and "float" in str(x.dtype))
 
 
-def work_dtype(dtype: Any) -> str:
+def compute_dtype(dtype: Any) -> str:
     """Name the dtype that numbers of ``dtype`` are worked on in.
 
     ``"float64"`` for float64 and ``"float32"`` for everything else: half precision is for

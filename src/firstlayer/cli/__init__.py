@@ -2,7 +2,7 @@
 
 ``firstlayer VERB …`` finds the verb's name in a table, so that ``firstlayer --help`` imports click
 and nothing else. A verb's module holds one click command named ``command``; what it
-measures or learns is in :mod:`firstlayer.study`, and the verb only reads arguments and prints.
+measures or learns is in :mod:`firstlayer.analysis`, and the verb only reads arguments and prints.
 Manners that every verb has (``--json``, ``-q``, one sentence for an error, exit codes) are
 in ``_manners``.
 """

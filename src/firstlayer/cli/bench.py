@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._manners import columns, emit, force_option, progress, seed_option, verb
-from ._pictures import FORMATS, checked_picture, picture_option, write_picture
+from ._figures import FORMATS, checked_picture, picture_option, write_picture
+from ._output import columns, emit, force_option, progress, seed_option, verb
 
 if TYPE_CHECKING:
-    from ..study.lookup import Lookups
+    from ..analysis.lookup import Lookups
 
 EXAMPLES = """
 firstlayer bench                                 tables of 1,000, 10,000 and 100,000 rows
@@ -71,7 +71,7 @@ def command(
     the cache. Libraries that are not installed are left out.
     """
     format = checked_picture(picture, force=force)
-    from ..study import lookup, plot
+    from ..analysis import lookup, plot
 
     with progress("lookups", total=1.0, quiet=quiet) as tell:
         found = lookup.measure(

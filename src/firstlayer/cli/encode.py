@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ._manners import emit, force_option, free_to_write, progress, verb
+from ._output import emit, force_option, free_to_write, progress, verb
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..study.vectors import Vectors
+    from ..word_vectors.vectors import Vectors
 
 EXAMPLES = """
 firstlayer encode vectors notes.txt -o notes.npy
@@ -41,7 +41,7 @@ def command(
         if not output.endswith(FORMATS):
             raise click.UsageError(f"-o must end in .npy or .jsonl, got {output!r}")
         free_to_write(output, force=force)
-    from ..study.vectors import open_vectors
+    from ..word_vectors.vectors import open_vectors
 
     vectors = open_vectors(table)
     if output is None:
@@ -71,8 +71,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
-    from ..study.encode import encode
-    from ..study.text import read_lines
+    from ..word_vectors.encode import encode
+    from ..word_vectors.text import read_lines
 
     texts, lines = itertools.tee(read_lines(file))
     for rows in encode(vectors, texts):
@@ -80,7 +80,7 @@ def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
 
 
 def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]) -> int:
-    from ..files import replacing
+    from ..files.safetensors import replacing
 
     width, count = vectors.weight.shape[1], 0
     is_npy = output.endswith(".npy")

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._manners import amount, columns, counted, emit, verb
+from ._output import amount, columns, counted, emit, verb
 
 if TYPE_CHECKING:
-    from ..study.inspect import Odd, Report, Table
+    from ..analysis.inspect import Odd, Report, Table
 
 EXAMPLES = """
 firstlayer inspect model.safetensors
@@ -34,7 +34,7 @@ def command(path: str, names: tuple[str, ...], as_json: bool, quiet: bool) -> No
     checkpoint, or what firstlayer train has written. Tables are read in pieces, and nothing else
     of the file.
     """
-    from ..study.inspect import inspect
+    from ..analysis.inspect import inspect
 
     found = inspect(path, names=names)
     emit(found, _text(found), as_json=as_json)

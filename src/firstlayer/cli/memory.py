@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ._manners import amount, columns, emit, force_option, progress, verb
-from ._pictures import FORMATS, checked_picture, picture_option, write_picture
+from ._figures import FORMATS, checked_picture, picture_option, write_picture
+from ._output import amount, columns, emit, force_option, progress, verb
 
 if TYPE_CHECKING:
-    from ..study.memory import Footprint, PositionTable
+    from ..analysis.memory import Footprint, PositionTable
 
-#: As in :mod:`firstlayer.study.memory`, which is not imported for a page of help.
+#: As in :mod:`firstlayer.analysis.memory`, which is not imported for a page of help.
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = (
     "sgd",
@@ -98,7 +98,7 @@ def command(
     what position schemes keep.
     """
     format = checked_picture(picture, force=force)
-    from ..study import memory, plot
+    from ..analysis import memory, plot
 
     found, wanted = (
         [],
@@ -145,7 +145,7 @@ class Table(NamedTuple):
 
 def _wanted(tables: tuple[str, ...]) -> Iterator[Table]:
     """Yield the tables that arguments name, those of usual sizes without any."""
-    from ..study.memory import SCENARIOS
+    from ..analysis.memory import SCENARIOS
 
     if not tables:
         for name, (rows, width) in SCENARIOS.items():
@@ -164,8 +164,8 @@ def _wanted(tables: tuple[str, ...]) -> Iterator[Table]:
 
 
 def _in_checkpoint(path: str) -> Iterator[Table]:
-    from ..study.checkpoint import DTYPES as CODES
-    from ..study.checkpoint import open_checkpoint
+    from ..files.checkpoint import DTYPES as CODES
+    from ..files.checkpoint import open_checkpoint
 
     tables = [table for table in open_checkpoint(path).tables() if all(table.shape)]
     if not tables:

@@ -2,7 +2,7 @@
 
 import click
 
-from ._manners import columns, emit, verb
+from ._output import columns, emit, verb
 
 EXAMPLES = """
 firstlayer neighbors vectors TypeError lock
@@ -31,8 +31,8 @@ def command(
     transformers checkpoint's), or a file of word2vec or GloVe. Words joined by + or -
     are one query: what is near their sum.
     """
-    from ..study.neighbors import neighbors, parse
-    from ..study.vectors import open_vectors
+    from ..word_vectors.neighbors import neighbors, parse
+    from ..word_vectors.vectors import open_vectors
 
     try:
         queries = parse(words)

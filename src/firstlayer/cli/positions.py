@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._manners import columns, emit, force_option, progress, say, seed_option, verb
-from ._pictures import FORMATS, checked_picture, picture_option, write_picture
+from ._figures import FORMATS, checked_picture, picture_option, write_picture
+from ._output import columns, emit, force_option, progress, say, seed_option, verb
 
 if TYPE_CHECKING:
-    from ..study.positions import Setting, Study
+    from ..analysis.positions import Setting, Study
 
-#: As in :mod:`firstlayer.study.positions`, which is not imported for a page of help.
+#: As in :mod:`firstlayer.analysis.positions`, which is not imported for a page of help.
 SCHEMES = (
     "none",
     "learned",
@@ -94,7 +94,7 @@ def command(
 def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
     from dataclasses import replace
 
-    from ..study.positions import QUICK, Setting
+    from ..analysis.positions import QUICK, Setting
 
     given = {name: value for name, value in sizes.items() if value not in (None, ())}
     if "stretches" in given:
@@ -105,7 +105,7 @@ def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
 
 
 def _text(files: tuple[str, ...]) -> bytes:
-    from ..study.positions import python_source
+    from ..analysis.positions import python_source
 
     if not files:
         return python_source()
@@ -132,7 +132,7 @@ def _compare(
     text: bytes, schemes: tuple[str, ...], *, setting: "Setting", quiet: bool
 ) -> "Study":
     """Return what came of the schemes, of those before Ctrl-C if it was pressed."""
-    from ..study.positions import Study, measure
+    from ..analysis.positions import Study, measure
 
     trained = []
     with progress("training", total=len(schemes), quiet=quiet) as tell:
@@ -150,7 +150,7 @@ def _compare(
 
 
 def _drawn(found: "Study", format: str) -> bytes:
-    from ..study import plot, report
+    from ..analysis import plot, report
 
     if format == "html":
         return report.html(found).encode()
@@ -158,7 +158,7 @@ def _drawn(found: "Study", format: str) -> bytes:
 
 
 def _lines(found: "Study") -> list[str]:
-    from ..study.report import number
+    from ..analysis.report import number
 
     setting = found.setting
     head = [

@@ -2,7 +2,7 @@
 
 import click
 
-from ._manners import columns, emit, verb
+from ._output import columns, emit, verb
 
 EXAMPLES = """
 firstlayer similarity vectors TypeError ValueError
@@ -20,8 +20,8 @@ def command(table: str, words: tuple[str, ...], as_json: bool, quiet: bool) -> N
     """
     if len(words) < 2:
         raise click.UsageError(f"similarity takes at least two words, got {len(words)}")
-    from ..study.neighbors import similarities
-    from ..study.vectors import open_vectors
+    from ..word_vectors.neighbors import similarities
+    from ..word_vectors.vectors import open_vectors
 
     cosines = similarities(open_vectors(table), words)
     if len(words) == 2:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ._manners import (
+from ._output import (
     columns,
     emit,
     force_option,
@@ -22,8 +22,8 @@ from ._manners import (
 )
 
 if TYPE_CHECKING:
-    from ..study.skipgram import Progress
-    from ..study.train import Recipe, Trained
+    from ..word_vectors.skipgram import Progress
+    from ..word_vectors.train import Recipe, Trained
 
 EXAMPLES = """
 firstlayer train                                from Python's own source, in half a minute
@@ -143,7 +143,7 @@ def command(ctx: click.Context, **options: Any) -> None:
         free_to_write(options["output"], force=options["force"] or options["resume"])
     if options["threads"]:
         _use_threads(options["threads"])
-    from ..study.train import train
+    from ..word_vectors.train import train
 
     quiet = options["quiet"]
     with _asked_to_stop() as stop, progress("learning", total=1.0, quiet=quiet) as draw:
@@ -181,8 +181,8 @@ def _use_threads(count: int) -> None:
 
 
 def _recipe(options: dict[str, Any]) -> "Recipe":
-    from ..study.skipgram import Setting
-    from ..study.train import Recipe
+    from ..word_vectors.skipgram import Setting
+    from ..word_vectors.train import Recipe
 
     setting = Setting(
         embedding_dim=options["dim"],

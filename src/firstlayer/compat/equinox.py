@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import not_negative
-from ..equinox._parameters import Key, table_dtype
-from ..equinox._positions import Offset, in_reach, positions_for
-from ..rotary import rotate
+from ..equinox._positions.arguments import Offset, in_reach, positions_for
+from ..equinox._table.parameters import Key, table_dtype
+from ..positions.rotary import rotate
 
 __all__ = ["Embedding", "RotaryPositionalEmbedding"]
 
@@ -141,6 +141,6 @@ class RotaryPositionalEmbedding(eqx.Module):
         if self.rotary is None:
             return x
         at = positions_for(x.shape[-2], positions=None, offset=offset, check=in_reach)
-        turns = self.rotary.turns(at, dtype=work_dtype(self.dtype))
-        cos, sin = (turn.astype(self.dtype) for turn in turns)
+        phases = self.rotary.phases(at, dtype=compute_dtype(self.dtype))
+        cos, sin = (turn.astype(self.dtype) for turn in phases)
         return rotate(x, cos, sin, layout="half").astype(x.dtype)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from ..torch._positions import Offset, Positions
+from ..torch._positions.arguments import Offset, Positions
 from ..torch.hf import rotary_places
 
 __all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
@@ -173,7 +173,7 @@ def swapped(model: nn.Module) -> Generator[int, None, None]:
         ...     places, model[0](torch.tensor([5]))
         Traceback (most recent call last):
         ...
-        firstlayer.torch._errors.OutOfRange: ids[0] is 5, but num_embeddings is 5
+        firstlayer.torch._tensors.errors.OutOfRange: ids[0] is 5, but num_embeddings is 5
         >>> type(model[0])
         <class 'torch.nn.modules.sparse.Embedding'>
     """

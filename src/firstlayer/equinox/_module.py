@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import check_real
 
 Layer = TypeVar("Layer", bound=eqx.Module)
@@ -102,7 +102,7 @@ def bits_of(numbers: Float[Any, "*shape"]) -> Int32[Array, "*bits"]:
         >>> bits_of(np.array([0.0, 1.0], np.float32)).tolist()
         [0, 1065353216]
     """
-    wide = numbers.astype(work_dtype(numbers.dtype))
+    wide = numbers.astype(compute_dtype(numbers.dtype))
     if isinstance(wide, np.ndarray):
         whole = np.ascontiguousarray(wide)
         last = (2,) if whole.dtype.itemsize == 8 else ()
@@ -125,12 +125,12 @@ def floats_of(
         Array([0.5], dtype=float32)
     """
     numbers = jax.lax.bitcast_convert_type(bits, jnp.dtype(kept))
-    return numbers.astype(work_dtype(dtype))
+    return numbers.astype(compute_dtype(dtype))
 
 
-def widened(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def upcast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return ``x`` in the dtype that its numbers are worked on in: float32 or float64."""
-    return x.astype(work_dtype(x.dtype))
+    return x.astype(compute_dtype(x.dtype))
 
 
 def concrete(x: Any) -> bool:

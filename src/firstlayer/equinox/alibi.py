@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64
 
-from .._array import work_dtype
-from ..alibi import alibi_bias, alibi_slopes
-from ._bias import Bias, checked_pair
-from ._parameters import table_dtype
-from ._positions import Positions
+from .._array import compute_dtype
+from ..positions.alibi import alibi_bias, alibi_slopes
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, checked_pair
+from ._table.parameters import table_dtype
 
 
 class AlibiBias(Bias):
     """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.alibi.alibi_slopes`.
+        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
         max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
@@ -76,7 +76,7 @@ class AlibiBias(Bias):
         """
         pair = checked_pair(q_positions, k_positions)
         found = table_dtype(jnp.float32 if dtype is None else dtype)
-        slopes = jnp.asarray(self.slopes.astype(work_dtype(found)))
+        slopes = jnp.asarray(self.slopes.astype(compute_dtype(found)))
         return alibi_bias(*pair, slopes=slopes, symmetric=self.symmetric).astype(found)
 
     def config(self) -> dict[str, Any]:

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Real
 
 from .._check import one_of
-from ..bag import MODES, Mode
-from ._bags import Ragged, checked_offsets, checked_weights, pool_matrix
-from ._lookup import Found, both, nan_outside
-from ._parameters import Init, Key
-from ._table import Ids, Table
+from ..embeddings.bag import MODES, Mode
+from ._table.bags import Ragged, checked_offsets, checked_weights, pool_matrix
+from ._table.lookup import Found, both, nan_outside
+from ._table.module import Ids, Table
+from ._table.parameters import Init, Key
 
 
 class EmbeddingBag(Table):
     """Looks up rows of a table and pools them, a row of output for each bag of ids.
 
     What a bag gives, in every mode, with padding and weights, is said in
-    :mod:`firstlayer.bag`. The rest is as in :class:`firstlayer.equinox.Embedding`.
+    :mod:`firstlayer.embeddings.bag`. The rest is as in :class:`firstlayer.equinox.Embedding`.
 
     Args:
         num_embeddings: Rows of the table, one for each id.

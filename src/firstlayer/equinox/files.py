@@ -1,7 +1,7 @@
 """Layers of this face in files: ``save`` writes one, ``load`` builds it again.
 
-The file and what it promises are described in :mod:`firstlayer.files`, what its config may ask
-for in :mod:`firstlayer._configs`. Any face loads what another has saved. A file says what it
+The file and what it promises are described in :mod:`firstlayer.files.safetensors`, what its config may ask
+for in :mod:`firstlayer.files.layer_configs`. Any face loads what another has saved. A file says what it
 holds, where ``eqx.tree_deserialise_leaves`` has to be given a model of the same structure.
 It has the layer's parameters, the padding row as it is read, and none of the numbers that a
 config makes again.
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._configs import KINDS, check_options, own_tensors
-from ..files import Path, Tensors, read, write
+from ..files.layer_configs import KINDS, check_options, own_tensors
+from ..files.safetensors import Path, Tensors, read, write
 from ._module import Module
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._check import number, positive, positive_number
-from ..fire import fire_bias, fire_share
-from ._bias import Bias, checked_pair
-from ._module import widened
-from ._parameters import Key, drawn, table_dtype
-from ._positions import Positions
+from ..positions.fire import fire_bias, fire_share
+from ._module import upcast
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, checked_pair
+from ._table.parameters import Key, drawn, table_dtype
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -106,7 +106,7 @@ class FireBias(Bias):
                 float64 for float64 parameters, and rounded once.
         """
         pair = checked_pair(q_positions, k_positions)
-        wide = {name: widened(value) for name, value in self.parameters().items()}
+        wide = {name: upcast(value) for name, value in self.parameters().items()}
         threshold = wide["multiplier"] * self.threshold
         share = fire_share(*pair, c=wide["c"], threshold=threshold, eps=self.eps)
         with jax.default_matmul_precision("highest"):

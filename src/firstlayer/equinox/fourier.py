@@ -9,11 +9,16 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int32
 
 from .._check import FLOATS, one_of, positions_in_reach
-from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
-from ..sinusoidal import LAYOUTS, Layout, encode
-from ..turns import LIMIT
-from ._module import Module, bits_of, concrete, floats_of, widened
-from ._parameters import Key
+from ..positions.fourier import (
+    fourier_phases,
+    fourier_tables,
+    gaussian_matrix,
+    octave_matrix,
+)
+from ..positions.phases import LIMIT
+from ..positions.sinusoidal import LAYOUTS, Layout, encode
+from ._module import Module, bits_of, concrete, floats_of, upcast
+from ._table.parameters import Key
 
 
 class FourierFeatures(Module):
@@ -106,8 +111,8 @@ class FourierFeatures(Module):
             key: Ignored; for :class:`equinox.nn.Sequential`.
         """
         given = self._checked(coordinates)
-        wide = widened(given)
-        cos, sin = fourier_turns(
+        wide = upcast(given)
+        cos, sin = fourier_phases(
             wide, floats_of(self.bits, wide.dtype), floats_of(self.rate_bits, wide.dtype)
         )
         return encode(

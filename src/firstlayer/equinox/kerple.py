@@ -8,11 +8,11 @@ import jax
 from jaxtyping import Array, Float
 
 from .._check import one_of, positive
-from ..kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited
-from ._bias import Bias, checked_pair
-from ._module import replaced, widened
-from ._parameters import Key, drawn, given, table_dtype
-from ._positions import Positions
+from ..positions.kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited
+from ._module import replaced, upcast
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, checked_pair
+from ._table.parameters import Key, drawn, given, table_dtype
 
 
 class KerpleBias(Bias):
@@ -93,8 +93,8 @@ class KerpleBias(Bias):
         """
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
-            r1=widened(self.r1),
-            r2=widened(self.r2),
+            r1=upcast(self.r1),
+            r2=upcast(self.r2),
             form=self.form,
         )
         return out.astype(self.r1.dtype if dtype is None else table_dtype(dtype))

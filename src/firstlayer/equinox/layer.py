@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import not_negative_number, positive, probability
-from ..layer import combine, zero_where
-from ._call import Call, checked_call
-from ._lookup import both, nan_outside
+from ..embeddings.layer import combine, zero_where
+from ._layer.arguments import Call, checked_call
+from ._layer.norm import normalised
+from ._layer.position import position_layer
 from ._module import Module, replaced
-from ._norm import normalised
-from ._parameters import Init, Key, small_normal, table_dtype
-from ._position_layer import position_layer
-from ._positions import Offset, Positions
-from ._table import Ids
+from ._positions.arguments import Offset, Positions
+from ._table.lookup import both, nan_outside
+from ._table.module import Ids
+from ._table.parameters import Init, Key, small_normal, table_dtype
 from .token import Embedding
 
 
@@ -237,7 +237,7 @@ class EmbeddingLayer(Module):
     ) -> Float[Array, "*batch length embedding_dim"]:
         """Return the sum of rows in the dtype of the work."""
         rows: Any = call.embeds
-        work = work_dtype(self.dtype)
+        work = compute_dtype(self.dtype)
         if call.ids is not None and rows is None:
             rows = self.token._rows(call.ids, self.token._how(wide=True))
         total = combine(rows.astype(work), scale=self.scale)

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import not_negative, number, positive
-from ..learned import (
+from ..embeddings.token import whole_inside
+from ..positions.learned import (
     Align,
     check_positions,
     neighbours,
@@ -16,11 +17,10 @@ from ..learned import (
     resize_grid,
     resize_linear,
 )
-from ..token import whole_inside
-from ._lookup import How, find, nan_outside, rows_at
-from ._module import Module, replaced, widened
-from ._parameters import Init, Key, small_normal, table_dtype
-from ._positions import Offset, Positions, arrived, checked, positions_of, vectors
+from ._module import Module, replaced, upcast
+from ._positions.arguments import Offset, Positions, arrived, checked, positions_of, vectors
+from ._table.lookup import How, find, nan_outside, rows_at
+from ._table.parameters import Init, Key, small_normal, table_dtype
 from .token import Embedding
 
 
@@ -123,7 +123,7 @@ class LearnedPositions(Module):
         """
         x = vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset, check=self._check)
-        wide, rows = widened(x), self._rows(found)
+        wide, rows = upcast(x), self._rows(found)
         work = np.promote_types(wide.dtype, rows.dtype)
         return (wide.astype(work) + rows.astype(work)).astype(x.dtype)
 
@@ -147,7 +147,7 @@ class LearnedPositions(Module):
         Args:
             max_positions: How many positions there shall be.
             align: Where new rows lie among the old; see
-                :func:`firstlayer.learned.resize_linear`.
+                :func:`firstlayer.positions.learned.resize_linear`.
         """
         before, rows = np.split(self._host(), [self.row_offset])
         return self._with(before, resize_linear(rows, max_positions, align=align))
@@ -167,7 +167,7 @@ class LearnedPositions(Module):
             new_grid: Height and width in patches that it shall have.
             grid: Height and width that it has.
             class_tokens: How many positions come before the patches, and are kept.
-            antialias: As in :func:`firstlayer.learned.resize_grid`.
+            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
             nudge: Likewise.
         """
         before, rows = np.split(self._host(), [self.row_offset])

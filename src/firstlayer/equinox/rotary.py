@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Shaped
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import one_of, positive
-from ..hf import rotary_from_hf
-from ..positions import check_axes
-from ..rotary import (
+from ..files.hf import rotary_from_hf
+from ..positions.frequencies import layer_frequencies
+from ..positions.ids import check_axes
+from ..positions.phases import axial_phases, phase_tables, phases
+from ..positions.rotary import (
     LAYOUTS,
     Layout,
     check_heads_axis,
@@ -21,13 +23,10 @@ from ..rotary import (
     over_rows,
     rotate,
 )
-from ..rotary_frequencies import layer_frequencies
-from ..scaling import Scaling, scaling_from
-from ..turns import axial_waves, wave_tables, waves
+from ..positions.scaling import Scaling, scaling_from
 from ._constant import Constant
-from ._module import Module, widened
-from ._parameters import Key, table_dtype
-from ._positions import (
+from ._module import Module, upcast
+from ._positions.arguments import (
     Offset,
     Positions,
     arrived,
@@ -36,6 +35,7 @@ from ._positions import (
     positions_for,
     vectors,
 )
+from ._table.parameters import Key, table_dtype
 
 
 class RotaryPositions(Module):
@@ -47,9 +47,9 @@ class RotaryPositions(Module):
         base: Ratio of the slowest wavelength to the fastest.
         layout: ``"half"`` (what ``eqx.nn.RotaryPositionalEmbedding`` has),
             ``"interleaved"`` or ``"interleaved_to_half"``: which features form a pair, a
-            checkpoint fits one; see :func:`firstlayer.rotary.rotate`.
+            checkpoint fits one; see :func:`firstlayer.positions.rotary.rotate`.
         scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.scaling`.
+            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
         rotary_dim: How many features are rotated, the first ones; None is all.
         sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
             one coordinate.
@@ -57,7 +57,7 @@ class RotaryPositions(Module):
             (Qwen2-VL).
         frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
             ``scaling``, ``rotary_dim`` and ``sections``; for images, what
-            :func:`firstlayer.rotary.qwen_axial_frequencies` makes.
+            :func:`firstlayer.positions.rotary.qwen_axial_frequencies` makes.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``, which the heads of ``eqx.nn.MultiheadAttention`` have.
 
@@ -80,7 +80,7 @@ class RotaryPositions(Module):
         (3, 8, 5, 2)
     """
 
-    #: The turns of each digit of a position; see :func:`firstlayer.turns.wave_tables`.
+    #: The turns of each digit of a position; see :func:`firstlayer.positions.phases.phase_tables`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
@@ -119,7 +119,7 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        tables, rates = wave_tables(found, scale=factor)
+        tables, rates = phase_tables(found, scale=factor)
         self.tables, self.rates = Constant(tables), Constant(rates)
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
@@ -131,7 +131,7 @@ class RotaryPositions(Module):
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
     ) -> Self:
-        """Return the layer of a transformers model; see :func:`firstlayer.hf.rotary_from_hf`.
+        """Return the layer of a transformers model; see :func:`firstlayer.files.hf.rotary_from_hf`.
 
         Args:
             config: The model's config, as a dict or an object with ``to_dict``.
@@ -165,10 +165,10 @@ class RotaryPositions(Module):
         x = self._vectors(x)
         found, axial = self._positions(x, positions, offset), self.axes is not None
         lined = over_heads(found, x, heads_axis=self.heads_axis, axial=axial)
-        cos, sin = self._turns(lined, x.dtype)
-        return rotate(widened(x), cos, sin, layout=self.layout).astype(x.dtype)
+        cos, sin = self._phases(lined, x.dtype)
+        return rotate(upcast(x), cos, sin, layout=self.layout).astype(x.dtype)
 
-    def turns(
+    def phases(
         self, positions: Positions, *, dtype: Any = None
     ) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
         """Return the cosine and the sine of each pair, attention factor included.
@@ -179,20 +179,20 @@ class RotaryPositions(Module):
             dtype: float32, which is the default, or float64.
 
         Example:
-            >>> cos, sin = RotaryPositions(4).turns([0, 100])
+            >>> cos, sin = RotaryPositions(4).phases([0, 100])
             >>> np.asarray(sin, np.float64).round(4).tolist()
             [[0.0, 0.0], [-0.5064, 0.8415]]
         """
         found = checked(arrived(positions), in_reach)
         if self.axes is not None:
             check_axes(found, self.axes)
-        return self._turns(found, table_dtype(jnp.float32 if dtype is None else dtype))
+        return self._phases(found, table_dtype(jnp.float32 if dtype is None else dtype))
 
     def at_length(self, n: int) -> Self:
         """Return a copy for sequences of ``n`` positions; most rules make the same one.
 
         Example:
-            >>> from firstlayer.scaling import DynamicNTK
+            >>> from firstlayer.positions.scaling import DynamicNTK
             >>> rule = DynamicNTK(factor=2.0, original_length=8)
             >>> layer = RotaryPositions(4, scaling=rule)
             >>> layer.at_length(8).frequencies[1], layer.at_length(20).frequencies[1]
@@ -224,9 +224,9 @@ class RotaryPositions(Module):
         found = checked(arrived(delta, name="delta"), partial(in_reach, name="delta"))
         lined = over_rows(found, keys, axes=self.axes)
         factor = self.attention_factor
-        cos, sin = (turn / factor for turn in self._turns(lined, keys.dtype))
+        cos, sin = (turn / factor for turn in self._phases(lined, keys.dtype))
         layout = "interleaved" if self.layout == "interleaved" else "half"
-        return rotate(widened(keys), cos, sin, layout=layout).astype(keys.dtype)
+        return rotate(upcast(keys), cos, sin, layout=layout).astype(keys.dtype)
 
     @property
     def frequencies(self) -> Float64[np.ndarray, "*axes pairs"]:
@@ -286,10 +286,10 @@ class RotaryPositions(Module):
             check_axes(found, self.axes)
         return found
 
-    def _turns(
+    def _phases(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
-        work, run = work_dtype(dtype), waves if self.axes is None else axial_waves
+        work, run = compute_dtype(dtype), phases if self.axes is None else axial_phases
         return run(
             positions, *(jnp.asarray(c.array, work) for c in (self.tables, self.rates))
         )

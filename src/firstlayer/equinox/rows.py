@@ -61,9 +61,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PyTree
 
-from ._lookup import SomeRows
 from ._module import replaced
-from ._table import Ids, Table
+from ._table.lookup import SomeRows
+from ._table.module import Ids, Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 # True of what `_each_once` returns, and lets XLA write row after row.

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import not_negative, positive
-from ..shaw import shaw_scores
-from ._bias import checked_pair
+from ..positions.shaw import shaw_scores
 from ._module import Module
-from ._parameters import Init, Key, drawn, given
-from ._positions import Positions, vectors
+from ._positions.arguments import Positions, vectors
+from ._positions.bias import checked_pair
+from ._table.parameters import Init, Key, drawn, given
 
 
 class ShawScores(Module):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import number, one_of, positive
-from ..positions import check_axes
-from ..sinusoidal import (
+from ..positions.ids import check_axes
+from ..positions.sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
     Layout,
@@ -18,13 +18,12 @@ from ..sinusoidal import (
     encode,
     frequencies,
     join_axes,
-    wave_tables,
-    waves,
+    phase_tables,
+    phases,
 )
 from ._constant import Constant
-from ._module import Module, widened
-from ._parameters import Key, table_dtype
-from ._positions import (
+from ._module import Module, upcast
+from ._positions.arguments import (
     Offset,
     Positions,
     arrived,
@@ -33,6 +32,7 @@ from ._positions import (
     positions_of,
     vectors,
 )
+from ._table.parameters import Key, table_dtype
 
 
 class SinusoidalPositions(Module):
@@ -41,9 +41,9 @@ class SinusoidalPositions(Module):
     Args:
         embedding_dim: Width of a vector. A multiple of ``axes``.
         base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
         shift: What the exponents' denominator is smaller by, 0 or 1; see
-            :func:`firstlayer.sinusoidal.frequencies`.
+            :func:`firstlayer.positions.sinusoidal.frequencies`.
         cos_first: Swap sines and cosines.
         scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
         odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
@@ -71,7 +71,7 @@ class SinusoidalPositions(Module):
 
     prefix: ClassVar[str] = "position."
 
-    #: The turns of each digit of a position, and their rates; see :mod:`firstlayer.turns`.
+    #: The turns of each digit of a position, and their rates; see :mod:`firstlayer.positions.phases`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
@@ -115,7 +115,7 @@ class SinusoidalPositions(Module):
         self.base, self.shift = float(base), float(shift)
         self.scale = number("scale", scale)
         self.frequency_scale = float(frequency_scale)
-        tables, rates = wave_tables(found, scale=scale)
+        tables, rates = phase_tables(found, scale=scale)
         self.tables, self.rates = Constant(tables), Constant(rates)
 
     @classmethod
@@ -170,7 +170,7 @@ class SinusoidalPositions(Module):
         found = positions_of(
             x, positions=positions, offset=offset, axes=self.axes, check=in_reach
         )
-        return (widened(x) + self._features(found, x.dtype)).astype(x.dtype)
+        return (upcast(x) + self._features(found, x.dtype)).astype(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: Any = None
@@ -205,12 +205,12 @@ class SinusoidalPositions(Module):
     def _features(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> Float[Array, "*seq width"]:
-        work = work_dtype(dtype)
+        work = compute_dtype(dtype)
         tables, rates = (
             jnp.asarray(constant.array, work) for constant in (self.tables, self.rates)
         )
         features = encode(
-            *waves(positions, tables, rates),
+            *phases(positions, tables, rates),
             embedding_dim=self.embedding_dim // self.axes,
             layout=self.layout,
             cos_first=self.cos_first,

@@ -4,9 +4,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from ._lookup import nan_outside
-from ._parameters import Init, Key
-from ._table import Ids, Table
+from ._table.lookup import nan_outside
+from ._table.module import Ids, Table
+from ._table.parameters import Init, Key
 
 
 class Embedding(Table):

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._check import positions_array
-from ._module import Module, widened
+from ._module import Module, upcast
 
 QPositions = Shaped[Any, "*#batch q_length"] | Sequence[Any]
 KPositions = Shaped[Any, "*#batch k_length"] | Sequence[Any]
@@ -48,7 +48,7 @@ def _checked(name: str, positions: Any) -> np.ndarray:
     array = positions_array(positions, name=name)
     if array.dtype.kind in "iu":
         return array.astype(np.int64, copy=False)
-    array = widened(array)
+    array = upcast(array)
     known = np.isfinite(array)
     if not known.all():
         raise ValueError(f"{name} must be finite, got {array[~known].flat[0]}")
@@ -59,7 +59,7 @@ def gradient_like(
     gradient: Float[Any, "..."], output: np.ndarray, *, name: str = "dbias"
 ) -> Float[np.ndarray, "..."]:
     """Return the gradient of ``output``, widened, if it has its shape."""
-    array = widened(np.asarray(gradient))
+    array = upcast(np.asarray(gradient))
     if array.shape != output.shape:
         raise ValueError(f"{name} must have shape {output.shape}, got {array.shape}")
     return array

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import check_real, float_dtype, positions_array
-from ..positions import plain_offset, resolve
+from ..positions.ids import plain_offset, resolve
 
 
 class Module:
@@ -100,9 +100,9 @@ def native(x: np.ndarray) -> np.ndarray:
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
-def widened(x: np.ndarray) -> np.ndarray:
+def upcast(x: np.ndarray) -> np.ndarray:
     """Return ``x`` in the dtype that its numbers are worked on in."""
-    return x.astype(work_dtype(x.dtype), copy=False)
+    return x.astype(compute_dtype(x.dtype), copy=False)
 
 
 def positions_for(length: int, *, positions: Any, offset: Any) -> np.ndarray:

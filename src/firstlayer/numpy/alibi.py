@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import float_dtype
-from ..alibi import alibi_bias, alibi_slopes
+from ..positions.alibi import alibi_bias, alibi_slopes
 from ._bias import Bias, KPositions, QPositions, checked_pair
 
 
@@ -15,7 +15,7 @@ class AlibiBias(Bias):
     """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.alibi.alibi_slopes`.
+        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
         max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
@@ -67,7 +67,7 @@ class AlibiBias(Bias):
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         found = float_dtype(dtype)
-        slopes = self.slopes.astype(work_dtype(found))
+        slopes = self.slopes.astype(compute_dtype(found))
         out = alibi_bias(q_positions, k_positions, slopes=slopes, symmetric=self.symmetric)
         return out.astype(found, copy=False)
 

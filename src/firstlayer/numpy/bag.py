@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer, Real
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import is_float, one_of
-from .._ragged import Bags, bags_of
-from ..bag import MODES, Mode, pooled, table_gradient, weights_gradient
-from ..token import Init, Seed, within_norm
-from ._module import widened
+from ..embeddings.bag import MODES, Mode, pooled, table_gradient, weights_gradient
+from ..embeddings.ragged import Bags, bags_of
+from ..embeddings.token import Init, Seed, within_norm
+from ._module import upcast
 from .token import Embedding
 
 
@@ -20,7 +20,7 @@ class EmbeddingBag(Embedding):
     """Looks up rows of a table and pools them, a row of output for each bag of ids.
 
     What a bag gives, in every mode, with padding and weights, is said in
-    :mod:`firstlayer.bag`. The rest is as in :class:`Embedding`.
+    :mod:`firstlayer.embeddings.bag`. The rest is as in :class:`Embedding`.
 
     Args:
         num_embeddings: Rows of the table, one for each id.
@@ -33,7 +33,7 @@ class EmbeddingBag(Embedding):
         scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
         include_last_offset: Whether the last offset is the end of the last bag.
         weight: The table to use, not copied if it fits.
-        init: How a new table is drawn; see :func:`firstlayer.token.initial`.
+        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: A seed or a generator for ``init``.
 
@@ -165,7 +165,7 @@ class EmbeddingBag(Embedding):
         if self.max_norm is not None:
             # Not rounded to the table's dtype: that happens once, after pooling.
             rows = within_norm(
-                widened(rows), max_norm=self.max_norm, norm_type=self.norm_type
+                upcast(rows), max_norm=self.max_norm, norm_type=self.norm_type
             )
         return rows, replace(bags, ids=ids)
 
@@ -173,7 +173,7 @@ class EmbeddingBag(Embedding):
         d = np.asarray(dy)
         if d.shape != shape:
             raise ValueError(f"dy must have shape {shape}, got {d.shape}")
-        return np.ascontiguousarray(d, dtype=work_dtype(self.weight.dtype))
+        return np.ascontiguousarray(d, dtype=compute_dtype(self.weight.dtype))
 
 
 def _like(given: np.ndarray, gradient: np.ndarray, bags: Bags) -> np.ndarray:

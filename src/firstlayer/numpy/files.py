@@ -1,7 +1,7 @@
 """Layers of this face in files: ``save`` writes one, ``load`` builds it again.
 
-The file and what it promises are described in :mod:`firstlayer.files`, what its config may ask
-for in :mod:`firstlayer._configs`. Tables go straight from the file into the layer, the padding
+The file and what it promises are described in :mod:`firstlayer.files.safetensors`, what its config may ask
+for in :mod:`firstlayer.files.layer_configs`. Tables go straight from the file into the layer, the padding
 row as it is there.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .._configs import KINDS as _LAYERS
-from .._configs import check_options, own_tensors
-from ..files import Path, Tensors, read, write
+from ..files.layer_configs import KINDS as _LAYERS
+from ..files.layer_configs import check_options, own_tensors
+from ..files.safetensors import Path, Tensors, read, write
 from ._module import Module
 
 

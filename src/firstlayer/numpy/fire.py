@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import float_dtype, number, positive, positive_number
-from ..fire import fire_bias, fire_share
-from ..relative import distances
-from ..token import Seed, initial, uniform
+from ..embeddings.token import Seed, initial, uniform
+from ..positions.fire import fire_bias, fire_share
+from ..positions.t5 import distances
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
-from ._module import widened
+from ._module import upcast
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -138,7 +138,7 @@ class FireBias(Bias):
         }
 
     def _wide(self) -> dict[str, np.ndarray]:
-        return {name: widened(value.copy()) for name, value in self.parameters().items()}
+        return {name: upcast(value.copy()) for name, value in self.parameters().items()}
 
     def _share(self, q: np.ndarray, k: np.ndarray, wide: dict[str, np.ndarray]):
         threshold = np.asarray(wide["multiplier"] * self.threshold, wide["c"].dtype)
@@ -153,7 +153,7 @@ class FireBias(Bias):
         wide: dict[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
         """Return the gradients of ``c`` and ``multiplier``, given that of the share."""
-        dtype = work_dtype(share.dtype)
+        dtype = compute_dtype(share.dtype)
         distance, own = distances(q, k, dtype=dtype), q.astype(dtype)[..., :, None]
         rate, least = np.abs(wide["c"]), np.abs(wide["multiplier"] * self.threshold)
         reached = np.where(own < least, least, own)

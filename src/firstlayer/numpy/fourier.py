@@ -7,11 +7,16 @@ import numpy as np
 from jaxtyping import Float
 
 from .._check import is_float, one_of, positions_in_reach
-from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
-from ..sinusoidal import LAYOUTS, Layout, encode
-from ..turns import LIMIT
-from ._added import gradient_of
-from ._module import Module, widened
+from ..positions.fourier import (
+    fourier_phases,
+    fourier_tables,
+    gaussian_matrix,
+    octave_matrix,
+)
+from ..positions.phases import LIMIT
+from ..positions.sinusoidal import LAYOUTS, Layout, encode
+from ._module import Module, upcast
+from ._positions import gradient_of
 
 
 class FourierFeatures(Module):
@@ -100,7 +105,7 @@ class FourierFeatures(Module):
         y = self._features(found)
 
         def pull(dy: Any) -> dict[str, np.ndarray]:
-            dangle = widened(gradient_of(y, dy)) * self._slopes(widened(found))
+            dangle = upcast(gradient_of(y, dy)) * self._slopes(upcast(found))
             # Each feature has the frequencies of its pair.
             rates = (2 * np.pi * self.matrix.T).astype(dangle.dtype)
             return {"x": (dangle @ self._arranged(rates, rates).T).astype(found.dtype)}
@@ -134,18 +139,18 @@ class FourierFeatures(Module):
         return positions_in_reach(found, LIMIT, name="coordinates")
 
     def _features(self, coordinates: np.ndarray) -> np.ndarray:
-        cos, sin = self._turns(widened(coordinates))
+        cos, sin = self._phases(upcast(coordinates))
         return self._arranged(cos, sin).astype(coordinates.dtype, copy=False)
 
     def _slopes(self, wide: np.ndarray) -> np.ndarray:
-        cos, sin = self._turns(wide)
+        cos, sin = self._phases(wide)
         return self._arranged(-sin, cos)
 
-    def _turns(self, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _phases(self, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tables, rates = (
             a.astype(wide.dtype, copy=False) for a in (self.tables, self.rates)
         )
-        return fourier_turns(wide, tables, rates)
+        return fourier_phases(wide, tables, rates)
 
     def _arranged(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         return encode(

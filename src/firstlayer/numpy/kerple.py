@@ -6,26 +6,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import float_dtype, positive
-from ..kerple import (
+from ..embeddings.token import Seed
+from ..positions.kerple import (
     Form,
     kerple_bias,
     kerple_initial,
     kerple_limited,
     zero_safe_power,
 )
-from ..relative import distances
-from ..token import Seed
-from ._bias import (
-    Bias,
-    KPositions,
-    QPositions,
-    checked_pair,
-    gradient_like,
-    sum_over_pairs,
-)
-from ._module import given, widened
+from ..positions.t5 import distances
+from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like, sum_over_pairs
+from ._module import given, upcast
 
 
 class KerpleBias(Bias):
@@ -96,8 +89,8 @@ class KerpleBias(Bias):
         found = self.r1.dtype if dtype is None else float_dtype(dtype)
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
-            r1=widened(self.r1),
-            r2=widened(self.r2),
+            r1=upcast(self.r1),
+            r2=upcast(self.r2),
             form=self.form,
         )
         return out.astype(found, copy=False)
@@ -115,10 +108,10 @@ class KerpleBias(Bias):
             [-1.0]
         """
         bias = self.bias(q_positions, k_positions)
-        stored = widened(self.r1.copy()), widened(self.r2.copy())
+        stored = upcast(self.r1.copy()), upcast(self.r2.copy())
         used = kerple_limited(*stored, form=self.form)
         pair = checked_pair(q_positions, k_positions)
-        distance = distances(*pair, dtype=work_dtype(stored[0].dtype))[..., None, :, :]
+        distance = distances(*pair, dtype=compute_dtype(stored[0].dtype))[..., None, :, :]
 
         def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
             d = gradient_like(dbias, bias).astype(distance.dtype, copy=False)

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import float_dtype, not_negative_number, positive, probability
-from ..layer import zero_where
-from ..learned import small_normal
-from ..token import Init, Seed, normal
-from ._added import gradient_of
-from ._lookup import dropped, looked_up
+from ..embeddings.layer import zero_where
+from ..embeddings.token import Init, Seed, normal
+from ..positions.learned import small_normal
+from ._layer.call import dropped, looked_up
+from ._layer.norm import normalised, normalised_backward
+from ._layer.position import position_layer
 from ._module import Module
-from ._norm import normalised, normalised_pull
-from ._position_layer import position_layer
+from ._positions import gradient_of
 from .learned import LearnedPositions
 from .token import Embedding
 
@@ -139,7 +139,7 @@ class EmbeddingLayer(Module):
             mask=mask,
         )
         if self.training and self.dropout:
-            out = call.rows(norm=self.norm, dtype=work_dtype(self.dtype))
+            out = call.rows(norm=self.norm, dtype=compute_dtype(self.dtype))
             out = _thinned(out, dropped(out.shape, self.dropout, self.rng))
             out = out.astype(self.dtype, copy=False)
         else:
@@ -177,7 +177,7 @@ class EmbeddingLayer(Module):
             mask=mask,
         )
         counts, norm, eps = call.mask, self.norm, self.norm_eps
-        total = call.rows(norm=None, dtype=work_dtype(self.dtype))
+        total = call.rows(norm=None, dtype=compute_dtype(self.dtype))
         out = total if norm is None else normalised(total, norm=norm, eps=eps)
         # What is pulled back later is what was worked with now.
         weight = None if norm is None else norm[0].copy()
@@ -194,7 +194,7 @@ class EmbeddingLayer(Module):
             dy = dy if kept is None else _thinned(dy, kept)
             if weight is None:
                 return call.gradients(dy)
-            back = normalised_pull(dy, total, weight=weight, eps=eps, mask=counts)
+            back = normalised_backward(dy, total, weight=weight, eps=eps, mask=counts)
             return {**call.gradients(back[0]), **back[1]}
 
         return y, pull

@@ -8,7 +8,9 @@ from jaxtyping import Float, Shaped
 
 from .._array import is_real
 from .._check import float_dtype, not_negative, number, positions_array, positive
-from ..learned import (
+from ..embeddings.row_gradient import RowGradient
+from ..embeddings.token import Init, Seed
+from ..positions.learned import (
     Align,
     check_positions,
     neighbours,
@@ -18,10 +20,8 @@ from ..learned import (
     rows_at,
     small_normal,
 )
-from ..rows import Rows
-from ..token import Init, Seed
-from ._added import gradient_of, positions_of, vectors
-from ._module import Module, widened
+from ._module import Module, upcast
+from ._positions import gradient_of, positions_of, vectors
 from .token import Embedding
 
 
@@ -40,7 +40,7 @@ class LearnedPositions(Module):
         weight: The table to use, of ``max_positions + row_offset`` rows, not copied if it
             fits. A padding row in it stays.
         init: How a new table is drawn, normal with standard deviation 0.02 by default; see
-            :func:`firstlayer.token.initial`.
+            :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: A seed or a generator for ``init``.
 
@@ -104,7 +104,7 @@ class LearnedPositions(Module):
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
         x = vectors(x, self.embedding_dim)
         rows = self._rows(positions_of(x.shape, positions=positions, offset=offset))
-        return (widened(x) + rows).astype(x.dtype, copy=False)
+        return (upcast(x) + rows).astype(x.dtype, copy=False)
 
     def encode(
         self, positions: Shaped[Any, "*seq"] | list[Any] | int | float, *, dtype: Any = None
@@ -146,14 +146,14 @@ class LearnedPositions(Module):
 
     def row_gradient(
         self, positions: np.ndarray, dy: Float[np.ndarray, "*batch length embedding_dim"]
-    ) -> Rows:
+    ) -> RowGradient:
         """Return the table's gradient, given that of the vectors at ``positions``.
 
         Args:
             positions: One for each vector, or ``(length,)`` for every sequence.
             dy: Gradient of the vectors.
         """
-        dy = widened(dy) * self.scale
+        dy = upcast(dy) * self.scale
         if positions.ndim == 1:
             dy = dy.sum(axis=tuple(range(dy.ndim - 2)))
         positions = np.broadcast_to(positions, dy.shape[:-1])
@@ -175,7 +175,7 @@ class LearnedPositions(Module):
         Args:
             max_positions: How many positions there shall be.
             align: Where new rows lie among the old; see
-                :func:`firstlayer.learned.resize_linear`.
+                :func:`firstlayer.positions.learned.resize_linear`.
         """
         self._replace(resize_linear(self._positions, max_positions, align=align))
 
@@ -194,7 +194,7 @@ class LearnedPositions(Module):
             new_grid: Height and width in patches that it shall have.
             grid: Height and width that it has.
             class_tokens: How many positions come before the patches, and are kept.
-            antialias: As in :func:`firstlayer.learned.resize_grid`.
+            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
             nudge: Likewise.
         """
         self._replace(
@@ -249,7 +249,7 @@ class LearnedPositions(Module):
             self.table.make_ready()
             rows = rows_at(self.weight, positions, row_offset=self.row_offset)
         else:
-            rows = widened(self.table(positions.astype(np.int64) + self.row_offset))
+            rows = upcast(self.table(positions.astype(np.int64) + self.row_offset))
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _replace(self, rows: np.ndarray) -> None:

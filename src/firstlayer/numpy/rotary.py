@@ -6,17 +6,17 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import is_float, one_of, positions_array, positions_in_reach, positive
-from ..hf import rotary_from_hf
-from ..positions import check_axes
-from ..rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
-from ..rotary_frequencies import layer_frequencies
-from ..rotary_rows import rotated, turn_at, turned_back
-from ..scaling import Scaling, scaling_from
-from ..turns import LIMIT, wave_tables
-from ._added import gradient_of
+from ..files.hf import rotary_from_hf
+from ..positions.frequencies import layer_frequencies
+from ..positions.ids import check_axes
+from ..positions.phases import LIMIT, phase_tables
+from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
+from ..positions.rotary_rows import inverse_phases, phases_at, rotated
+from ..positions.scaling import Scaling, scaling_from
 from ._module import Module, native, positions_for
+from ._positions import gradient_of
 
 
 class RotaryPositions(Module):
@@ -27,9 +27,9 @@ class RotaryPositions(Module):
             ``rotary_dim`` is given.
         base: Ratio of the slowest wavelength to the fastest.
         layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
-            form a pair, a checkpoint fits one; see :func:`firstlayer.rotary.rotate`.
+            form a pair, a checkpoint fits one; see :func:`firstlayer.positions.rotary.rotate`.
         scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.scaling`.
+            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
         rotary_dim: How many features are rotated, the first ones; None is all.
         sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
             one coordinate.
@@ -37,7 +37,7 @@ class RotaryPositions(Module):
             (Qwen2-VL).
         frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
             ``scaling``, ``rotary_dim`` and ``sections``; for images, what
-            :func:`firstlayer.rotary.qwen_axial_frequencies` makes.
+            :func:`firstlayer.positions.rotary.qwen_axial_frequencies` makes.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``.
 
@@ -86,8 +86,10 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        #: The turns of each digit of a position; see :func:`firstlayer.turns.wave_tables`.
-        self.tables, self.rates = wave_tables(self.frequencies, scale=self.attention_factor)
+        #: The turns of each digit of a position; see :func:`firstlayer.positions.phases.phase_tables`.
+        self.tables, self.rates = phase_tables(
+            self.frequencies, scale=self.attention_factor
+        )
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
@@ -99,7 +101,7 @@ class RotaryPositions(Module):
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
     ) -> Self:
-        """Return the layer of a transformers model; see :func:`firstlayer.hf.rotary_from_hf`.
+        """Return the layer of a transformers model; see :func:`firstlayer.files.hf.rotary_from_hf`.
 
         Args:
             config: The model's config, as a dict or an object with ``to_dict``.
@@ -147,12 +149,12 @@ class RotaryPositions(Module):
         def pull(dy: Any) -> dict[str, np.ndarray]:
             dy = gradient_of(y, dy)
             wide = dy if dy.dtype == x.dtype else dy.astype(turn.dtype)
-            dx = rotated(wide, turned_back(turn), seq, read_half=write, write_half=read)
+            dx = rotated(wide, inverse_phases(turn), seq, read_half=write, write_half=read)
             return {"x": dx.astype(x.dtype, copy=False)}
 
         return y, pull
 
-    def turns(
+    def phases(
         self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
     ) -> tuple[Float[np.ndarray, "*seq pairs"], Float[np.ndarray, "*seq pairs"]]:
         """Return the cosine and the sine of each pair, attention factor included.
@@ -163,7 +165,7 @@ class RotaryPositions(Module):
             dtype: float32, which is the default, or float64.
 
         Example:
-            >>> cos, sin = RotaryPositions(4).turns([0, 100], dtype=np.float64)
+            >>> cos, sin = RotaryPositions(4).phases([0, 100], dtype=np.float64)
             >>> sin.round(4).tolist()
             [[0.0, 0.0], [-0.5064, 0.8415]]
         """
@@ -177,7 +179,7 @@ class RotaryPositions(Module):
         """Return a copy for sequences of ``n`` positions; most rules make the same one.
 
         Example:
-            >>> from firstlayer.scaling import DynamicNTK
+            >>> from firstlayer.positions.scaling import DynamicNTK
             >>> rule = DynamicNTK(factor=2.0, original_length=8)
             >>> layer = RotaryPositions(4, scaling=rule)
             >>> layer.at_length(8).frequencies[1], layer.at_length(20).frequencies[1]
@@ -258,6 +260,6 @@ class RotaryPositions(Module):
         if self.axes is not None:
             check_axes(positions, self.axes)
         positions_in_reach(positions, LIMIT, name=name)
-        work = work_dtype(dtype)
+        work = compute_dtype(dtype)
         tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
-        return turn_at(positions, tables, rates)
+        return phases_at(positions, tables, rates)

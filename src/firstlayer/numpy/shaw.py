@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import is_float, not_negative, positive
-from ..relative import clipped_index, relative_positions
-from ..shaw import lined_up, shaw_scores
-from ..token import Init, Seed, initial
+from ..embeddings.token import Init, Seed, initial
+from ..positions.shaw import lined_up, shaw_scores
+from ..positions.t5 import clipped_index, relative_positions
 from ._bias import KPositions, QPositions, checked_pair, gradient_like
 from ._module import Module, given
 
@@ -24,7 +24,7 @@ class ShawScores(Module):
         max_left: The farthest distance before the query with a vector of its own.
         max_right: The farthest distance after the query with a vector of its own.
         weight: The table to use, not copied if it fits.
-        init: How a new table is drawn; see :func:`firstlayer.token.initial`.
+        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: A seed or a generator for ``init``.
 
@@ -122,7 +122,7 @@ class ShawScores(Module):
             return {
                 "q": _summed_to(dq, q.shape).astype(q.dtype, copy=False),
                 "k": _summed_to(dk, k.shape).astype(k.dtype, copy=False),
-                "weight": flat.astype(work_dtype(self.weight.dtype), copy=False),
+                "weight": flat.astype(compute_dtype(self.weight.dtype), copy=False),
             }
 
         return scores, pull

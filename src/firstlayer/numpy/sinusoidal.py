@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._array import work_dtype
+from .._array import compute_dtype
 from .._check import (
     float_dtype,
     number,
@@ -15,8 +15,9 @@ from .._check import (
     positions_in_reach,
     positive,
 )
-from ..positions import check_axes
-from ..sinusoidal import (
+from ..positions.ids import check_axes
+from ..positions.phases import LIMIT
+from ..positions.sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
     Layout,
@@ -24,11 +25,10 @@ from ..sinusoidal import (
     features_at,
     frequencies,
     join_axes,
-    wave_tables,
+    phase_tables,
 )
-from ..turns import LIMIT
-from ._added import gradient_of, positions_of, vectors
-from ._module import Module, widened
+from ._module import Module, upcast
+from ._positions import gradient_of, positions_of, vectors
 
 
 class SinusoidalPositions(Module):
@@ -37,9 +37,9 @@ class SinusoidalPositions(Module):
     Args:
         embedding_dim: Width of a vector. A multiple of ``axes``.
         base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
         shift: What the exponents' denominator is smaller by, 0 or 1; see
-            :func:`firstlayer.sinusoidal.frequencies`.
+            :func:`firstlayer.positions.sinusoidal.frequencies`.
         cos_first: Swap sines and cosines.
         scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
         odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
@@ -98,7 +98,7 @@ class SinusoidalPositions(Module):
             odd=odd,
             frequency_scale=frequency_scale,
         )
-        self.tables, self.rates = wave_tables(found, scale=scale)
+        self.tables, self.rates = phase_tables(found, scale=scale)
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
@@ -141,7 +141,7 @@ class SinusoidalPositions(Module):
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
         x = vectors(x, self.embedding_dim)
         found = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)
-        wide = widened(x)
+        wide = upcast(x)
         return (wide + self.encode(found, dtype=wide.dtype)).astype(x.dtype, copy=False)
 
     def encode(
@@ -158,7 +158,7 @@ class SinusoidalPositions(Module):
         if self.axes > 1:
             check_axes(found, self.axes)
         dtype = float_dtype(dtype)
-        work = work_dtype(dtype)
+        work = compute_dtype(dtype)
         tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
         features = features_at(
             found,

@@ -15,13 +15,21 @@ from .._check import (
     out_of_range,
     padding_index,
 )
-from ..rows import Rows, sum_by_id
-from ..token import Init, Resized, Seed, check_norm, initial, resized, within_norm
+from ..embeddings.row_gradient import RowGradient, sum_by_id
+from ..embeddings.token import (
+    Init,
+    Resized,
+    Seed,
+    check_norm,
+    initial,
+    resized,
+    within_norm,
+)
 from ._bias import gradient_like
-from ._module import Module, given, native, widened
+from ._module import Module, given, native, upcast
 
 if TYPE_CHECKING:
-    from .._optim_pending import Pending
+    pass
 
 # How many table entries are widened at a time when half-precision logits are made.
 CHUNK = 1 << 22
@@ -42,7 +50,7 @@ class Embedding(Module):
         norm_type: The p of the p-norm that ``max_norm`` bounds.
         scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
         weight: The table to use, not copied if it fits. A padding row in it stays.
-        init: How a new table is drawn; see :func:`firstlayer.token.initial`.
+        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: A seed or a generator for ``init``.
 
@@ -65,7 +73,7 @@ class Embedding(Module):
     prefix: ClassVar[str] = "token."
     #: What a row optimizer has yet to do to rows before they are read; see
     #: :mod:`firstlayer.optim`. Neither copied nor pickled.
-    pending: "Pending | None" = None
+    table_state: "Pending | None" = None
 
     def __init__(
         self,
@@ -99,14 +107,16 @@ class Embedding(Module):
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
             ids = ids_in_range(ids, self.num_embeddings)
         self.make_ready(ids)
-        rows = kernels.gather(self.weight, ids.ravel())
+        rows = kernels.gather_rows(self.weight, ids.ravel())
         if rows is None:
             raise out_of_range(ids, self.num_embeddings)
         if self.max_norm is not None:
             rows = self._shortened(rows, self.max_norm)
         return rows.reshape(*ids.shape, self.embedding_dim)
 
-    def vjp(self, ids: Ids) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, Rows]]]:
+    def vjp(
+        self, ids: Ids
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, RowGradient]]]:
         """Return the output and the function from its gradient to the table's.
 
         Example:
@@ -120,7 +130,7 @@ class Embedding(Module):
 
     def row_gradient(
         self, ids: Int[np.ndarray, "*batch"], dy: Float[Any, "*batch embedding_dim"]
-    ) -> Rows:
+    ) -> RowGradient:
         """Return the table's gradient, given that of the rows looked up by ``ids``."""
         dy = np.asarray(dy)
         if dy.shape != (*ids.shape, self.embedding_dim):
@@ -143,7 +153,7 @@ class Embedding(Module):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
             )
-        wide = widened(x)
+        wide = upcast(x)
         out = np.empty((*x.shape[:-1], self.num_embeddings), x.dtype)
         step = max(1, CHUNK // max(1, self.embedding_dim))
         if self.weight.dtype == wide.dtype:
@@ -165,7 +175,7 @@ class Embedding(Module):
         logits = self.logits(x)
 
         def pull(dlogits: np.ndarray) -> dict[str, np.ndarray]:
-            wide, d = widened(x), gradient_like(dlogits, logits, name="dlogits")
+            wide, d = upcast(x), gradient_like(dlogits, logits, name="dlogits")
             dweight = d.reshape(-1, d.shape[-1]).T @ wide.reshape(-1, x.shape[-1])
             if self.padding_idx is not None:
                 dweight[self.padding_idx] = 0
@@ -198,7 +208,7 @@ class Embedding(Module):
 
         Args:
             num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.token.resized`.
+            init: What new rows are; see :func:`firstlayer.embeddings.token.resized`.
             rng: A seed or a generator, for what is drawn.
         """
         self.make_ready()
@@ -237,8 +247,8 @@ class Embedding(Module):
         Args:
             ids: The rows that will be read, None for all.
         """
-        if self.pending is not None and not self.pending.is_readable:
-            self.pending.settle(None if ids is None else ids.ravel())
+        if self.table_state is not None and not self.table_state.is_readable:
+            self.table_state.catch_up(None if ids is None else ids.ravel())
         self.repair()
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -275,8 +285,8 @@ class Embedding(Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer that would bring its rows up to date later.
         self.make_ready()
-        return {**self.__dict__, "pending": None}
+        return {**self.__dict__, "table_state": None}
 
     def _shortened(self, rows: np.ndarray, max_norm: float) -> np.ndarray:
-        short = within_norm(widened(rows), max_norm=max_norm, norm_type=self.norm_type)
+        short = within_norm(upcast(rows), max_norm=max_norm, norm_type=self.norm_type)
         return short.astype(rows.dtype, copy=False)

@@ -26,10 +26,10 @@ from .hf import replace_rotary as replace_rotary
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
-from .relative import T5Bias as T5Bias
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
+from .t5 import T5Bias as T5Bias
 from .token import Embedding as Embedding
 
 __all__ = [

@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..alibi import alibi_bias, alibi_slopes
-from ._bias import Bias, PairBias
-from ._positions import Positions
+from ..positions.alibi import alibi_bias, alibi_slopes
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, PairBias
 
 
 class AlibiBias(Bias):
     """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.alibi.alibi_slopes`.
+        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
         max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).

@@ -6,7 +6,7 @@ from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
-from ._table import Table, check_arguments
+from ._table.module import Table, check_arguments
 from .functional import embedding_bag, mode_of
 
 
@@ -14,7 +14,7 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
     """Looks up rows and pools them. Takes the place of ``torch.nn.EmbeddingBag``.
 
     Arguments, attributes, ``from_pretrained`` and the state_dict are torch's. What a bag
-    gives, in every mode, with padding and weights, is said in :mod:`firstlayer.bag`. What
+    gives, in every mode, with padding and weights, is said in :mod:`firstlayer.embeddings.bag`. What
     differs from torch: every mode takes ``per_sample_weights``, ``sparse`` and
     ``scale_grad_by_freq``; there are second derivatives and forward-mode ones; and what
     :class:`firstlayer.torch.Embedding` does about padding, ``max_norm``, half precision and ids.
@@ -127,7 +127,7 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript compiles what it can read, which is torch's own layer.
-        self._settle_rows()
+        self._catch_up_rows()
         self.repair()
         twin = TorchEmbeddingBag(
             self.num_embeddings,

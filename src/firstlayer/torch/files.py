@@ -1,7 +1,7 @@
 """Layers of this face in files: ``save`` writes one, ``load`` builds it again.
 
-The file and what it promises are described in :mod:`firstlayer.files`, what its config may ask
-for in :mod:`firstlayer._configs`. Any face loads what another has saved. A layer is made without
+The file and what it promises are described in :mod:`firstlayer.files.safetensors`, what its config may ask
+for in :mod:`firstlayer.files.layer_configs`. Any face loads what another has saved. A layer is made without
 its tables, which go straight from the file into it, the padding row as it is there. On
 which device a layer was, what was frozen and whether gradients were sparse is not kept.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from .._check import float_dtype
-from .._configs import KINDS, check_options, own_tensors
-from ..files import Path, Tensors, read, write
-from ._fused import array_of, tensor_of
-from ._tables import name_of
+from ..files.layer_configs import KINDS, check_options, own_tensors
+from ..files.safetensors import Path, Tensors, read, write
+from ._tensors.buffers import name_of
+from ._tensors.memory import array_of, tensor_of
 from .bag import EmbeddingBag
 from .token import Embedding
 

@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import number, positive, positive_number
-from ..fire import fire_bias, fire_share
-from ._bias import Bias, PairBias, parameter
-from ._positions import Positions
-from ._tables import in_full_precision, name_of, widened, work
+from ..positions.fire import fire_bias, fire_share
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, PairBias, parameter
+from ._tensors.buffers import compute_dtype, in_full_precision, name_of, upcast
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -96,7 +96,7 @@ class FireBias(Bias):
         """
         pair = self._pair(q_positions, k_positions)
         with in_full_precision(self.c.device):
-            c, threshold = widened(self.c), widened(self.multiplier) * self.threshold
+            c, threshold = upcast(self.c), upcast(self.multiplier) * self.threshold
             share = fire_share(*pair, c=c, threshold=threshold, eps=self.eps)
             out = fire_bias(share, **self._network())
         return out.to(dtype or self.c.dtype)
@@ -113,12 +113,12 @@ class FireBias(Bias):
         }
 
     def _network(self) -> dict[str, Tensor]:
-        return {name: widened(getattr(self, name)) for name in NETWORK}
+        return {name: upcast(getattr(self, name)) for name in NETWORK}
 
     def _pair_bias(self) -> PairBias:
         c, multiplier, width = self.c, self.multiplier, self.width
         # As tensors: see T5Bias.
-        kind = work(c.dtype)
+        kind = compute_dtype(c.dtype)
         threshold = torch.tensor(self.threshold, dtype=kind, device=c.device)
         eps = torch.tensor(self.eps, dtype=kind, device=c.device)
         hidden_weight, hidden_bias, head_weight, head_bias = (
@@ -126,11 +126,11 @@ class FireBias(Bias):
         )
 
         def pair_bias(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            rate, least = widened(c).abs(), (widened(multiplier) * threshold).abs()
+            rate, least = upcast(c).abs(), (upcast(multiplier) * threshold).abs()
             distance, own = (k - q).abs().to(rate.dtype), q.to(rate.dtype)
             whole = torch.log1p(rate * torch.where(own < least, least, own)) + eps
             share = torch.log1p(rate * distance) / whole
-            out = widened(head_bias[h])
+            out = upcast(head_bias[h])
             # One unit after the other: there is no sum over an axis inside a score_mod.
             for unit in range(width):
                 sums = share * hidden_weight[unit] + hidden_bias[unit]

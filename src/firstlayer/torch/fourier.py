@@ -8,10 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._check import one_of
-from ..fourier import fourier_tables, fourier_turns, gaussian_matrix, octave_matrix
-from ..sinusoidal import LAYOUTS, Layout, encode
-from ._positions import in_reach
-from ._tables import Precomputed, name_of, widened
+from ..positions.fourier import (
+    fourier_phases,
+    fourier_tables,
+    gaussian_matrix,
+    octave_matrix,
+)
+from ..positions.sinusoidal import LAYOUTS, Layout, encode
+from ._positions.arguments import in_reach
+from ._tensors.buffers import Precomputed, name_of, upcast
 
 
 class FourierFeatures(Precomputed):
@@ -102,10 +107,10 @@ class FourierFeatures(Precomputed):
                 f"coordinates must have shape (..., {self.axes}), "
                 f"got {tuple(coordinates.shape)}"
             )
-        wide = widened(in_reach(coordinates, name="coordinates"))
+        wide = upcast(in_reach(coordinates, name="coordinates"))
         tables = self._floats("bits", wide.dtype, wide.device)
         rates = self._floats("rate_bits", wide.dtype, wide.device)
-        cos, sin = fourier_turns(wide, tables, rates)
+        cos, sin = fourier_phases(wide, tables, rates)
         return encode(
             cos,
             sin,

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .._check import ids_in_range
-from ..token import Init, Resized, Seed
-from ._arrival import coalesce_gradient, watch
-from ._errors import WrongValue, torch_classes
-from ._fused import eager
-from ._lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
-from ._optim_pending import settle
-from ._padding import is_token, row_from
-from ._table import check_arguments, products, resized_tensor
+from ..embeddings.token import Init, Resized, Seed
+from ._table.grad_hooks import coalesce_gradient, install_grad_hook
+from ._table.lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
+from ._table.module import check_arguments, products, resized_tensor
+from ._table.padding import is_token, row_from
+from ._tensors.errors import WrongValue, torch_classes
+from ._tensors.memory import eager
+from .optim.table_state import catch_up
 
 
 class PartlyFrozenEmbedding(nn.Module):
@@ -126,7 +126,7 @@ class PartlyFrozenEmbedding(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "num_embeddings embedding_dim"]:
         """The whole table, put together; gradients reach the trained rows."""
-        settle(self.trained_rows)
+        catch_up(self.trained_rows)
         place = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
         trained: Any = self.trained_rows
         if hasattr(trained, "device_mesh"):
@@ -152,9 +152,9 @@ class PartlyFrozenEmbedding(nn.Module):
 
     def _rows(self, place: Tensor, *, wide: bool = False) -> Tensor:
         trained, sparse, now = self.trained_rows, self.sparse, eager()
-        settle(trained, place)
+        catch_up(trained, place)
         if sparse and now:
-            watch(self, trained)
+            install_grad_hook(self, trained)
         if not len(self.frozen_rows):
             return lookup(place, trained, sparse=sparse, wide=wide)
         kept = lookup((~place).clamp(min=0), self.frozen_rows, wide=wide)
@@ -194,7 +194,7 @@ class PartlyFrozenEmbedding(nn.Module):
 
         Args:
             num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.token.resized`.
+            init: What new rows are; see :func:`firstlayer.embeddings.token.resized`.
             rng: A seed or a generator for what is drawn; None follows torch's seed.
         """
         table, what = resized_tensor(
@@ -238,7 +238,7 @@ class PartlyFrozenEmbedding(nn.Module):
         self._build(self.frozen_rows.device)
         return self
 
-    def _settle(self, parameter: Tensor) -> None:
+    def _on_grad_accumulated(self, parameter: Tensor) -> None:
         coalesce_gradient(parameter)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

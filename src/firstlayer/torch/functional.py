@@ -5,13 +5,13 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag as torch_embedding_bag
 
 from .._check import one_of
-from ..bag import MODES, Mode
-from ..token import check_norm
-from ._bags import How, pool_bags
-from ._errors import WrongValue
-from ._fused import overridden
-from ._lookup import lookup, padding_of
-from ._optim_pending import settle
+from ..embeddings.bag import MODES, Mode
+from ..embeddings.token import check_norm
+from ._bag.arguments import How, pool_bags
+from ._table.lookup import lookup, padding_of
+from ._tensors.errors import WrongValue
+from ._tensors.memory import overridden
+from .optim.table_state import catch_up
 
 
 def embedding(
@@ -45,7 +45,7 @@ def embedding(
     """
     if max_norm is not None:
         _check_norm(max_norm, norm_type)
-    settle(weight, input)
+    catch_up(weight, input)
     return lookup(
         input,
         weight,
@@ -72,7 +72,7 @@ def embedding_bag(
 ) -> Float[Tensor, "bags embedding_dim"]:
     """Pool rows over bags, with the arguments of ``torch.nn.functional.embedding_bag``.
 
-    What a bag gives is said in :mod:`firstlayer.bag`. Unlike torch's, every mode takes
+    What a bag gives is said in :mod:`firstlayer.embeddings.bag`. Unlike torch's, every mode takes
     ``per_sample_weights``, ``sparse`` and ``scale_grad_by_freq``, ``max_norm`` does not
     write to the table, and there are second derivatives and forward-mode ones.
 
@@ -106,7 +106,7 @@ def embedding_bag(
         )  # fmt: skip
     if weight.dim() != 2:
         raise WrongValue(f"weight must have 2 axes, got shape {tuple(weight.shape)}")
-    settle(weight, input)
+    catch_up(weight, input)
     how = How(
         mode_of(mode),
         max_norm,

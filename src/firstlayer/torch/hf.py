@@ -81,7 +81,7 @@ class HFRotary(nn.Module):
         """
         layer: Any = self.layers["every" if "every" in self.layers else str(layer_type)]
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cos, sin = layer.turns(position_ids.to(x.device), dtype=dtype)
+        cos, sin = layer.phases(position_ids.to(x.device), dtype=dtype)
         spread = _SPREADS[self.spread]
         return spread(cos).to(x.dtype), spread(sin).to(x.dtype)
 

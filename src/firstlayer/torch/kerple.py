@@ -7,10 +7,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import one_of, positive
-from ..kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited, zero_safe_power
-from ._bias import Bias, PairBias, parameter
-from ._positions import Positions
-from ._tables import name_of, widened
+from ..positions.kerple import (
+    FORMS,
+    LEAST,
+    Form,
+    kerple_bias,
+    kerple_limited,
+    zero_safe_power,
+)
+from ._positions.arguments import Positions
+from ._positions.bias import Bias, PairBias, parameter
+from ._tensors.buffers import name_of, upcast
 
 
 class KerpleBias(Bias):
@@ -91,8 +98,8 @@ class KerpleBias(Bias):
         """
         out = kerple_bias(
             *self._pair(q_positions, k_positions),
-            r1=widened(self.r1),
-            r2=widened(self.r2),
+            r1=upcast(self.r1),
+            r2=upcast(self.r2),
             form=self.form,
         )
         return out.to(dtype or self.r1.dtype)
@@ -121,7 +128,7 @@ class KerpleBias(Bias):
         form, each_r1, each_r2 = self.form, self.r1, self.r2
 
         def pair_bias(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            r1, r2 = widened(each_r1[h]), widened(each_r2[h])
+            r1, r2 = upcast(each_r1[h]), upcast(each_r2[h])
             r1, r2 = kerple_limited(r1, r2, form=form)
             distance = (k - q).abs().to(r1.dtype)
             if form == "log":

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm as normalise
 
 from .._check import not_negative, not_negative_number, positive, probability
-from ..layer import combine, zero_where
-from ._call import Call, checked_call
-from ._errors import check_ids
-from ._layer_plan import plan_of, watched
-from ._pages import with_large_pages
-from ._position_layer import position_layer
-from ._positions import Offset, Positions
-from ._tables import dtype_of, name_of, widened, work
+from ..embeddings.layer import combine, zero_where
+from ._layer.arguments import Call, checked_call
+from ._layer.eligibility import plan_of, watched
+from ._layer.position import position_layer
+from ._positions.arguments import Offset, Positions
+from ._tensors.buffers import compute_dtype, dtype_of, name_of, upcast
+from ._tensors.errors import check_ids
+from ._tensors.large_pages import with_large_pages
 from .learned import LearnedPositions
 from .token import Embedding
 
@@ -229,7 +229,7 @@ class EmbeddingLayer(nn.Module):
         if call.ids is not None:
             check_ids(call.ids, self.token.num_embeddings)
         rows = self.token(call.ids) if call.embeds is None else call.embeds
-        kind = work(self.token.weight.dtype)
+        kind = compute_dtype(self.token.weight.dtype)
         total = combine(rows.to(kind), scale=self.scale)
         if self.position is not None:
             total = self.position(total, call.positions, offset=call.offset)
@@ -259,6 +259,6 @@ def _normalised(x: Tensor, norm: nn.Module | None) -> Tensor:
     if norm.weight.dtype == x.dtype:
         return norm(x)
     # torch normalises half precision by a float32 weight, but not the other way round.
-    bias = None if norm.bias is None else widened(norm.bias).to(x.dtype)
-    weight = widened(norm.weight).to(x.dtype)
+    bias = None if norm.bias is None else upcast(norm.bias).to(x.dtype)
+    weight = upcast(norm.weight).to(x.dtype)
     return normalise(x, norm.normalized_shape, weight, bias, norm.eps)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .._check import not_negative, number, positive
-from ..learned import (
+from ..positions.learned import (
     Align,
     check_positions,
     neighbours,
@@ -16,11 +16,7 @@ from ..learned import (
     resize_grid,
     resize_linear,
 )
-from ._bias import parameter
-from ._fused import array_of, concrete, tensor_of
-from ._lookup import lookup
-from ._padding import Padded
-from ._positions import (
+from ._positions.arguments import (
     Offset,
     Positions,
     check_vectors,
@@ -29,7 +25,11 @@ from ._positions import (
     positions_tensor,
     signed,
 )
-from ._tables import name_of, repr_of, widened
+from ._positions.bias import parameter
+from ._table.lookup import lookup
+from ._table.padding import Padded
+from ._tensors.buffers import name_of, repr_of, upcast
+from ._tensors.memory import array_of, concrete, tensor_of
 
 
 class LearnedPositions(Padded):
@@ -117,7 +117,7 @@ class LearnedPositions(Padded):
         """
         check_vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset)
-        return (widened(x) + self._rows(found)).to(x.dtype)
+        return (upcast(x) + self._rows(found)).to(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
@@ -140,7 +140,7 @@ class LearnedPositions(Padded):
         Args:
             max_positions: How many positions there shall be.
             align: Where new rows lie among the old; see
-                :func:`firstlayer.learned.resize_linear`.
+                :func:`firstlayer.positions.learned.resize_linear`.
         """
         self._replace(resize_linear(self._positions(), max_positions, align=align))
 
@@ -159,7 +159,7 @@ class LearnedPositions(Padded):
             new_grid: Height and width in patches that it shall have.
             grid: Height and width that it has.
             class_tokens: How many positions come before the patches, and are kept.
-            antialias: As in :func:`firstlayer.learned.resize_grid`.
+            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
             nudge: Likewise.
         """
         rows = resize_grid(
@@ -225,7 +225,7 @@ class LearnedPositions(Padded):
             padding_row=row,
             wide=True,
         )
-        return widened(rows)
+        return upcast(rows)
 
     def _positions(self) -> np.ndarray:
         return array_of(self.weight.detach().cpu())[self.row_offset :]

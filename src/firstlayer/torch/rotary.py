@@ -9,9 +9,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from .._check import one_of, positive
-from ..hf import rotary_from_hf
-from ..positions import check_axes
-from ..rotary import (
+from ..files.hf import rotary_from_hf
+from ..positions.frequencies import layer_frequencies
+from ..positions.ids import check_axes
+from ..positions.phases import axial_phases, phase_tables, phases
+from ..positions.rotary import (
     LAYOUTS,
     Layout,
     check_heads_axis,
@@ -19,12 +21,8 @@ from ..rotary import (
     over_rows,
     rotate,
 )
-from ..rotary_frequencies import layer_frequencies
-from ..scaling import Scaling, scaling_from
-from ..turns import axial_waves, wave_tables, waves
-from ._fused import concrete, fusable
-from ._fused_rotate import turned, whole_positions, whole_turns
-from ._positions import (
+from ..positions.scaling import Scaling, scaling_from
+from ._positions.arguments import (
     Offset,
     Positions,
     check_vectors,
@@ -32,7 +30,9 @@ from ._positions import (
     positions_for,
     positions_tensor,
 )
-from ._tables import Precomputed, widened
+from ._positions.rotate import integer_phases, turned, whole_positions
+from ._tensors.buffers import Precomputed, upcast
+from ._tensors.memory import concrete, fusable
 
 
 class RotaryPositions(Precomputed):
@@ -43,9 +43,9 @@ class RotaryPositions(Precomputed):
             ``rotary_dim`` is given.
         base: Ratio of the slowest wavelength to the fastest.
         layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
-            form a pair, a checkpoint fits one; see :func:`firstlayer.rotary.rotate`.
+            form a pair, a checkpoint fits one; see :func:`firstlayer.positions.rotary.rotate`.
         scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.scaling`.
+            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
         rotary_dim: How many features are rotated, the first ones; None is all.
         sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
             one coordinate.
@@ -53,7 +53,7 @@ class RotaryPositions(Precomputed):
             (Qwen2-VL).
         frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
             ``scaling``, ``rotary_dim`` and ``sections``; for images, what
-            :func:`firstlayer.rotary.qwen_axial_frequencies` makes.
+            :func:`firstlayer.positions.rotary.qwen_axial_frequencies` makes.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``.
 
@@ -123,7 +123,7 @@ class RotaryPositions(Precomputed):
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
     ) -> Self:
-        """Return the layer of a transformers model; see :func:`firstlayer.hf.rotary_from_hf`.
+        """Return the layer of a transformers model; see :func:`firstlayer.files.hf.rotary_from_hf`.
 
         :func:`firstlayer.torch.hf.replace_rotary` puts it into the model itself.
 
@@ -160,16 +160,16 @@ class RotaryPositions(Precomputed):
         if on_kernels and self.axes is None:
             at = whole_positions(x, positions=positions, offset=offset, heads_axis=axis)
             if at is not None:
-                return self._turned(x, whole_turns(at, self._array(x)), at.shape)
+                return self._turned(x, integer_phases(at, self._array(x)), at.shape)
         found, axial = self._positions(x, positions, offset), self.axes is not None
         lined = over_heads(found, x, heads_axis=axis, axial=axial)
-        cos, sin = self._turns(lined, x.dtype)
+        cos, sin = self._phases(lined, x.dtype)
         if on_kernels and concrete(cos) and not cos.requires_grad:
             turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
             return self._turned(x, turn, tuple(cos.shape[:-1]))
-        return rotate(widened(x), cos, sin, layout=self.layout).to(x.dtype)
+        return rotate(upcast(x), cos, sin, layout=self.layout).to(x.dtype)
 
-    def turns(
+    def phases(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "*seq pairs"], Float[Tensor, "*seq pairs"]]:
         """Return the cosine and the sine of each pair, attention factor included.
@@ -180,7 +180,7 @@ class RotaryPositions(Precomputed):
             dtype: float32, which is the default, or float64.
 
         Example:
-            >>> cos, sin = RotaryPositions(4).turns([0, 100], dtype=torch.float64)
+            >>> cos, sin = RotaryPositions(4).phases([0, 100], dtype=torch.float64)
             >>> sin
             tensor([[ 0.0000,  0.0000],
                     [-0.5064,  0.8415]], dtype=torch.float64)
@@ -188,13 +188,13 @@ class RotaryPositions(Precomputed):
         found = positions_tensor(positions, device=self.bits.device)
         if self.axes is not None:
             check_axes(found, self.axes)
-        return self._turns(in_reach(found), dtype or torch.float32)
+        return self._phases(in_reach(found), dtype or torch.float32)
 
     def at_length(self, n: int) -> Self:
         """Return a copy for sequences of ``n`` positions; most rules make the same one.
 
         Example:
-            >>> from firstlayer.scaling import DynamicNTK
+            >>> from firstlayer.positions.scaling import DynamicNTK
             >>> rule = DynamicNTK(factor=2.0, original_length=8)
             >>> layer = RotaryPositions(4, scaling=rule)
             >>> layer.at_length(8).frequencies[1], layer.at_length(20).frequencies[1]
@@ -225,10 +225,10 @@ class RotaryPositions(Precomputed):
         self._check(keys, "keys")
         delta = positions_tensor(delta, device=keys.device, name="delta")
         lined = over_rows(delta, keys, axes=self.axes)
-        turns = self._turns(in_reach(lined, name="delta"), keys.dtype)
-        cos, sin = (turn / self.attention_factor for turn in turns)
+        phases = self._phases(in_reach(lined, name="delta"), keys.dtype)
+        cos, sin = (turn / self.attention_factor for turn in phases)
         layout = "interleaved" if self.layout == "interleaved" else "half"
-        return rotate(widened(keys), cos, sin, layout=layout).to(keys.dtype)
+        return rotate(upcast(keys), cos, sin, layout=layout).to(keys.dtype)
 
     def config(self) -> dict[str, Any]:
         """Return the arguments that build a layer like this one."""
@@ -245,15 +245,15 @@ class RotaryPositions(Precomputed):
         }
 
     def _tables(self) -> dict[str, np.ndarray]:
-        tables, rates = wave_tables(self.frequencies, scale=self.attention_factor)
+        tables, rates = phase_tables(self.frequencies, scale=self.attention_factor)
         return {"bits": tables, "rate_bits": rates}
 
-    def _turns(
+    def _phases(
         self, positions: Shaped[Tensor, "*seq"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         tables = self._floats("bits", dtype, positions.device)
         rates = self._floats("rate_bits", dtype, positions.device)
-        return (waves if self.axes is None else axial_waves)(positions, tables, rates)
+        return (phases if self.axes is None else axial_phases)(positions, tables, rates)
 
     def _turned(self, x: Tensor, turn: np.ndarray, seq: tuple[int, ...]) -> Tensor:
         read, write = self.layout == "half", self.layout != "interleaved"

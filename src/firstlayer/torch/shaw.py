@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import not_negative, positive
-from ..shaw import shaw_scores
-from ._bias import checked, parameter
-from ._positions import Positions, check_vectors
-from ._tables import in_full_precision, name_of, repr_of
+from ..positions.shaw import shaw_scores
+from ._positions.arguments import Positions, check_vectors
+from ._positions.bias import checked, parameter
+from ._tensors.buffers import in_full_precision, name_of, repr_of
 
 
 class ShawScores(nn.Module):

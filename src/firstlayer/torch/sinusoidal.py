@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._check import number, one_of, positive
-from ..positions import check_axes
-from ..sinusoidal import (
+from ..positions.ids import check_axes
+from ..positions.sinusoidal import (
     CONVENTIONS,
     LAYOUTS,
     Layout,
@@ -18,11 +18,10 @@ from ..sinusoidal import (
     features_at,
     frequencies,
     join_axes,
-    wave_tables,
-    waves,
+    phase_tables,
+    phases,
 )
-from ._fused import array_of, concrete, tensor_of, threads_of_torch
-from ._positions import (
+from ._positions.arguments import (
     Offset,
     Positions,
     check_vectors,
@@ -30,7 +29,8 @@ from ._positions import (
     positions_of,
     positions_tensor,
 )
-from ._tables import Precomputed, widened
+from ._tensors.buffers import Precomputed, upcast
+from ._tensors.memory import array_of, concrete, tensor_of, threads_of_torch
 
 
 class SinusoidalPositions(Precomputed):
@@ -39,9 +39,9 @@ class SinusoidalPositions(Precomputed):
     Args:
         embedding_dim: Width of a vector. A multiple of ``axes``.
         base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.sinusoidal.encode`.
+        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
         shift: What the exponents' denominator is smaller by, 0 or 1; see
-            :func:`firstlayer.sinusoidal.frequencies`.
+            :func:`firstlayer.positions.sinusoidal.frequencies`.
         cos_first: Swap sines and cosines.
         scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
         odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
@@ -150,7 +150,7 @@ class SinusoidalPositions(Precomputed):
         """
         check_vectors(x, self.embedding_dim)
         found = positions_of(x, positions=positions, offset=offset, axes=self.axes)
-        return (widened(x) + self._features(found, x.dtype)).to(x.dtype)
+        return (upcast(x) + self._features(found, x.dtype)).to(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
@@ -190,7 +190,7 @@ class SinusoidalPositions(Precomputed):
             odd=self.odd,
             frequency_scale=self.frequency_scale,
         )
-        tables, rates = wave_tables(found, scale=self.scale)
+        tables, rates = phase_tables(found, scale=self.scale)
         return {"bits": tables, "rate_bits": rates}
 
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,5 +207,5 @@ class SinusoidalPositions(Precomputed):
             with threads_of_torch():
                 features = tensor_of(features_at(*arrays, **how))
         else:
-            features = encode(*waves(near, tables, rates), **how)
+            features = encode(*phases(near, tables, rates), **how)
         return join_axes(features) if self.axes > 1 else features

@@ -6,9 +6,9 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
-from ._lookup import lookup
-from ._optim_pending import settle
-from ._table import Table, check_arguments
+from ._table.lookup import lookup
+from ._table.module import Table, check_arguments
+from .optim.table_state import catch_up
 
 
 class Embedding(Table, TorchEmbedding):
@@ -52,7 +52,7 @@ class Embedding(Table, TorchEmbedding):
         >>> embedding(torch.tensor([3, 10]))
         Traceback (most recent call last):
         ...
-        firstlayer.torch._errors.OutOfRange: ids[1] is 10, but num_embeddings is 10
+        firstlayer.torch._tensors.errors.OutOfRange: ids[1] is 10, but num_embeddings is 10
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Embedding(Table, TorchEmbedding):
             input: Ids, of any shape and any integer dtype.
         """
         weight = self.weight
-        settle(weight, input)
+        catch_up(weight, input)
         return lookup(
             input,
             weight,
@@ -118,7 +118,7 @@ class Embedding(Table, TorchEmbedding):
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript compiles what it can read, which is torch's own layer.
-        self._settle_rows()
+        self._catch_up_rows()
         self.repair()
         twin = TorchEmbedding(
             self.num_embeddings,

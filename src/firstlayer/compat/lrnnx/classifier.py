@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..._check import one_of, positive
-from ...layer import zero_where
+from ...embeddings.layer import zero_where
 from .embedding import TokenEmbedding
 from .lru import LRU
 

@@ -8,9 +8,9 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from ..._check import probability
-from ...layer import zero_where
+from ...embeddings.layer import zero_where
 from ...torch import Embedding, LearnedPositions
-from ...torch._positions import Offset, Positions
+from ...torch._positions.arguments import Offset, Positions
 
 
 class PositionEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from ..._check import positive
-from ...torch._tables import widened
+from ...torch._tensors.buffers import upcast
 
 
 class LRU(nn.Module):
@@ -145,15 +145,15 @@ class LRU(nn.Module):
     ]:
         """Return ``λ``, ``γ · B`` and ``C``, at least in the precision of float32."""
         decay = torch.polar(
-            torch.exp(-widened(self.nu_log).exp()), widened(self.theta_log).exp()
+            torch.exp(-upcast(self.nu_log).exp()), upcast(self.theta_log).exp()
         )
-        into = torch.complex(widened(self.B_re), widened(self.B_im))
-        out = torch.complex(widened(self.C_re), widened(self.C_im))
-        return decay, into * widened(self.gamma_log).exp()[:, None], out
+        into = torch.complex(upcast(self.B_re), upcast(self.B_im))
+        out = torch.complex(upcast(self.C_re), upcast(self.C_im))
+        return decay, into * upcast(self.gamma_log).exp()[:, None], out
 
     def _output(self, states: Tensor, x: Tensor, out: Tensor) -> Tensor:
         y = (states @ out.T).real
-        return (y + widened(x) * widened(self.D)).to(x.dtype)
+        return (y + upcast(x) * upcast(self.D)).to(x.dtype)
 
     def _check(self, x: Tensor, axes: tuple[str, ...]) -> None:
         if x.ndim != len(axes) + 1 or x.shape[-1] != self.d_model:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 
 from ... import numpy as face
 from ..._check import positive
-from ...token import Seed
+from ...embeddings.token import Seed
 
 __all__ = ["Embedding", "EmbeddingBag", "RotaryEmbedding", "SinusoidalEmbedding"]
 
@@ -233,8 +233,8 @@ class RotaryEmbedding:
         _check_even("head_dim", head_dim)
         count = positive("max_position_embeddings", max_position_embeddings)
         self.head_dim, self.max_position_embeddings, self.base = head_dim, count, base
-        turns = face.RotaryPositions(head_dim, base=base).turns(np.arange(count))
-        self.cos_cached, self.sin_cached = (np.tile(turn, 2) for turn in turns)
+        phases = face.RotaryPositions(head_dim, base=base).phases(np.arange(count))
+        self.cos_cached, self.sin_cached = (np.tile(turn, 2) for turn in phases)
 
     def __call__(self) -> tuple[np.ndarray, np.ndarray]:
         return self.cos_cached, self.sin_cached

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from ..._check import ids_in_range, positive
-from ...layer import combine
+from ...embeddings.layer import combine
 from ...torch import SinusoidalPositions
 from ...torch.functional import embedding
 from .tensor import Tensor

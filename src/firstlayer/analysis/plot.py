@@ -1,0 +1,258 @@
+"""Drawing what the studies found. Nothing else in Firstlayer draws.
+
+A function takes a study's result and returns a matplotlib figure; :func:`render` turns it
+into the bytes of a file. There is no window and no global state: figures are made without
+pyplot. Colours are Okabe and Ito's, which readers with any colour vision can tell apart,
+and no line differs from another by colour alone.
+"""
+
+import functools
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .._check import one_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .lookup import Lookups
+    from .memory import Footprint
+    from .positions import Study, Trained
+
+FORMATS = ("png", "svg", "pdf")
+#: Okabe and Ito's but for the yellow, too light for a line, a grey and a wine red.
+COLOURS = {
+    "none": "#7F7F7F",
+    "learned": "#CC79A7",
+    "sinusoidal": "#D55E00",
+    "rotary": "#0072B2",
+    "randomised": "#56B4E9",
+    "alibi": "#009E73",
+    "t5": "#E69F00",
+    "kerple": "#000000",
+    "fire": "#882255",
+}
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+DASHES: dict[str | None, Any] = {
+    None: "-",
+    "linear": (0, (1, 1.5)),
+    "ntk": (0, (5, 2)),
+    "yarn": (0, (6, 1.5, 1, 1.5)),
+    "resized": (0, (3, 2)),
+}
+PARTS = ("parameters", "gradient", "state", "activations")
+HATCHES = ("", "///", "...", "xxx")
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    # Inches around each panel, so that a label keeps its distance from the one beside it.
+    "figure.constrained_layout.w_pad": 0.08,
+    "grid.alpha": 0.3,
+    "hatch.linewidth": 0.6,
+    "legend.handlelength": 3.5,
+    "svg.hashsalt": "firstlayer",
+}
+
+Drawing = TypeVar("Drawing", bound=Callable[..., Any])
+
+
+def _styled(draw: Drawing) -> Drawing:
+    """Make a function draw in this file's style and leave matplotlib's as it was."""
+
+    @functools.wraps(draw)
+    def styled(*args: Any, **options: Any) -> Any:
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **options)
+
+    return styled  # pyright: ignore[reportReturnType]
+
+
+@_styled
+def render(figure: "Figure", format: str = "png") -> bytes:
+    """Return a figure as the bytes of a file.
+
+    Args:
+        figure: What one of the functions here returned.
+        format: ``"png"``, ``"svg"`` or ``"pdf"``.
+
+    Example:
+        >>> from firstlayer.analysis import lookup
+        >>> found = lookup.measure([10], batches=[1], width=4, length=2, rounds=1)
+        >>> render(lookups(found))[:4]
+        b'\\x89PNG'
+    """
+    one_of("format", format, FORMATS)
+    # A date would make two files of the same figure differ.
+    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(format)
+    out = io.BytesIO()
+    figure.savefig(out, format=format, dpi=150, metadata=dated)
+    return out.getvalue()
+
+
+@_styled
+def positions(study: "Study") -> "Figure":
+    """Return the loss of every scheme by length, and below how each sees distance."""
+    # Schemes that differ in training alone, as randomised from rotary, look alike.
+    seen = {trained.profile: trained for trained in reversed(study.trained)}
+    seen = [seen[profile] for profile in reversed(seen) if profile is not None]
+    down = math.ceil(len(seen) / 4)
+    across = math.ceil(len(seen) / max(down, 1))
+    figure = _figure(10.0, 5.0 + 2.4 * down)
+    heights = [5.0, max(2.4 * down, 0.01)]
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
+    axes = above.subplots()
+    _losses(axes, study)
+    above.legend(loc="outside right center", frameon=False)
+    for index, trained in enumerate(seen):
+        axes = below.add_subplot(down, across, index + 1)
+        _profile(axes, trained, trained_length=study.setting.length)
+    return figure
+
+
+@_styled
+def lookups(found: "Lookups") -> "Figure":
+    """Return tokens a second by batch, one panel for each size of the table."""
+    sizes = list(dict.fromkeys(reading.rows for reading in found.readings))
+    figure = _figure(max(4.5, 3.6 * len(sizes)), 4.4)
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axes, rows in zip(panels, sizes, strict=True):
+        _speeds(axes, found, rows=rows)
+    panels[0].set_ylabel("tokens a second")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+@_styled
+def memory(footprints: Sequence["Footprint"]) -> "Figure":
+    """Return what each optimizer keeps, one panel for each table, bars to its own scale."""
+    tables = list(dict.fromkeys((f.name, f.rows, f.width, f.dtype) for f in footprints))
+    tallest = max(
+        sum((f.name, f.rows, f.width, f.dtype) == table for f in footprints)
+        for table in tables
+    )
+    across = min(2, len(tables))
+    down = math.ceil(len(tables) / across)
+    figure = _figure(5.5 * across, down * (1.3 + 0.35 * tallest) + 0.5)
+    panels = figure.subplots(down, across, squeeze=False).flat
+    for axes, table in zip(panels, tables, strict=False):
+        same = [f for f in footprints if (f.name, f.rows, f.width, f.dtype) == table]
+        _bars(axes, same)
+    for axes in figure.axes[len(tables) :]:
+        axes.set_visible(False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS))
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _losses(axes: "Axes", study: "Study") -> None:
+    setting = study.setting
+    # The legend lists the lines in the order in which they end, from above.
+    ordered = sorted(study.curves, key=lambda curve: -(curve.losses[-1] or math.inf))
+    for curve in ordered:
+        known = [(n, loss) for n, loss in zip(curve.lengths, curve.losses, strict=True)]
+        axes.plot(
+            *zip(*[pair for pair in known if pair[1] is not None], strict=True),
+            color=COLOURS[curve.scheme],
+            linestyle=DASHES[curve.rule],
+            marker=MARKERS[list(COLOURS).index(curve.scheme)],
+            markersize=5,
+            label=curve.name + (" (no rows further)" if None in curve.losses else ""),
+        )
+    axes.axvline(setting.length, color="0.6", linewidth=6, alpha=0.3, zorder=0)
+    axes.set_xscale("log", base=2)
+    labels = [
+        f"{n}\n{s:g}×" for n, s in zip(setting.lengths, setting.stretches, strict=True)
+    ]
+    axes.set_xticks(setting.lengths, labels)
+    axes.minorticks_off()
+    axes.set_xlabel(f"bytes of text read (trained at {setting.length})")
+    axes.set_ylabel("loss on the same bytes, nats a byte")
+    axes.set_title("Reading further than in training", loc="left")
+
+
+def _profile(axes: "Axes", trained: "Trained", *, trained_length: int) -> None:
+    profile = trained.profile
+    if profile is None:
+        return
+    shades = [1.0 - 0.7 * head / max(1, len(profile.values)) for head in range(99)]
+    for values, alpha in zip(profile.values, shades, strict=False):
+        colour = COLOURS[trained.scheme]
+        axes.plot(profile.distances, values, color=colour, alpha=alpha, linewidth=1.2)
+    axes.axvline(trained_length, color="0.6", linewidth=4, alpha=0.3, zorder=0)
+    axes.set_title(trained.scheme, loc="left")
+    axes.set_ylabel("cosine" if profile.what == "cosine" else "bias, by head")
+    axes.set_xlabel("distance")
+
+
+def _speeds(axes: "Axes", found: "Lookups", *, rows: int) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    readings = [reading for reading in found.readings if reading.rows == rows]
+    for index, library in enumerate(dict.fromkeys(r.library for r in readings)):
+        own = [reading for reading in readings if reading.library == library]
+        axes.plot(
+            [reading.batch for reading in own],
+            [reading.tokens_per_second for reading in own],
+            color=PALETTE[index % len(PALETTE)],
+            marker=MARKERS[index],
+            label=library,
+        )
+    first = readings[0]
+    limit = found.bandwidth / (first.bytes_per_second / first.tokens_per_second)
+    axes.axhline(limit, color="0.3", linestyle=":", label="speed of memory")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(EngFormatter())
+    batches = sorted({reading.batch for reading in readings})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_xlabel(f"batch, × {first.length} ids")
+    axes.set_title(f"{rows:,} × {first.width}", loc="left")
+
+
+def _bars(axes: "Axes", footprints: Sequence["Footprint"]) -> None:
+    unit, size = _unit(max(f.best.total for f in footprints))
+    names = [f.optimizer for f in footprints]
+    ends = [0.0] * len(names)
+    for part, colour, hatch in zip(PARTS, PALETTE, HATCHES, strict=True):
+        widths = [getattr(f.best, part) / size for f in footprints]
+        axes.barh(
+            names,
+            widths,
+            left=ends,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0,
+            label=part,
+        )
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    first = footprints[0]
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(unit)
+    title = f"{first.name} {first.rows:,} × {first.width:,}, {first.dtype}"
+    axes.set_title(title.strip(), loc="left")
+
+
+def _unit(largest: int) -> tuple[str, float]:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if largest >= size:
+            return unit, size
+    return "bytes", 1.0

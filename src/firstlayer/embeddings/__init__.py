@@ -1,0 +1,1 @@
+"""What a lookup means: token tables, bags, the complete layer, row gradients."""

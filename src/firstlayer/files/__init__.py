@@ -1,0 +1,1 @@
+"""Reading and writing layers: safetensors files, layer configs, Hugging Face configs."""

@@ -1,0 +1,1 @@
+"""The complete layer in one pass over memory, forward and backward."""

@@ -1,0 +1,1 @@
+"""Compiling kernels and running them on several threads."""

@@ -1,0 +1,1 @@
+"""Parts of the complete layer on NumPy."""

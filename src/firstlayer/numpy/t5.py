@@ -1,0 +1,144 @@
+"""T5's relative bias on NumPy: a learned number for each bucket of distances."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from .._array import compute_dtype
+from .._check import float_dtype, positive
+from ..embeddings.token import Init, Seed, initial
+from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
+from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
+from ._module import given
+
+
+class T5Bias(Bias):
+    """Adds a learned number to the score of every query and key, by their distance.
+
+    Args:
+        num_heads: Numbers for each bucket. Positive.
+        num_buckets: Rows of the table: even and at least 4, or at least 2 if not
+            ``bidirectional``.
+        max_distance: From here on all distances share a bucket. Greater than the number of
+            distances with a bucket of their own: ``num_buckets`` by 4, or by 2 if not
+            ``bidirectional``.
+        bidirectional: Whether keys after the query are told apart: True in T5's encoder,
+            False in its decoder.
+        weight: The table to use, not copied if it fits.
+        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
+        dtype: float64, float32 (the default), float16 or bfloat16.
+        rng: A seed or a generator for ``init``.
+
+    Shape:
+        - weight: ``(num_buckets, num_heads)``
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k_positions: ``(k_length,)`` or ``(batch, k_length)``
+        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
+          has it
+
+    T5 does not divide its scores by the root of head_dim, and one table serves all layers.
+    If ``bidirectional``, the first row of the second half is never used, as in T5.
+
+    Example:
+        >>> layer = T5Bias(8, rng=0)
+        >>> whole = layer.bias(range(200), range(200))
+        >>> step = layer.bias([199], range(200))
+        >>> step.shape, bool((step[:, 0] == whole[:, -1]).all())
+        ((8, 1, 200), True)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        weight: Float[Any, "num_buckets num_heads"] | None = None,
+        init: Init = "truncated_normal",
+        dtype: Any = None,
+        rng: Seed = None,
+    ) -> None:
+        #: The bucket of each distance, from the farthest before the query onwards.
+        self.buckets = t5_buckets(
+            num_buckets, max_distance=max_distance, bidirectional=bidirectional
+        )
+        self.num_heads, self.num_buckets = (
+            positive("num_heads", num_heads),
+            int(num_buckets),
+        )
+        self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
+        shape = (self.num_buckets, self.num_heads)
+        if weight is None:
+            self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
+        else:
+            self.weight = given(weight, shape, dtype=dtype)
+
+    def bias(
+        self,
+        q_positions: QPositions,
+        k_positions: KPositions,
+        *,
+        dtype: Any = None,
+    ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query and key.
+
+        Args:
+            q_positions: Where the queries stand.
+            k_positions: Where the keys stand.
+            dtype: Of the result, the table's if None.
+        """
+        q_positions, k_positions = checked_pair(q_positions, k_positions)
+        weight = self.weight if dtype is None else self.weight.astype(float_dtype(dtype))
+        return t5_bias(
+            q_positions,
+            k_positions,
+            weight=weight,
+            buckets=self.buckets,
+            bidirectional=self.bidirectional,
+        )
+
+    def vjp(
+        self,
+        q_positions: QPositions,
+        k_positions: KPositions,
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
+        """Return the bias and the function from its gradient to the table's.
+
+        Example:
+            >>> bias, pull = T5Bias(1, num_buckets=4, max_distance=2).vjp([0, 1], [0, 1])
+            >>> pull(np.ones_like(bias))["weight"].ravel().tolist()
+            [2.0, 1.0, 0.0, 1.0]
+        """
+        bias = self.bias(q_positions, k_positions)
+        relative = relative_positions(*checked_pair(q_positions, k_positions))
+        left, right = reach(self.buckets, bidirectional=self.bidirectional)
+        bucket = self.buckets[clipped_index(relative, left=left, right=right)].ravel()
+
+        def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
+            by_head = np.moveaxis(gradient_like(dbias, bias), -3, 0)
+            sums = [
+                np.bincount(bucket, weights=head.ravel(), minlength=self.num_buckets)
+                for head in by_head
+            ]
+            return {
+                "weight": np.stack(sums, axis=1).astype(compute_dtype(self.weight.dtype))
+            }
+
+        return bias, pull
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return the table under the name ``weight``."""
+        return {"weight": self.weight}
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that build a layer like this one."""
+        return {
+            "num_heads": self.num_heads,
+            "num_buckets": self.num_buckets,
+            "max_distance": self.max_distance,
+            "bidirectional": self.bidirectional,
+            "dtype": self.weight.dtype.name,
+        }

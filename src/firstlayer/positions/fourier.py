@@ -1,0 +1,99 @@
+"""Fourier features: waves of a point's coordinates, for inputs that are places or times.
+
+A network fed with coordinates alone learns only what varies slowly. Fed with
+``[cos 2πBv, sin 2πBv]`` for a fixed matrix ``B`` of frequencies it learns the fine detail
+too (Tancik et al. 2020, https://arxiv.org/abs/2006.10739). ``B`` is drawn from a normal
+distribution whose width says how fine; NeRF takes octaves on each axis instead (Mildenhall
+et al. 2020, https://arxiv.org/abs/2003.08934).
+
+``B`` is never trained, and there is nothing in it to train. A wave is the product of its
+coordinates' turns, from the tables of :mod:`firstlayer.positions.phases`, so that float32 coordinates give
+the right wave at any frequency up to 65536 radians per unit.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32, Float64
+
+from .._array import cast, compute_dtype, move_axis, namespace_of
+from .._check import positive, positive_number
+from .phases import axial_digit_phases
+from .sinusoidal import phase_tables, split
+
+
+def gaussian_matrix(
+    pairs: int, *, axes: int, std: float, rng: np.random.Generator
+) -> Float64[np.ndarray, "pairs axes"]:
+    """Return frequencies drawn from a normal distribution, in cycles per unit.
+
+    Args:
+        pairs: How many waves, each with its cosine and its sine.
+        axes: How many coordinates a point has.
+        std: Standard deviation: the greater, the finer the detail. Positive.
+        rng: Where the randomness comes from.
+
+    Example:
+        >>> gaussian_matrix(4, axes=2, std=10.0, rng=np.random.default_rng(0)).shape
+        (4, 2)
+    """
+    std = positive_number("std", std)
+    shape = positive("pairs", pairs), positive("axes", axes)
+    return std * rng.standard_normal(shape)
+
+
+def octave_matrix(octaves: int, *, axes: int) -> Float64[np.ndarray, "pairs axes"]:
+    """Return NeRF's frequencies, ``2^k / 2`` cycles per unit on each axis for itself.
+
+    Args:
+        octaves: How many frequencies an axis has: ``k`` is 0, 1, …, ``octaves - 1``.
+        axes: How many coordinates a point has.
+
+    Example:
+        >>> octave_matrix(2, axes=2).tolist()
+        [[0.5, 0.0], [1.0, 0.0], [0.0, 0.5], [0.0, 1.0]]
+    """
+    column = 2.0 ** np.arange(positive("octaves", octaves))[:, None] / 2
+    return np.kron(np.eye(positive("axes", axes)), column)
+
+
+def fourier_tables(
+    matrix: Float64[np.ndarray, "pairs axes"],
+) -> tuple[Float32[np.ndarray, "parts 2 3 256 pairs"], Float32[np.ndarray, "parts pairs"]]:
+    """Return the tables and the rates that :func:`fourier_phases` needs.
+
+    Args:
+        matrix: Cycles per unit of each wave along each coordinate.
+
+    Example:
+        >>> tables, rates = fourier_tables(np.array([[0.5, 10.0]]))
+        >>> tables.shape, rates.shape
+        ((4, 2, 3, 256, 1), (4, 1))
+    """
+    tables, rates = phase_tables(2 * np.pi * np.asarray(matrix, np.float64).T)
+    return tables.reshape(-1, *tables.shape[2:]), rates.reshape(-1, rates.shape[-1])
+
+
+def fourier_phases(
+    coordinates: Float[Any, "*batch axes"],
+    tables: Float[Any, "parts 2 3 256 pairs"],
+    rates: Float[Any, "parts pairs"],
+) -> tuple[Float[Any, "*batch pairs"], Float[Any, "*batch pairs"]]:
+    """Return the cosine and the sine of each wave, NaN at coordinates out of reach.
+
+    Args:
+        coordinates: Reals smaller than ``firstlayer.positions.phases.LIMIT`` in size.
+        tables: From :func:`fourier_tables`, as an array of the same library.
+        rates: Likewise, in the dtype of ``tables``.
+
+    Example:
+        >>> cos, sin = fourier_phases(np.array([0.25]), *fourier_tables(np.array([[1.0]])))
+        >>> bool(np.allclose([cos, sin], [[0], [1]], atol=1e-6))
+        True
+    """
+    xp = namespace_of(coordinates)
+    real = cast(coordinates, compute_dtype(coordinates.dtype))
+    parts = move_axis(real, -1, 0)
+    if tables.shape[0] > parts.shape[0]:
+        parts = xp.concat(split(parts))
+    return axial_digit_phases(parts, tables, rates)

@@ -1,0 +1,1 @@
+"""Tensors and memory: when kernels may run, buffers, errors, large pages."""

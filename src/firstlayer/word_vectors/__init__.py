@@ -1,0 +1,1 @@
+"""Word vectors: corpora, skip-gram training, folders on disk, neighbors."""

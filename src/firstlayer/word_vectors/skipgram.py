@@ -1,0 +1,290 @@
+"""Word vectors by skip-gram with negative sampling (Mikolov et al. 2013).
+
+Two tables are learned: a word's row in the first should have a large product with the rows
+in the second of the words around it, and a small one with those of noise, words drawn by
+how frequent they are. Words that occur in like company so get like rows. The first table is
+the result.
+
+Every batch is a lookup: gradients come as rows, and a row optimizer moves those that were
+used. What is drawn depends on the seed, the epoch and the place in the text alone, and sums
+have an order, so the same seed gives the same bits on any number of threads, in one run or
+in two.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from .. import kernels
+from .._check import not_negative, positive
+from ..embeddings.row_gradient import RowGradient, sum_by_id
+from ..numpy import Embedding
+from ..optim import RowAdagrad
+from .corpus import Corpus
+
+#: Words of noise are drawn in proportion to this power of how often they occur.
+NOISE_POWER = 0.75
+#: Part of the learning rate that is left at the end.
+LAST = 1e-3
+WIDEST = 16
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What learning is asked for.
+
+    Args:
+        embedding_dim: Width of a row.
+        window: How far the farthest neighbour is, from 1 to 16.
+        negatives: How many words of noise count as much as one neighbour.
+        sample: Words more frequent than this part of the text are thinned out.
+        epochs: How often to go through the text.
+        lr: Learning rate at the beginning; it falls in a straight line.
+        batch: How many places are learned from at a time.
+        seed: The same seed gives the same table.
+    """
+
+    embedding_dim: int = 128
+    window: int = 2
+    negatives: int = 10
+    sample: float = 1e-3
+    epochs: int = 10
+    lr: float = 0.08
+    batch: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_dim", "window", "negatives", "epochs", "batch"):
+            positive(name, getattr(self, name))
+        not_negative("seed", self.seed)
+        if self.window > WIDEST:
+            raise ValueError(f"window must be at most {WIDEST}, got {self.window}")
+        for name in ("sample", "lr"):
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ValueError(
+                    f"{name} must be positive and a float32, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far learning is.
+
+    Args:
+        done: Part of the work that is done, from 0 to 1.
+        tokens: How many tokens that is, over all epochs.
+        seconds: How long it took, of this run.
+        tokens_per_second: How fast that was.
+        loss: Of a neighbour and its noise, in nats, since the last report.
+    """
+
+    done: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    loss: float
+
+
+class SkipGram:
+    """A table that learns from a text, batch by batch.
+
+    Args:
+        corpus: The text. It must have two different tokens.
+        setting: What is asked for.
+
+    Example:
+        >>> from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
+        >>> text = [["the cat sat. the dog sat. the cat ran. the dog ran. " * 50]]
+        >>> corpus = tokenized(text, learn_tokenizer(text))
+        >>> model = SkipGram(corpus, Setting(embedding_dim=8, epochs=2))
+        >>> model.run()
+        True
+        >>> model.result().shape
+        (6, 8)
+    """
+
+    def __init__(self, corpus: Corpus, setting: Setting) -> None:
+        self.corpus, self.setting = corpus, setting
+        counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
+        if np.count_nonzero(counts) < 2:
+            raise ValueError(
+                f"the text must have at least 2 different tokens in its vocabulary, "
+                f"got {np.count_nonzero(counts)}: give more text or a lower min_count"
+            )
+        self._kept = kept_share(counts, sample=setting.sample)
+        self._noise = kernels.noise_table(counts**NOISE_POWER)
+        shape, unknown = (counts.size, setting.embedding_dim), corpus.unknown
+        self.table = Embedding(*shape, padding_idx=unknown, init=_small, rng=setting.seed)
+        self.others = Embedding(*shape, padding_idx=unknown, init="zeros")
+        self._optimizers = [
+            RowAdagrad(layer, lr=setting.lr, mode="lazy")
+            for layer in (self.table, self.others)
+        ]
+        #: Epochs that are done, and places of the next that are.
+        self.epoch, self.place = 0, 0
+        self._stream = self._documents = np.empty(0, np.int32)
+        self._key = 0
+
+    @property
+    def done(self) -> float:
+        """Part of the work that is done, from 0 to 1."""
+        within = self.place / self._stream.size if self._stream.size else 0.0
+        return (self.epoch + within) / self.setting.epochs
+
+    def result(self) -> Float32[np.ndarray, "num_embeddings embedding_dim"]:
+        """Return the table without what all of its rows have in common.
+
+        Rows share a direction that says nothing about their words (Mu and Viswanath 2018);
+        their mean is taken away. The row of unknown words stays zero.
+        """
+        weight, unknown = self.table.parameters()["weight"].copy(), self.corpus.unknown
+        known = np.arange(len(weight)) != (-1 if unknown is None else unknown)
+        weight[known] -= weight[known].mean(axis=0, dtype=np.float64).astype(np.float32)
+        return weight
+
+    def run(
+        self,
+        *,
+        report: Callable[[Progress], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        every: float = 0.2,
+    ) -> bool:
+        """Learn until all epochs are done or ``stop()``; tell whether all are done.
+
+        Args:
+            report: Called now and then with how far it is.
+            stop: Asked before each batch.
+            every: How many seconds there are between two reports.
+        """
+        self._begin_epoch()
+        begun = last = time.perf_counter()
+        start, losses = self.done, []
+        while self.epoch < self.setting.epochs:
+            if stop():
+                return False
+            losses.append(self._step())
+            now = time.perf_counter()
+            finished = self.epoch == self.setting.epochs
+            if report is not None and (now - last >= every or finished):
+                report(self._progress(start, now - begun, losses))
+                last, losses = now, []
+        return True
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return what :meth:`load_state_dict` needs to go on to the same bits."""
+        state = {"table": self.table.weight.copy(), "others": self.others.weight.copy()}
+        for name, optimizer in zip(state.copy(), self._optimizers, strict=True):
+            held = optimizer.state_dict()
+            state |= {f"{name}.{key}": value for key, value in held.items()}
+        return {**state, "place": np.array([self.epoch, self.place])}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Go on from where a run with this text and setting was.
+
+        Args:
+            state: What its :meth:`state_dict` returned.
+        """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(f"state must have {missing[0]}, got {sorted(state)}")
+        tables = {"table": self.table, "others": self.others}
+        for (name, layer), optimizer in zip(tables.items(), self._optimizers, strict=True):
+            layer.load_state_dict({"weight": state[name]})
+            held = {key: state[f"{name}.{key}"] for key in optimizer.state_dict()}
+            optimizer.load_state_dict(held)
+        self.epoch, self.place = map(int, state["place"])
+        self._stream = self._stream[:0]
+        self._begin_epoch()
+
+    def _progress(self, start: float, seconds: float, losses: list[Any]) -> Progress:
+        total = self.corpus.ids.size * self.setting.epochs
+        loss, pairs = np.sum(losses, axis=0)
+        return Progress(
+            done=self.done,
+            tokens=round(total * self.done),
+            seconds=seconds,
+            tokens_per_second=total * (self.done - start) / max(seconds, 1e-9),
+            loss=float(loss / max(pairs, 1)),
+        )
+
+    def _begin_epoch(self) -> None:
+        """Thin frequent words out, in another way in every epoch."""
+        if self._stream.size or self.epoch == self.setting.epochs:
+            return
+        ids, bounds = self.corpus.ids, self.corpus.bounds
+        rng = np.random.default_rng([self.setting.seed, self.epoch])
+        stays = rng.random(ids.size, dtype=np.float32) < self._kept[ids]
+        documents = np.repeat(np.arange(bounds.size - 1, dtype=np.int32), np.diff(bounds))
+        self._stream, self._documents = ids[stays], documents[stays]
+        self._key = int(rng.integers(2**63))
+
+    def _step(self) -> tuple[float, int]:
+        """Learn from one batch; return the sum of its losses and how many there are."""
+        end = min(self.place + self.setting.batch, self._stream.size)
+        # Thinning out a tiny text may leave nothing.
+        loss, pairs = self._learn(range(self.place, end)) if end else (0.0, 0)
+        self.place = end
+        if end == self._stream.size:
+            self.epoch, self.place = self.epoch + 1, 0
+            self._stream = self._stream[:0]
+            self._begin_epoch()
+        return loss, pairs
+
+    def _learn(self, places: range) -> tuple[float, int]:
+        centers = self._stream[places.start : places.stop].astype(np.int64)
+        targets, near = kernels.draw_targets(
+            self._stream,
+            self._documents,
+            places,
+            window=self.setting.window,
+            noise=self._noise,
+            key=self._key,
+        )
+        table, others = self.table.weight, self.others.weight
+        slopes, pulls, losses = kernels.push_targets(
+            table,
+            others,
+            centers,
+            targets=targets,
+            near=near,
+            negatives=self.setting.negatives,
+        )
+        ids, bounds, rows, slopes = kernels.group_targets(
+            centers, targets, near=near, slopes=slopes, num_embeddings=len(table)
+        )
+        gradients = (
+            sum_by_id(centers, pulls),
+            RowGradient(ids, kernels.sum_bags(table, rows, bounds, weights=slopes)),
+        )
+        for optimizer, gradient in zip(self._optimizers, gradients, strict=True):
+            optimizer.lr = self.setting.lr * max(LAST, 1 - self.done)
+            optimizer.step({"weight": gradient})
+        return float(losses.sum()), int(near.sum())
+
+
+def _small(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    return (rng.random(shape, dtype=np.float32) - np.float32(0.5)) / np.float32(shape[1])
+
+
+def kept_share(
+    counts: Int64[np.ndarray, " words"], *, sample: float
+) -> Float32[np.ndarray, " words"]:
+    """Return how often each word stays when frequent ones are thinned out.
+
+    A word that makes up the part ``f`` of a text stays with ``√(t/f) + t/f``, as in the
+    original word2vec program.
+
+    Args:
+        counts: How often each word occurs.
+        sample: The ``t``.
+
+    Example:
+        >>> kept_share(np.array([1, 25, 74]), sample=0.01).round(2)
+        array([1.  , 0.24, 0.13], dtype=float32)
+    """
+    ratio = sample * counts.sum() / np.maximum(counts, 1)
+    return np.minimum(np.sqrt(ratio) + ratio, 1).astype(np.float32)

@@ -1,0 +1,380 @@
+"""The verbs that measure: what they print, what they write, how they refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from firstlayer.analysis import lookup
+from firstlayer.analysis import memory as memory_study
+from firstlayer.analysis import plot as drawing
+from firstlayer.analysis import positions as positions_study
+from firstlayer.cli import bench, memory, positions
+from firstlayer.cli._group import firstlayer
+from firstlayer.files.safetensors import write
+
+VERBS = {"bench": bench, "memory": memory, "positions": positions}
+TINY = ["--layers=1", "--width=16", "--heads=2", "--length=16", "--batch=4", "--steps=3"]
+TINY += ["--stretch=2", "--stretch=1"]
+BENCH = ["bench", "--rows=20", "--batch=2", "--width=4", "--length=3", "--rounds=1"]
+MEMORY = ["memory", "100x8", "--tokens=10", "--optimizer=sgd", "--optimizer=row-adamw"]
+
+
+def run(*arguments: Any, **options: Any) -> Result:
+    return CliRunner().invoke(firstlayer, list(map(str, arguments)), **options)
+
+
+def data(*arguments: Any, **options: Any) -> Any:
+    done = run(*arguments, "--json", **options)
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    words = np.random.default_rng(0).choice([b"one ", b"two ", b"three "], 4000)
+    path.write_bytes(b"".join(words))
+    return path
+
+
+# Every verb.
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples_and_imports_nothing_heavy(verb):
+    code = (
+        "import sys; from firstlayer.cli import main; sys.argv = ['firstlayer', sys.argv[1], '-h']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "heavy = {'numpy', 'torch', 'matplotlib', 'rich', 'numba'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, verb], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Examples:" in done.stdout and f"firstlayer {verb} " in done.stdout
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", ["a.gif", "plot", "a.txt"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_picture_of_unknown_format_is_refused_before_any_work(verb, name):
+    done = run(verb, "--plot", name)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert "--plot must end in one of .png, .svg, .pdf" in done.stderr
+    assert f"got {name!r}" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_picture_that_is_there_is_not_replaced(verb, tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"mine")
+    done = run(verb, "--plot", path)
+    assert done.exit_code == 1 and path.read_bytes() == b"mine"
+    assert done.stderr == f"firstlayer: {path} exists; --force replaces it\n"
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_picture_in_no_folder_is_refused_before_any_work(verb, tmp_path):
+    path = tmp_path / "nowhere" / "a.png"
+    done = run(verb, "--plot", path)
+    assert done.exit_code == 1
+    assert f"no folder {path.parent} to write {path} in" in done.stderr
+
+
+@pytest.mark.rejects
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run(*BENCH, "--plot", tmp_path / "a.png")
+    assert done.exit_code == 1 and not os.listdir(tmp_path)
+    assert (
+        done.stderr == "firstlayer: this needs matplotlib: pip install 'firstlayer[plot]'\n"
+    )
+
+
+def test_what_help_offers_is_what_the_studies_have():
+    assert positions.SCHEMES == positions_study.SCHEMES
+    assert set(positions.QUICK_SCHEMES) < set(positions.SCHEMES)
+    assert positions.FORMATS == drawing.FORMATS
+    assert memory.OPTIMIZERS == tuple(memory_study.OPTIMIZERS)
+    assert memory.DTYPES == tuple(memory_study.DTYPES)
+    assert set(memory.USUAL) < set(memory.OPTIMIZERS)
+    defaults = {option.name: option.default for option in memory.command.params}
+    assert round(defaults["allow"] * 1e9) <= memory_study.ALLOWED
+    said = {option.name: option.help for option in positions.command.params[1:]}  # pyright: ignore
+    for name in ("length", "steps", "layers", "width", "heads", "batch"):
+        default = getattr(positions_study.Setting(), name)
+        assert f"[default: {default}]" in said[name]
+    said = {option.name: option.help for option in bench.command.params}  # pyright: ignore
+    for name, values in (("rows", lookup.ROWS), ("batches", lookup.BATCHES)):
+        assert f"[default: {', '.join(map(str, values))}]" in said[name]
+
+
+# firstlayer bench
+
+
+def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
+    path = tmp_path / "a.svg"
+    done = run(*BENCH, "--batch=1", "--plot", path)
+    assert done.exit_code == 0, done.stderr
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == [
+        "rows",
+        "ids",
+        "firstlayer",
+        "numpy",
+        "firstlayer.torch",
+        "torch",
+    ]
+    assert [row.split()[:4] for row in rows[:2]] == [
+        ["20", "2", "×", "3"],
+        ["20", "1", "×", "3"],
+    ]
+    assert "GB/s" in rows[-1] and path.read_bytes().startswith(b"<?xml")
+    assert done.stderr == ""
+
+
+def test_bench_says_the_same_as_data():
+    found = data(*BENCH, "--seed=4")
+    (first, *_), libraries = found["readings"], [r["library"] for r in found["readings"]]
+    assert libraries == ["firstlayer", "numpy", "firstlayer.torch", "torch"]
+    assert first["tokens_per_second"] == pytest.approx(6 / first["seconds"])
+    assert found["missing"] == [] and found["bandwidth"] > 0
+
+
+def test_bench_names_the_library_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    head, *_, last = run(*BENCH).stdout.splitlines()
+    assert head.split() == ["rows", "ids", "firstlayer", "numpy"]
+    assert last == "torch is not installed"
+
+
+@pytest.mark.rejects
+def test_bench_refuses_a_table_without_rows():
+    done = run("bench", "--rows=0")
+    assert done.exit_code == 2 and "0 is not in the range x>=1" in done.stderr
+
+
+# firstlayer memory
+
+
+def test_memory_counts_what_was_asked_for():
+    found = data(*MEMORY, "--dtype=float32", "--dtype=bfloat16", "--head-dim=32")
+    assert [(t["dtype"], t["optimizer"], t["how"]) for t in found["tables"]] == [
+        ("float32", "sgd", "allocated"),
+        ("float32", "row-adamw", "allocated"),
+        ("bfloat16", "sgd", "allocated"),
+        ("bfloat16", "row-adamw", "allocated"),
+    ]
+    assert found["tables"][0]["measured"]["parameters"] == 100 * 8 * 4
+    assert found["tables"][1]["computed"]["gradient"] == 10 * (8 * 4 + 8)
+    assert found["tables"][0]["tokens"] == 10
+    rotary = [table for table in found["positions"] if table["scheme"] == "rotary"]
+    assert rotary[0]["whole"] == 8 * 32 * rotary[0]["length"]
+
+
+def test_memory_prints_lines_and_draws(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"old")
+    done = run(*MEMORY, "--allow=0", "--plot", path, "--force")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].split()[:5] == ["100", "×", "8", "float32", "sgd"]
+    assert lines[1].endswith("virtual") and lines[2].endswith("computed")
+    assert "positions of width 8, rotary on heads of 64:" in lines
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_reads_a_checkpoint_s_tables(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        "token.weight": np.zeros((50, 6), np.float16),
+        "position.weight": np.zeros((9, 6), np.float32),
+        "norm.weight": np.zeros(6, np.float32),
+    }
+    write(path, tensors, {})
+    for where in (path, tmp_path):
+        found = data("memory", where, "--optimizer=sgd", "--tokens=3")["tables"]
+        assert [(t["name"], t["rows"], t["width"], t["dtype"]) for t in found] == [
+            ("token.weight", 50, 6, "float16"),
+            ("position.weight", 9, 6, "float32"),
+        ]
+
+
+def test_memory_without_sizes_takes_the_usual_ones():
+    assert [tuple(table) for table in memory._wanted(())] == [
+        ("small", 10_000, 256, "float32"),
+        ("medium", 50_000, 512, "float32"),
+        ("large", 100_000, 1024, "float32"),
+        ("GPT-3", 50_257, 12_288, "float32"),
+    ]
+    assert [tuple(t) for t in memory._wanted(("1_000x20", "5,000×30"))] == [
+        ("", 1000, 20, "float32"),
+        ("", 5000, 30, "float32"),
+    ]
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "argument, code, message",
+    [
+        ("0x8", 2, "a table must have rows and width, got '0x8'"),
+        ("missing.safetensors", 1, "no file or folder missing.safetensors"),
+        ("10by20", 1, "no file or folder 10by20"),
+    ],
+)
+def test_memory_refuses_what_is_no_table(argument, code, message):
+    done = run("memory", argument)
+    assert done.exit_code == code and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.rejects
+def test_memory_refuses_checkpoints_without_tables_and_damaged_ones(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write(path, {"norm.weight": np.zeros(6, np.float32)}, {})
+    done = run("memory", path)
+    assert done.exit_code == 1 and f"{path} has no embedding table" in done.stderr
+    path.write_bytes(path.read_bytes()[:20])
+    done = run("memory", path)
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+
+
+@pytest.mark.rejects
+def test_memory_refuses_an_odd_head_before_it_measures():
+    done = run("memory", "100x8", "--head-dim=7")
+    assert done.exit_code == 1 and "even, got 7" in done.stderr
+
+
+# firstlayer positions
+
+
+def test_positions_compares_schemes_on_a_file(text, tmp_path):
+    path = tmp_path / "report.html"
+    wanted = ["--scheme=rotary", "--scheme=alibi", "--scheme=alibi"]
+    done = run("positions", text, *TINY, *wanted, "--plot", path)
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["scheme", "16", "(1×)", "32", "(2×)", "rise"]
+    assert [line.split("  ")[0] for line in lines[1:6]] == [
+        "rotary",
+        "rotary + linear",
+        "rotary + ntk",
+        "rotary + yarn",
+        "alibi",
+    ]
+    assert lines[-2].startswith("best at 16: ") and lines[-1].startswith("best at 32: ")
+    assert "2 schemes, each 3 steps of 4 × 16 bytes" in done.stderr
+    page = path.read_text()
+    assert page.startswith("<!doctype html>") and "rotary + yarn" in page
+
+
+def test_positions_says_the_same_as_data_and_keeps_quiet(text):
+    options = ["positions", *TINY, "--scheme=none", "-q", "--seed=5"]
+    found = data(*options, text)
+    assert found == data(*options, "-", input=text.read_bytes()) | {
+        "trained": found["trained"]
+    }
+    again = data(*options, text, text)
+    assert found["setting"]["seed"] == 5 and found["setting"]["stretches"] == [1.0, 2.0]
+    assert again["bytes"] == 2 * found["bytes"] == 2 * text.stat().st_size
+    assert found["trained"][0]["curves"][0]["losses"][0] > 2
+    assert run(*options, text).stderr == ""
+
+
+@pytest.fixture
+def pressed(monkeypatch):
+    """Press Ctrl-C when a scheme's training begins."""
+
+    def at(scheme):
+        measure = positions_study.measure
+
+        def measuring(text, name, **options):
+            if name == scheme:
+                signal.raise_signal(signal.SIGINT)
+            return measure(text, name, **options)
+
+        monkeypatch.setattr(positions_study, "measure", measuring)
+
+    return at
+
+
+def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
+    path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
+    pressed("alibi")
+    done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
+    assert (
+        done.exit_code == 1 and done.stderr == "firstlayer: interrupted before alibi, t5\n"
+    )
+    found = json.loads(done.stdout)
+    assert [each["scheme"] for each in found["trained"]] == ["none"]
+    assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
+
+
+@pytest.mark.rejects
+def test_ctrl_c_before_any_scheme_is_done_leaves_nothing(text, tmp_path, pressed):
+    pressed("none")
+    options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
+    done = run("positions", text, *TINY, *options)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert done.stderr.split("\n")[-2:] == ["firstlayer: interrupted", ""]
+    assert os.listdir(tmp_path) == [text.name]
+
+
+def test_the_same_seed_gives_the_same_losses(text):
+    options = ["positions", text, *TINY, "--scheme=kerple", "-q"]
+    losses = [
+        data(*options, f"--seed={seed}")["trained"][0]["curves"][0]["losses"]
+        for seed in (1, 1, 2)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_quick_is_smaller_and_can_be_changed():
+    setting = positions._setting(True, {"length": 20, "steps": None, "stretches": ()})
+    assert (setting.length, setting.targets, setting.layers, setting.steps) == (
+        20,
+        20,
+        2,
+        300,
+    )
+    full = positions._setting(False, {"stretches": (4.0, 1.0, 4.0)})
+    assert full.stretches == (1.0, 4.0) and full.steps == 600
+
+
+def test_without_files_it_reads_python_s_own_source(monkeypatch):
+    monkeypatch.setattr(positions_study, "python_source", lambda: b"import this")
+    assert positions._text(()) == b"import this"
+
+
+@pytest.mark.rejects
+def test_positions_refuses_texts_that_are_missing_empty_or_short(tmp_path):
+    empty, short = tmp_path / "empty", tmp_path / "short"
+    empty.write_bytes(b"")
+    short.write_bytes(b"few words")
+    for argument, message in [
+        (tmp_path / "missing", "no such file or directory"),
+        (empty, f"{empty} is empty"),
+        (short, "text must have at least 10880 bytes"),
+        (tmp_path, "is a directory"),
+    ]:
+        done = run("positions", argument, "-q", "--scheme=none")
+        assert done.exit_code == 1 and done.stdout == "", done.stderr
+        assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.rejects
+def test_positions_refuses_schemes_and_sizes_that_make_no_sense(text):
+    done = run("positions", text, "--scheme=rope")
+    assert done.exit_code == 2 and "'rope' is not one of 'none'" in done.stderr
+    done = run("positions", text, "--width=10")
+    assert done.exit_code == 1 and "multiple of twice the heads, 8, got 10" in done.stderr

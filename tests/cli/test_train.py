@@ -1,0 +1,415 @@
+"""``firstlayer train`` from text to a folder, and everything that can go wrong on the way."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from firstlayer import kernels
+from firstlayer.word_vectors import train as study
+from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
+from firstlayer.word_vectors.skipgram import SkipGram
+from firstlayer.word_vectors.text import read_blocks, read_lines, standard_library
+from tests.support.command import call, data, held, one_sentence, refusal, run_alone
+
+FAST = ["--dim", "8", "--epochs", "2", "--batch", "256", "--sample", "1", "-q"]
+rng = np.random.default_rng(0)
+
+
+def text_of(count=3000):
+    words = "red green blue cat dog cow sees hears finds É_1 Ωmega".split()
+    return " ".join(rng.choice(words, count)) + "\n"
+
+
+TEXT = text_of()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a text in it, which is where the command is run."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weight(folder, name="vectors"):
+    return load_file(folder / name / "model.safetensors")["embeddings"]
+
+
+def test_a_folder_is_written_and_its_words_are_shown(folder):
+    text = data("train", "a.txt", *FAST)
+    assert sorted(os.listdir(folder / "vectors")) == [
+        "config.json",
+        "model.safetensors",
+        "modules.json",
+        "tokenizer.json",
+    ]
+    rows = weight(folder)
+    assert rows.shape == (12, 8) and rows.dtype == np.float32 and not rows[0].any()
+    first, *others = text.splitlines()
+    assert first.startswith("12 × 8 from 3,000 tokens in ") and "in vectors" in first
+    assert others and all(len(line.split()) == 11 for line in others)
+    assert sorted(os.listdir(folder)) == ["a.txt", "vectors"]
+
+
+def test_json_says_the_same(folder):
+    found = json.loads(data("train", "a.txt", *FAST, "--json", "-o", "out"))
+    assert found["folder"] == "out" and found["finished"] is True
+    assert (found["num_embeddings"], found["embedding_dim"]) == (12, 8)
+    assert (found["tokens"], found["documents"]) == (3000, 1)
+    assert found["progress"]["done"] == 1 and found["progress"]["loss"] > 0
+    assert found["progress"]["tokens"] == 6000
+    for near in found["neighbors"]:
+        cosines = [one["cosine"] for one in near["found"]]
+        assert near["query"] not in {one["word"] for one in near["found"]}
+        assert cosines == sorted(cosines, reverse=True) and len(cosines) == 5
+
+
+def test_the_same_seed_gives_the_same_folder_whatever_the_threads(folder, monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "2")
+    before = kernels.get_num_threads()
+    for threads in (1, 2, 5):
+        data("train", "a.txt", *FAST, "--threads", threads, "-o", f"by-{threads}")
+    kernels.set_num_threads(before)
+    assert held(folder / "by-1") == held(folder / "by-2") == held(folder / "by-5")
+    data("train", "a.txt", *FAST, "--seed", "1", "-o", "other")
+    assert weight(folder, "other").tobytes() != weight(folder, "by-1").tobytes()
+
+
+def test_standard_input_and_several_files_are_read(folder):
+    data("train", "-", *FAST, "-o", "piped", text=TEXT)
+    data("train", "a.txt", *FAST, "-o", "named")
+    assert weight(folder, "piped").tobytes() == weight(folder, "named").tobytes()
+    (folder / "b.txt").write_text("quite another text " * 20)
+    found = json.loads(data("train", "a.txt", "b.txt", *FAST, "--json", "-o", "both"))
+    assert (found["documents"], found["tokens"]) == (2, 3060)
+
+
+def test_a_pipe_with_a_name_is_read_once_and_kept(folder):
+    os.mkfifo(folder / "pipe")
+    writer = threading.Thread(target=(folder / "pipe").write_text, args=[TEXT])
+    writer.start()
+    data("train", "pipe", *FAST, "-o", "piped")
+    writer.join()
+    data("train", "a.txt", *FAST, "-o", "named")
+    assert weight(folder, "piped").tobytes() == weight(folder, "named").tobytes()
+
+
+@pytest.mark.rejects
+def test_a_missing_file_is_known_before_any_is_read(folder, monkeypatch):
+    monkeypatch.setattr(study, "learn_tokenizer", lambda *args, **options: 1 / 0)
+    want = "gone.txt: no such file or directory"
+    assert refusal("train", "a.txt", "gone.txt", *FAST) == want
+
+
+def test_every_option_reaches_the_table(folder):
+    data("train", "a.txt", *FAST, "-o", "plain")
+    plain = weight(folder, "plain")
+    options = ["--window=5", "--negatives=3", "--sample=0.01", "--lr=0.3", "--batch=100"]
+    for option in [*options, "--epochs=3"]:
+        data("train", "a.txt", *FAST, option, "--force", "-o", "other")
+        assert weight(folder, "other").shape == plain.shape
+        assert not np.allclose(weight(folder, "other"), plain, atol=1e-3)
+    data("train", "a.txt", *FAST, "--dim", "5", "--vocab", "7", "--force", "-o", "other")
+    assert weight(folder, "other").shape == (7, 5)
+    (folder / "b.txt").write_text("Red RED red " * 3 + "few " * 6 + "fewer " * 2)
+    data("train", "b.txt", *FAST, "--lower", "--min-count", "6", "-o", "lower")
+    tokens = json.loads((folder / "lower" / "tokenizer.json").read_text())
+    assert tokens["model"]["vocab"] == {"[UNK]": 0, "red": 1, "few": 2}
+
+
+def test_pieces_of_words_spell_any_text(folder):
+    data("train", "a.txt", *FAST, "--tokenizer", "bpe", "--vocab", "280")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "vectors" / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == len(weight(folder)) == 280
+    never_seen = "Ωmega unseen 漢字 \t!"
+    assert tokenizer.decode(tokenizer.encode(never_seen).ids) == never_seen
+    # A word is found by its spelling, not by the piece that says it begins here.
+    assert "Ġfinds" in tokenizer.get_vocab() and "finds" not in tokenizer.get_vocab()
+    near = data("neighbors", "vectors", "finds", "-n", "3")
+    assert near.count("\n") == 3 and "Ġ" not in near
+
+
+def test_frequent_words_are_shown_as_words_and_not_as_pieces(folder):
+    options = ["--tokenizer", "bpe", "--vocab", "320"]
+    found = json.loads(data("train", "a.txt", *FAST, *options, "--json"))
+    shown = [near["query"] for near in found["neighbors"]]
+    assert shown and set(shown) <= set(TEXT.split())
+
+
+def test_without_files_it_reads_pythons_own_source(folder, monkeypatch):
+    files = standard_library()
+    names = {path.name for path in files}
+    assert {"typing.py", "socket.py", "argparse.py"} <= names and len(files) > 300
+    assert not any({"test", "site-packages"} & set(path.parts[-3:-1]) for path in files)
+    few = [path for path in files if path.name in ("socket.py", "typing.py", "json.py")]
+    monkeypatch.setattr(study, "standard_library", lambda: few)
+    text = data("train", *FAST, "-o", "v")
+    assert "\nTypeError  " in text and "\nsocket     " in text
+
+
+def test_model2vec_and_we_encode_alike(folder):
+    from model2vec import StaticModel
+
+    data("train", "a.txt", *FAST)
+    lines = ["red green É_1", "unknown words", "cat unknown dog", "", "cow " * 2000]
+    rows = [
+        json.loads(line)["vector"]
+        for line in data("encode", "vectors", text="\n".join(lines)).splitlines()
+    ]
+    model = StaticModel.from_pretrained(folder / "vectors")
+    np.testing.assert_allclose(model.encode(lines), rows, atol=1e-6)
+    assert model.tokens == tuple(
+        json.loads((folder / "vectors" / "tokenizer.json").read_text())["model"]["vocab"]
+    )
+
+
+def test_sentence_transformers_and_we_encode_alike(folder):
+    data("train", "a.txt", *FAST)
+    data("encode", "vectors", "a.txt", "-o", "a.npy")
+    script = """
+import numpy as np
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer("vectors", device="cpu", local_files_only=True)
+kinds = [type(module).__name__ for module in model]
+assert kinds == ["StaticEmbedding", "Normalize"], kinds
+got = model.encode([open("a.txt").read(), "red green"])
+np.testing.assert_allclose(got[:1], np.load("a.npy"), atol=1e-6)
+assert abs(np.linalg.norm(got[1]) - 1) < 1e-6
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Let Ctrl-C be pressed during the given batch."""
+    step = SkipGram._step
+
+    def at(batch):
+        left = iter(range(batch))
+
+        def stepping(model):
+            if next(left, None) is None:
+                signal.raise_signal(signal.SIGINT)
+            return step(model)
+
+        monkeypatch.setattr(SkipGram, "_step", stepping)
+
+    yield at
+    monkeypatch.undo()
+
+
+def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(folder, interrupted, monkeypatch):
+    handler = signal.getsignal(signal.SIGINT)
+    data("train", "a.txt", *FAST, "-o", "whole")
+    interrupted(5)
+    done = call("train", "a.txt", *FAST, "-o", "parts")
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    want = r"firstlayer: interrupted at \d+%; go on with: firstlayer train --resume a.txt -o parts\n"
+    assert done.exit_code == 1 and re.fullmatch(want, done.stderr)
+    assert signal.getsignal(signal.SIGINT) is handler
+    # What was learned so far can be used.
+    assert (folder / "parts" / "training.safetensors").exists()
+    assert data("neighbors", "parts", "red", "-n", "2").count("\n") == 2
+    assert weight(folder, "parts").tobytes() != weight(folder, "whole").tobytes()
+    data("train", "--resume", "a.txt", "-o", "parts", "-q")
+    assert held(folder / "parts") == held(folder / "whole")
+
+
+@pytest.mark.rejects
+def test_ctrl_c_says_what_to_type_whatever_files_are_called(folder, interrupted):
+    (folder / "it's a text").write_text(TEXT)
+    interrupted(3)
+    done = call("train", "it's a text", *FAST, "-o", "a folder")
+    typed = done.stderr.partition("go on with: ")[2].strip()
+    want = ["firstlayer", "train", "--resume", "it's a text", "-o", "a folder"]
+    assert done.exit_code == 1 and shlex.split(typed) == want
+
+
+@pytest.mark.rejects
+def test_ctrl_c_while_text_is_read_ends_at_once(folder, monkeypatch):
+    def tokenized(*args):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(study, "tokenized", tokenized)
+    done = call("train", "a.txt", *FAST)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.split() == ["firstlayer:", "interrupted"]
+    assert os.listdir(folder) == ["a.txt"]
+
+
+def test_a_terminal_sees_tokens_per_second_and_loss(folder):
+    master, terminal = os.openpty()
+    done = run_alone(
+        "train", "a.txt", *FAST[:-1], folder=folder, stdout=subprocess.PIPE, stderr=terminal
+    )
+    os.close(terminal)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert done.returncode == 0 and done.stdout.startswith("12 × 8 from 3,000 tokens")
+    assert re.search(r"learning .*100 %.*\d tokens/s, loss \d+\.\d{3}", drawn)
+    assert drawn.startswith("reading 1 file\r\nlearning 12 rows from 3,000 tokens\r\n")
+
+
+@pytest.mark.rejects
+def test_resume_refuses_what_it_cannot_go_on_with(folder, interrupted, monkeypatch):
+    want = "vectors is no folder: training.safetensors is not there"
+    assert refusal("train", "--resume", "a.txt") == want
+    interrupted(5)
+    assert call("train", "a.txt", *FAST).exit_code == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    before = held(folder)
+    (folder / "b.txt").write_text(TEXT + TEXT)
+    assert "not the one that vectors began with" in refusal("train", "--resume", "b.txt")
+    (folder / "b.txt").unlink()
+    want = "--resume goes on as it began: leave out --dim (see firstlayer train --help)"
+    assert refusal("train", "--resume", "a.txt", "--dim", "9", code=2) == want
+    assert held(folder) == before
+    config = json.loads((folder / "vectors" / "config.json").read_text())
+    for about in ({}, {**config["firstlayer"], "setting": {"window": 99}}, {"text": 1}):
+        text = json.dumps({**config, "firstlayer": about})
+        (folder / "vectors" / "config.json").write_text(text)
+        refusal("train", "--resume", "a.txt")
+    (folder / "vectors" / "config.json").write_text("{")
+    assert refusal("train", "--resume", "a.txt").endswith("config.json is not JSON")
+    data("train", "a.txt", *FAST, "--force")
+    assert refusal("train", "--resume", "a.txt") == (
+        "vectors has nothing to go on from: training.safetensors is not there"
+    )
+
+
+BAD = {
+    "missing": (None, "bad.txt: no such file or directory"),
+    "empty": (b"", "bad.txt is empty"),
+    "spaces": (b" \n \t", "at least 2 different tokens in its vocabulary, got 0"),
+    "binary": (b"some text\0more", "bad.txt is binary, not text: byte 9 is 0"),
+    "latin": (b"caf\xe9 au lait", "bad.txt is not UTF-8 text: byte 3 is 0xe9"),
+    "late": (b"word " * 99_999 + b"\xff", "bad.txt is not UTF-8 text: byte 499995 is 0xff"),
+    "cut": ("é".encode()[:1], "bad.txt is not UTF-8 text: byte 0 is 0xc3"),
+    "one word": (b"word " * 99, "at least 2 different tokens in its vocabulary, got 1"),
+    "rare words": (b"each word is new", "got 0: give more text or a lower min_count"),
+}
+
+
+@pytest.mark.parametrize("content, want", BAD.values(), ids=BAD)
+@pytest.mark.rejects
+def test_text_that_is_none_is_refused_and_nothing_is_written(folder, content, want):
+    if content is not None:
+        (folder / "bad.txt").write_bytes(content)
+    before = held(folder)
+    assert want in refusal("train", "bad.txt", *FAST)
+    assert held(folder) == before and not (folder / "vectors").exists()
+
+
+@pytest.mark.rejects
+def test_a_folder_or_an_empty_pipe_is_no_text(folder):
+    (folder / "sub").mkdir()
+    assert refusal("train", "sub") == "sub is a folder: name the files in it"
+    assert refusal("train", "-", text="") == "standard input is empty"
+
+
+@pytest.mark.rejects
+def test_what_is_there_is_replaced_only_by_force_and_only_if_it_is_ours(folder):
+    data("train", "a.txt", *FAST)
+    before = held(folder)
+    assert refusal("train", "a.txt", *FAST) == "vectors exists; --force replaces it"
+    with pytest.raises(FileExistsError, match="vectors exists already"):
+        study.train(["a.txt"], "vectors", recipe=study.Recipe())
+    assert held(folder) == before
+    data("train", "a.txt", *FAST, "--force", "--seed", "3")
+    assert held(folder).keys() == before.keys() and held(folder) != before
+    (folder / "vectors" / "notes.md").write_text("mine")
+    before = held(folder)
+    want = "vectors holds 'notes.md', so it is not replaced"
+    assert refusal("train", "a.txt", *FAST, "--force") == want
+    assert refusal("train", "a.txt", "-o", "a.txt", "--force").endswith("is no folder")
+    assert "no folder" in refusal("train", "a.txt", "-o", "x/y/z")
+    assert held(folder) == before
+    (folder / "bare").mkdir()
+    data("train", "a.txt", *FAST, "-o", "bare")
+    assert weight(folder, "bare").shape == (12, 8)
+
+
+@pytest.mark.rejects
+def test_a_folder_that_takes_nothing_is_refused_before_any_work(folder):
+    # Not even the superuser can make a folder in sysfs.
+    done = call("train", "a.txt", "-o", "/sys/vectors")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert re.fullmatch(r"firstlayer: nothing can be written in /sys: .*\n", done.stderr)
+
+
+@pytest.mark.rejects
+def test_a_table_that_came_apart_is_not_written(folder):
+    want = "learning came apart with lr 1e+30: take a lower lr"
+    assert refusal("train", "a.txt", *FAST, "--lr", "1e30") == want
+    assert os.listdir(folder) == ["a.txt"]
+
+
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+"""
+
+
+@pytest.mark.rejects
+def test_a_full_disk_leaves_what_was_there(folder):
+    data("train", "a.txt", *FAST)
+    before = held(folder)
+    args = ["train", "a.txt", *FAST, "--force", "--seed", "1"]
+    done = run_alone(*args, folder=folder, before=FULL)
+    assert done.returncode == 1
+    assert one_sentence(done.stdout, done.stderr) == "file too large"
+    done = run_alone(*args, "-o", "new", folder=folder, before=FULL)
+    assert done.returncode == 1 and held(folder) == before
+    assert sorted(os.listdir(folder)) == ["a.txt", "vectors"]
+
+
+def test_blocks_end_between_words_and_hold_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr("firstlayer.word_vectors.text.BLOCK", 64)
+    monkeypatch.setattr("firstlayer.word_vectors.text.LONGEST", 256)
+    path = tmp_path / "a.txt"
+    words = ["x" * n for n in rng.integers(1, 30, 200)]
+    path.write_text("\ufeff" + " ".join(words))
+    blocks = list(read_blocks(path))
+    assert len(blocks) > 20 and " ".join(blocks).split() == words
+    # Without a space a block ends somewhere, but never within a character.
+    path.write_text("漢" * 1000 + "\n\r\n" + "é" * 100)
+    assert "".join(read_blocks(path)) == "漢" * 1000 + "\n\r\n" + "é" * 100
+    assert list(read_lines(path)) == ["漢" * 1000, "", "é" * 100]
+
+
+def test_documents_do_not_touch_and_unknown_words_are_left_out():
+    documents = [["one two ", "one three"], [], ["two two"]]
+    tokenizer = learn_tokenizer(documents, min_count=2)
+    corpus = tokenized(documents, tokenizer)
+    rows = tokenizer.get_vocab()
+    want = [rows[word] for word in ("one", "two", "one", "two", "two")]
+    assert corpus.ids.tolist() == want and corpus.bounds.tolist() == [0, 3, 3, 5]
+    assert rows == {"[UNK]": 0, "two": 1, "one": 2}
+
+
+@pytest.mark.rejects
+def test_a_tokenizer_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="kind must be 'words' or 'bpe', got 'letters'"):
+        learn_tokenizer([["a"]], kind="letters")
+    want = "size must be at least 256 for bpe, a piece for each byte, got 255"
+    with pytest.raises(ValueError, match=want):
+        learn_tokenizer([["a"]], kind="bpe", size=255)
+    with pytest.raises(ValueError, match="min_count must be positive, got 0"):
+        learn_tokenizer([["a"]], min_count=0)

@@ -1,0 +1,81 @@
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlayer.embeddings.row_gradient import RowGradient, sum_by_id
+from firstlayer.kernels import group_by_id
+
+DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+rng = np.random.default_rng(0)
+
+
+@given(
+    ids=st.lists(st.integers(0, 6), max_size=30),
+    dtype=st.sampled_from(DTYPES),
+    width=st.integers(0, 5),
+)
+def test_sums_equal_a_plain_loop_over_the_ids(ids, dtype, width):
+    values = (
+        np.random.default_rng(len(ids)).standard_normal((len(ids), width)).astype(dtype)
+    )
+    want = np.zeros((7, width), np.float64 if dtype == np.float64 else np.float32)
+    for row, value in zip(ids, values, strict=True):
+        want[row] += value.astype(want.dtype)
+    got = sum_by_id(np.array(ids, np.int64), values)
+    assert got.ids.tolist() == sorted(set(ids))
+    assert got.values.dtype == want.dtype
+    np.testing.assert_array_equal(got.dense(7), want)
+
+
+def test_sums_are_made_in_the_order_the_values_came():
+    # In float32 1e8 + 1 is 1e8, so another order gives another sum.
+    values = np.array([[1e8], [1.0], [-1e8], [1.0]], np.float32)
+    assert sum_by_id(np.zeros(4, int), values).values.item() == 1.0
+    assert sum_by_id(np.zeros(4, int), values[[0, 2, 1, 3]]).values.item() == 2.0
+
+
+def test_skip_leaves_an_id_out_and_mean_divides_by_its_count():
+    ids, values = np.array([[3, 1], [3, 2]]), np.arange(8.0).reshape(2, 2, 2)
+    got = sum_by_id(ids, values, skip=1, mean=True)
+    assert got.ids.tolist() == [2, 3]
+    np.testing.assert_array_equal(got.values, [[6, 7], [2, 3]])
+
+
+def test_gradients_of_two_batches_add():
+    a = sum_by_id(np.array([4, 1]), np.ones((2, 3), np.float32))
+    b = sum_by_id(np.array([4, 0]), np.full((2, 3), 2, np.float32))
+    total = a + b
+    assert total.ids.tolist() == [0, 1, 4]
+    np.testing.assert_array_equal(total.dense(5), a.dense(5) + b.dense(5))
+
+
+@pytest.mark.parametrize("top", [1, 10, 2**40, 2**55, 2**62, 2**63])
+def test_grouping_is_stable_however_large_the_ids(top):
+    ids = rng.choice([top - 1, top // 2, 3 % top], 50)
+    order, bounds, unique = group_by_id(ids)
+    assert unique.tolist() == sorted(set(ids.tolist()))
+    assert bounds[0] == 0 and bounds[-1] == 50
+    for group, value in enumerate(unique):
+        places = order[bounds[group] : bounds[group + 1]]
+        np.testing.assert_array_equal(places, np.flatnonzero(ids == value))
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("bad", [-1, -(2**63)])
+def test_negative_ids_are_refused(bad):
+    with pytest.raises(ValueError, match=f"ids must not be negative, got {bad}"):
+        sum_by_id(np.array([2047, bad, 3]), np.ones((3, 2), np.float32))
+
+
+def test_no_ids_give_an_empty_gradient():
+    got = sum_by_id(np.zeros((0,), int), np.zeros((0, 3), np.float32))
+    assert got.ids.shape == (0,) and got.values.shape == (0, 3)
+    np.testing.assert_array_equal(got.dense(2), np.zeros((2, 3)))
+
+
+def test_rows_make_a_dense_array_of_their_own_dtype():
+    dense = RowGradient(np.array([2]), np.ones((1, 2))).dense(4)
+    assert dense.dtype == np.float64
+    np.testing.assert_array_equal(dense, [[0, 0], [0, 0], [1, 1], [0, 0]])

@@ -1,0 +1,233 @@
+"""Layers of the Equinox face through a file, back, and into the other faces and out."""
+
+import json
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import firstlayer.numpy
+import firstlayer.torch
+from firstlayer.equinox import (
+    AlibiBias,
+    Embedding,
+    EmbeddingBag,
+    EmbeddingLayer,
+    FireBias,
+    FourierFeatures,
+    KerpleBias,
+    LearnedPositions,
+    RotaryPositions,
+    ShawScores,
+    SinusoidalPositions,
+    T5Bias,
+    load,
+    save,
+)
+from firstlayer.files.layer_configs import KINDS
+from firstlayer.files.safetensors import read, write
+from firstlayer.positions.scaling import YaRN
+from tests.equinox.test_token import bits
+
+KEY = jax.random.key(2)
+rng = np.random.default_rng(0)
+
+# A layer with every option away from its default.
+CASES: dict[str, Any] = {
+    "Embedding": lambda: Embedding(
+        10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, key=KEY
+    ).set_padding(0.5),
+    "Embedding inf": lambda: Embedding(
+        10, 8, max_norm=0.5, norm_type=float("inf"), dtype="float16", key=KEY
+    ),
+    "EmbeddingBag": lambda: EmbeddingBag(
+        10, 8, mode="max", padding_idx=2, include_last_offset=True, key=KEY
+    ),
+    "LearnedPositions": lambda: LearnedPositions(
+        5, 8, row_offset=2, padding_idx=1, scale=0.5, dtype="float16", key=KEY
+    ),
+    "SinusoidalPositions": lambda: SinusoidalPositions(
+        8, base=500.0, layout="half", shift=1.0, cos_first=True, scale=2.0
+    ),
+    "FourierFeatures": lambda: FourierFeatures.octaves(4, axes=1),
+    "EmbeddingLayer": lambda: EmbeddingLayer(
+        10,
+        8,
+        max_positions=6,
+        scale=True,
+        segments=3,
+        layer_norm=True,
+        norm_eps=1e-3,
+        dropout=0.25,
+        padding_idx=0,
+        zero_padding=True,
+        dtype="bfloat16",
+        key=KEY,
+    ),
+    "EmbeddingLayer module": lambda: EmbeddingLayer(
+        10,
+        8,
+        position=LearnedPositions(6, 8, row_offset=2, padding_idx=0, key=KEY),
+        key=KEY,
+    ),
+    "EmbeddingLayer waves": lambda: EmbeddingLayer(
+        10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2, key=KEY
+    ),
+    "EmbeddingLayer bare": lambda: EmbeddingLayer(10, 8, position=None, key=KEY),
+    # Tables of one shape must not be taken for each other.
+    "EmbeddingLayer square": lambda: EmbeddingLayer(
+        10, 8, max_positions=10, segments=10, key=KEY
+    ),
+    "RotaryPositions": lambda: RotaryPositions(
+        8,
+        base=500.0,
+        layout="interleaved",
+        scaling=YaRN(factor=4.0, original_length=32),
+        rotary_dim=6,
+    ),
+    "AlibiBias": lambda: AlibiBias(3, symmetric=True),
+    "T5Bias": lambda: T5Bias(3, num_buckets=8, max_distance=20, key=KEY),
+    "KerpleBias": lambda: KerpleBias(3, form="power", key=KEY),
+    "FireBias": lambda: FireBias(3, width=5, key=KEY),
+    "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
+}
+
+
+def same(a, b):
+    """Hold two layers of this face to be equal, leaf by leaf and on bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+        assert bits(one) == bits(other)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("face", [None, firstlayer.numpy, firstlayer.torch])
+def test_a_layer_comes_back_from_a_file_through_any_face(name, face, tmp_path):
+    layer, path = CASES[name](), tmp_path / "a.safetensors"
+    save(path, layer)
+    tensors, config = read(path)
+    if face is not None:
+        other = face.load(path)
+        face.save(path, other)
+        assert read(path)[1] == config
+    same(load(path), layer)
+    kept, _ = read(path)
+    assert kept.keys() == tensors.keys()
+    assert all(bits(kept[key]) == bits(tensors[key]) for key in tensors)
+
+
+def test_every_class_that_files_may_hold_is_among_the_cases():
+    assert {name.split()[0] for name in CASES} == KINDS.keys()
+
+
+def test_a_file_has_the_names_and_the_padding_that_every_face_reads(tmp_path):
+    path = tmp_path / "a.safetensors"
+    layer = CASES["EmbeddingLayer"]()
+    layer = layer.with_parameters({
+        k: rng.standard_normal(v.shape) for k, v in layer.parameters().items()
+    })
+    # What an optimizer made of the padding row is not what padding is.
+    moved = jax.tree.map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, layer)
+    save(path, moved)
+    names = ["norm.bias", "norm.weight", "position.weight", "segment.weight"]
+    assert sorted(read(path)[0]) == [*names, "token.weight"]
+    padding = np.asarray(layer.token.weight)[0]
+    assert bits(read(path)[0]["token.weight"][0]) == bits(padding) and padding.all()
+    ids = np.array([[3, 0, 9], [9, 1, 2]])
+    run = eqx.filter_jit(lambda one: one(ids, segments=ids % 3, inference=True))
+    got, want = (
+        np.asarray(run(load(path))),
+        firstlayer.numpy.load(path)(ids, segments=ids % 3),
+    )
+    np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=2**-7, atol=1e-6)
+    assert not got[ids == 0].any()
+
+
+def test_float64_comes_back_where_jax_has_it(tmp_path):
+    path = tmp_path / "a.safetensors"
+    other = firstlayer.numpy.Embedding(5, 3, padding_idx=2, dtype="float64", rng=0)
+    firstlayer.numpy.save(path, other)
+    with jax.enable_x64(True):
+        layer = load(path)
+        assert bits(layer(range(5))) == bits(other(range(5)))
+        save(path, layer)
+    assert bits(firstlayer.numpy.load(path).weight) == bits(other.weight)
+
+
+@pytest.mark.rejects
+def test_float64_is_refused_where_jax_would_round_it(tmp_path):
+    path = tmp_path / "a.safetensors"
+    firstlayer.numpy.save(path, firstlayer.numpy.Embedding(5, 3, dtype="float64"))
+    with pytest.raises(ValueError, match="does not hold a layer: dtype float64 needs jax"):
+        load(path)
+
+
+def forged(path, change):
+    """Write a file again with another config and other tensors."""
+    tensors, config = read(path)
+    config = json.loads(json.dumps(config))
+    change(config, tensors)
+    write(path, tensors, config)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    ("case", "change", "sentence"),
+    [
+        (
+            "Embedding",
+            lambda c, t: c.update({"class": "os.system"}),
+            "class must be that of",
+        ),
+        ("Embedding", lambda c, t: c.update(key=3), "Embedding has no option 'key'"),
+        (
+            "Embedding",
+            lambda c, t: c.update(init="zeros"),
+            "Embedding has no option 'init'",
+        ),
+        ("Embedding", lambda c, t: t.pop("token.weight"), r"missing \['token.weight'\]"),
+        ("Embedding", lambda c, t: c.update(num_embeddings=11), r"must have shape \(11, 8"),
+        ("EmbeddingLayer", lambda c, t: c.update(position=3), "position must be a config"),
+        (
+            "EmbeddingLayer",
+            lambda c, t: c.update(num_embeddings=60_000, embedding_dim=60_000),
+            "position must have embedding_dim 60000|no tensor has the shape",
+        ),
+        (
+            "EmbeddingLayer bare",
+            lambda c, t: c.update(num_embeddings=60_000, embedding_dim=60_000),
+            "no tensor has the shape",
+        ),
+        ("EmbeddingLayer", lambda c, t: t.pop("norm.bias"), r"missing \['norm.bias'\]"),
+        ("FireBias", lambda c, t: c.update(width=60_000), "needs more than the"),
+    ],
+)
+def test_a_file_that_holds_no_layer_says_why(case, change, sentence, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save(path, CASES[case]())
+    forged(path, change)
+    with pytest.raises(
+        ValueError, match=f"a.safetensors does not hold a layer: .*({sentence})"
+    ):
+        load(path)
+
+
+@pytest.mark.rejects
+def test_what_load_does_not_know_is_not_saved(tmp_path):
+    class Mine(Embedding):
+        pass
+
+    with pytest.raises(TypeError, match="must be of a class that load knows, got .*Mine"):
+        save(tmp_path / "a", Mine(3, 2, init="zeros", key=KEY))  # pyright: ignore
+    inner = CASES["EmbeddingLayer bare"]()
+    with pytest.raises(TypeError, match="must be of a class that load knows, got Linear"):
+        save(tmp_path / "a", _with_position(inner))
+    assert not list(tmp_path.iterdir())
+
+
+def _with_position(layer):
+    linear = eqx.nn.Linear(2, 2, key=KEY)
+    return eqx.tree_at(lambda one: one.position, layer, linear, is_leaf=lambda x: x is None)

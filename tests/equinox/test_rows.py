@@ -1,0 +1,293 @@
+"""Row updates: what the touched rows become, and that nothing else is touched."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from firstlayer.equinox import Embedding, EmbeddingBag, EmbeddingLayer
+from firstlayer.equinox.rows import RowOptimizer, touched
+from tests.equinox.test_token import bits
+
+rng = np.random.default_rng(0)
+KEY = jax.random.key(1)
+TABLE = rng.standard_normal((12, 4)).astype("float32")
+BATCHES = [np.array(ids) for ids in ([[1, 5, 1]], [[5, 5, 7]], [[0, 1, 7]], [[9, 5, 0]])]
+TARGETS = rng.standard_normal((3, 4)).astype("float32")
+
+
+def distance(layer, ids):
+    """Return a loss whose gradient depends on the rows, and on all that an id is in."""
+    return ((layer(ids) - TARGETS) ** 2).sum()
+
+
+def stepper(optimizer: RowOptimizer, loss: Any = distance, ids_of: Any = lambda ids: ids):
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, state):
+        value, grads = optimizer.value_and_grad(loss, ids_of(batch))(model, batch)
+        model, state = optimizer.update(grads, state, model)
+        return model, state, value
+
+    return step
+
+
+def trained(optimizer, model, *, batches=BATCHES, **options):
+    step, state = stepper(optimizer, **options), optimizer.init(model)
+    for ids in batches:
+        model, state, _ = step(jnp.asarray(ids), model, state)
+    return model, state
+
+
+def trained_densely(optimizer, model, *, loss=distance, batches=BATCHES):
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, ids):
+        grads = eqx.filter_grad(loss)(model, ids)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(model, updates), state
+
+    for ids in batches:
+        model, state = step(model, state, jnp.asarray(ids))
+    return model
+
+
+def layer_of(**options: Any) -> Embedding:
+    return Embedding(12, 4, weight=TABLE, **options)
+
+
+# What the touched rows become
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adagrad(0.3),
+        optax.chain(
+            optax.clip_by_global_norm(0.5), optax.sgd(optax.linear_schedule(0.3, 0.1, 4))
+        ),
+    ],
+    ids=["adagrad", "sgd, clipped by its norm and scheduled"],
+)
+def test_what_leaves_rows_without_gradient_alone_is_what_it_is_densely(optimizer):
+    model, _ = trained(RowOptimizer(optimizer), layer_of())
+    want = trained_densely(optimizer, layer_of())
+    np.testing.assert_allclose(model.weight, want.weight, atol=1e-6)
+
+
+def test_adam_is_lazy_adam_as_torch_has_it():
+    # torch.optim.SparseAdam, torch 2.13.0.
+    weight = torch.nn.Parameter(torch.from_numpy(TABLE.copy()))
+    theirs = torch.optim.SparseAdam([weight], lr=0.1, betas=(0.8, 0.9), eps=1e-6)
+    for ids in BATCHES * 2:
+        theirs.zero_grad()
+        rows = torch.nn.functional.embedding(torch.from_numpy(ids), weight, sparse=True)
+        ((rows - torch.from_numpy(TARGETS)) ** 2).sum().backward()
+        theirs.step()
+    optimizer = RowOptimizer(optax.adam(0.1, b1=0.8, b2=0.9, eps=1e-6))
+    model, state = trained(optimizer, layer_of(), batches=BATCHES * 2)
+    np.testing.assert_allclose(model.weight, weight.detach().numpy(), atol=1e-5)
+    moments = theirs.state[weight]
+    np.testing.assert_allclose(state.rows[0].mu, moments["exp_avg"].numpy(), atol=1e-5)
+    np.testing.assert_allclose(state.rows[0].nu, moments["exp_avg_sq"].numpy(), atol=1e-5)
+    dense = trained_densely(optax.adam(0.1, b1=0.8, b2=0.9, eps=1e-6), layer_of())
+    assert not np.allclose(model.weight, dense.weight, atol=1e-2)
+
+
+def test_rows_that_no_id_touched_stay_to_the_bit_and_so_do_their_moments():
+    optimizer = RowOptimizer(optax.adamw(0.1, weight_decay=0.5))
+    step, model = stepper(optimizer), layer_of()
+    state = optimizer.init(model)
+    model, state, _ = step(jnp.array([[1, 5, 5]]), model, state)
+    before, moments = np.array(model.weight), np.array(state.rows[0].nu)
+    model, state, _ = step(jnp.array([[5, 2, 2]]), model, state)
+    still, weight = np.delete(np.arange(12), [2, 5]), np.asarray(model.weight)
+    assert bits(weight[still]) == bits(before[still])
+    assert bits(np.asarray(state.rows[0].nu)[still]) == bits(moments[still])
+    assert (weight[[2, 5]] != before[[2, 5]]).all() and moments[[1, 5]].all()
+    assert int(state.rows[0].count) == 2
+    # Nor does a traced id that is not a row touch any.
+    model, state, _ = step(jnp.array([[-1, -1, 40]]), model, state)
+    assert bits(model.weight) == bits(weight)
+    model, state, _ = step(jnp.array([[12, 3, -1]]), model, state)
+    still, after = np.delete(np.arange(12), 3), np.asarray(model.weight)
+    assert bits(after[still]) == bits(weight[still])
+    assert np.isfinite(after).all() and (after[3] != weight[3]).all()
+    assert np.isfinite(np.asarray(state.rows[0].mu)).all()
+
+
+def counting() -> optax.GradientTransformation:
+    """Count steps, steps of each row, and steps in each column; move by the second."""
+
+    def init(table):
+        rows, columns = table.shape
+        by_row = jnp.zeros((1, rows, 1))
+        return {"steps": jnp.zeros(()), "rows": by_row, "columns": jnp.zeros(columns)}
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda count: count + 1, state)
+        return state["rows"][0] * jnp.ones_like(updates), state
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore
+
+
+def test_a_state_is_by_row_where_it_grows_with_the_table():
+    # As many rows as columns: only the shape for another table tells them apart.
+    model = Embedding(4, 4, weight=TABLE[:4])
+    batches = [np.array([[3, 1, 3]]), np.array([[1, 1, 1]])]
+    model, state = trained(RowOptimizer(counting()), model, batches=batches)
+    assert float(state.rows["steps"]) == 2
+    np.testing.assert_array_equal(state.rows["columns"], [2] * 4)
+    np.testing.assert_array_equal(np.ravel(state.rows["rows"]), [0, 2, 0, 1])
+    moved = np.asarray(model.weight) - TABLE[:4]
+    np.testing.assert_allclose(moved[:, 0], [0, 1 + 2, 0, 1], atol=1e-6)
+
+
+def test_half_precision_rows_are_those_of_a_dense_step():
+    layer = layer_of(dtype="bfloat16")
+    ids = np.full((1, 3), 4)
+    model, _ = trained(RowOptimizer(optax.sgd(0.125)), layer, batches=[ids])
+    want = trained_densely(optax.sgd(0.125), layer_of(dtype="bfloat16"), batches=[ids])
+    assert model.weight.dtype == jnp.bfloat16 and bits(model.weight) == bits(want.weight)
+
+
+# Everything around them
+
+
+class Model(eqx.Module):
+    embed: Embedding
+    head: eqx.nn.Linear
+
+    def __call__(self, ids):
+        return jax.vmap(jax.vmap(self.head))(self.embed(ids))
+
+
+def test_the_rest_of_a_model_is_trained_as_ever():
+    def layer():
+        options: Any = {"max_positions": 3, "layer_norm": True, "padding_idx": 5}
+        return EmbeddingLayer(12, 4, key=KEY, **options)
+
+    parts: Any = {"rows": optax.sgd(0.05), "rest": optax.adamw(0.01)}
+    optimizer = RowOptimizer(
+        parts["rows"], table=lambda layer: layer.token, rest=parts["rest"]
+    )
+    labels = eqx.tree_at(
+        lambda layer: (layer.token, layer.position, layer.norm),
+        layer(),
+        ("rows", "rest", "rest"),
+    )
+    got, _ = trained(optimizer, layer())
+    want = trained_densely(optax.multi_transform(parts, lambda _: labels), layer())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.asarray(got.parameters()["norm.bias"]).all()
+
+
+def test_bags_are_trained_too():
+    def bag():
+        return EmbeddingBag(12, 4, mode="max", padding_idx=5, max_norm=1.5, weight=TABLE)
+
+    def loss(bag, ids):
+        return ((bag(ids) - TARGETS[:1]) ** 2).sum()
+
+    got, _ = trained(RowOptimizer(optax.sgd(0.1)), bag(), loss=loss)
+    want = trained_densely(optax.sgd(0.1), bag(), loss=loss)
+    np.testing.assert_allclose(got.weight, want.weight, atol=1e-6)
+    assert (np.asarray(got.weight) != TABLE).any()
+
+
+def test_padding_takes_no_place_and_what_is_not_named_is_left_alone():
+    table = TABLE.copy()
+    table[5] = 2.0
+    head = eqx.nn.Linear(4, 4, key=KEY)
+    kept = np.array(head.weight)
+    model = Model(Embedding(12, 4, weight=table, padding_idx=5), head)
+    optimizer = RowOptimizer(
+        optax.adamw(0.1, weight_decay=0.9), table=lambda model: model.embed
+    )
+    model, state = trained(optimizer, model)
+    np.testing.assert_array_equal(np.asarray(model.embed.weight)[5], [2.0] * 4)
+    moments = np.asarray(state.rows[0].mu)
+    assert not moments[5].any() and moments[1].all()
+    assert state.rest is None and bits(model.head.weight) == bits(kept)
+
+
+def test_more_comes_back_beside_the_loss_if_asked():
+    optimizer = RowOptimizer(optax.sgd(0.1))
+
+    def loss(layer, ids, *, scale):
+        rows = layer(ids)
+        return scale * rows.sum(), rows
+
+    made = eqx.filter_jit(optimizer.value_and_grad(loss, [3, 3, 1], has_aux=True))
+    (value, rows), grads = made(layer_of(), [3, 1], scale=2.0)
+    assert bits(rows) == bits(TABLE[[3, 1]])
+    np.testing.assert_allclose(value, 2 * TABLE[[3, 1]].sum(), rtol=1e-5)
+    ids, values = map(np.asarray, (grads.weight.ids, grads.weight.values))
+    np.testing.assert_array_equal(ids[:2], [1, 3])
+    np.testing.assert_array_equal(values, [[2.0] * 4, [2.0] * 4, [0.0] * 4])
+
+
+# Ids that cannot be
+
+
+def test_an_id_that_was_not_announced_is_nan_and_never_a_neighbour():
+    @jax.jit
+    def looked_up(weight, announced, ids):
+        table = Embedding(12, 4, weight=weight, padding_idx=6)
+        none = touched(table, announced[:0])
+        return touched(table, announced)(ids), none(ids)
+
+    out, none = map(np.asarray, looked_up(TABLE, np.array([8, 3, 3, 11]), np.arange(12)))
+    kept = [3, 6, 8, 11]
+    assert bits(out[kept]) == bits(TABLE[kept]) and bits(none[6]) == bits(TABLE[6])
+    assert np.isnan(np.delete(out, kept, axis=0)).all()
+    assert np.isnan(np.delete(none, 6, axis=0)).all()
+
+
+@pytest.mark.rejects
+def test_what_cannot_be_trained_by_row_is_refused():
+    with pytest.raises(IndexError, match=r"^ids\[1\] is 12, but num_embeddings is 12$"):
+        touched(layer_of(), [3, 12])
+    with pytest.raises(
+        TypeError, match="^table must be an Embedding or EmbeddingBag, got L"
+    ):
+        touched(eqx.nn.Linear(2, 2, key=KEY), [0])  # pyright: ignore
+    with pytest.raises(TypeError, match="^logits needs every row of the table, got those "):
+        touched(layer_of(), [3]).logits(np.ones(4))
+
+
+# What it costs
+
+
+def compiled_step(rows: int) -> Any:
+    optimizer = RowOptimizer(optax.adam(0.1))
+    layer = eqx.filter_eval_shape(lambda: Embedding(rows, 32, init="zeros", key=KEY))
+    state = eqx.filter_eval_shape(optimizer.init, layer)
+
+    def step(ids, weight, state):
+        model = eqx.tree_at(lambda one: one.weight, layer, weight)
+        value, grads = optimizer.value_and_grad(lambda m, i: (m(i) ** 2).sum(), ids)(
+            model, ids
+        )
+        model, state = optimizer.update(grads, state, model)
+        return model.weight, state, value
+
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(ids, layer.weight, state)
+    return lowered.compile().memory_analysis()
+
+
+def test_memory_is_that_of_the_batch_and_the_table_is_written_in_place():
+    small, large = compiled_step(1_000), compiled_step(100_000)
+    table = 100_000 * 32 * 4
+    # Weight and two moments come out where they went in.
+    assert large.alias_size_in_bytes >= 3 * table
+    assert large.output_size_in_bytes - large.alias_size_in_bytes < 1000
+    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + 1000 < table / 10

@@ -1,0 +1,471 @@
+"""Configs of transformers 5.22.2 read as rotary layers, and what is refused."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from firstlayer.files.hf import rotary_from_hf
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.positions.scaling import (
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    YaRN,
+)
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+
+
+# ---- whole modules: the config decides everything ----------------------------------------
+
+HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4}
+MROPE = {"rope_type": "default", "rope_theta": 1e6}
+# Of each: the name of the config class and its arguments, the layer type, the module's
+# class, and the function that applies it where it is not apply_rotary_pos_emb.
+MODELS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
+    ("LlamaConfig", {}, None, "LlamaRotaryEmbedding", ""),
+    ("MistralConfig", {"head_dim": 48}, None, "MistralRotaryEmbedding", ""),
+    ("Qwen3Config", HEADS, None, "Qwen3RotaryEmbedding", ""),
+    ("GPTNeoXConfig", {}, None, "GPTNeoXRotaryEmbedding", ""),
+    ("Phi3Config", {}, None, "Phi3RotaryEmbedding", ""),
+    ("GlmConfig", {}, None, "GlmRotaryEmbedding", ""),
+    ("CohereConfig", {}, None, "CohereRotaryEmbedding", ""),
+    ("Ernie4_5Config", {}, None, "Ernie4_5RotaryEmbedding", ""),
+    ("HeliumConfig", {}, None, "HeliumRotaryEmbedding", ""),
+    ("GptOssConfig", {}, None, "GptOssRotaryEmbedding", ""),
+    ("CwmConfig", {}, None, "CwmRotaryEmbedding", ""),
+    ("JetMoeConfig", {}, None, "JetMoeRotaryEmbedding", ""),
+    ("Zamba2Config", {}, None, "Zamba2RotaryEmbedding", ""),
+    ("Ministral3Config", {}, None, "Ministral3RotaryEmbedding", ""),
+    ("Qwen3NextConfig", {}, None, "Qwen3NextRotaryEmbedding", ""),
+    ("MiniCPM3Config", {}, None, "MiniCPM3RotaryEmbedding", ""),
+    ("Gemma3TextConfig", {}, "full_attention", "Gemma3RotaryEmbedding", ""),
+    ("Gemma3TextConfig", {}, "sliding_attention", "Gemma3RotaryEmbedding", ""),
+    ("Gemma4TextConfig", {}, "full_attention", "Gemma4TextRotaryEmbedding", ""),
+    ("Gemma4TextConfig", {}, "sliding_attention", "Gemma4TextRotaryEmbedding", ""),
+    ("ModernBertConfig", {}, "full_attention", "ModernBertRotaryEmbedding", ""),
+    ("MiMoV2FlashConfig", {}, "full_attention", "MiMoV2FlashRotaryEmbedding", ""),
+    ("DeepseekV3Config", {}, None, "DeepseekV3RotaryEmbedding", "_interleave"),
+    ("DeepseekV3Config", {"rope_interleave": False}, None, "DeepseekV3RotaryEmbedding", ""),
+    ("LongcatFlashConfig", {}, None, "LongcatFlashRotaryEmbedding", "_interleave"),
+    ("Mistral4Config", {}, None, "Mistral4RotaryEmbedding", "_interleave"),
+    ("Qwen2VLTextConfig", {}, None, "Qwen2VLRotaryEmbedding", ""),
+    (
+        "Qwen2VLTextConfig",
+        {**HEADS, "rope_parameters": {**MROPE, "mrope_section": [2, 6, 8]}},
+        None,
+        "Qwen2VLRotaryEmbedding",
+        "",
+    ),
+    ("Qwen3VLTextConfig", {}, None, "Qwen3VLTextRotaryEmbedding", ""),
+    ("Qwen3_5TextConfig", {}, None, "Qwen3_5TextRotaryEmbedding", ""),
+]
+
+
+def modeling(config):
+    return importlib.import_module(
+        type(config).__module__.replace("configuration_", "modeling_")
+    )
+
+
+@pytest.mark.parametrize(
+    "name, options, layer_type, module, how",
+    MODELS,
+    ids=[f"{m[0]}-{m[2] or i}" for i, m in enumerate(MODELS)],
+)
+def test_the_layer_of_a_config_is_the_models_own(name, options, layer_type, module, how):
+    assert transformers.__version__ == "5.22.2"
+    config = getattr(transformers, name)(**options)
+    layer = RotaryPositions.from_hf(config, layer_type)
+    again = RotaryPositions.from_hf(config.to_dict(), layer_type)
+    assert again.config() == layer.config()
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 6, layer.head_dim)).astype("float32")
+    axes = () if layer.axes is None else (layer.axes,)
+    positions = rng.integers(0, 60, (*axes, 2, 6))
+    code = modeling(config)
+    extra = () if layer_type is None else (layer_type,)
+    q, ids = torch.from_numpy(x), torch.from_numpy(positions)
+    turn = getattr(code, module)(config)(q, ids, *extra)
+    apply = getattr(code, f"apply_rotary_pos_emb{how}")
+    # Gemma 4 rotates one array at a time.
+    want = apply(q, *turn) if module.startswith("Gemma4") else apply(q, q, *turn)[0]
+    np.testing.assert_allclose(layer(x, positions), want.numpy(), atol=3e-5)
+
+
+def test_llama_4_turns_interleaved_pairs_as_complex_numbers():
+    config = transformers.Llama4TextConfig(**HEADS, head_dim=32)
+    layer, code = RotaryPositions.from_hf(config, heads_axis=-2), modeling(config)
+    x = np.random.default_rng(0).standard_normal((2, 6, 4, 32)).astype("float32")
+    q, ids = torch.from_numpy(x), torch.arange(6)[None].expand(2, -1)
+    turn = code.Llama4TextRotaryEmbedding(config)(q, ids)
+    want = code.apply_rotary_emb(q, q, turn)[0].numpy()
+    assert layer.layout == "interleaved"
+    np.testing.assert_allclose(layer(x), want, atol=3e-5)
+
+
+def test_gpt_j_rotates_the_first_features_of_a_head():
+    config = transformers.GPTJConfig(n_embd=128, n_head=4, rotary_dim=8)
+    layer, code = RotaryPositions.from_hf(config, heads_axis=-2), modeling(config)
+    assert (layer.head_dim, layer.rotary_dim, layer.base) == (32, 8, 10_000.0)
+    x = np.random.default_rng(0).standard_normal((2, 6, 4, 32)).astype("float32")
+    sin, cos = torch.chunk(code.create_sinusoidal_positions(6, 8)[None], 2, dim=-1)
+    want = code.apply_rotary_pos_emb(torch.from_numpy(x[..., :8]), sin, cos).numpy()
+    got = layer(x)
+    np.testing.assert_allclose(got[..., :8], want, atol=1e-5)
+    np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
+
+
+@pytest.mark.parametrize("length", [None, 4096, 4097])
+def test_phi_3_divides_by_other_factors_beyond_its_original_length(length):
+    short, long = [1.0 + 0.1 * i for i in range(16)], [2.0 + i for i in range(16)]
+    rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    config = transformers.Phi3Config(
+        **HEADS,
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        rope_parameters={**rope, "rope_theta": 10_000.0},
+        pad_token_id=0,
+    )
+    layer = RotaryPositions.from_hf(config)
+    layer = layer if length is None else layer.at_length(length)
+    w, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](
+        config, seq_len=length
+    )
+    np.testing.assert_allclose(layer.frequencies, w.numpy(), rtol=1e-6)
+    assert layer.attention_factor == pytest.approx(factor)
+
+
+# ---- what is read ------------------------------------------------------------------------
+
+
+def test_a_plain_config():
+    assert rotary_from_hf(LLAMA) == {
+        "head_dim": 32,
+        "base": 500_000.0,
+        "layout": "half",
+        "scaling": None,
+        "rotary_dim": None,
+        "sections": None,
+        "interleaved_sections": False,
+    }
+
+
+ORIGINAL = {"original_max_position_embeddings": 2048}
+RULES = [
+    ({"rope_type": "default"}, None),
+    ({"rope_type": "linear", "factor": 2}, Linear(factor=2.0)),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicNTK(factor=2.0, original_length=8192)),
+    (
+        {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+        YaRN(factor=4.0, original_length=2048),
+    ),
+    ({"rope_type": "yarn", "factor": 4.0}, YaRN(factor=4.0, original_length=8192)),
+    (
+        {"rope_type": "yarn", "factor": None, **ORIGINAL},
+        YaRN(factor=4.0, original_length=2048),
+    ),
+    (
+        {
+            **{"rope_type": "yarn", "factor": 8.0, **ORIGINAL, "truncate": False},
+            **{"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.25},
+        },
+        YaRN(
+            factor=8.0,
+            original_length=2048,
+            truncate=False,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            attention=1.25,
+        ),
+    ),
+    (
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            **ORIGINAL,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.5,
+        },
+        YaRN(factor=8.0, original_length=2048, mscale=0.7, mscale_all_dim=0.5),
+    ),
+    (
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            **ORIGINAL,
+            "mscale": 0.7,
+            "mscale_all_dim": 0,
+        },
+        YaRN(factor=8.0, original_length=2048),
+    ),
+    (
+        {
+            **{"rope_type": "llama3", "factor": 8.0, **ORIGINAL},
+            **{"low_freq_factor": 0.5, "high_freq_factor": 6.0},
+        },
+        Llama3(factor=8.0, original_length=2048, low_factor=0.5, high_factor=6.0),
+    ),
+    (
+        {
+            **{"rope_type": "longrope", **ORIGINAL},
+            **{"short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+        },
+        LongRoPE(
+            short_factors=[1.0] * 16,
+            long_factors=[2.0] * 16,
+            original_length=2048,
+            factor=4.0,
+        ),
+    ),
+    (
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        Proportional(fraction=0.25),
+    ),
+]
+
+
+@pytest.mark.parametrize("rope, rule", RULES)
+@pytest.mark.parametrize("version", ["4", "4 old", "5"])
+def test_every_rule_in_every_version_of_the_format(rope, rule, version):
+    config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    if version == "5":
+        config["rope_parameters"] = {**rope, "rope_theta": 1e6}
+    else:
+        key = "rope_type" if version == "4" else "type"
+        rest = {name: value for name, value in rope.items() if name != "rope_type"}
+        config |= {"rope_theta": 1e6, "rope_scaling": {key: rope["rope_type"], **rest}}
+    found = rotary_from_hf(config)
+    assert found["scaling"] == rule and found["base"] == 1e6
+    assert found["rotary_dim"] is None
+
+
+@pytest.mark.parametrize(
+    "change, want",
+    [
+        ({"partial_rotary_factor": 0.25}, 8),
+        ({"rotary_pct": 0.5}, 16),
+        ({"rotary_dim": 24}, 24),
+        ({"rope_parameters": {"partial_rotary_factor": 0.75}}, 24),
+        ({"partial_rotary_factor": 0.5, "rotary_dim": 16}, 16),
+        ({"partial_rotary_factor": 1.0}, None),
+    ],
+)
+def test_parts_are_read_wherever_they_are_said(change, want):
+    assert rotary_from_hf({**LLAMA, **change})["rotary_dim"] == want
+
+
+@pytest.mark.parametrize(
+    "change, want",
+    [
+        ({"head_dim": 64}, 64),
+        ({"head_dim": None}, 32),
+        ({"qk_rope_head_dim": 16, "head_dim": 64}, 16),
+        ({"hidden_size": None, "n_embd": 64, "num_attention_heads": None, "n_head": 4}, 16),
+    ],
+)
+def test_head_sizes_are_read_wherever_they_are_said(change, want):
+    assert rotary_from_hf({**LLAMA, **change})["head_dim"] == want
+
+
+NEMO = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "no_attention": None,
+}
+
+
+def test_each_layer_type_has_its_own_parameters():
+    config = {**LLAMA, "rope_parameters": NEMO}
+    full, local = (
+        rotary_from_hf(config, f"{kind}_attention") for kind in ("full", "sliding")
+    )
+    assert (full["base"], full["scaling"]) == (1e6, Linear(factor=8.0))
+    assert (local["base"], local["scaling"]) == (1e4, None)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {"rope_theta": None, "global_rope_theta": 1e6, "local_rope_theta": 1e4},
+    ],
+)
+def test_version_4_says_the_local_base_beside_the_other(keys):
+    config = {**LLAMA, **keys, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    full, local = (
+        rotary_from_hf(config, f"{kind}_attention") for kind in ("full", "sliding")
+    )
+    assert (full["base"], full["scaling"]) == (1e6, Linear(factor=8.0))
+    assert (local["base"], local["scaling"]) == (1e4, None)
+
+
+def test_a_flat_config_serves_each_of_its_layer_types():
+    config = {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}
+    assert rotary_from_hf(config, "full_attention") == rotary_from_hf(config)
+
+
+def test_yarn_under_a_layer_type_is_not_truncated_if_it_says_so():
+    rope = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 1e6}
+    config = {**LLAMA, "rope_parameters": {"full_attention": {**rope, **ORIGINAL}}}
+    assert rotary_from_hf(config, "full_attention")["scaling"].truncate is False
+
+
+def test_older_configs_leave_out_what_had_one_value():
+    config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    assert rotary_from_hf(config)["base"] == 10_000.0
+    neox = {
+        **LLAMA,
+        "model_type": "gpt_neox",
+        "rope_theta": None,
+        "rotary_emb_base": 25_000,
+    }
+    assert rotary_from_hf(neox)["base"] == 25_000.0
+
+
+def test_multimodal_sections():
+    def sections(model, **rope):
+        config = {**LLAMA, "model_type": model, "head_dim": 128, "rope_scaling": rope}
+        found = rotary_from_hf(config)
+        return found["sections"], found["interleaved_sections"]
+
+    assert sections("qwen2_vl", type="mrope", mrope_section=[16, 24, 24]) == (
+        [16, 24, 24],
+        False,
+    )
+    assert sections("qwen2_5_vl_text") == ([16, 24, 24], False)
+    assert sections("qwen3_vl_text", mrope_interleaved=True) == ([24, 20, 20], True)
+    assert sections("another", mrope_section=[32, 32]) == ([32, 32], False)
+    assert sections("another", mrope_section=[32, 32], mrope_interleaved=True)[1] is True
+    assert sections("llama") == (None, False)
+
+
+# ---- what is refused ---------------------------------------------------------------------
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "rope, words",
+    [
+        ({"rope_type": "cubic"}, "rope_type must be one of 'default', .* got 'cubic'"),
+        ({"rope_type": "axial"}, "got 'axial': qwen_axial_frequencies"),
+        (
+            {"rope_type": "yarn", "type": "linear"},
+            "type must agree, got 'yarn' and 'linear'",
+        ),
+        ({"rope_type": "linear"}, "type 'linear' must have 'factor', got none"),
+        ({"rope_type": "dynamic"}, "type 'dynamic' must have 'factor', got none"),
+        ({"rope_type": "yarn", **ORIGINAL}, "type 'yarn' must have 'factor', got none"),
+        ({"rope_type": "llama3", "factor": 8.0}, "must have 'low_freq_factor', got none"),
+        ({"rope_type": "longrope", "factor": 2.0}, "must have 'short_factor', got none"),
+        ({"factor": 2.0}, "type 'default' must have only .* got 'factor'"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1}, "got 'beta_fast'"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9, "a": 1}, "got 'a', 'alpha'"),
+        ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, "got 'original_max_position"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor must be .* at least 1, got 0.5"),
+        ({"rope_theta": 1e4}, "rope_theta must be said once, got 10000.0 and 500000.0"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_bad_rope_parameters_are_refused_by_name(rope, words, key):
+    with pytest.raises(ValueError, match=words):
+        rotary_from_hf({**LLAMA, key: rope})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "change, layer_type, words",
+    [
+        (
+            {"rope_parameters": NEMO},
+            None,
+            "'full_attention' or 'sliding_attention' .* None",
+        ),
+        ({"rope_parameters": NEMO}, "global", "'full_attention' or .* got 'global'"),
+        ({"rope_parameters": NEMO}, "no_attention", "layer_type must be .* 'no_attention'"),
+        (
+            {"rope_parameters": {**NEMO, "factor": 2.0}},
+            "full_attention",
+            "rope parameters must all be in a layer type, got 'factor'",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": LLAMA, "rope_theta": None},
+            None,
+            "config must be a text model's: give the text_config of 'gemma3'",
+        ),
+        ({}, "full_attention", "layer_type must be None .* got 'full_attention'"),
+        ({"layer_types": ["a"]}, "b", "layer_type must be None .* got 'b'"),
+        (
+            {
+                "rope_parameters": YARN,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            None,
+            "config must have rope_parameters or rope_scaling, got both",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
+            None,
+            "original_max_position_embeddings must be said once, got 2048 and 4096",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rotary_pct": 0.25},
+            None,
+            "partial_rotary_factor must be said once, got 0.5 and 0.25",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rotary_dim": 8},
+            None,
+            "rotary_dim must be 16 for partial_rotary_factor 0.5, got 8",
+        ),
+        ({"model_type": "mistral", "rope_theta": None}, None, "must have 'rope_theta'"),
+        ({"hidden_size": None}, None, "config must have 'head_dim' or 'hidden_size'"),
+        ({"num_attention_heads": None}, None, "'head_dim' or 'num_attention_heads'"),
+        ({"model_type": "nanochat"}, None, "model_type must be one .* got 'nanochat'"),
+        (
+            {"model_type": "qwen3_vl_text", "rope_scaling": {"mrope_interleaved": False}},
+            None,
+            "mrope_interleaved must be True for model_type 'qwen3_vl_text', got False",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+                "max_position_embeddings": None,
+            },
+            None,
+            "type 'dynamic' must have 'max_position_embeddings', got none",
+        ),
+    ],
+)
+def test_contradictions_are_refused_by_name(change, layer_type, words):
+    with pytest.raises(ValueError, match=words):
+        rotary_from_hf({**LLAMA, **change}, layer_type)
+
+
+@pytest.mark.rejects
+def test_a_config_must_be_a_dict_or_make_one():
+    with pytest.raises(TypeError, match="config must be a dict or have to_dict, got str"):
+        rotary_from_hf("config.json")
+
+
+def test_reading_changes_no_config():
+    config = {**LLAMA, "rope_parameters": {**YARN, "rope_theta": 500_000.0}}
+    before = repr(config)
+    rotary_from_hf(config)
+    assert repr(config) == before

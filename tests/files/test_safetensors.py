@@ -1,0 +1,355 @@
+import errno
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlayer.files.safetensors import read, write
+
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+TENSORS = {"a": np.arange(6.0, dtype="float32").reshape(2, 3), "b": np.ones(2, "float16")}
+CONFIG = {"class": "Some", "scale": 0.1, "norm": float("inf"), "rule": {"x": [1, None]}}
+
+
+def named(dtype):
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def bits(array):
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+def everything(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def run(script, path):
+    """Run a script in a process of its own."""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), path], check=True)
+
+
+def forge(path, *, firstlayer=None, tensors=None, data=b"", length=None):
+    """Write the bytes of a file whose header says whatever is asked."""
+    header = dict(tensors or {})
+    if firstlayer is not None:
+        header["__metadata__"] = {"firstlayer": firstlayer}
+    text = json.dumps(header).encode()
+    start = struct.pack("<Q", len(text) if length is None else length)
+    path.write_bytes(start + text + data)
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+def test_every_bit_comes_back(data, dtype, tmp_path_factory):
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+    size = named(dtype).itemsize * int(np.prod(shape))
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    # NaNs with a payload, infinities, subnormals and -0 among them.
+    array = np.frombuffer(raw, named(dtype)).reshape(shape)
+    path = tmp_path_factory.getbasetemp() / "bits.safetensors"
+    write(path, {"x.y": array, "half": np.ones(3, "float16")}, {"n": 1})
+    tensors, _ = read(path)
+    assert bits(tensors["x.y"]) == bits(array)
+    assert bits(tensors["half"]) == bits(np.ones(3, "float16"))
+
+
+def test_config_comes_back_and_tensors_are_the_callers_own(tmp_path):
+    path = tmp_path / "a"
+    write(path, TENSORS, CONFIG)
+    tensors, config = read(str(path))
+    assert config == CONFIG
+    tensors["a"][...] = 7
+    assert bits(read(path)[0]["a"]) == bits(TENSORS["a"])
+
+
+def test_views_and_foreign_byte_order_are_written_as_the_numbers_they_are(tmp_path):
+    table = np.arange(24.0).reshape(4, 6)
+    swapped = table.astype(table.dtype.newbyteorder())
+    views = {"t": table.T, "s": table[::2, ::3], "c": table[:, 1], "o": swapped}
+    write(tmp_path / "a", views, {})
+    tensors, _ = read(tmp_path / "a")
+    np.testing.assert_array_equal(tensors["t"], table.T)
+    np.testing.assert_array_equal(tensors["s"], table[::2, ::3])
+    np.testing.assert_array_equal(tensors["c"], table[:, 1])
+    np.testing.assert_array_equal(tensors["o"], table)
+
+
+def test_any_safetensors_reader_opens_the_file(tmp_path):
+    half = np.arange(5).astype(ml_dtypes.bfloat16)
+    write(tmp_path / "a", {**TENSORS, "h": half}, CONFIG)
+    theirs = safetensors.numpy.load_file(tmp_path / "a")
+    assert {name: bits(x) for name, x in theirs.items()} == {
+        name: bits(x) for name, x in {**TENSORS, "h": half}.items()
+    }
+    h = safetensors.torch.load_file(tmp_path / "a")["h"]
+    assert h.dtype == torch.bfloat16 and h.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_fresh_process_reads_bfloat16(tmp_path):
+    write(tmp_path / "a", {"h": np.arange(3).astype(ml_dtypes.bfloat16)}, {})
+    script = """
+        import sys
+        from firstlayer.files.safetensors import read
+
+        tensors, _ = read(sys.argv[1])
+        assert tensors["h"].astype("float32").tolist() == [0.0, 1.0, 2.0]
+        assert tensors["h"].dtype.name == "bfloat16"
+    """
+    run(script, tmp_path / "a")
+
+
+def test_tensors_are_aligned_to_their_own_size(tmp_path):
+    write(tmp_path / "a", {"a": np.ones(1, "float16"), "b": np.ones(1, "float64")}, {})
+    raw = (tmp_path / "a").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    assert json.loads(raw[8 : 8 + length])["b"]["data_offsets"] == [0, 8]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    # One process forks writers and kills them, so that no kill waits for an import.
+    script = """
+        import os, random, signal, sys, time
+        import numpy as np
+        from firstlayer.files.safetensors import read, write
+
+        path, kills = sys.argv[1], 200
+        random.seed(0)
+        tables = [np.full((256, 1024), k, np.float32) for k in (0, 1)]
+        write(path, {"w": tables[0]}, {"k": 0})
+        read(path)
+        seen = set()
+        for _ in range(kills):
+            child = os.fork()
+            if child == 0:
+                k = 0
+                while True:
+                    k = 1 - k
+                    write(path, {"w": tables[k]}, {"k": k})
+            time.sleep(random.uniform(0, 0.02))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            tensors, config = read(path)
+            assert (tensors["w"] == config["k"]).all() and tensors["w"].size == 256 * 1024
+            seen.add(config["k"])
+        assert seen == {0, 1}, seen
+    """
+    path = tmp_path / "a.safetensors"
+    run(script, path)
+    # What was left behind shows that writers did die in the middle of writing.
+    left = [name for name in everything(tmp_path) if name != path.name]
+    assert len(left) > 10 and all(name.startswith(".firstlayer-") for name in left)
+    write(path, TENSORS, {})
+    assert bits(read(path)[0]["a"]) == bits(TENSORS["a"])
+
+
+def test_the_file_is_synced_before_it_is_named_and_the_folder_after(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(descriptor):
+        status = os.fstat(descriptor)
+        calls.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        fsync(descriptor)
+
+    def spy_replace(old, new):
+        calls.append(os.path.basename(new))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    write(tmp_path / "a", TENSORS, CONFIG)
+    assert calls == [(tmp_path / "a").stat().st_size, "a", "folder"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(step, tmp_path, monkeypatch):
+    write(tmp_path / "a", TENSORS, {"k": 0})
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="no space"):
+        write(tmp_path / "a", {}, {"k": 1})
+    assert everything(tmp_path) == ["a"] and read(tmp_path / "a")[1] == {"k": 0}
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
+    script = """
+        import resource, sys
+        import numpy as np
+        from firstlayer.files.safetensors import read, write
+
+        write(sys.argv[1], {"w": np.ones(3)}, {"k": 0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            write(sys.argv[1], {"w": np.ones(100_000)}, {"k": 1})
+        except OSError as error:
+            assert "File too large" in str(error), error
+        else:
+            raise SystemExit("the limit did not hold")
+        assert read(sys.argv[1])[1] == {"k": 0}
+    """
+    path = tmp_path / "a"
+    run(script, path)
+    assert everything(tmp_path) == ["a"]
+
+
+def test_a_config_that_is_not_json_writes_nothing(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write(tmp_path / "a", TENSORS, {"x": object()})
+    assert everything(tmp_path) == []
+
+
+def test_permissions_follow_the_umask_and_then_stay(tmp_path):
+    path = tmp_path / "a"
+    before = os.umask(0o027)
+    try:
+        write(path, TENSORS, {})
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o604)
+        write(path, TENSORS, {"k": 1})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604 and read(path)[1] == {"k": 1}
+
+
+def test_a_symbolic_link_stays_a_link_to_the_new_file(tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("there/a")
+    for k in (0, 1):
+        write(link, TENSORS, {"k": k})
+        assert link.is_symlink() and read(tmp_path / "there" / "a")[1] == {"k": k}
+    assert everything(tmp_path / "there") == ["a"]
+
+
+def test_a_file_in_the_working_folder_needs_no_folder_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("a", TENSORS, {"k": 3})
+    assert read("a")[1] == {"k": 3}
+
+
+@pytest.mark.rejects
+def test_a_name_as_long_as_names_may_be_can_be_saved_to_again(tmp_path):
+    path = tmp_path / ("n" * 255)
+    for k in (0, 1):
+        write(path, {}, {"k": k})
+    assert read(path)[1] == {"k": 1}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("act", [read, lambda path: write(path, {}, {})])
+def test_folders_and_devices_are_refused(act, tmp_path):
+    with pytest.raises(IsADirectoryError, match="must be a file, but .* is a folder"):
+        act(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="ordinary file, but .*pipe is a device or pipe"):
+        act(tmp_path / "pipe")
+
+
+@pytest.mark.rejects
+def test_a_missing_file_or_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file .*/nowhere"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no folder .*/nowhere to save .*/a in"):
+        write(tmp_path / "nowhere" / "a", {}, {})
+
+
+@pytest.mark.rejects
+def test_every_truncation_is_noticed(tmp_path):
+    write(tmp_path / "a", TENSORS, CONFIG)
+    whole = (tmp_path / "a").read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / "b").write_bytes(whole[:length])
+        with pytest.raises(
+            ValueError, match="is empty|is cut short|or cut short"
+        ) as caught:
+            read(tmp_path / "b")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.rejects
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_noise_is_refused(noise, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "noise"
+    path.write_bytes(noise)
+    with pytest.raises(ValueError, match="cut short|not saved by Firstlayer"):
+        read(path)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 99])
+def test_a_header_longer_than_the_file_is_refused(length, tmp_path):
+    forge(tmp_path / "a", firstlayer="{}", length=length)
+    with pytest.raises(ValueError, match=f"header would end at byte {length + 8}, but"):
+        read(tmp_path / "a")
+
+
+GOOD = '{"format": 1, "config": {}}'
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "firstlayer, message",
+    [
+        (None, r"not saved by Firstlayer; safetensors\.numpy\.load_file reads its tensors"),
+        ("", "a config that is not JSON"),
+        ("{", "a config that is not JSON"),
+        ("[" * 100_000, "a config that is not JSON"),
+        ("9" * 5_000, "a config that is not JSON"),
+        ("[]", "a config that Firstlayer did not write"),
+        ("7", "a config that Firstlayer did not write"),
+        ('{"config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 1}', "a config that Firstlayer did not write"),
+        ('{"format": "1", "config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 0, "config": {}}', "a config that Firstlayer did not write"),
+        ('{"format": 1, "config": []}', "a config that Firstlayer did not write"),
+        ('{"format": 2, "config": []}', "format 2, but this version .* up to 1: install"),
+        (" " * 2**17 + GOOD, "a config of 131099 characters"),
+    ],
+)
+def test_a_config_that_firstlayer_did_not_write_is_refused(firstlayer, message, tmp_path):
+    forge(tmp_path / "a", firstlayer=firstlayer)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a")
+    forge(tmp_path / "a", firstlayer=GOOD)
+    assert read(tmp_path / "a") == ({}, {})
+
+
+@pytest.mark.rejects
+def test_a_config_too_long_to_be_read_back_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="config must take at most 131072 characters"):
+        write(tmp_path / "a", {}, {"x": "y" * 2**17})
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("dtype, code", [("int64", "I64"), ("bool", "BOOL")])
+def test_tensors_that_are_not_real_are_refused(dtype, code, tmp_path):
+    with pytest.raises(TypeError, match=f"dtype must be .* or bfloat16, got {dtype}"):
+        write(tmp_path / "a", {"x": np.ones(2, dtype)}, {})
+    metadata = {"firstlayer": GOOD}
+    safetensors.numpy.save_file({"x": np.ones(2, dtype)}, tmp_path / "a", metadata=metadata)
+    with pytest.raises(ValueError, match=f"a tensor 'x' of dtype {code}, which no layer"):
+        read(tmp_path / "a")
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("shape", [[2**62, 4], [2**40, 2**40], [2**40], [3]])
+def test_a_tensor_larger_than_the_file_is_refused(shape, tmp_path):
+    tensors = {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}
+    forge(tmp_path / "a", firstlayer=GOOD, tensors=tensors, data=bytes(8))
+    with pytest.raises(ValueError, match="is damaged or cut short: "):
+        read(tmp_path / "a")

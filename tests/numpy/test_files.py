@@ -1,0 +1,419 @@
+"""Layers of the NumPy face through a file and back."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import firstlayer.numpy
+from firstlayer.files.safetensors import read, write
+from firstlayer.numpy.alibi import AlibiBias
+from firstlayer.numpy.bag import EmbeddingBag
+from firstlayer.numpy.files import _LAYERS, load, save
+from firstlayer.numpy.fire import FireBias
+from firstlayer.numpy.fourier import FourierFeatures
+from firstlayer.numpy.kerple import KerpleBias
+from firstlayer.numpy.layer import EmbeddingLayer
+from firstlayer.numpy.learned import LearnedPositions
+from firstlayer.numpy.rotary import RotaryPositions
+from firstlayer.numpy.shaw import ShawScores
+from firstlayer.numpy.sinusoidal import SinusoidalPositions
+from firstlayer.numpy.t5 import T5Bias
+from firstlayer.numpy.token import Embedding
+from firstlayer.positions.scaling import LongRoPE, YaRN
+
+IDS = np.array([[3, 0, 9], [9, 1, 2]])
+X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
+Q, K = np.arange(4), np.arange(-2, 5)
+
+# A layer with every option away from its default, and something to ask it.
+CASES = {
+    "Embedding": lambda: Embedding(
+        10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, rng=1
+    ),
+    "Embedding inf": lambda: Embedding(10, 8, max_norm=0.5, norm_type=float("inf"), rng=2),
+    "EmbeddingBag": lambda: EmbeddingBag(
+        10, 8, mode="max", padding_idx=2, include_last_offset=True, dtype="float64", rng=3
+    ),
+    "LearnedPositions": lambda: LearnedPositions(
+        5, 8, row_offset=2, padding_idx=1, scale=0.5, dtype="float16", rng=4
+    ),
+    "SinusoidalPositions": lambda: SinusoidalPositions(
+        8,
+        base=500.0,
+        layout="half",
+        shift=1.0,
+        cos_first=True,
+        scale=2.0,
+        frequency_scale=0.5,
+    ),
+    "FourierFeatures": lambda: FourierFeatures.octaves(4, axes=1),
+    "EmbeddingLayer": lambda: EmbeddingLayer(
+        10,
+        8,
+        max_positions=6,
+        scale=True,
+        segments=3,
+        layer_norm=True,
+        norm_eps=1e-3,
+        dropout=0.25,
+        padding_idx=0,
+        zero_padding=True,
+        dtype="bfloat16",
+        rng=5,
+    ),
+    "EmbeddingLayer module": lambda: EmbeddingLayer(
+        10, 8, position=LearnedPositions(6, 8, row_offset=2, padding_idx=0, rng=8), rng=6
+    ),
+    "EmbeddingLayer waves": lambda: EmbeddingLayer(
+        10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2, rng=7
+    ),
+    "EmbeddingLayer bare": lambda: EmbeddingLayer(10, 8, position=None, rng=8),
+    # Tables of one shape must not be taken for each other.
+    "EmbeddingLayer square": lambda: EmbeddingLayer(
+        10, 8, max_positions=10, segments=10, rng=9
+    ),
+    "RotaryPositions": lambda: RotaryPositions(
+        8,
+        base=500.0,
+        layout="interleaved",
+        scaling=YaRN(factor=4.0, original_length=32),
+        rotary_dim=6,
+        sections=[1, 1, 1],
+        interleaved_sections=True,
+        heads_axis=-2,
+    ),
+    "RotaryPositions long": lambda: RotaryPositions(
+        4,
+        scaling=LongRoPE(
+            short_factors=[1.0, 2.0],
+            long_factors=[1.0, 8.0],
+            original_length=64,
+            factor=4.0,
+            length=65,
+        ),
+    ),
+    "RotaryPositions ready": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
+    "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
+    "T5Bias": lambda: T5Bias(
+        3, num_buckets=6, max_distance=20, bidirectional=False, dtype="float64", rng=10
+    ),
+    "KerpleBias": lambda: KerpleBias(3, form="power", dtype="float16", rng=11),
+    "FireBias": lambda: FireBias(
+        3, width=5, c=0.3, threshold=7.0, eps=1e-3, dtype="float64", rng=12
+    ),
+    "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, rng=13),
+}
+
+
+def asked(layer):
+    """Return what a layer computes, of any kind."""
+    if isinstance(layer, EmbeddingBag):
+        return layer(IDS.ravel(), np.array([0, 2, 6]))
+    if isinstance(layer, Embedding | EmbeddingLayer):
+        return layer(IDS)
+    if isinstance(layer, LearnedPositions | SinusoidalPositions):
+        return layer(X, offset=1)
+    if isinstance(layer, RotaryPositions):
+        x = np.expand_dims(X[..., : layer.head_dim], layer.heads_axis)
+        positions = np.array([[5, 70, 1], [0, 2, 9], [4, 4, 300]])
+        return layer(x, positions if layer.sections else positions[0])
+    if isinstance(layer, FourierFeatures):
+        return layer(X[..., :1])
+    if isinstance(layer, ShawScores):
+        return layer(X[:, :, :], X, np.arange(3), np.arange(3))
+    return layer(Q, K)
+
+
+def bits(array):
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "layer.safetensors"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_comes_back_to_the_bit(case, path):
+    layer = CASES[case]()
+    save(path, layer)
+    again = load(path)
+    assert type(again) is type(layer) and again.config() == layer.config()
+    want = {name: bits(value) for name, value in layer.parameters().items()}
+    assert {name: bits(value) for name, value in again.parameters().items()} == want
+    assert bits(asked(again)) == bits(asked(layer))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saving_twice_writes_the_same_bytes(case, path):
+    save(path, CASES[case]())
+    first = path.read_bytes()
+    save(path, load(path))
+    assert path.read_bytes() == first
+
+
+def test_every_layer_of_the_face_can_be_saved():
+    found = set()
+    for module in pkgutil.iter_modules(firstlayer.numpy.__path__):
+        if not module.name.startswith("_"):
+            loaded = importlib.import_module(f"firstlayer.numpy.{module.name}")
+            for name, value in inspect.getmembers(loaded, inspect.isclass):
+                if value.__module__ == loaded.__name__ and hasattr(value, "parameters"):
+                    found.add(name)
+    assert found == set(_LAYERS) == {case.split()[0] for case in CASES}
+
+
+@pytest.mark.parametrize(
+    "case, names",
+    [
+        ("Embedding", {"token.weight"}),
+        ("EmbeddingBag", {"token.weight"}),
+        ("LearnedPositions", {"position.weight"}),
+        ("SinusoidalPositions", set()),
+        (
+            "EmbeddingLayer",
+            {
+                "token.weight",
+                "position.weight",
+                "segment.weight",
+                "norm.weight",
+                "norm.bias",
+            },
+        ),
+    ],
+)
+def test_tensors_have_the_names_that_every_face_uses(case, names, path):
+    save(path, CASES[case]())
+    assert set(read(path)[0]) == names
+
+
+@pytest.mark.parametrize("case", ["Embedding", "EmbeddingBag", "EmbeddingLayer"])
+def test_the_padding_row_of_the_file_is_what_padding_is(case, path):
+    layer: Any = CASES[case]()
+    table = getattr(layer, "token", layer)
+    table.set_padding(np.arange(8.0))
+    # As an optimizer would: it is repaired before it is saved.
+    table.weight[table.padding_idx] = -5
+    save(path, layer)
+    again = load(path)
+    table = getattr(again, "token", again)
+    assert table.weight[table.padding_idx].tolist() == list(range(8))
+    table.weight[table.padding_idx] = -5
+    again.parameters()
+    assert table.weight[table.padding_idx].tolist() == list(range(8))
+
+
+def test_a_loaded_layer_is_its_own(path):
+    save(path, CASES["EmbeddingLayer"]())
+    first, second = load(path), load(path)
+    for value in first.parameters().values():
+        value[...] = 9
+    assert not (second.token.weight == 9).any() and not (load(path).norm[0] == 9).any()
+
+
+def test_a_large_table_is_neither_drawn_nor_copied(path, monkeypatch):
+    save(path, Embedding(20_000, 50, rng=0))
+    size = 4 * 20_000 * 50
+    monkeypatch.setattr(np.random, "default_rng", None)
+    tracemalloc.start()
+    load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * size
+
+
+@pytest.mark.rejects
+def test_what_load_could_not_build_is_not_saved(path):
+    class Mine(Embedding):
+        pass
+
+    class Waves(SinusoidalPositions):
+        pass
+
+    with pytest.raises(TypeError, match="a class that load knows, got .*Mine"):
+        save(path, Mine(3, 2))
+    with pytest.raises(TypeError, match="a class that load knows, got .*Waves"):
+        save(path, EmbeddingLayer(3, 2, position=Waves(2)))
+    with pytest.raises(TypeError, match="a class that load knows, got dict"):
+        save(path, {})  # pyright: ignore[reportArgumentType]
+    assert not path.exists()
+
+
+WEIGHT = {"token.weight": np.zeros((3, 2), "float32")}
+SMALL = {"class": "Embedding", "num_embeddings": 3, "embedding_dim": 2}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "tensors, change, message",
+    [
+        (WEIGHT, {"class": "Pickle"}, "class must be that of a layer, got 'Pickle'"),
+        (WEIGHT, {"class": "Module"}, "class must be that of a layer, got 'Module'"),
+        (WEIGHT, {"class": "os.system"}, "class must be that of a layer, got 'os.sys"),
+        (WEIGHT, {"class": None}, "class must be that of a layer, got None"),
+        (WEIGHT, {"class": ["Embedding"]}, r"class must be .*, got \['Embedding'\]"),
+        (WEIGHT, {"class": "x" * 9999}, r"class must be .*, got 'x+\.\.\.x+'$"),
+        (WEIGHT, {"extra": 1}, "Embedding has no option 'extra'"),
+        (WEIGHT, {"rng": 0}, "Embedding has no option 'rng'"),
+        (WEIGHT, {"init": "zeros"}, "Embedding has no option 'init'"),
+        ({}, {"weight": [[0.0, 0.0]] * 3}, "Embedding has no option 'weight'"),
+        (WEIGHT, {"num_embeddings": "3"}, "num_embeddings must be an integer, got str"),
+        (WEIGHT, {"num_embeddings": 3.0}, "num_embeddings must be an integer, got float"),
+        (WEIGHT, {"num_embeddings": -3}, "num_embeddings must be at least 0, got -3"),
+        (WEIGHT, {"embedding_dim": None}, "embedding_dim must be an integer, got None"),
+        (WEIGHT, {"padding_idx": 3}, r"padding_idx must be in \[-3, 3\)"),
+        (WEIGHT, {"dtype": "int8"}, "dtype must be .*, got int8"),
+        (WEIGHT, {"max_norm": [[]]}, "."),
+        (WEIGHT, {"num_embeddings": 4}, r"must have shape \(4, 2\), got \(3, 2\)"),
+        ({}, {}, r"tensors \['token.weight'\]; missing \['token.weight'\], unknown \[\]"),
+        (
+            {**WEIGHT, "more": np.ones(2)},
+            {},
+            r"tensors \['token.weight'\]; missing \[\], unknown \['more'\]",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(tensors, change, message, path):
+    write(path, tensors, {**SMALL, **change})
+    with pytest.raises(ValueError, match=f"does not hold a layer: .*{message}") as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    write(path, WEIGHT, SMALL)
+    assert load(path)([1]).tolist() == [[0, 0]]
+
+
+@pytest.mark.rejects
+def test_a_config_without_a_needed_option_is_refused(path):
+    write(path, WEIGHT, {"class": "Embedding", "num_embeddings": 3})
+    with pytest.raises(ValueError, match="not hold a layer: .*missing.* 'embedding_dim'"):
+        load(path)
+
+
+LAYER = {
+    "class": "EmbeddingLayer",
+    "num_embeddings": 3,
+    "embedding_dim": 2,
+    "position": None,
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_embeddings": 5}, r"no tensor has the shape \(5, 2\)"),
+        ({"segments": 4}, r"no tensor has the shape \(4, 2\)"),
+        ({"segments": 3}, r"missing \['segment.weight'\]"),
+        ({"layer_norm": True}, r"missing \['norm.bias', 'norm.weight'\]"),
+        ({"position": "learned"}, "position must be a config, got 'learned'"),
+        ({"position": {"class": "Nothing"}}, "class must be that of a layer"),
+        ({"position": {"class": "AlibiBias", "num_heads": 2}}, "position must be"),
+        (
+            {
+                "position": {
+                    "class": "LearnedPositions",
+                    "max_positions": 60_000,
+                    "embedding_dim": 60_000,
+                }
+            },
+            r"LearnedPositions has the tensors .*missing \['position.weight'\]",
+        ),
+    ],
+)
+def test_a_complete_layer_that_does_not_fit_is_refused(change, message, path):
+    write(path, WEIGHT, {**LAYER, **change})
+    with pytest.raises(ValueError, match=f"does not hold a layer: .*{message}"):
+        load(path)
+    write(path, WEIGHT, LAYER)
+    assert load(path)([1]).tolist() == [[0, 0]]
+
+
+HUGE = [
+    (WEIGHT, {**SMALL, "num_embeddings": 10**12}),
+    (WEIGHT, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),
+    ({}, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),
+    (WEIGHT, {**LAYER, "num_embeddings": 2**16, "embedding_dim": 2**16}),
+    (WEIGHT, {**LAYER, "segments": 2**16, "embedding_dim": 2**16}),
+    ({}, {"class": "SinusoidalPositions", "embedding_dim": 10**9}),
+    ({}, {"class": "RotaryPositions", "head_dim": 10**9}),
+    ({}, {"class": "SinusoidalPositions", "embedding_dim": 2**14 + 2}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**14 + 2}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2, "frequencies": [[0]] * 2**14}),
+    ({}, {"class": "FourierFeatures", "matrix": [[0]] * 2**14}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**16, "sections": [1] * 2**15}),
+    ({}, {"class": "RotaryPositions", "head_dim": 2**12, "sections": [1] * 2**11}),
+    ({}, {"class": "AlibiBias", "num_heads": 10**10}),
+    ({}, {"class": "T5Bias", "num_heads": 2**16, "num_buckets": 2**16}),
+    (
+        {"bias.weight": np.zeros((32, 2))},
+        {"class": "T5Bias", "num_heads": 2, "max_distance": 10**11},
+    ),
+    ({}, {"class": "ShawScores", "head_dim": 2**16, "max_left": 2**16, "max_right": 1}),
+    ({}, {"class": "KerpleBias", "num_heads": 10**10}),
+    (
+        {f"bias.{name}": np.zeros(1) for name in _LAYERS["FireBias"][1]},
+        {"class": "FireBias", "num_heads": 2**16, "width": 2**16},
+    ),
+    # An empty tensor accounts for nothing, however long it says it is.
+    (
+        {"bias.weight": np.zeros((10**8, 0))},
+        {"class": "T5Bias", "num_heads": 2, "max_distance": 10**8},
+    ),
+    # Nor for hours: where its buckets begin is compared in whole numbers of 230,000 bits.
+    (
+        {"bias.weight": np.zeros((1, 2))},
+        {"class": "T5Bias", "num_heads": 2, "num_buckets": 2**16, "max_distance": 2**16},
+    ),
+]
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("tensors, config", HUGE, ids=lambda x: str(x)[:60])
+def test_a_forged_config_cannot_ask_for_memory(tensors, config, path):
+    write(path, tensors, config)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="does not hold a layer: "):
+        load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30_000_000
+
+
+@pytest.mark.rejects
+def test_what_could_not_be_loaded_is_not_saved(path):
+    wide = SinusoidalPositions(2**14 + 2)
+    with pytest.raises(ValueError, match="^pairs must be at most 8192 in a file of 0 "):
+        save(path, wide)
+    assert not path.exists()
+    # A table of tokens that wide accounts for it.
+    layer = EmbeddingLayer(2, 2**14 + 2, position=wide, init="zeros")
+    save(path, layer)
+    np.testing.assert_array_equal(load(path)([1], offset=7), layer([1], offset=7))
+
+
+@pytest.mark.rejects
+@given(data=st.data())
+def test_a_file_with_a_few_bytes_changed_loads_or_is_a_value_error(data, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "changed.safetensors"
+    case = data.draw(st.sampled_from(["Embedding", "EmbeddingLayer waves", "T5Bias"]))
+    save(path, CASES[case]())
+    raw = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(raw[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, header - 1))
+        raw[place] = data.draw(st.sampled_from(b'0123456789{}[]",:.-eEtfn \x00\xff'))
+    path.write_bytes(raw)
+    try:
+        layer = load(path)
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        json.dumps(layer.config())

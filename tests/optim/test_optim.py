@@ -1,0 +1,536 @@
+"""Row optimizers on NumPy layers equal dense ones, at every step and on every row."""
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import firstlayer.optim
+from firstlayer import RowGradient, kernels
+from firstlayer.numpy import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingLayer,
+    LearnedPositions,
+    load,
+    save,
+)
+from firstlayer.optim import RowAdagrad, RowAdam, RowAdamW, RowLion, RowRMSprop, RowSGD
+from firstlayer.optim.adam import interpolation
+from tests.support.optim_cases import (
+    OPTIONS,
+    ROWS,
+    SCHEDULES,
+    WIDTH,
+    close,
+    dense,
+    same_options,
+    scheduler,
+    touches,
+)
+
+EVERY = [(name, options) for name, choices in OPTIONS.items() for options in choices]
+CASES = [
+    (*case, SCHEDULES[number % 4], ("zipf", "uniform")[number % 2])
+    for number, case in enumerate(EVERY)
+]
+
+
+class Race:
+    """A layer under a row optimizer beside a table under a dense one."""
+
+    def __init__(self, name, options, *, dtype="float64", schedule="constant", steps=1):
+        rng = np.random.default_rng(0)
+        self.goals = rng.standard_normal((ROWS, WIDTH))
+        start = rng.standard_normal((ROWS, WIDTH)).astype(dtype)
+        self.layer = Embedding(ROWS, WIDTH, weight=start.copy())
+        self.ours = getattr(firstlayer.optim, f"Row{name}")(self.layer, **options)
+        self.weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
+        self.theirs = dense(name, [self.weight], **options)
+        self.scheduler = scheduler(schedule, self.theirs, steps)
+        self.rng, self.sign = rng, -1 if options.get("maximize") else 1
+
+    def step(self, ids):
+        """Take a step with both; return what was read of both before it."""
+        y, pull = self.layer.vjp(ids)
+        want = self.weight.detach().numpy()[ids].copy()
+        goal = (self.goals[ids] + self.rng.standard_normal(y.shape)).astype(y.dtype)
+        same_options(self.theirs, self.ours.options)
+        self.ours.step(pull(self.sign * (y - goal)))
+        self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad.index_add_(
+            0, torch.from_numpy(ids), torch.from_numpy(self.sign * (want - goal))
+        )
+        self.theirs.step()
+        self.scheduler.step()
+        return y, want
+
+
+@pytest.mark.parametrize("name, options, schedule, pattern", CASES)
+def test_what_is_read_is_what_the_dense_optimizer_made_at_every_step(
+    name, options, schedule, pattern
+):
+    # Adagrad has no steps that could be missed.
+    steps = 200 if "Adagrad" in name else 600
+    race = Race(name, options, schedule=schedule, steps=steps)
+    draw = touches(pattern, race.rng)
+    # The drift of AdamW is a polynomial's; all else is exact.
+    tolerance = 1e-6 if options.get("eps", 0) > 1e-5 and "Adam" in name else 1e-9
+    for step in range(steps):
+        got, want = race.step(draw())
+        close(got, want, tolerance, f"step {step}")
+    race.ours.flush()
+    close(race.layer.weight, race.weight.detach(), tolerance, "after flush()")
+
+
+@pytest.mark.parametrize("name, number", [("SGD", 2), ("AdamW", 0), ("RMSprop", 1)])
+def test_float32_is_off_by_no_more_than_the_dense_run_itself(name, number):
+    options, steps = OPTIONS[name][number], 300
+    exact = Race(name, options, schedule="cosine", steps=steps)
+    race = Race(name, options, dtype="float32", schedule="cosine", steps=steps)
+    draw = touches("zipf", np.random.default_rng(5))
+    for _ in range(steps):
+        ids = draw()
+        exact.step(ids)
+        race.step(ids)
+    race.ours.flush()
+    truth, dense = exact.weight.detach().numpy(), race.weight.detach().numpy()
+    rounding = np.abs(dense - truth).max()
+    assert 1e-8 < rounding < 1e-4
+    close(race.layer.weight, truth, 3 * rounding)
+
+
+@pytest.mark.parametrize("name, number", [("SGD", 2), ("AdamW", 0)])
+def test_a_row_left_alone_for_ten_thousand_steps(name, number):
+    race = Race(name, OPTIONS[name][number])
+    for _ in range(3):
+        race.step(np.array([0, 1, 2]))
+    start, lr = race.layer([1, 2, 30]), race.ours.lr
+    grad = np.ones((1, WIDTH))
+    race.weight.grad = torch.zeros_like(race.weight)
+    for step in range(10_000):
+        race.ours.lr = race.theirs.param_groups[0]["lr"] = (
+            lr * (1 + np.cos(step / 3000)) / 2
+        )
+        # The only row with a gradient is always up to date.
+        grad[:] = race.layer.weight[0] + np.cos(step)
+        race.ours.step({"weight": RowGradient(np.array([0]), grad)})
+        race.weight.grad[0] = torch.from_numpy(grad[0])
+        race.theirs.step()
+    got, want = race.layer([1, 2, 30]), race.weight.detach().numpy()[[1, 2, 30]]
+    assert (np.abs(want - start).max(axis=1) > 0.1).all()
+    close(got, want, 1e-9)
+
+
+def test_only_rows_that_are_read_and_behind_are_written():
+    race = Race("AdamW", OPTIONS["AdamW"][0])
+    for ids in ([1, 2], [3], [4, 2]):
+        race.step(np.array(ids))
+    before = race.layer.weight.copy()
+    first = race.layer([1, 7, 1])
+    written = np.flatnonzero((race.layer.weight != before).any(axis=1))
+    assert written.tolist() == [1, 7]
+    bits = race.layer.weight.tobytes()
+    assert race.layer([7, 1]).tobytes() == first[[1, 0]].tobytes()
+    assert race.layer.weight.tobytes() == bits
+
+
+def test_every_way_of_reading_a_table_brings_it_up_to_date(tmp_path):
+    race = Race("AdamW", OPTIONS["AdamW"][0])
+
+    def written(layer):
+        save(tmp_path / "a", layer)
+        return load(tmp_path / "a").weight
+
+    ways = {
+        "parameters": lambda layer: layer.parameters()["weight"],
+        "state_dict": lambda layer: layer.state_dict()["weight"],
+        "logits": lambda layer: layer.logits(np.eye(WIDTH)).T,
+        "deepcopy": lambda layer: copy.deepcopy(layer).weight,
+        "pickle": lambda layer: pickle.loads(pickle.dumps(layer)).weight,
+        "copy": lambda layer: copy.copy(layer).weight,
+        "file": written,
+        "resize": lambda layer: (copy.deepcopy(layer).resize(ROWS), layer.weight)[1],
+    }
+    for name, read in ways.items():
+        race.step(np.array([1, 2]))
+        race.step(np.array([2, 3]))
+        close(read(race.layer), race.weight.detach(), 1e-12, name)
+    assert copy.deepcopy(race.layer).table_state is None
+    assert pickle.loads(pickle.dumps(race.layer)).table_state is None
+    got, want = race.step(np.array([1, 5]))
+    close(got, want, 1e-12, "the original after all of that")
+
+
+def test_a_copy_is_its_own_and_the_original_goes_on():
+    race = Race("AdamW", OPTIONS["AdamW"][0])
+    for _ in range(5):
+        race.step(np.array([1, 2]))
+    twin = copy.deepcopy(race.layer)
+    want = race.weight.detach().numpy().copy()
+    for _ in range(5):
+        race.step(np.array([2, 3]))
+    close(twin(np.arange(ROWS)), want, 1e-12)
+
+
+def test_eight_threads_may_read_at_once():
+    race = Race("AdamW", OPTIONS["AdamW"][0])
+    for _ in range(5):
+        race.step(np.array([1, 2]))
+    want, wrong = race.weight.detach().numpy(), []
+
+    def read(seed):
+        ids = np.random.default_rng(seed).permutation(ROWS)
+        wrong.extend(ids[np.abs(race.layer(ids) - want[ids]).max(axis=1) > 1e-12])
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_complete_layer_trains_all_of_its_parameters():
+    layer = EmbeddingLayer(
+        20, 4, max_positions=9, segments=2, layer_norm=True, dtype="float64", rng=0
+    )
+    theirs = {
+        name: torch.nn.Parameter(torch.from_numpy(value.copy()))
+        for name, value in layer.parameters().items()
+    }
+    options = OPTIONS["AdamW"][0]
+    dense_adamw = torch.optim.AdamW(list(theirs.values()), **options)
+    optimizer, rng = RowAdamW(layer, **options), np.random.default_rng(0)
+    for _ in range(60):
+        ids, offset = rng.integers(0, 20, (2, 3)), int(rng.integers(0, 6))
+        segments = np.zeros_like(ids) if rng.random() < 0.5 else np.ones_like(ids)
+        y, pull = layer.vjp(ids, offset=offset, segments=segments)
+        grads = pull(y - rng.standard_normal(y.shape))
+        for name, value in theirs.items():
+            grad = grads[name]
+            whole = grad.dense(len(value)) if isinstance(grad, RowGradient) else grad
+            value.grad = torch.from_numpy(np.array(whole))
+        optimizer.step(grads)
+        dense_adamw.step()
+    for name, value in layer.parameters().items():
+        assert np.abs(value - theirs[name].detach().numpy()).max() <= 1e-10, name
+    assert layer.eval().token.table_state.is_caught_up  # pyright: ignore
+
+
+def test_bags_train_by_rows():
+    rng = np.random.default_rng(0)
+    bag = EmbeddingBag(ROWS, WIDTH, mode="mean", padding_idx=0, dtype="float64", rng=0)
+    weight = torch.nn.Parameter(torch.from_numpy(bag.weight.copy()))
+    options = OPTIONS["SGD"][3]
+    ours, theirs = RowSGD(bag, **options), torch.optim.SGD([weight], **options)
+    for _ in range(80):
+        ids = rng.integers(0, ROWS, (2, 3))
+        y, pull = bag.vjp(ids)
+        want = torch.nn.functional.embedding_bag(
+            torch.from_numpy(ids), weight, mode="mean", padding_idx=0
+        )
+        close(y, want.detach(), 1e-10)
+        goal = rng.standard_normal(y.shape)
+        ours.step(pull(y - goal))
+        theirs.zero_grad()
+        (0.5 * (want - torch.from_numpy(goal)).square().sum()).backward()
+        theirs.step()
+
+
+def test_padding_stays_whatever_the_optimizer_does():
+    layer = Embedding(9, 2, padding_idx=0, rng=0)
+    layer.set_padding(3.0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        y, pull = layer.vjp([0, 4])
+        optimizer.step(pull(np.ones_like(y)))
+    assert (layer([0]) == 3.0).all()
+    optimizer.flush()
+    assert (layer.parameters()["weight"][0] == 3.0).all()
+
+
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+def test_a_run_that_goes_on_from_a_saved_state_is_the_same_to_the_bit(mode):
+    options = {**OPTIONS["AdamW"][2], "mode": mode}
+
+    def trained(layer, optimizer, rng, steps):
+        for _ in range(steps):
+            y, pull = layer.vjp(rng.integers(0, ROWS, 4))
+            optimizer.step(pull(y - rng.standard_normal(y.shape).astype(np.float32)))
+
+    rng = np.random.default_rng(1)
+    layer = Embedding(ROWS, WIDTH, rng=0)
+    optimizer = RowAdamW(layer, **options)
+    trained(layer, optimizer, rng, 20)
+    state, weight = optimizer.state_dict(), layer.state_dict()
+    again = copy.deepcopy(rng)
+    trained(layer, optimizer, rng, 20)
+
+    other = Embedding(ROWS, WIDTH, rng=7)
+    resumed = RowAdamW(other, **options)
+    trained(other, resumed, np.random.default_rng(3), 3)
+    resumed.load_state_dict(state)
+    other.load_state_dict(weight)
+    trained(other, resumed, again, 20)
+    for got, want in ((other, layer), (resumed, optimizer)):
+        got, want = got.state_dict(), want.state_dict()
+        assert got.keys() == want.keys()
+        assert all(got[name].tobytes() == want[name].tobytes() for name in want)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Lion", "WiseAdagrad"])
+def test_results_are_the_same_bits_for_any_number_of_threads(name):
+    before, found = kernels.get_num_threads(), []
+    options = {**OPTIONS[name][-1], "maximize": False}
+    for threads in (1, 2):
+        kernels.set_num_threads(threads)
+        layer, rng = Embedding(3000, 96, rng=0), np.random.default_rng(0)
+        optimizer = getattr(firstlayer.optim, f"Row{name}")(layer, **options)
+        for _ in range(3):
+            y, pull = layer.vjp(rng.integers(0, 3000, 2500))
+            optimizer.step(pull(y))
+        found.append((layer.state_dict(), optimizer.state_dict()))
+    kernels.set_num_threads(before)
+    for one, two in zip(*found, strict=True):
+        assert all(one[key].tobytes() == two[key].tobytes() for key in one)
+
+
+def test_epsilon_may_change_between_steps():
+    race = Race("AdamW", {**OPTIONS["AdamW"][0], "eps": 1e-8})
+    draw = touches("zipf", race.rng)
+    for step in range(60):
+        if step == 30:
+            race.ours.options["eps"] = race.theirs.param_groups[0]["eps"] = 0.5
+        got, want = race.step(draw())
+        close(got, want, 1e-6, f"step {step}")
+
+
+def test_an_array_as_gradient_moves_every_row():
+    race = Race("AdamW", OPTIONS["AdamW"][0])
+    for step in range(12):
+        if step % 4 == 3:
+            whole = 0.1 * race.layer.logits(np.eye(WIDTH)).T
+            race.ours.step({"weight": whole})
+            race.weight.grad = torch.from_numpy(whole)
+            race.theirs.step()
+        else:
+            close(*race.step(np.array([1, step])), 1e-12)
+    race.ours.flush()
+    close(race.layer.weight, race.weight.detach(), 1e-12)
+
+
+def test_lazy_rows_without_a_gradient_stay():
+    layer = Embedding(ROWS, WIDTH, rng=0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5, mode="lazy")
+    start = layer.weight.copy()
+    for _ in range(3):
+        y, pull = layer.vjp([4, 5])
+        optimizer.step(pull(y))
+    assert layer.table_state is None
+    moved = np.flatnonzero((layer.weight != start).any(axis=1))
+    assert moved.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_rounds_once_and_keeps_a_float32_state(dtype):
+    rng = np.random.default_rng(0)
+    half = Embedding(ROWS, WIDTH, dtype=dtype, rng=0)
+    wide = Embedding(ROWS, WIDTH, weight=half.weight.astype(np.float32))
+    ours, theirs = (RowAdamW(layer, lr=0.01, eps=1e-3) for layer in (half, wide))
+    for step in range(4):
+        ids = np.array([[1, 2], [2, 3], [4, 4], [1, 3]][step])
+        grad = RowGradient(np.unique(ids), rng.standard_normal((len(set(ids)), WIDTH)))
+        # What both read is the same, and so is what both make of it, before rounding.
+        wide(ids)
+        wide.weight[...] = wide.weight.astype(dtype)
+        half(ids)
+        assert half(ids).tobytes() == wide(ids).astype(dtype).tobytes()
+        for optimizer in (ours, theirs):
+            optimizer.step({"weight": grad})
+        wide.weight[...] = wide.weight.astype(dtype)
+        assert half.weight[ids].tobytes() == wide.weight[ids].astype(dtype).tobytes()
+    state = ours.state_dict()
+    assert state["weight.exp_avg"].dtype == np.float32
+    np.testing.assert_array_equal(
+        state["weight.exp_avg_sq"], theirs.state_dict()["weight.exp_avg_sq"]
+    )
+
+
+def test_stochastic_rounding_keeps_on_average_what_is_too_small_to_keep():
+    start = np.ones((2000, 16), ml_dtypes.bfloat16)
+    every = {"weight": RowGradient(np.arange(2000), np.ones((2000, 16), np.float32))}
+    layers = [Embedding(2000, 16, weight=start.copy()) for _ in range(3)]
+    # A step of a 64th of what lies between 1 and the number below it in bfloat16.
+    lr = 2.0**-8 / 64
+    for layer, random in zip(layers, (True, True, False), strict=True):
+        optimizer = RowSGD(layer, lr=lr, stochastic_rounding=random)
+        for _ in range(20):
+            optimizer.step(every)
+    first, second, nearest = (layer.weight.astype(float) for layer in layers)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(nearest, 1.0)
+    # 32,000 weights: the standard error of the mean is below a hundredth of the way.
+    assert abs((1 - first).mean() / (20 * lr) - 1) < 0.05
+    assert len(np.unique(first)) > 2
+
+
+def test_dithered_rounding_leaves_what_needs_no_rounding_and_what_is_no_number():
+    numbers = np.array([[1.0, -3.5, np.inf, -np.inf, 0.0, np.nan]], np.float32)
+    table = np.zeros((1, 6), ml_dtypes.bfloat16)
+    for noise in range(50):
+        kernels.store_rows(numbers, table, np.array([0]), noise=noise)
+        np.testing.assert_array_equal(table.astype(np.float32), numbers)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_rows_go_into_half_precision_and_back(dtype):
+    rng = np.random.default_rng(0)
+    table, rows = np.zeros((9, 5), dtype), np.array([7, 0, 3])
+    values = rng.standard_normal((3, 5)).astype(np.float32)
+    kernels.store_rows(values, table, rows, noise=None)
+    want = np.zeros((9, 5), dtype)
+    want[rows] = values.astype(dtype)
+    assert table.tobytes() == want.tobytes()
+    np.testing.assert_array_equal(
+        kernels.upcast_rows(table, rows), want[rows].astype(np.float32)
+    )
+
+
+def test_stale_rows_are_listed_once_in_order_and_marked():
+    last = np.array([5, 3, 5, 0, 2], np.int32)
+    rows, since = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), last, 5)
+    assert rows.tolist() == [4, 1] and since.tolist() == [2, 3]
+    assert last.tolist() == [5, 5, 5, 0, 5]
+    rows, since = kernels.stale_range(2, 5, last, 5)
+    assert rows.tolist() == [3] and since.tolist() == [0] and (last == 5).all()
+
+
+def test_polynomials_go_through_their_points():
+    points, basis = interpolation()
+    coefficients = np.random.default_rng(0).standard_normal(len(points))
+    values = np.polynomial.polynomial.polyval(2 * points[:, 0] - 1, coefficients)
+    np.testing.assert_allclose(basis @ values, coefficients, atol=1e-10)
+    assert points[0] == 0 and points[-1] == 1
+
+
+def refuse(match, make, error: type[Exception] = ValueError):
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.rejects
+def test_options_that_cannot_be_exact_or_mean_nothing_are_refused():
+    layer = Embedding(5, 2)
+    decay = 'weight_decay must be 0 in mode="exact" for .*, got 0.1; use .*mode="lazy"'
+    for make in (RowAdam, RowAdagrad, RowRMSprop):
+        refuse(decay, lambda make=make: make(layer, weight_decay=0.1))
+        make(layer, weight_decay=0.1, mode="lazy")
+    word: Any = "fast"
+    refuse("mode must be 'exact' or 'lazy', got 'fast'", lambda: RowSGD(layer, mode=word))
+    refuse("lr must not be negative, got -1", lambda: RowSGD(layer, -1.0))
+    refuse("lr must be a number, got str", lambda: RowSGD(layer, word), TypeError)
+    refuse(
+        r'betas\[1\] must be above 0 in mode="exact" for Lion, .*, got 0; use mode="lazy"',
+        lambda: RowLion(layer, betas=(0.9, 0.0)),
+    )
+    refuse("eps must not be negative, got -1", lambda: RowAdam(layer, eps=-1.0))
+    refuse(
+        r"betas\[1\] must be in \[0, 1\), got 1.0", lambda: RowLion(layer, betas=(0, 1.0))
+    )
+    refuse(r"alpha must be in \[0, 1\), got 2", lambda: RowRMSprop(layer, alpha=2))
+    refuse("nesterov needs momentum", lambda: RowSGD(layer, nesterov=True))
+    refuse(
+        "initial_accumulator_value must not be negative, got -1",
+        lambda: RowAdagrad(layer, initial_accumulator_value=-1),
+    )
+    refuse(
+        r"needs a table in bfloat16, got \['float32'\]",
+        lambda: RowSGD(layer, stochastic_rounding=True),
+    )
+    layer.weight.flags.writeable = False
+    refuse("weight must be writable to be trained, got it read-only", lambda: RowSGD(layer))
+    assert layer.table_state is None
+
+
+@pytest.mark.rejects
+def test_gradients_that_do_not_fit_change_nothing():
+    layer = Embedding(5, 2, rng=0)
+    optimizer = RowAdamW(layer)
+    optimizer.step({"weight": RowGradient(np.array([1]), np.ones((1, 2), np.float32))})
+    start = layer.weight.copy()
+    late = RowGradient(np.array([1, 3]), np.ones((2, 2), np.float32))
+    refuse(
+        "row 3 was read before it was brought up to date; look it up through its layer",
+        lambda: optimizer.step({"weight": late}),
+    )
+    refuse("row 0 was read before", lambda: optimizer.step({"weight": np.ones((5, 2))}))
+    refuse(
+        r"grads must be of \['weight'\], got \['w'\]", lambda: optimizer.step({"w": late})
+    )
+    refuse(
+        r"grads\['weight'\] must have shape \(5, 2\), got \(5,\)",
+        lambda: optimizer.step({"weight": np.ones(5)}),
+    )
+    for ids, values, sentence in (
+        ([7], 1, r"grads\['weight'\].ids\[0\] is 7, but the number of rows is 5"),
+        ([-1, 2], 2, r"grads\['weight'\].ids\[0\] is -1, but the number of rows is 5"),
+        ([1, 1], 2, r"grads\['weight'\].ids must be ascending, each once"),
+        ([0, 1], 1, r"must have an id for each of 1 rows, got ids of shape \(2,\)"),
+    ):
+        bad = RowGradient(np.array(ids), np.ones((values, 2), np.float32))
+        error = IndexError if "number of rows" in sentence else ValueError
+        refuse(sentence, lambda bad=bad: optimizer.step({"weight": bad}), error)
+    assert optimizer.table_state["weight"].now == 1
+    wide = RowGradient(np.array([1]), np.ones((1, 3)))
+    refuse(
+        r"must be for rows of \(5, 2\), got values of shape \(1, 3\)",
+        lambda: optimizer.step({"weight": wide}),
+    )
+    assert (layer.weight == start).all()
+    layer.resize(7)
+    refuse(
+        r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\)",
+        lambda: optimizer.step({"weight": late}),
+    )
+
+
+def test_resized_positions_are_up_to_date_and_go_on_learning():
+    weight = np.random.default_rng(0).standard_normal((6, 2))
+    tables = []
+    for flush in (False, True):
+        layer = LearnedPositions(4, 2, row_offset=2, weight=weight.copy())
+        optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            y, pull = layer.vjp(np.zeros((1, 2)), [2])
+            optimizer.step({"weight": pull(y)["weight"]})
+        if flush:
+            optimizer.flush()
+        layer.resize_grid((1, 3), grid=(3, 1))
+        y, pull = layer.vjp(np.zeros((1, 2)), [3])
+        optimizer.step({"weight": pull(y)["weight"]})
+        assert (np.abs(layer.encode([3])) < np.abs(y)).all()
+        tables.append(layer.state_dict()["weight"])
+    np.testing.assert_array_equal(*tables)
+
+
+@pytest.mark.rejects
+def test_a_state_that_does_not_fit_changes_nothing():
+    layer = Embedding(5, 2, rng=0)
+    optimizer = RowAdamW(layer)
+    state = optimizer.state_dict()
+    refuse(
+        r"state must have weight.exp_avg, got \['weight.step'\]",
+        lambda: optimizer.load_state_dict({"weight.step": state["weight.step"]}),
+    )
+    state["weight.exp_avg"] = np.zeros((4, 2))
+    refuse(
+        r"weight.exp_avg must have shape \(5, 2\), got \(4, 2\)",
+        lambda: optimizer.load_state_dict(state),
+    )
+    assert optimizer.table_state["weight"] is layer.table_state

@@ -1,0 +1,440 @@
+"""Scaling rules: what they keep, where they change, and what transformers computes."""
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from firstlayer.positions.rotary import inverse_frequencies
+from firstlayer.positions.scaling import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Scaling,
+    YaRN,
+    scaling_from,
+)
+
+SHORT = tuple(1.0 + 0.05 * i for i in range(32))
+LONG = tuple(1.0 + 2.0 * i for i in range(32))
+LONGROPE = {"short_factors": SHORT, "long_factors": LONG, "original_length": 4096}
+RULES = [
+    Linear(factor=4.0),
+    NTK(factor=3.0),
+    DynamicNTK(factor=2.0, original_length=2048),
+    DynamicNTK(factor=2.0, original_length=2048, length=5000),
+    YaRN(factor=16.0, original_length=4096),
+    YaRN(factor=32.0, original_length=4096, truncate=False),
+    YaRN(factor=40.0, original_length=4096, mscale=0.7, mscale_all_dim=0.3),
+    YaRN(factor=8.0, original_length=512, beta_fast=20.0, beta_slow=2.0, attention=1.5),
+    LongRoPE(**LONGROPE, factor=32.0),
+    LongRoPE(**LONGROPE, factor=32.0, length=5000, attention=1.1),
+    Llama3(factor=8.0, original_length=8192),
+    Llama3(factor=32.0, original_length=1024, low_factor=0.5, high_factor=6.0),
+    Proportional(fraction=0.25),
+    Proportional(fraction=0.4, factor=2.0),
+]
+named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+def ratio(rule, dim=64, base=10_000.0):
+    """How much of its speed each pair keeps."""
+    return rule.inverse_frequencies(dim, base=base) / inverse_frequencies(dim, base=base)
+
+
+@named
+def test_no_pair_gets_faster_and_none_turns_back(rule):
+    kept = ratio(rule)
+    assert (kept <= 1.0 + 1e-12).all() and (kept >= 0.0).all()
+    assert kept.dtype == np.float64 and kept.shape == (32,)
+
+
+@named
+def test_the_base_counts(rule):
+    one, other = (rule.inverse_frequencies(64, base=b) for b in (10_000.0, 500_000.0))
+    turning = one[1:] > 0
+    assert (one[1:][turning] > other[1:][turning]).all()
+
+
+@named
+def test_a_rule_survives_json_pickle_and_copying(rule):
+    again = scaling_from(json.loads(json.dumps(rule.to_dict())))
+    for same in (again, pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
+        assert same == rule and type(same) is type(rule) and hash(same) == hash(rule)
+
+
+@named
+def test_a_rule_cannot_be_changed(rule):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.factor = 2.0
+
+
+@named
+def test_at_length_leaves_the_rule_it_came_from_alone(rule):
+    before = rule.to_dict()
+    rule.at_length(100_000)
+    assert rule.to_dict() == before
+
+
+def test_linear_divides_every_frequency():
+    np.testing.assert_allclose(ratio(Linear(factor=4.0)), 0.25, rtol=1e-15)
+
+
+@pytest.mark.parametrize("dim", [4, 64, 128])
+def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all(dim):
+    kept = ratio(NTK(factor=8.0), dim)
+    assert kept[0] == 1.0
+    np.testing.assert_allclose(kept[-1], 1 / 8, rtol=1e-12)
+    base = 10_000.0 * 8.0 ** (dim / (dim - 2))
+    want = base ** (-np.arange(0, dim, 2) / dim)
+    got = NTK(factor=8.0).inverse_frequencies(dim, base=10_000.0)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule", [NTK(factor=8.0), DynamicNTK(factor=4.0, original_length=8)]
+)
+def test_a_single_pair_has_no_base_to_change(rule):
+    assert rule.at_length(99).inverse_frequencies(2, base=10_000.0).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("length", [None, 1, 2047, 2048])
+def test_dynamic_is_unscaled_up_to_and_at_the_original_length(length):
+    rule = DynamicNTK(factor=4.0, original_length=2048)
+    rule = rule if length is None else rule.at_length(length)
+    np.testing.assert_array_equal(ratio(rule), 1.0)
+
+
+def test_dynamic_depends_on_the_length_asked_for_and_on_nothing_before():
+    rule = DynamicNTK(factor=4.0, original_length=2048)
+    direct = ratio(rule.at_length(4096))
+    np.testing.assert_array_equal(ratio(rule.at_length(50_000).at_length(4096)), direct)
+    assert (direct[1:] < 1.0).all() and (ratio(rule.at_length(2049))[1:] < 1.0).all()
+    stretch = 4.0 * 4096 / 2048 - 3.0
+    np.testing.assert_array_equal(direct, ratio(NTK(factor=stretch)))
+
+
+def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
+    rule, dim, base = YaRN(factor=16.0, original_length=4096), 128, 10_000.0
+    kept, w = ratio(rule, dim, base), inverse_frequencies(dim, base=base)
+    turned = 4096 * w / (2 * np.pi)
+    # Rounding outwards moves either end by less than one pair.
+    np.testing.assert_array_equal(kept[turned > 32 * (w[0] / w[1])], 1.0)
+    np.testing.assert_allclose(kept[turned < w[1] / w[0]], 1 / 16, rtol=1e-12)
+    between = (turned < 32) & (turned > 1)
+    assert (np.diff(kept) <= 0).all()
+    assert ((kept[between] < 1) & (kept[between] > 1 / 16)).all() and between.sum() > 20
+
+
+def test_yarn_without_truncation_bends_exactly_where_the_betas_say():
+    dim, base, length = 64, 150_000.0, 4096
+    rule = YaRN(factor=32.0, original_length=length, truncate=False)
+    ends = [
+        dim * math.log(length / (b * 2 * math.pi)) / (2 * math.log(base)) for b in (32, 1)
+    ]
+    ramp = np.clip((np.arange(32) - ends[0]) / (ends[1] - ends[0]), 0, 1)
+    np.testing.assert_allclose(ratio(rule, dim, base), 1 - ramp + ramp / 32.0, rtol=1e-12)
+    whole = dataclasses.replace(rule, truncate=True)
+    assert np.abs(ratio(rule, dim, base) - ratio(whole, dim, base)).max() > 1e-3
+
+
+def test_yarn_with_equal_betas_switches_at_once():
+    rule = YaRN(
+        factor=4.0, original_length=4096, beta_fast=8.0, beta_slow=8.0, truncate=False
+    )
+    kept = ratio(rule)
+    assert set(kept.round(12)) == {1.0, 0.25}
+    assert (kept == 1.0).sum() == math.floor(
+        64 * math.log(4096 / (16 * math.pi)) / (2 * math.log(1e4))
+    ) + 1
+
+
+def test_yarn_leaves_a_base_alone_that_makes_all_pairs_fast():
+    # Every pair turns more than beta_fast times, so none is slowed.
+    np.testing.assert_array_equal(
+        ratio(YaRN(factor=4.0, original_length=10**6), 8, 2.0), 1.0
+    )
+
+
+def test_yarn_attention_factors():
+    def factor(**options):
+        return YaRN(factor=40.0, original_length=4096, **options).attention_factor
+
+    assert factor() == pytest.approx(0.1 * math.log(40) + 1)
+    assert factor(mscale=1.0, mscale_all_dim=1.0) == 1.0
+    want = (0.0707 * math.log(40) + 1) / (0.03 * math.log(40) + 1)
+    assert factor(mscale=0.707, mscale_all_dim=0.3) == pytest.approx(want)
+    assert factor(attention=1.25, mscale=0.7, mscale_all_dim=0.3) == 1.25
+    assert YaRN(factor=1.0, original_length=4096).attention_factor == 1.0
+
+
+def test_an_explicit_attention_is_not_frozen_into_a_replaced_rule():
+    rule = dataclasses.replace(YaRN(factor=4.0, original_length=4096), factor=16.0)
+    assert rule.attention_factor == pytest.approx(0.1 * math.log(16) + 1)
+
+
+def test_longrope_switches_just_beyond_the_original_length():
+    rule = LongRoPE(**LONGROPE, factor=32.0)
+    for short in (rule, rule.at_length(1), rule.at_length(4096)):
+        np.testing.assert_allclose(ratio(short), 1 / np.array(SHORT), rtol=1e-14)
+    np.testing.assert_allclose(ratio(rule.at_length(4097)), 1 / np.array(LONG), rtol=1e-14)
+    back = rule.at_length(9999).at_length(7)
+    np.testing.assert_array_equal(ratio(back), ratio(rule))
+
+
+def test_longrope_attention_factor_is_the_same_at_any_length():
+    rule = LongRoPE(**LONGROPE, factor=32.0)
+    want = math.sqrt(1 + math.log(32) / math.log(4096))
+    assert rule.attention_factor == pytest.approx(want)
+    assert rule.at_length(9999).attention_factor == rule.attention_factor
+    assert LongRoPE(**LONGROPE, factor=1.0).attention_factor == 1.0
+    assert LongRoPE(**LONGROPE, factor=2.0, attention=1.3).attention_factor == 1.3
+
+
+def test_llama3_changes_by_wavelength():
+    rule, base = Llama3(factor=8.0, original_length=8192), 500_000.0
+    kept = ratio(rule, 128, base)
+    waves = 8192 * inverse_frequencies(128, base=base) / (2 * np.pi)
+    np.testing.assert_array_equal(kept[waves >= 4], 1.0)
+    np.testing.assert_allclose(kept[waves <= 1], 1 / 8, rtol=1e-12)
+    middle = (waves > 1) & (waves < 4)
+    smooth = (waves[middle] - 1) / 3
+    np.testing.assert_allclose(kept[middle], smooth + (1 - smooth) / 8, rtol=1e-12)
+    assert middle.sum() >= 5
+
+
+def test_proportional_stops_all_but_the_fastest_pairs():
+    kept = ratio(Proportional(fraction=0.25, factor=2.0))
+    assert kept.tolist() == [0.5] * 8 + [0.0] * 24
+    assert not Proportional(fraction=0.0).inverse_frequencies(8, base=1e4).any()
+    assert (ratio(Proportional(fraction=1.0)) == 1.0).all()
+
+
+def test_two_rules_alive_at_once_do_not_meet():
+    one, other = YaRN(factor=4.0, original_length=64), YaRN(factor=9.0, original_length=999)
+    first = ratio(one).copy()
+    ratio(other)
+    ratio(other.at_length(5))
+    np.testing.assert_array_equal(ratio(one), first)
+    assert one != other and one == YaRN(factor=4, original_length=64)
+
+
+@given(st.floats(1.0, 1e4), st.integers(1, 10**7), st.integers(1, 256))
+def test_yarn_and_llama3_are_finite_and_between_the_extremes(factor, length, pairs):
+    for rule in (
+        YaRN(factor=factor, original_length=length),
+        Llama3(factor=factor, original_length=length),
+    ):
+        kept = ratio(rule, 2 * pairs)
+        assert (kept <= 1 + 1e-12).all() and (kept >= 1 / factor - 1e-12).all()
+
+
+# ---- transformers 5.22.2 -----------------------------------------------------------------
+
+
+def golden(kind, parameters, *, theta=10_000.0, length=None, partial=None, **config):
+    assert transformers.__version__ == "5.22.2"
+    rope = {"rope_type": kind, "rope_theta": theta, **parameters}
+    if partial is not None:
+        rope["partial_rotary_factor"] = partial
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 16384}
+    made = LlamaConfig(**{**sizes, **config}, rope_parameters=rope)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](made, seq_len=length)
+    return frequencies.double().numpy(), float(factor)
+
+
+def assert_golden(rule, want, *, dim=64, base=10_000.0):
+    np.testing.assert_allclose(
+        rule.inverse_frequencies(dim, base=base), want[0], rtol=2e-6, atol=1e-12
+    )
+    assert rule.attention_factor == pytest.approx(want[1], rel=1e-6)
+
+
+def test_linear_is_that_of_transformers():
+    want = golden("linear", {"factor": 8.0}, theta=1e6)
+    assert_golden(Linear(factor=8.0), want, base=1e6)
+    half = golden("linear", {"factor": 8.0}, partial=0.5)
+    assert_golden(Linear(factor=8.0), half, dim=32)
+
+
+@pytest.mark.parametrize("length", [1, 2047, 2048, 2049, 5000, 100_000])
+def test_dynamic_is_that_of_transformers_at_every_length(length):
+    limit = {"max_position_embeddings": 2048}
+    want = golden("dynamic", {"factor": 4.0}, length=length, **limit)
+    rule = DynamicNTK(factor=4.0, original_length=2048)
+    assert_golden(rule.at_length(length), want)
+    assert_golden(rule, golden("dynamic", {"factor": 4.0}, **limit))
+
+
+YARNS = [
+    ({}, {}),
+    ({"truncate": False}, {"truncate": False}),
+    ({"attention_factor": 1.3}, {"attention": 1.3}),
+    ({"mscale": 0.707, "mscale_all_dim": 0.5}, {"mscale": 0.707, "mscale_all_dim": 0.5}),
+    ({"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 20.0, "beta_slow": 2.0}),
+    ({"beta_fast": 500.0, "beta_slow": 0.5}, {"beta_fast": 500.0, "beta_slow": 0.5}),
+]
+
+
+@pytest.mark.parametrize("theirs, ours", YARNS)
+# The last two bend beyond the last pair, and beyond the last feature.
+@pytest.mark.parametrize(
+    "theta, factor, length",
+    [(1e4, 40.0, 4096), (1.5e5, 32.0, 512), (500.0, 8.0, 4096), (10.0, 8.0, 4096)],
+)
+def test_yarn_is_that_of_transformers(theirs, ours, theta, factor, length):
+    given = {"factor": factor, "original_max_position_embeddings": length, **theirs}
+    rule = YaRN(factor=factor, original_length=length, **ours)
+    assert_golden(rule, golden("yarn", given, theta=theta), base=theta)
+
+
+@pytest.mark.parametrize("length", [None, 1, 4095, 4096, 4097, 16384])
+@pytest.mark.parametrize(
+    "theirs, ours", [({}, {}), ({"attention_factor": 1.2}, {"attention": 1.2})]
+)
+def test_longrope_is_that_of_transformers_in_both_regimes(length, theirs, ours):
+    given = {
+        "short_factor": list(SHORT),
+        "long_factor": list(LONG),
+        "original_max_position_embeddings": 4096,
+        "factor": 4.0,
+        **theirs,
+    }
+    rule = LongRoPE(**LONGROPE, factor=4.0, **ours)
+    rule = rule if length is None else rule.at_length(length)
+    assert_golden(rule, golden("longrope", given, length=length))
+
+
+@pytest.mark.parametrize(
+    "factor, low, high, length", [(8.0, 1.0, 4.0, 8192), (32.0, 0.5, 6.0, 512)]
+)
+def test_llama3_is_that_of_transformers(factor, low, high, length):
+    given = {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": length,
+    }
+    rule = Llama3(factor=factor, original_length=length, low_factor=low, high_factor=high)
+    assert_golden(rule, golden("llama3", given, theta=5e5), base=5e5)
+
+
+@pytest.mark.parametrize("fraction, factor", [(0.25, 1.0), (0.4, 2.0), (1.0, 1.0)])
+def test_proportional_is_that_of_transformers(fraction, factor):
+    want = golden("proportional", {"factor": factor}, partial=fraction, theta=1e6)
+    assert_golden(Proportional(fraction=fraction, factor=factor), want, base=1e6)
+
+
+def test_every_rule_of_transformers_is_covered():
+    covered = {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+    assert set(ROPE_INIT_FUNCTIONS) == covered
+    assert torch.get_default_dtype() == torch.float32
+
+
+# ---- what is refused ---------------------------------------------------------------------
+
+
+VALID = {
+    Linear: {"factor": 2.0},
+    NTK: {"factor": 2.0},
+    DynamicNTK: {"factor": 2.0, "original_length": 4096},
+    YaRN: {"factor": 2.0, "original_length": 4096},
+    LongRoPE: {**LONGROPE, "factor": 2.0},
+    Llama3: {"factor": 2.0, "original_length": 4096},
+    Proportional: {"fraction": 0.5},
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("rule", VALID)
+@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])
+def test_a_factor_below_one_is_refused(rule, factor):
+    words = f"factor must be finite and at least 1, got {factor}"
+    with pytest.raises(ValueError, match=words):
+        rule(**{**VALID[rule], "factor": factor})
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "rule, change, words",
+    [
+        (Linear, {"factor": "4"}, "factor must be a number, got str"),
+        (Linear, {"factor": True}, "factor must be a number, got bool"),
+        (Linear, {"factor": torch.tensor(True)}, "factor must be a number, got Tensor"),
+        (Linear, {"factor": 10**400}, "factor must be a number, got int"),
+        (DynamicNTK, {"original_length": 0}, "original_length must be positive, got 0"),
+        (DynamicNTK, {"length": 0}, "length must be positive, got 0"),
+        (YaRN, {"original_length": 4.5}, "original_length must be an integer, got float"),
+        (YaRN, {"beta_slow": 0.0}, "beta_slow must be finite and above 0, got 0.0"),
+        (YaRN, {"beta_fast": 0.5}, "beta_fast .* at least beta_slow 1, got 0.5"),
+        (YaRN, {"mscale": 1.0}, "mscale_all_dim .* together, got 1.0 and None"),
+        (YaRN, {"mscale_all_dim": 1.0}, "mscale_all_dim .* together, got None and 1.0"),
+        (YaRN, {"mscale": -1.0}, "mscale must be finite and at least 0, got -1.0"),
+        (YaRN, {"attention": 0.0}, "attention must be finite and above 0, got 0.0"),
+        (YaRN, {"truncate": 1}, "truncate must be a bool, got int"),
+        (LongRoPE, {"long_factors": [1.0]}, "long_factors must have 32 entries .* got 1"),
+        (
+            LongRoPE,
+            {"short_factors": [1.0, 0.0]},
+            r"short_factors\[1\] .* above 0, got 0.0",
+        ),
+        (LongRoPE, {"original_length": 1}, "original_length must be at least 2, got 1"),
+        (LongRoPE, {"attention": -1.0}, "attention must be finite and above 0, got -1.0"),
+        (LongRoPE, {"length": -3}, "length must be positive, got -3"),
+        (Llama3, {"original_length": -1}, "original_length must be positive, got -1"),
+        (Llama3, {"low_factor": 0.0}, "low_factor must be finite and above 0, got 0.0"),
+        (Llama3, {"high_factor": 1.0}, "high_factor .* above low_factor 1, got 1.0"),
+        (Proportional, {"fraction": 1.5}, "fraction must be at most 1, got 1.5"),
+        (Proportional, {"fraction": -0.1}, "fraction .* at least 0, got -0.1"),
+    ],
+)
+def test_bad_numbers_are_refused_by_name(rule, change, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        rule(**{**VALID[rule], **change})
+
+
+@pytest.mark.rejects
+def test_divisors_must_be_one_a_pair():
+    rule = LongRoPE(**LONGROPE, factor=2.0)
+    words = "short_factors and long_factors must have 16 entries for rotary_dim 32, got 32"
+    with pytest.raises(ValueError, match=words):
+        rule.inverse_frequencies(32, base=10_000.0)
+
+
+@pytest.mark.rejects
+@named
+def test_at_length_wants_a_positive_length(rule):
+    with pytest.raises(ValueError, match="n must be positive, got 0"):
+        rule.at_length(0)
+
+
+@pytest.mark.rejects
+def test_unknown_rules_are_refused():
+    with pytest.raises(ValueError, match="rule must be 'Linear', .* got 'Cubic'"):
+        scaling_from({"rule": "Cubic"})
+    with pytest.raises(ValueError, match="got 'None'"):
+        scaling_from({"factor": 2.0})
+    with pytest.raises(
+        ValueError, match=r"Linear must have only \['factor'\], got \['beta'\]"
+    ):
+        scaling_from({"rule": "Linear", "factor": 2.0, "beta": 1.0})
+    with pytest.raises(TypeError, match="scaling must be a rule, a dict or None, got str"):
+        scaling_from("yarn")  # pyright: ignore[reportArgumentType]
+
+
+def test_scaling_from_passes_rules_and_none_on():
+    assert scaling_from(None) is None
+    assert all(isinstance(rule, Scaling) and scaling_from(rule) is rule for rule in RULES)

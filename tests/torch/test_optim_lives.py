@@ -1,0 +1,422 @@
+"""Row optimizers through a model's life: copies, checkpoints, kills, compilers, scalers."""
+
+import copy
+import io
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from firstlayer.torch import Embedding, EmbeddingLayer, functional, load, save
+from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
+from tests.support.run_alone import run_alone
+from tests.support.torch_lives import forget_graphs, graphs
+
+OPTIONS: Any = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def train(model, optimizer, steps, *, generator=None, scheduler=None):
+    """Train a table of 30 rows, towards goals that the generator draws."""
+    for _ in range(steps):
+        ids = torch.randint(0, 30, (4,), generator=generator)
+        y = model(ids)
+        goal = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        (y - goal.to(y.dtype)).square().sum().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def started(layer=None, *, steps=7, make=RowAdamW, **options):
+    """Return a table that has been trained for a while, and its dense twin."""
+    torch.manual_seed(0)
+    if layer is None:
+        layer = Embedding(30, 3, sparse=True, dtype=torch.float64)
+    twin = nn.Embedding(30, 3, _weight=layer.weight.detach().clone())
+    optimizer = make(layer, **{**OPTIONS, **options})
+    dense = torch.optim.AdamW(twin.parameters(), **OPTIONS)
+    for each, trained in ((optimizer, layer), (dense, twin)):
+        train(trained, each, steps, generator=torch.Generator().manual_seed(1))
+    return layer, optimizer, twin, dense
+
+
+def near(got, want):
+    torch.testing.assert_close(got.detach(), want.detach(), atol=1e-10, rtol=0)
+
+
+def saved(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).weight
+
+
+def in_a_file(layer, folder):
+    save(folder / "a", layer)
+    return load(folder / "a").weight
+
+
+READS = {
+    "deepcopy": lambda layer, folder: copy.deepcopy(layer).weight,
+    "deepcopy of the parameter": lambda layer, folder: copy.deepcopy(layer.weight),
+    "pickle": lambda layer, folder: pickle.loads(pickle.dumps(layer)).weight,
+    "torch.save": lambda layer, folder: saved(layer),
+    "state_dict": lambda layer, folder: layer.state_dict()["weight"],
+    "eval": lambda layer, folder: layer.eval().weight,
+    "logits": lambda layer, folder: layer.logits(torch.eye(3, dtype=torch.float64)).T,
+    "file": in_a_file,
+    "averaged": lambda layer, folder: (
+        torch.optim.swa_utils.AveragedModel(layer).module.weight
+    ),
+    "another dtype": lambda layer, folder: copy.deepcopy(layer).half().double().weight,
+    "functional": lambda layer, folder: functional.embedding(
+        torch.arange(30), layer.weight
+    ),
+    "bags": lambda layer, folder: functional.embedding_bag(
+        torch.arange(30)[:, None], layer.weight, mode="sum"
+    ),
+    "resized": lambda layer, folder: (copy.deepcopy(layer).resize(40), layer.weight)[1],
+    "scripted": lambda layer, folder: layer.__prepare_scriptable__().weight,
+    "vmap": lambda layer, folder: torch.vmap(lambda i: layer(i))(torch.arange(30)),
+    "another optimizer": lambda layer, folder: (RowAdamW(layer), layer.weight)[1],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_way_of_reading_a_table_sees_rows_that_are_up_to_date(name, tmp_path):
+    layer, _, twin, _ = started()
+    assert not torch.allclose(layer.weight, twin.weight, atol=1e-3)
+    got = READS[name](layer, tmp_path)
+    if name == "another dtype":
+        torch.testing.assert_close(got, twin.weight, atol=2e-3, rtol=0)
+    else:
+        near(got, twin.weight)
+
+
+STOCK = ["deepcopy", "deepcopy of the parameter", "pickle", "torch.save", "state_dict"]
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_torchs_own_embedding_too_when_the_model_is_given(name, tmp_path):
+    stock = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
+    layer, _, twin, _ = started(stock)
+    near(READS[name](layer, tmp_path), twin.weight)
+
+
+@pytest.mark.parametrize("make", [Embedding, nn.Embedding])
+def test_copies_have_nothing_pending_and_the_original_goes_on(make):
+    layer, optimizer, twin, dense = started(make(30, 3, sparse=True, dtype=torch.float64))
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    want = twin.weight.detach().clone()
+    for each, trained in ((optimizer, layer), (dense, twin)):
+        train(trained, each, 5, generator=torch.Generator().manual_seed(2))
+    near(layer.state_dict()["weight"], twin.weight)
+    for other in copies:
+        assert "table_state" not in vars(other.weight)
+        near(other(torch.arange(30)), want)
+        # A copy is trained by an optimizer of its own, with the hooks that it came with.
+        mine = RowAdamW(other.parameters(), **OPTIONS)
+        train(other, mine, 3)
+        near(other(torch.arange(30)), other.state_dict()["weight"])
+
+
+def test_what_users_put_on_a_parameter_is_pickled_along():
+    layer, *_ = started()
+    layer.weight.note = "mine"  # pyright: ignore
+    assert pickle.loads(pickle.dumps(layer)).weight.note == "mine"
+
+
+def test_loading_a_state_brings_rows_that_stay():
+    layer, *_ = started()
+    other = Embedding(30, 3, dtype=torch.float64)
+    layer.load_state_dict(other.state_dict())
+    near(layer(torch.arange(30)), other.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(dtype):
+    def build(seed):
+        torch.manual_seed(seed)
+        table = Embedding(30, 3, sparse=True, dtype=dtype)
+        model = nn.Sequential(table, nn.Linear(3, 2, dtype=dtype))
+        half = dtype == torch.bfloat16
+        optimizer = RowAdamW(model, **OPTIONS, amsgrad=True, stochastic_rounding=half)
+        return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 50)
+
+    model, optimizer, scheduler = build(0)
+    generator = torch.Generator().manual_seed(1)
+    train(model, optimizer, 20, generator=generator, scheduler=scheduler)
+    # In whichever order a program saves them.
+    parts = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    parts["scheduler"] = scheduler.state_dict()
+    file, again = io.BytesIO(), generator.clone_state()
+    torch.save(parts, file)
+    train(model, optimizer, 20, generator=generator, scheduler=scheduler)
+
+    other, resumed, schedule = build(5)
+    file.seek(0)
+    parts = torch.load(file)
+    other.load_state_dict(parts["model"])
+    resumed.load_state_dict(parts["optimizer"])
+    schedule.load_state_dict(parts["scheduler"])
+    train(other, resumed, 20, generator=again, scheduler=schedule)
+    for name, want in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], want), name
+    ours, theirs = resumed.state_dict()["state"], optimizer.state_dict()["state"]
+    for number, state in theirs.items():
+        for key, want in state.items():
+            assert torch.equal(ours[number][key], want), key
+    assert theirs[0]["exp_avg"].dtype == torch.float32
+
+
+def test_checkpoints_of_torchs_adamw_and_ours_continue_each_other():
+    layer, optimizer, twin, dense = started()
+    for source, target in ((optimizer, dense), (dense, optimizer)):
+        near(layer.state_dict()["weight"], twin.weight)
+        state = copy.deepcopy(source.state_dict())
+        # Whoever loads it may have other ideas of what an option is.
+        state["param_groups"][0].pop("mode", None)
+        target.load_state_dict(state)
+        for each, trained in ((optimizer, layer), (dense, twin)):
+            train(trained, each, 5, generator=torch.Generator().manual_seed(4))
+        near(layer.state_dict()["weight"], twin.weight)
+
+
+def test_two_optimizers_that_loaded_one_state_do_not_share_it():
+    layer, optimizer, *_ = started()
+    state = optimizer.state_dict()
+    other = copy.deepcopy(layer)
+    second = RowAdamW(other, **OPTIONS)
+    second.load_state_dict(state)
+    train(other, second, 3, generator=torch.Generator().manual_seed(6))
+    once = other.state_dict()["weight"].clone()
+    third = copy.deepcopy(layer)
+    again = RowAdamW(third, **OPTIONS)
+    again.load_state_dict(state)
+    train(third, again, 3, generator=torch.Generator().manual_seed(6))
+    assert torch.equal(third.state_dict()["weight"], once)
+
+
+def test_optimizers_are_copied_and_pickled_with_their_models():
+    layer, optimizer, twin, dense = started()
+    for travel in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        layer, optimizer = travel((layer, optimizer))
+        for each, trained in ((optimizer, layer), (dense, twin)):
+            train(trained, each, 4, generator=torch.Generator().manual_seed(8))
+        near(layer(torch.arange(30)), twin.weight)
+
+
+TRAINING = """
+import os, signal, torch
+from firstlayer.torch import Embedding
+from firstlayer.torch.optim import RowAdamW
+torch.manual_seed(0)
+layer = Embedding(30, 3, sparse=True)
+optimizer = RowAdamW(layer, lr=0.05, weight_decay=0.1)
+path, first = os.path.join(folder, "checkpoint"), 0
+if os.path.exists(path):
+    found = torch.load(path)
+    layer.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    first = found["step"]
+for step in range(first, 30):
+    if step == die_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step % 10 == 0:
+        parts = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**parts, "step": step}, path + ".new")
+        os.replace(path + ".new", path)
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 30, (4,), generator=generator)
+    optimizer.zero_grad()
+    (layer(ids) - torch.randn(4, 3, generator=generator)).square().sum().backward()
+    optimizer.step()
+torch.save(layer.state_dict(), os.path.join(folder, "end"))
+"""
+
+
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    exec(TRAINING, {"folder": str(whole), "die_at": -1})
+    code = f"folder, die_at = {str(killed)!r}, 17\n{TRAINING}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    exec(TRAINING, {"folder": str(killed), "die_at": -1})
+    ends = [torch.load(folder / "end")["weight"] for folder in (whole, killed)]
+    assert torch.equal(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_whole_the_rows_are_brought_up_to_date_by_one_operator(backend):
+    forget_graphs()
+    torch.manual_seed(0)
+    layer = Embedding(30, 3, padding_idx=0, sparse=True, dtype=torch.float64)
+    twin = nn.Embedding(30, 3, padding_idx=0, _weight=layer.weight.detach().clone())
+    optimizer = RowAdamW(layer, **OPTIONS)
+    dense = torch.optim.AdamW(twin.parameters(), **OPTIONS)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for step in range(12):
+        ids = torch.randint(0, 30, (4,))
+        got, want = compiled(ids), twin(ids)
+        near(got, want)
+        if step % 3 == 0:
+            # A second forward in the step, by whichever way.
+            near(layer(ids + ids % 2), twin(ids + ids % 2))
+        for each, y in ((optimizer, got), (dense, want)):
+            each.zero_grad()
+            y.tanh().sum().backward()
+            each.step()
+        assert layer.weight.grad is not None and layer.weight.grad.is_sparse
+    near(layer.state_dict()["weight"], twin.weight)
+    # One graph while nothing is pending, and one that settles, forward and backward.
+    assert graphs() <= 4
+
+
+def test_compiled_logits_see_rows_that_are_up_to_date():
+    forget_graphs()
+    layer, _, twin, _ = started()
+    logits = torch.compile(layer.logits, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        near(logits(torch.eye(3, dtype=torch.float64)).T, twin.weight)
+
+
+def test_a_compiled_model_of_torchs_own_layers_settles_by_its_hooks():
+    forget_graphs()
+    stock = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
+    layer, _, twin, _ = started(stock)
+    with torch.no_grad():
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.arange(30))
+    near(got, twin.weight)
+
+
+def test_a_scaler_skips_what_overflows_and_unscales_rows():
+    torch.manual_seed(0)
+    layer = Embedding(30, 3, sparse=True)
+    twin = nn.Embedding(30, 3, _weight=layer.weight.detach().clone())
+    optimizers = RowAdamW(layer, **OPTIONS), torch.optim.AdamW(twin.parameters(), **OPTIONS)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    for step in range(20):
+        ids = torch.randint(0, 30, (4,))
+        goal = torch.randn(4, 3) if step != 5 else torch.full((4, 3), float("inf"))
+        kept = layer.state_dict()["weight"].clone() if step == 5 else None
+        for model, optimizer, scaler in zip(
+            (layer, twin), optimizers, scalers, strict=True
+        ):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(ids) - goal).square().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if kept is not None:
+            assert torch.equal(layer.state_dict()["weight"], kept)
+    torch.testing.assert_close(
+        layer.state_dict()["weight"], twin.weight.detach(), atol=1e-5, rtol=0
+    )
+
+
+def test_results_are_the_same_bits_for_one_and_two_threads():
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        layer = Embedding(3000, 96, sparse=True)
+        optimizer = RowAdamW(layer, **OPTIONS)
+        for seed in range(3):
+            ids = torch.randint(
+                0, 3000, (2500,), generator=torch.Generator().manual_seed(seed)
+            )
+            optimizer.zero_grad()
+            layer(ids).square().sum().backward()
+            optimizer.step()
+        found.append([
+            layer.state_dict()["weight"],
+            *optimizer.state[layer.weight].values(),
+        ])
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_a_step_allocates_nothing_of_the_tables_size():
+    run_alone("""
+        import torch
+        from pathlib import Path
+        from firstlayer.torch import Embedding
+        from firstlayer.torch.optim import RowAdamW, clip_grad_norm_
+
+        def peak():
+            line = next(s for s in open("/proc/self/status") if s.startswith("VmHWM"))
+            return int(line.split()[1]) / 1024
+
+        layer = Embedding(400_000, 64, sparse=True)  # 100 MB
+        optimizer = RowAdamW(layer, lr=0.1, amsgrad=True)
+        size = 400_000 * 64 * 4 / 2**20
+
+        def step():
+            optimizer.zero_grad()
+            layer(torch.randint(0, 400_000, (256,))).square().sum().backward()
+            clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()
+
+        for _ in range(2):
+            step()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak()
+        for _ in range(20):
+            step()
+        assert peak() - before < 0.2 * size, (before, peak(), size)
+        optimizer.flush()
+        assert peak() - before < 0.4 * size, (before, peak(), size)
+    """)
+
+
+def test_bfloat16_tables_have_a_float32_state_and_round_once():
+    torch.manual_seed(0)
+    half = Embedding(30, 3, sparse=True, dtype=torch.bfloat16)
+    wide = Embedding(30, 3, sparse=True, _weight=half.weight.detach().float())
+    optimizers = [RowAdamW(layer, **OPTIONS) for layer in (half, wide)]
+    ids = torch.tensor([4, 9])
+    for layer, optimizer in zip((half, wide), optimizers, strict=True):
+        # A gradient that bfloat16 holds.
+        layer(ids).sum().backward()
+        optimizer.step()
+    near(half(ids), wide(ids).bfloat16())
+    state = optimizers[0].state[half.weight]
+    assert state["exp_avg"].dtype == torch.float32
+    near(state["exp_avg"], optimizers[1].state[wide.weight]["exp_avg"])
+
+
+def test_rules_that_leave_resting_rows_alone_need_nobody_to_settle():
+    for make in (RowAdagrad, RowRMSprop, RowSGD):
+        torch.manual_seed(0)
+        layer = nn.Embedding(30, 3, sparse=True)
+        twin = nn.Embedding(30, 3, _weight=layer.weight.detach().clone())
+        # Not the model: nothing is hooked, and nothing has to be.
+        optimizer = make(layer.parameters(), lr=0.05)
+        dense = getattr(torch.optim, make.__name__[3:])(twin.parameters(), lr=0.05)
+        for each, trained in ((optimizer, layer), (dense, twin)):
+            train(trained, each, 20, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(layer.weight, twin.weight, atol=1e-6, rtol=0)
+
+
+def test_eval_of_a_model_settles_every_layer_in_it():
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(EmbeddingLayer(30, 4, max_positions=9, sparse=True))
+    optimizer = RowAdamW(model, **OPTIONS)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(0, 30, (2, 3))).square().sum().backward()
+        optimizer.step()
+    table_state = model[0].token.weight.table_state
+    assert not table_state.is_caught_up
+    model.eval()
+    assert table_state.is_caught_up
