@@ -11,7 +11,7 @@ from .timing import Case, Run
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layer at two sizes, on 32 × 128 ids, with learned and sinusoidal positions."""
+    """Yield the layer at two sizes, with learned and sinusoidal positions."""
     for rows, width in ((50_000, 512), (30_000, 768)):
         for position in (LearnedPositions(512, width), SinusoidalPositions(width)):
             layer = EmbeddingLayer(rows, width, position=position, layer_norm=True, rng=0)

@@ -1,4 +1,4 @@
-"""Length extrapolation of position schemes at full size: ``python -m benchmarks.positions``.
+"""Length extrapolation of position schemes: ``python -m benchmarks.positions``.
 
 Trains every scheme of the position study on Python's standard library (3 layers of width
 96, 4 heads, 600 steps of 16 × 128 bytes, about 90 s per scheme on one core) and tests it at
