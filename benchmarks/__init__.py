@@ -1,1 +1,1 @@
-"""Every "faster" of the project, side by side with its peers in one run."""
+"""Benchmarks: every claim of speed, measured against its peers in one run."""

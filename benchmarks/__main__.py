@@ -7,37 +7,39 @@ import json
 import sys
 from collections.abc import Iterator
 
-from . import promises
+from . import correctness
 from .timing import Case, Result, keep_freed_memory, measure
 
-MODULES = ("lookup", "layer", "rotary", "bag", "torch_face", "optim", "equinox_rows")
+MODULES = ("lookup", "layer", "rotary", "bag", "torch_layers", "optim", "equinox_rows")
 
 
 def main() -> None:
-    """Print what is kept that others do not keep, and how fast ours is beside its peers."""
+    """Print correctness comparisons, then speed against each peer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "words", nargs="*", help="only what has one of these words in its name"
+        "words", nargs="*", help="run only benchmarks whose name contains one of these"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each contestant")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="timed rounds per contestant"
+    )
     options = parser.parse_args()
     keep_freed_memory()
-    kept = [p for p in promises.measured() if _wanted(p.name, options.words)]
+    comparisons = [c for c in correctness.measured() if _selected(c.name, options.words)]
     if not options.json:
-        for promise in kept:
-            print(_kept(promise), flush=True)
+        for comparison in comparisons:
+            print(_comparison(comparison), flush=True)
     results = []
     for case in _cases(options.words):
         results.append(measure(case, rounds=options.rounds))
-        # Some hold tables of gigabytes.
+        # Frees tables of several gigabytes.
         del case
         gc.collect()
         if not options.json:
             print(_line(results[-1]), flush=True)
     if options.json:
         everything = {
-            "promises": [promise.as_dict() for promise in kept],
+            "correctness": [comparison.as_dict() for comparison in comparisons],
             "speed": [result.as_dict() for result in results],
         }
         json.dump(everything, sys.stdout, indent=2, ensure_ascii=False)
@@ -51,24 +53,24 @@ def _cases(words: list[str]) -> Iterator[Case]:
         except ImportError as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
-        yield from (case for case in module.cases() if _wanted(case.name, words))
+        yield from (case for case in module.cases() if _selected(case.name, words))
 
 
-def _wanted(name: str, words: list[str]) -> bool:
+def _selected(name: str, words: list[str]) -> bool:
     return not words or any(word in name for word in words)
 
 
-def _kept(promise: promises.Promise) -> str:
-    theirs = "not installed" if promise.theirs is None else promise.theirs
-    return f"{promise.name}: {promise.ours}  ({promise.peer}: {theirs})"
+def _comparison(row: correctness.Comparison) -> str:
+    theirs = "not installed" if row.theirs is None else row.theirs
+    return f"{row.name}: {row.ours}  ({row.peer}: {theirs})"
 
 
 def _line(result: Result) -> str:
     parts = [f"{result.name:<58} {result.ours:8.3f} ms  memcpy {result.memcpy:.3f}"]
     for name, ratio in result.ratios.items():
         bar = result.bars.get(name)
-        aim = "" if bar is None else f" (aim {bar:g})"
-        parts.append(f"{name} {ratio:.2f}×{aim}")
+        goal = "" if bar is None else f" (goal {bar:g})"
+        parts.append(f"{name} {ratio:.2f}×{goal}")
     parts += [f"{name} not installed" for name in result.missing]
     return "  ".join(parts)
 

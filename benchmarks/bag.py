@@ -1,4 +1,4 @@
-"""Sums of rows over bags."""
+"""Pooling rows over bags."""
 
 from collections.abc import Iterator
 
@@ -7,22 +7,22 @@ import numpy as np
 from firstlayer.embeddings.bag import MODES, Mode
 from firstlayer.numpy import EmbeddingBag
 
-from .ids import KINDS, batches
+from .ids import DISTRIBUTIONS, batches
 from .timing import Case
 
 
 def cases() -> Iterator[Case]:
-    """Yield 512 bags of 20 ids from a table of a million rows."""
+    """Yield lookups of 512 bags of 20 ids in a table of a million rows."""
     table = np.random.default_rng(0).standard_normal((1_000_000, 128), dtype=np.float32)
-    for kind in KINDS:
+    for distribution in DISTRIBUTIONS:
         for mode in MODES:
-            yield _bag(table, kind, mode)
+            yield _bag(table, distribution, mode)
 
 
-def _bag(table: np.ndarray, kind: str, mode: Mode) -> Case:
+def _bag(table: np.ndarray, distribution: str, mode: Mode) -> Case:
     layer = EmbeddingBag(*table.shape, mode=mode, weight=table)
-    ids = batches(kind, table.shape[0], (512, 20))
-    name = f"bag {mode} 1,000,000 × 128, 512 bags of 20, {kind}"
+    ids = batches(distribution, table.shape[0], (512, 20))
+    name = f"bag {mode} 1,000,000 × 128, 512 bags of 20, {distribution}"
     try:
         import torch
     except ImportError:

@@ -1,18 +1,18 @@
-"""Batches of ids: spread evenly, and as words are (Zipf's law over shuffled rows)."""
+"""Batches of ids: uniform, and distributed like words (Zipf's law over shuffled rows)."""
 
 import numpy as np
 
 from .timing import BATCHES
 
-KINDS = ("uniform", "zipf")
+DISTRIBUTIONS = ("uniform", "zipf")
 
 
-def batches(kind: str, rows: int, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Return a dozen batches of int64 ids below ``rows``."""
+def batches(distribution: str, rows: int, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Return twelve batches of int64 ids below ``rows``."""
     rng = np.random.default_rng(0)
-    if kind == "uniform":
+    if distribution == "uniform":
         return [rng.integers(0, rows, shape) for _ in range(BATCHES)]
-    # The inverse of the cumulative weight 1/rank, found by bisection.
+    # Inverse of the cumulative weight 1/rank, by bisection.
     cumulative = np.cumsum(1.0 / np.arange(1, rows + 1))
     shuffled = rng.permutation(rows)
     return [

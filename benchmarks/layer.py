@@ -6,26 +6,26 @@ import numpy as np
 
 from firstlayer.numpy import EmbeddingLayer, LearnedPositions, SinusoidalPositions
 
-from .ids import KINDS, batches
+from .ids import DISTRIBUTIONS, batches
 from .timing import Case, Run
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layer at two sizes, on 32 × 128 ids, with both kinds of positions."""
+    """Yield the layer at two sizes, with learned and sinusoidal positions."""
     for rows, width in ((50_000, 512), (30_000, 768)):
         for position in (LearnedPositions(512, width), SinusoidalPositions(width)):
             layer = EmbeddingLayer(rows, width, position=position, layer_norm=True, rng=0)
-            for kind in KINDS:
-                yield _layer(layer, kind)
+            for distribution in DISTRIBUTIONS:
+                yield _layer(layer, distribution)
 
 
-def _layer(layer: EmbeddingLayer, kind: str) -> Case:
+def _layer(layer: EmbeddingLayer, distribution: str) -> Case:
     rows, width = layer.token.weight.shape
-    ids = batches(kind, rows, (32, 128))
+    ids = batches(distribution, rows, (32, 128))
     position = type(layer.position).__name__.removesuffix("Positions").lower()
     peers, bars = _torch_peers(layer, ids)
     return Case(
-        f"layer {rows:,} × {width}, token + {position} + norm, {kind}",
+        f"layer {rows:,} × {width}, token + {position} + norm, {distribution}",
         lambda batch: layer(ids[batch]),
         peers,
         bars,
@@ -42,7 +42,7 @@ def _torch_peers(
     except ImportError:
         return {}, {}
     state = {name: torch.from_numpy(value) for name, value in layer.state_dict().items()}
-    # A ready table, which is the fastest that a sinusoid can be in torch.
+    # A precomputed table: the fastest form of sinusoidal positions in torch.
     table = torch.from_numpy(layer.position.encode(np.arange(512)))
     tensors = [torch.from_numpy(batch) for batch in ids]
 

@@ -20,7 +20,7 @@ import torch
 from firstlayer.torch import Embedding
 from firstlayer.torch.optim import RowAdamW
 
-from .ids import KINDS, batches
+from .ids import DISTRIBUTIONS, batches
 from .timing import BATCHES, Case
 
 IDS = (32, 128)
@@ -81,7 +81,7 @@ class Training:
 def cases() -> Iterator[Case]:
     """Yield every size and spread of ids, beside dense gradients and beside SparseAdam."""
     for rows, width, bar in SIZES:
-        for kind in KINDS:
+        for kind in DISTRIBUTIONS:
             yield _case(rows, width, kind, DENSE, bar=bar, tolerance=1e-4)
             yield _case(rows, width, kind, SPARSE, bar=1.0, tolerance=APART)
 

@@ -1,14 +1,12 @@
-"""How far position schemes reach, at full size: ``python -m benchmarks.positions``.
+"""Length extrapolation of position schemes: ``python -m benchmarks.positions``.
 
-Trains every scheme of :mod:`firstlayer.analysis.positions` on Python's standard library (3 layers
-of width 96, 4 heads, 600 steps of 16 × 128 bytes, about 90 s a scheme on one core), tests
-it up to eight times that length, and checks the shape that was published: ALiBi stays flat
-and sinusoidal breaks at once (Press et al. 2021, table 2), rotary breaks soon after, and
-YaRN and NTK mend it without training (Peng et al. 2023), while interpolation alone does
-not.
+Trains every scheme of the position study on Python's standard library (3 layers of width
+96, 4 heads, 600 steps of 16 × 128 bytes, about 90 s per scheme on one core) and tests it at
+up to eight times the training length. Checks published results: ALiBi stays flat and
+sinusoidal degrades at once (Press et al. 2021, table 2), rotary degrades soon after, YaRN
+and NTK repair it without training and interpolation alone does not (Peng et al. 2023).
 
-With ``--results FILE`` each scheme's result is kept as it comes, a line each, and a scheme
-that is in the file already is not trained again.
+``--results FILE`` appends the result of each scheme and skips schemes already in the file.
 """
 
 import argparse
@@ -25,13 +23,13 @@ Losses = dict[str, Curve]
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that was published, and what came of it here, in nats a byte.
+    """A published result and its measured value, in nats per byte.
 
     Args:
-        says: What.
-        value: What was measured.
-        least: What it must be greater than, or None.
-        most: What it must be smaller than, or None.
+        says: The claim.
+        value: Measured value.
+        least: Lower bound, or None.
+        most: Upper bound, or None.
     """
 
     says: str
@@ -41,14 +39,14 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Tell whether it does here."""
+        """Return whether the measured value is within the bounds."""
         return (self.least is None or self.value > self.least) and (
             self.most is None or self.value < self.most
         )
 
 
 def claims(curves: Losses, length: int) -> Iterator[Claim]:
-    """Yield what must hold of the losses of models trained at ``length``."""
+    """Yield the claims about models trained at ``length``."""
 
     def loss(name: str, times: float) -> float:
         value = curves[name].at(round(times * length))
@@ -57,9 +55,9 @@ def claims(curves: Losses, length: int) -> Iterator[Claim]:
     def rise(name: str, times: float) -> float:
         return loss(name, times) - loss(name, 1)
 
-    rival = min(loss(name, 1) for name in SCHEMES if name != "rotary")
+    best_other = min(loss(name, 1) for name in SCHEMES if name != "rotary")
     rotary = loss("rotary", 1)
-    yield Claim("rotary is best at the training length, by", rival - rotary, least=0.0)
+    yield Claim("rotary is best at the training length, by", best_other - rotary, least=0.0)
     yield Claim("ALiBi rises at 8×, by", rise("alibi", 8), most=0.05)
     yield Claim("sinusoidal rises at 1.5×, by", rise("sinusoidal", 1.5), least=0.6)
     yield Claim("rotary rises at 4×, by", rise("rotary", 4), least=0.7)
@@ -71,7 +69,7 @@ def claims(curves: Losses, length: int) -> Iterator[Claim]:
 
 
 def measured(seed: int, results: Path | None) -> Losses:
-    """Return every scheme's curves by name, out of the file or trained now."""
+    """Return the curves of every scheme by name, from the file or trained now."""
     setting, text, curves = Setting(seed=seed), python_source(), {}
     known = [] if results is None or not results.exists() else _read(results)
     for scheme in SCHEMES:
@@ -101,10 +99,12 @@ def _print(curve: Curve) -> None:
 
 
 def main() -> None:
-    """Train, print the losses and the claims, and fail if one does not hold."""
+    """Train, print losses and claims, and exit with 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.positions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, help="keep results here, and go on from it")
+    parser.add_argument(
+        "--results", type=Path, help="append results to this file and resume from it"
+    )
     options = parser.parse_args()
     setting = Setting(seed=options.seed)
     print(f"{'bytes read':<20}" + "  ".join(f"{n:>5}" for n in setting.lengths))

@@ -1,4 +1,4 @@
-"""Rotating queries, and making the turns of many positions."""
+"""Rotating queries, and computing the phases of many positions."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ SHAPES = ((4, 16, 512, 64), (1, 32, 2048, 128))
 
 
 def cases() -> Iterator[Case]:
-    """Yield a rotation in both layouts at two sizes, and the turns of 131,072 positions."""
+    """Yield rotations in both layouts at two sizes, and phases of 131,072 positions."""
     for shape in SHAPES:
         for layout in ("half", "interleaved"):
             yield _rotation(shape, layout)
@@ -29,7 +29,7 @@ def _rotation(shape: tuple[int, ...], layout) -> Case:
         import torch
     except ImportError:
         return Case(name, lambda batch: layer(batches[batch]), {}, missing=("torch",))
-    cos, sin = (torch.from_numpy(turn) for turn in layer.phases(np.arange(length)))
+    cos, sin = (torch.from_numpy(part) for part in layer.phases(np.arange(length)))
     tensors = [torch.from_numpy(batch) for batch in batches]
     eager = half_forms(cos, sin) if layout == "half" else _interleaved_forms(cos, sin)
     peers = {form: _on(tensors, run) for form, run in eager.items()}
@@ -44,7 +44,7 @@ def _on(tensors, run):
 
 
 def half_forms(cos, sin):
-    """Return the ways torch users write the rotation of halves, by name."""
+    """Return common torch implementations of half-layout rotary, by name."""
     import torch
 
     twice_cos, twice_sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
@@ -63,7 +63,7 @@ def half_forms(cos, sin):
 def _interleaved_forms(cos, sin):
     import torch
 
-    turn = torch.complex(cos, sin)
+    phases = torch.complex(cos, sin)
 
     def stack(x):
         a, b = x[..., 0::2], x[..., 1::2]
@@ -71,7 +71,7 @@ def _interleaved_forms(cos, sin):
 
     def as_complex(x):
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turn).flatten(-2)
+        return torch.view_as_real(pairs * phases).flatten(-2)
 
     return {"torch stack": stack, "torch complex": as_complex}
 
@@ -83,22 +83,22 @@ def _phases(count: int, pairs: int) -> Case:
     def ours(batch: int) -> tuple[np.ndarray, np.ndarray]:
         return layer.phases(np.arange(starts[batch], starts[batch] + count))
 
-    name = f"turns of {count:,} positions × {pairs} pairs"
+    name = f"phases of {count:,} positions × {pairs} pairs"
     try:
         import torch
     except ImportError:
-        return Case(name, ours, {}, missing=("torch",), flatten=_first_turns)
+        return Case(name, ours, {}, missing=("torch",), flatten=_stacked)
     rates = torch.from_numpy(layer.frequencies.astype(np.float32))
 
     def theirs(batch: int):
         angles = torch.arange(starts[batch], starts[batch] + count)[:, None] * rates
         return angles.cos(), angles.sin()
 
-    # Their angles are rounded to float32, which at 140,000 is off by 0.008.
+    # The peer computes angles in float32, which are off by 0.008 at position 140,000.
     return Case(
-        name, ours, {"torch": theirs}, {"torch": 1.0}, tolerance=0.02, flatten=_first_turns
+        name, ours, {"torch": theirs}, {"torch": 1.0}, tolerance=0.02, flatten=_stacked
     )
 
 
-def _first_turns(result) -> np.ndarray:
+def _stacked(result) -> np.ndarray:
     return np.stack([np.asarray(part) for part in result])

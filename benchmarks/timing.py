@@ -1,15 +1,12 @@
-"""Timing ours beside its peers: equal results first, then medians over rotating batches.
+"""Time Firstlayer against its peers: results are compared first, then runs are interleaved.
 
-A machine is noisy and shared, and one hot batch of ids flatters everybody's cache. So the
-contestants take turns, in an order that rotates: after a rest and two calls that nobody
-times, each goes once through all twelve batches, and each of those calls is a reading. What
-is reported is the median of each and the ratio to ours. A copy of the output's size stands
-beside them for scale: nothing that writes its output can be much faster.
+Each round runs every contestant, in rotating order: a short pause, two warm-up calls, then
+twelve timed calls on twelve different batches, since a single batch would stay in the
+cache. The result is the median of all timed calls and its ratio to ours. A memcpy of the
+output is timed as well, as a lower bound for anything that writes its output.
 
-Memory that was freed is kept by the process, for all of them: blocks up to 64 MB, as
-outputs are, not those of a large table's size. By default the C library gives some back to
-the system and takes it again, page by page, which in a benchmark's short loop costs more
-than the layers do and falls on whoever comes next.
+The process keeps freed memory blocks up to 64 MB. By default the C library returns some to
+the system and faults them in again, which in a short loop costs more than the layers.
 """
 
 import ctypes
@@ -21,29 +18,29 @@ from typing import Any
 import numpy as np
 
 BATCHES = 12
-# OpenMP's threads go on spinning after their work and would sit on the next one's core.
+# OpenMP threads keep spinning after their work and would occupy a core of the next run.
 REST = 0.01
-# Calls after a rest that are not timed: threads wake, and the output's memory comes back.
-WARM = 2
+# Untimed calls after a pause: threads wake up and output memory is reused.
+WARMUP = 2
 Run = Callable[[int], Any]
-# The C library's names for "trim the heap above" and "map blocks from here on".
+# mallopt parameters of glibc.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One operation, timed for Firstlayer and its peers.
 
     Args:
-        name: What is done, and on which sizes.
-        ours: Does it on the batch of that number, with Firstlayer.
-        peers: Does it with another library, by name.
-        bars: How many times as fast as that peer ours has to be.
+        name: Operation and sizes.
+        ours: Runs it on a batch, by batch number.
+        peers: The same for other libraries, by name.
+        bars: Required speed-up over each peer.
         missing: Peers that are not installed.
-        tolerance: How far results may differ.
-        repeat: How often a call is repeated for one reading; many for a tiny one.
-        most_rounds: How many turns are enough; few for what takes long.
-        flatten: Turns a result into something that NumPy can compare.
+        tolerance: Largest allowed difference between results.
+        repeat: Calls per timed reading, for very short operations.
+        most_rounds: Upper limit of rounds, for long operations.
+        flatten: Converts a result to a NumPy array.
     """
 
     name: str
@@ -59,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians in milliseconds, and how many times as long as ours each peer took."""
+    """Medians in milliseconds, and the ratio of each peer's time to ours."""
 
     name: str
     ours: float
@@ -71,16 +68,16 @@ class Result:
 
     @property
     def met(self) -> bool:
-        """Tell whether every bar was met."""
+        """Return whether every bar was met."""
         return all(self.ratios[name] >= bar for name, bar in self.bars.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return a dict for JSON."""
         return {**asdict(self), "met": self.met}
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep up to a gigabyte that it has freed, where it can be told to."""
+    """Make the process keep up to a gigabyte of freed memory, where glibc allows it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(TRIM_THRESHOLD, 1 << 30)
@@ -88,14 +85,14 @@ def keep_freed_memory() -> None:
 
 
 def measure(case: Case, *, rounds: int = 12) -> Result:
-    """Check that all agree on every batch, then time them in turns."""
+    """Check that all results agree on every batch, then time interleaved rounds."""
     _check_equal(case)
     sample = case.flatten(case.ours(0))
     runs = {"ours": case.ours, "memcpy": lambda batch: sample.copy(), **case.peers}
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
-    for turn in range(min(rounds, case.most_rounds)):
-        first = turn % len(names)
+    for round_ in range(min(rounds, case.most_rounds)):
+        first = round_ % len(names)
         for name in names[first:] + names[:first]:
             times[name] += _readings(runs[name], case.repeat)
     medians = {name: float(np.median(values)) * 1e3 for name, values in times.items()}
@@ -113,17 +110,17 @@ def measure(case: Case, *, rounds: int = 12) -> Result:
 
 
 def _readings(run: Run, repeat: int) -> list[float]:
-    """Return how long each of the batches took, one after the other."""
+    """Return the time of one pass over all batches, per batch."""
     time.sleep(REST)
-    for batch in range(-WARM, 0):
+    for batch in range(-WARMUP, 0):
         run(batch % BATCHES)
     return [_time(run, batch, repeat) for batch in range(BATCHES)]
 
 
 def _time(run: Run, batch: int, repeat: int) -> float:
     start = time.perf_counter()
-    for again in range(repeat):
-        run((batch + again) % BATCHES)
+    for i in range(repeat):
+        run((batch + i) % BATCHES)
     return (time.perf_counter() - start) / repeat
 
 

@@ -1,10 +1,10 @@
-"""Word vectors beside gensim's Word2Vec, on one text: ``python -m benchmarks.train``.
+"""Word vectors against gensim's Word2Vec on the same text: ``python -m benchmarks.train``.
 
-Both learn skip-gram with negative sampling from Python's standard library, tokenized once,
-with the same width, window, noise, thinning and epochs, on two threads. How good a table
-is, Python says itself: names of a kind (exceptions, error numbers, methods of ``str``) are
-used alike, so a name's nearest neighbours should be of its kind. gensim's rows are also
-judged with their mean taken away, as ours are.
+Both train skip-gram with negative sampling on Python's standard library, tokenized once,
+with the same width, window, negatives, subsampling and epochs, on two threads. Quality is
+the share of a name's nearest neighbors that belong to its category (exceptions, error
+numbers, methods of ``str``, …). gensim's rows are also evaluated with their mean
+subtracted, as ours are.
 """
 
 import argparse
@@ -32,39 +32,39 @@ from firstlayer.word_vectors.skipgram import Setting, SkipGram
 from firstlayer.word_vectors.text import documents_in, standard_library
 
 THREADS = 2
-#: How many neighbours are looked at, and how many names a kind must have in the text.
+#: Number of neighbors, and the least number of names a category must have in the text.
 NEAREST, FEWEST = 5, 6
-# gensim drops what a sentence has beyond this.
+# gensim truncates longer sentences.
 SENTENCE = 10_000
-#: How many times as fast as gensim ours has to be.
+#: Required speed-up over gensim.
 FASTER = 2.0
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What one of them made of the text.
+class Result:
+    """Speed and quality of one library.
 
     Args:
-        who: Which library.
-        seconds: How long learning took, tokenizing left aside.
-        tokens_per_second: How fast that was.
-        alike: Part of a name's nearest neighbours that are of its kind.
-        kinds: The same by kind.
+        library: Name of the library.
+        seconds: Training time without tokenizing.
+        tokens_per_second: Training speed.
+        purity: Share of nearest neighbors in the same category.
+        by_category: The same by category.
     """
 
-    who: str
+    library: str
     seconds: float
     tokens_per_second: float
-    alike: float
-    kinds: dict[str, float]
+    purity: float
+    by_category: dict[str, float]
 
 
-def kinds() -> dict[str, list[str]]:
-    """Return names of a kind, as the running Python knows them."""
+def categories() -> dict[str, list[str]]:
+    """Return names by category, taken from the running Python."""
 
     def classes(module: object, base: type) -> list[str]:
-        held = vars(module).items()
-        return [n for n, v in held if isinstance(v, type) and issubclass(v, base)]
+        items = vars(module).items()
+        return [n for n, v in items if isinstance(v, type) and issubclass(v, base)]
 
     def methods(of: type, dunder: bool) -> list[str]:
         return [name for name in dir(of) if name.startswith("__") == dunder]
@@ -83,35 +83,35 @@ def kinds() -> dict[str, list[str]]:
     }
 
 
-def alike(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
-    """Return for each kind the part of its names' neighbours that are of that kind."""
-    unit, found = units(weight), {}
-    for kind, names in kinds().items():
+def purity(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
+    """Return for each category the share of nearest neighbors in the same category."""
+    unit, shares = units(weight), {}
+    for category, names in categories().items():
         own = [rows[name] for name in names if name in rows]
         if len(own) < FEWEST:
             continue
         cosines = unit[own] @ unit.T
         cosines[np.arange(len(own)), own] = -np.inf
         near = np.argsort(-cosines, axis=1)[:, :NEAREST]
-        found[kind] = float(np.isin(near, own).mean())
-    return found
+        shares[category] = float(np.isin(near, own).mean())
+    return shares
 
 
 def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
-    """Return how long it takes with Firstlayer, and the table."""
+    """Return the training time of Firstlayer and the table."""
     set_num_threads(THREADS)
-    # Compiling is done once on a machine; a second's worth of it is no speed of learning.
+    # Kernels compile once per machine, so compilation is not timed.
     warm = SkipGram(corpus, setting)
     batches = iter(range(2))
     warm.run(stop=lambda: next(batches, None) is None)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     model = SkipGram(corpus, setting)
     model.run()
-    return time.perf_counter() - begun, model.result()
+    return time.perf_counter() - start, model.result()
 
 
-def gensims(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
-    """Return how long it takes with gensim, and the table."""
+def gensim(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
+    """Return the training time of gensim and the table."""
     from gensim.models import Word2Vec
 
     sentences = list(_sentences(corpus))
@@ -127,9 +127,9 @@ def gensims(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
         workers=THREADS,
     )
     model.build_vocab(sentences)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     model.train(sentences, total_examples=len(sentences), epochs=setting.epochs)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     weight = np.zeros((corpus.num_embeddings, setting.embedding_dim), np.float32)
     names: Any = model.wv.index_to_key
     rows = np.array([int(name) for name in names])
@@ -138,33 +138,33 @@ def gensims(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
 
 
 def _sentences(corpus: Corpus) -> Iterator[list[str]]:
-    # A word's name is its id: gensim asks for strings.
+    # gensim needs strings, so each word is named by its id.
     names = list(map(str, range(corpus.num_embeddings)))
     for lo, hi in zip(corpus.bounds[:-1], corpus.bounds[1:], strict=True):
         for start in range(lo, hi, SENTENCE):
             yield [names[i] for i in corpus.ids[start : min(start + SENTENCE, hi)]]
 
 
-def measured(setting: Setting) -> Iterator[Learned]:
-    """Yield what each of them makes of Python's standard library."""
+def measured(setting: Setting) -> Iterator[Result]:
+    """Yield the results of both libraries on Python's standard library."""
     documents = documents_in(standard_library())
     corpus = tokenized(documents, learn_tokenizer(documents))
     rows = corpus.tokenizer.get_vocab()
 
-    def result(who: str, seconds: float, weight: np.ndarray) -> Learned:
-        found = alike(weight, rows)
+    def result(library: str, seconds: float, weight: np.ndarray) -> Result:
+        shares = purity(weight, rows)
         speed = corpus.ids.size * setting.epochs / seconds
-        return Learned(who, seconds, speed, float(np.mean(list(found.values()))), found)
+        return Result(library, seconds, speed, float(np.mean([*shares.values()])), shares)
 
     yield result("firstlayer", *ours(corpus, setting))
-    seconds, weight = gensims(corpus, setting)
+    seconds, weight = gensim(corpus, setting)
     yield result("gensim", seconds, weight)
     weight[1:] -= weight[1:].mean(axis=0)
-    yield result("gensim, mean taken away", seconds, weight)
+    yield result("gensim, mean subtracted", seconds, weight)
 
 
 def main() -> None:
-    """Learn, print speed and quality, and fail if ours is slower than it has to be."""
+    """Train, print speed and quality, and exit with 1 if ours is too slow or worse."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
@@ -172,23 +172,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     setting = Setting(embedding_dim=options.dim, epochs=options.epochs, seed=options.seed)
-    found = []
-    for learned in measured(setting):
-        found.append(learned)
+    results = []
+    for result in measured(setting):
+        results.append(result)
         if not options.json:
-            print(_line(learned), flush=True)
+            print(_line(result), flush=True)
     if options.json:
-        json.dump([asdict(learned) for learned in found], sys.stdout, indent=2)
+        json.dump([asdict(result) for result in results], sys.stdout, indent=2)
         print()
-    mine, theirs, *_ = found
-    sys.exit(theirs.seconds < FASTER * mine.seconds or mine.alike < theirs.alike)
+    mine, theirs, *_ = results
+    sys.exit(theirs.seconds < FASTER * mine.seconds or mine.purity < theirs.purity)
 
 
-def _line(learned: Learned) -> str:
-    each = ", ".join(f"{kind} {part:.2f}" for kind, part in learned.kinds.items())
+def _line(result: Result) -> str:
+    each = ", ".join(f"{name} {part:.2f}" for name, part in result.by_category.items())
     return (
-        f"{learned.who:<24} {learned.seconds:6.1f} s  {learned.tokens_per_second:9,.0f} "
-        f"tokens/s  neighbours of a kind {learned.alike:.3f} ({each})"
+        f"{result.library:<24} {result.seconds:6.1f} s  {result.tokens_per_second:9,.0f} "
+        f"tokens/s  neighbors in the same category {result.purity:.3f} ({each})"
     )
 
 

@@ -1,12 +1,10 @@
-"""Tell which file a few lines come from, by their words alone, with a bag of embeddings.
+"""Classify which file a few lines come from, with a bag of word embeddings.
 
-Every word has a row; a piece of text is the mean of its words' rows, and a linear map says
-which file that looks like. Pieces differ in length, so that a batch is one long list of
-words and where each piece begins. Only rows of words that occur get a gradient, and only
-they are moved (``RowAdamW``).
+A piece of text is the mean of its word rows, and a linear head maps it to a file. Pieces
+differ in length, so a batch is one list of word ids and the offset of each piece. Only rows
+of words in the batch get a gradient, and ``RowAdamW`` updates only those.
 
-Run it: ``python examples/bag_classifier.py``, with two files or more of your own if you
-like.
+Run it: ``python examples/bag_classifier.py``, optionally with two or more files.
 """
 
 import argparse
@@ -30,7 +28,7 @@ Piece = tuple[list[int], int]
 
 
 def read_pieces(files: list[str]) -> tuple[int, list[Piece]]:
-    """Return how many words there are, and pieces as ids of words with their file."""
+    """Return the vocabulary size, and pieces of text as word ids with their file."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [Path(file) for file in files] or [folder / f"{name}.py" for name in MODULES]
     number, pieces = {}, []
@@ -44,14 +42,14 @@ def read_pieces(files: list[str]) -> tuple[int, list[Piece]]:
 
 
 def batch(pieces: list[Piece]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all words of some pieces, where each piece begins, and its file."""
+    """Return the word ids of a batch, the offset of each piece, and its file."""
     lengths = torch.tensor([0] + [len(words) for words, _ in pieces[:-1]])
     ids = torch.tensor([word for words, _ in pieces for word in words])
     return ids, lengths.cumsum(0), torch.tensor([label for _, label in pieces])
 
 
 def test(bag: EmbeddingBag, head: nn.Linear, pieces: list[Piece]) -> tuple[float, float]:
-    """Return the loss on pieces that were not learned from, and how many are right."""
+    """Return the loss and accuracy on held-out pieces."""
     ids, offsets, target = batch(pieces)
     with torch.no_grad():
         logits = head(bag(ids, offsets))
@@ -60,7 +58,7 @@ def test(bag: EmbeddingBag, head: nn.Linear, pieces: list[Piece]) -> tuple[float
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print how sure the model is where lines come from."""
+    """Train, and print losses and held-out accuracy."""
     parser = argparse.ArgumentParser(description="Tell which file lines come from.")
     parser.add_argument("file", nargs="*", help="two or more, instead of Python's modules")
     parser.add_argument("--steps", type=int, default=1000)
@@ -74,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     bag = EmbeddingBag(words, WIDTH, mode="mean", sparse=True)
     nn.init.normal_(bag.weight, std=0.1)
     head = nn.Linear(WIDTH, files)
-    # AdamW's own numbers, at the cost of the words in a batch, not of the vocabulary.
+    # Exact AdamW at the cost of the words in a batch instead of the vocabulary.
     optimizer = RowAdamW([*bag.parameters(), *head.parameters()], lr=RATE)
     print(f"{len(pieces):,} pieces of {files} files: {math.log(files):.2f} nats")
     for step in range(1, options.steps + 1):

@@ -1,8 +1,8 @@
-"""Learn to predict the next token with NumPy alone: lookup, positions, a tied head.
+"""Predict the next token with NumPy alone: lookup, positions and a tied head.
 
 Reads the source of a standard-library module, gives every word an id, and trains token and
-position tables so that the average of the words before, weighted by how near they are,
-points at the next one. Run it: ``python examples/next_token.py``.
+position tables so that a distance-weighted average of the previous words predicts the next
+one. Run it: ``python examples/next_token.py``.
 """
 
 import inspect
@@ -17,7 +17,7 @@ LENGTH, STEPS, RATE = 32, 90, 4.0
 
 
 def read_words() -> tuple[list[str], np.ndarray]:
-    """Return the words of a module's source and the text as ids into them."""
+    """Return the words of a module's source, and the text as ids."""
     import argparse
 
     text = re.findall(r"\w+|[^\w\s]", inspect.getsource(argparse))
@@ -27,7 +27,7 @@ def read_words() -> tuple[list[str], np.ndarray]:
 
 
 def attention() -> np.ndarray:
-    """Return how much each position looks at each before it: the nearer, the more."""
+    """Return causal attention weights that decay with distance."""
     positions = np.arange(LENGTH)
     scores = AlibiBias(1, max_bias=1.0).bias(positions, positions)[0]
     scores[positions[None, :] > positions[:, None]] = -np.inf
@@ -45,7 +45,7 @@ def softmax_loss(logits: np.ndarray, target: np.ndarray) -> tuple[float, np.ndar
 
 
 def step(layer: EmbeddingLayer, look: np.ndarray, batch: np.ndarray) -> float:
-    """Take one step down the gradient of the loss on a batch, and return the loss."""
+    """Take one gradient step on a batch and return the loss."""
     ids, target = batch[:, :-1], batch[:, 1:]
     vectors, pull = layer.vjp(ids)
     mixed = look @ vectors
@@ -53,7 +53,7 @@ def step(layer: EmbeddingLayer, look: np.ndarray, batch: np.ndarray) -> float:
     loss, dlogits = softmax_loss(logits, target)
     head: dict[str, Any] = pull_head(dlogits)
     gradients = pull(look.T @ head["x"])
-    # The tied head sends a gradient to every row, the lookup to those it used.
+    # The tied head gives every row a gradient; the lookup only the rows it read.
     layer.token.weight -= RATE * head["weight"]
     for name, table in layer.parameters().items():
         table[gradients[name].ids] -= RATE * gradients[name].values
@@ -61,7 +61,7 @@ def step(layer: EmbeddingLayer, look: np.ndarray, batch: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Train, and print how surprised the model is by the next word."""
+    """Train, and print the loss."""
     rng = np.random.default_rng(0)
     words, text = read_words()
     layer = EmbeddingLayer(len(words), 64, max_positions=LENGTH, rng=rng)
@@ -73,7 +73,7 @@ def main() -> None:
         starts = rng.integers(0, len(text) - LENGTH - 1, 32)
         loss = step(layer, look, text[starts[:, None] + np.arange(LENGTH + 1)])
         if number % 30 == 0:
-            print(f"step {number}: {loss:.2f} nats a token")
+            print(f"step {number}: {loss:.2f} nats per token")
 
 
 if __name__ == "__main__":

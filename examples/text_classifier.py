@@ -1,10 +1,10 @@
-"""Tell text that runs forwards from text that runs backwards, with a recurrent layer.
+"""Classify text as forward or reversed, with a recurrent layer.
 
-Both are made of the same letters, so that a bag of them could only guess. Order is all
-there is to learn, and the LRU has it from its recurrence: no positions are added. Pieces
-have different lengths; what fills them up is padding, and counts for nothing.
+Both classes contain the same letters, so only their order carries information. The LRU
+encodes order by its recurrence, so no positions are added. Pieces have different lengths;
+padding has no effect on the output.
 
-Run it: ``python examples/text_classifier.py``, with a file of your own if you like.
+Run it: ``python examples/text_classifier.py``, optionally with a file.
 """
 
 import argparse
@@ -23,13 +23,13 @@ SHORTEST, LONGEST, BATCH, RATE = 16, 48, 32, 4e-3
 
 
 def read_ids(file: str | None) -> Tensor:
-    """Return the bytes of a file as ids; 0 is left for padding."""
+    """Return the bytes of a file as ids; id 0 is padding."""
     path = Path(file or Path(sysconfig.get_path("stdlib")) / "argparse.py")
     return torch.tensor(list(path.read_bytes())) + 1
 
 
 def pieces(text: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return pieces of text, padded to one length, and which of them run backwards."""
+    """Return padded pieces of text, and whether each is reversed."""
     backwards = torch.arange(count) % 2
     lengths = torch.randint(SHORTEST, LONGEST + 1, (count,))
     starts = torch.randint(0, len(text) - LONGEST, (count,))
@@ -41,7 +41,7 @@ def pieces(text: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def test(model: Classifier, text: Tensor) -> tuple[float, float]:
-    """Return the loss on text that was not learned from, and how much of it is right."""
+    """Return the loss and accuracy on held-out text."""
     ids, target = pieces(text, 500)
     with torch.no_grad():
         logits = model.eval()(ids)
@@ -50,7 +50,7 @@ def test(model: Classifier, text: Tensor) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print how sure the model is which way text runs."""
+    """Train, and print losses and held-out accuracy."""
     parser = argparse.ArgumentParser(description="Tell forwards from backwards.")
     parser.add_argument("file", nargs="?", help="what to read instead of a Python module")
     parser.add_argument("--steps", type=int, default=200)

@@ -1,12 +1,11 @@
-"""Learn to write Python, with positions by whatever scheme you name.
+"""Train a byte-level transformer on Python source, with a position scheme of your choice.
 
-A small causal transformer on bytes. Positions are added to the vectors (learned,
-sinusoidal), turn queries and keys (rotary), or are added to the scores (ALiBi, T5); the
-rest of the model is the same. It then writes with a cache of keys and values: each new
-token is looked up alone, at its place, and meets the keys of all before it.
+Positions are added to the vectors (learned, sinusoidal), rotate queries and keys (rotary),
+or are added to the attention scores (ALiBi, T5); the rest of the model is the same. The
+model then generates text with a KV cache: each new token is embedded alone, with its
+offset.
 
-Run it: ``python examples/transformer.py --positions alibi``, with a file of your own if
-you like.
+Run it: ``python examples/transformer.py --positions alibi``, optionally with a file.
 """
 
 import argparse
@@ -24,12 +23,12 @@ from firstlayer.torch import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bias
 SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
 LENGTH, BATCH, WIDTH, HEADS, LAYERS, RATE = 64, 16, 64, 4, 2, 3e-3
 
-# For each layer, the keys and values of every token so far.
+# Keys and values of every previous token, per layer.
 Cache = list[tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear maps, each after a norm."""
+    """Causal attention and a feed-forward network, each with pre-norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, *, rotary: Any, offset: int, bias: Tensor, past: Any
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the vectors, and the keys and values with those of the past before."""
+        """Return the vectors, and the keys and values appended to the cache."""
         batch, length, _ = x.shape
         heads = self.qkv(self.first(x)).view(batch, length, 3, HEADS, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -54,7 +53,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte, knowing positions by the scheme of that name."""
+    """Byte-level language model with the named position scheme."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """Return the logits after each id, and the cache with these ids in it."""
+        """Return the logits of each next byte, and the updated cache."""
         offset = cache[0][0].shape[2] if cache else 0
         x = self.embedding(ids, offset=offset)
         bias, filled = self.scores(offset, ids.shape[1]), []
@@ -84,7 +83,7 @@ class Transformer(nn.Module):
         return self.embedding.logits(self.norm(x)), filled
 
     def scores(self, offset: int, length: int) -> Tensor:
-        """Return what is added to scores: the scheme's bias, and no look ahead."""
+        """Return the additive attention mask: causal mask plus position bias."""
         q, k = torch.arange(offset, offset + length), torch.arange(offset + length)
         bias = torch.zeros(length, offset + length)
         if self.bias is not None:
@@ -94,7 +93,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def write(model: Transformer, ids: Tensor, count: int, *, cached: bool = True) -> Tensor:
-    """Return ``ids`` and the likeliest bytes after them, one at a time."""
+    """Return ``ids`` continued greedily, one byte at a time."""
     cache, new = None, ids
     for _ in range(count):
         logits, found = model(new if cached else ids, cache)
@@ -110,7 +109,7 @@ def read_ids(file: str | None) -> Tensor:
 
 
 def train(model: Transformer, text: Tensor, *, steps: int) -> None:
-    """Train, and print how surprised the model is by the next byte."""
+    """Train, and print the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(1, steps + 1):
         starts = torch.randint(0, len(text) - LENGTH, (BATCH, 1))
@@ -121,11 +120,11 @@ def train(model: Transformer, text: Tensor, *, steps: int) -> None:
         loss.backward()
         optimizer.step()
         if step % 50 == 0 or step == steps:
-            print(f"step {step}: {float(loss.detach()):.2f} nats a byte")
+            print(f"step {step}: {float(loss.detach()):.2f} nats per byte")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, then write a little."""
+    """Train, then generate text."""
     parser = argparse.ArgumentParser(description="Learn to write, by any position scheme.")
     parser.add_argument("file", nargs="?", help="what to read instead of a Python module")
     parser.add_argument("--positions", choices=SCHEMES, default="rotary")
@@ -133,11 +132,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     text, model = read_ids(options.file), Transformer(options.positions)
-    print(f"{len(text):,} bytes of 256 kinds: {math.log(256):.2f} nats each")
+    print(f"{len(text):,} bytes; uniform guessing costs {math.log(256):.2f} nats per byte")
     train(model, text, steps=options.steps)
     written = write(model.eval(), text[None, :16], LENGTH - 16)
     same = torch.equal(written, write(model, text[None, :16], LENGTH - 16, cached=False))
-    print(f"written with a cache, {'the same' if same else 'not the same'} as without:")
+    print(
+        f"generated with a cache, {'equal' if same else 'NOT equal'} to the output without:"
+    )
     print(bytes(written[0].tolist()).decode("utf-8", "replace"))
 
 

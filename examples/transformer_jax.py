@@ -1,13 +1,12 @@
-"""Learn to write Python in JAX, with Equinox's attention and any scheme of positions.
+"""Train the model of ``transformer.py`` in JAX, with Equinox's attention projections.
 
-The model of ``transformer.py``: positions are added to the vectors (learned, sinusoidal),
-turn queries and keys (rotary), or are added to the scores (ALiBi, T5). The projections are
-those of ``eqx.nn.MultiheadAttention``; its scores take no bias and its keys no cache, so
-the product itself is JAX's. The cache is as long as the longest text, so that one compiled
-step decodes at every place.
+Positions are added to the vectors (learned, sinusoidal), rotate queries and keys (rotary),
+or are added to the attention scores (ALiBi, T5). The projections are those of
+``eqx.nn.MultiheadAttention``; attention itself is computed by JAX, because Equinox's takes
+neither a bias nor a cache. The cache has a fixed length, so one compiled step decodes at
+every position.
 
-Run it: ``python examples/transformer_jax.py --positions t5``, with a file of your own if
-you like.
+Run it: ``python examples/transformer_jax.py --positions t5``, optionally with a file.
 """
 
 import argparse
@@ -28,12 +27,12 @@ from firstlayer.equinox import AlibiBias, EmbeddingLayer, RotaryPositions, T5Bia
 SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
 LENGTH, BATCH, WIDTH, HEADS, LAYERS, RATE = 64, 16, 64, 4, 2, 3e-3
 
-# For each layer, the keys and values of LENGTH places, those to come still empty.
+# Keys and values of LENGTH positions per layer; later positions are still empty.
 Cache = list[tuple[Array, Array]]
 
 
 class Block(eqx.Module):
-    """Attention to what came before, then two linear maps, each after a norm."""
+    """Causal attention and a feed-forward network, each with pre-norm."""
 
     attention: eqx.nn.MultiheadAttention
     maps: eqx.nn.MLP
@@ -49,7 +48,7 @@ class Block(eqx.Module):
     def __call__(
         self, x: Array, *, rotary: Any, offset: Any, scores: Any, past: Any
     ) -> tuple[Array, tuple[Array, Array]]:
-        """Return the vectors, and the keys and values with these in their places."""
+        """Return the vectors, and the cache with the new keys and values written."""
         normed, (bias, mask) = jax.vmap(self.first)(x), scores
         made = self.attention
         q, k, v = (
@@ -67,7 +66,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Predicts the next byte, knowing positions by the scheme of that name."""
+    """Byte-level language model with the named position scheme."""
 
     embedding: EmbeddingLayer
     rotary: RotaryPositions | None
@@ -97,7 +96,7 @@ class Transformer(eqx.Module):
     def __call__(
         self, ids: Array, cache: Cache | None = None, *, offset: Any = 0
     ) -> tuple[Array, Cache]:
-        """Return the logits after each id, and the cache with these ids in it."""
+        """Return the logits of each next byte, and the updated cache."""
         x = self.embedding(ids, offset=offset)
         scores = self.scores(offset, len(ids), LENGTH if cache else len(ids))
         filled = []
@@ -108,27 +107,27 @@ class Transformer(eqx.Module):
         return self.embedding.logits(jax.vmap(self.norm)(x)), filled
 
     def scores(self, offset: Any, length: int, keys: int) -> tuple[Any, Array]:
-        """Return what is added to scores, and where nothing is looked ahead to."""
+        """Return the position bias and the causal mask."""
         q, k = offset + jnp.arange(length), jnp.arange(keys)
         bias = None if self.bias is None else self.bias(q, k)
         return bias, k <= q[:, None]
 
 
 def empty_cache() -> Cache:
-    """Return a cache with nothing in it."""
+    """Return an empty cache."""
     empty = jnp.zeros((LENGTH, HEADS, WIDTH // HEADS))
     return [(empty, empty)] * LAYERS
 
 
 @eqx.filter_jit
 def next_byte(model: Transformer, ids: Array, cache: Cache, offset: Any) -> Any:
-    """Return the likeliest byte after ``ids``, and the cache with them in it."""
+    """Return the most likely next byte, and the updated cache."""
     logits, cache = model(ids, cache, offset=offset)
     return logits[-1].argmax(), cache
 
 
 def write(model: Transformer, ids: list[int], count: int) -> list[int]:
-    """Return ``ids`` and the likeliest bytes after them, one at a time with a cache."""
+    """Return ``ids`` continued greedily, one byte at a time with a cache."""
     cache, new, offset = empty_cache(), ids, 0
     for _ in range(count):
         found, cache = next_byte(model, jnp.asarray(new), cache, np.int32(offset))
@@ -138,14 +137,14 @@ def write(model: Transformer, ids: list[int], count: int) -> list[int]:
 
 
 def loss_of(model: Transformer, rows: Array) -> Array:
-    """Return how surprised the model is by the next bytes of a batch."""
+    """Return the mean cross-entropy on a batch."""
     logits, _ = jax.vmap(model)(rows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
     return losses.mean()
 
 
 def train(model: Transformer, text: np.ndarray, *, steps: int) -> Transformer:
-    """Return the model trained, having printed how surprised it is by the next byte."""
+    """Train the model, print the loss, and return the model."""
     rng, optimizer = np.random.default_rng(0), optax.adamw(RATE)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -161,12 +160,12 @@ def train(model: Transformer, text: np.ndarray, *, steps: int) -> Transformer:
         rows = jnp.asarray(text[starts + np.arange(LENGTH + 1)])
         model, state, loss = step_of(model, state, rows)
         if step % 50 == 0 or step == steps:
-            print(f"step {step}: {loss:.2f} nats a byte")
+            print(f"step {step}: {loss:.2f} nats per byte")
     return model
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, then write a little."""
+    """Train, then generate text."""
     parser = argparse.ArgumentParser(description="Learn to write, by any position scheme.")
     parser.add_argument("file", nargs="?", help="what to read instead of a Python module")
     parser.add_argument("--positions", choices=SCHEMES, default="rotary")
@@ -175,13 +174,15 @@ def main(arguments: list[str] | None = None) -> None:
     path = Path(options.file or Path(sysconfig.get_path("stdlib")) / "argparse.py")
     text = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int32)
     model = Transformer(options.positions, key=jax.random.key(0))
-    print(f"{len(text):,} bytes of 256 kinds: {math.log(256):.2f} nats each")
+    print(f"{len(text):,} bytes; uniform guessing costs {math.log(256):.2f} nats per byte")
     model = train(model, text, steps=options.steps)
     written = write(model, text[:16].tolist(), LENGTH - 16)
-    # What one forward over all of it would have written after each byte.
+    # Greedy predictions of one forward over the whole text, without a cache.
     whole = eqx.filter_jit(model)(jnp.asarray(written[:-1]))[0].argmax(-1)
     same = whole[15:].tolist() == written[16:]
-    print(f"written with a cache, {'the same' if same else 'not the same'} as without:")
+    print(
+        f"generated with a cache, {'equal' if same else 'NOT equal'} to the output without:"
+    )
     print(bytes(written).decode("utf-8", "replace"))
 
 

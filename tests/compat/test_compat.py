@@ -1,4 +1,4 @@
-"""What the modules of firstlayer.compat offer, and what importing them brings along."""
+"""Public names of the compat modules, and the frameworks that they import."""
 
 import doctest
 import importlib
@@ -27,7 +27,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_pinned_and_shown_in_an_example(name):
+def test_public_names_are_pinned_and_have_an_example(name):
     module = importlib.import_module(f"firstlayer.compat.{name}")
     assert sorted(module.__all__) == sorted(NAMES[name])
     for public in NAMES[name]:
@@ -35,19 +35,20 @@ def test_names_are_pinned_and_shown_in_an_example(name):
         assert any(test.examples for test in shown), public
 
 
-def test_lucid_itself_has_tensors_dtypes_and_its_modules():
+def test_lucid_exports_tensor_dtypes_and_modules():
     lucid = importlib.import_module("firstlayer.compat.lucid")
     assert {"tensor", "int64", "float32", "linalg", "nn"} <= set(lucid.__all__)
 
 
-def test_each_brings_its_own_framework_and_no_other():
+def test_each_module_imports_only_its_own_framework():
     run_alone("""
         import sys
         import firstlayer.compat
         assert "numpy" not in sys.modules
         import firstlayer.compat.lucid
         assert not {"torch", "jax", "equinox", "transformers"} & set(sys.modules)
-        import firstlayer.compat.lrnnx, firstlayer.compat.tinytorch, firstlayer.compat.transformers
+        import firstlayer.compat.lrnnx, firstlayer.compat.tinytorch
+        import firstlayer.compat.transformers
         assert not {"jax", "equinox", "transformers"} & set(sys.modules)
     """)
     run_alone("""
@@ -57,7 +58,7 @@ def test_each_brings_its_own_framework_and_no_other():
     """)
 
 
-def test_what_is_missing_is_named():
+def test_missing_framework_error_names_the_extra_to_install():
     run_alone("""
         import importlib, sys
         sys.modules.update(torch=None, jax=None, equinox=None)

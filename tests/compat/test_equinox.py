@@ -1,4 +1,4 @@
-"""Equinox's page about embeddings: its example, its semantics, and not its faults.
+"""Equinox's documented embedding example and semantics.
 
 Golden values from equinox 0.13.8.
 """
@@ -63,7 +63,7 @@ def test_example_transformer_block(theta):
     eqx.clear_caches()
 
 
-def test_a_gradient_goes_through_the_example():
+def test_example_is_differentiable():
     block = TransformerBlock(RotaryPositionalEmbedding(8), key=KEY)
     grad = eqx.filter_jit(eqx.filter_grad(lambda block, x: (block(x) ** 2).sum()))
     grads = grad(block, X)
@@ -74,7 +74,7 @@ def test_a_gradient_goes_through_the_example():
 # Embedding.
 
 
-def test_the_table_is_the_one_that_equinox_draws():
+def test_drawn_table_equals_equinox():
     ours, theirs = Embedding(20, 3, key=KEY), eqx.nn.Embedding(20, 3, key=KEY)
     assert (ours.num_embeddings, ours.embedding_size) == (20, 3)
     assert np.array_equal(ours.weight, theirs.weight)
@@ -84,7 +84,7 @@ def test_the_table_is_the_one_that_equinox_draws():
     assert np.array_equal(ours(ids, key=KEY), theirs.weight[ids])
 
 
-def test_a_table_may_be_given_and_cast():
+def test_given_table_is_used_and_cast():
     table = rng.standard_normal((5, 2)).astype("float32")
     ours = Embedding(weight=jnp.asarray(table))
     assert (ours.num_embeddings, ours.embedding_size) == (5, 2)
@@ -95,7 +95,7 @@ def test_a_table_may_be_given_and_cast():
     assert Embedding(5, 2, dtype=jnp.float16, key=KEY).weight.dtype == jnp.float16
 
 
-def test_gradients_are_equinoxs():
+def test_gradients_equal_equinox():
     ours, theirs = Embedding(20, 3, key=KEY), eqx.nn.Embedding(20, 3, key=KEY)
     ids, dy = jnp.array([3, 19, 3]), jnp.asarray(rng.standard_normal((3, 3)), jnp.float32)
 
@@ -113,7 +113,7 @@ def test_gradients_of_repeated_ids_do_not_saturate():
     assert grad.weight[3].tolist() == [3008.0, 3008.0]  # 3000, as bfloat16 has it
 
 
-def test_an_id_out_of_range_is_nan_where_it_is_traced_and_trains_nothing():
+def test_traced_id_out_of_range_gives_nan_and_no_gradient():
     layer, ids = Embedding(5, 2, key=KEY), jnp.array([7, -1, 4])
     rows = eqx.filter_jit(layer)(ids)
     assert np.isnan(rows[:2]).all() and np.array_equal(rows[2], layer.weight[4])
@@ -126,7 +126,7 @@ def test_an_id_out_of_range_is_nan_where_it_is_traced_and_trains_nothing():
     assert np.array_equal(grad(layer, ids).weight.sum(1), [0, 0, 0, 0, 2])
 
 
-def test_leaves_written_by_equinox_are_read():
+def test_leaves_written_by_equinox_load():
     theirs, file = eqx.nn.Embedding(20, 3, key=KEY), io.BytesIO()
     eqx.tree_serialise_leaves(file, theirs)
     file.seek(0)
@@ -135,7 +135,7 @@ def test_leaves_written_by_equinox_are_read():
 
 
 @pytest.mark.rejects
-def test_embedding_rejects_what_cannot_be_meant():
+def test_embedding_rejects_bad_arguments():
     layer = Embedding(5, 2, key=KEY)
     with pytest.raises(IndexError, match="ids is 7, but num_embeddings is 5"):
         layer(jnp.array(7))
@@ -158,7 +158,7 @@ def test_embedding_rejects_what_cannot_be_meant():
 # Rotary.
 
 
-def test_a_second_theta_counts_and_calls_do_not_meet():
+def test_two_thetas_in_one_process_are_independent():
     a, b = RotaryPositionalEmbedding(8), RotaryPositionalEmbedding(8, theta=5e5)
     x = jnp.ones((8, 8))
     first = a(x)
@@ -179,7 +179,7 @@ def test_features_are_paired_by_halves():
     np.testing.assert_allclose(y, [np.cos(1), 0, np.sin(1), 0], atol=1e-6)
 
 
-def test_positions_are_right_far_out():
+def test_phases_are_accurate_at_large_positions():
     layer = RotaryPositionalEmbedding(4, theta=100.0)
     y = layer(jnp.ones((2, 4)), offset=131_070)
     at = np.arange(131_070, 131_072)[:, None] * np.array([1.0, 0.1])
@@ -187,7 +187,7 @@ def test_positions_are_right_far_out():
     np.testing.assert_allclose(y, want, atol=1e-6)
 
 
-def test_a_token_decoded_alone_is_turned_by_its_offset():
+def test_single_token_with_offset_equals_full_sequence():
     layer, x = RotaryPositionalEmbedding(8), jnp.asarray(X[:, :8])
     whole = np.asarray(layer(x))
     np.testing.assert_allclose(layer(X[5:6, :8], offset=5), whole[5:6], atol=1e-6)
@@ -204,7 +204,7 @@ def test_a_token_decoded_alone_is_turned_by_its_offset():
         (jnp.float32, jnp.float16),
     ],
 )
-def test_dtypes_are_equinoxs(dtype, of_x):
+def test_output_dtypes_equal_equinox(dtype, of_x):
     eqx.clear_caches()
     x = jnp.asarray(X[:, :8], of_x)
     want = eqx.nn.RotaryPositionalEmbedding(8, dtype=dtype)(x)
@@ -227,7 +227,7 @@ def test_cosines_and_sines_are_rounded_to_dtype():
     assert not np.array_equal(half, whole)
 
 
-def test_there_is_nothing_to_train_and_no_width_is_nothing_to_turn():
+def test_rotary_has_no_parameters_and_accepts_zero_width():
     assert not jax.tree.leaves(eqx.filter(RotaryPositionalEmbedding(8), eqx.is_array))
     assert RotaryPositionalEmbedding(0)(jnp.ones((3, 0))).shape == (3, 0)
     layer = RotaryPositionalEmbedding(8, 100.0, jnp.float16)
@@ -238,7 +238,7 @@ def test_there_is_nothing_to_train_and_no_width_is_nothing_to_turn():
 
 
 @pytest.mark.rejects
-def test_rotary_rejects_what_cannot_be_meant():
+def test_rotary_rejects_bad_arguments():
     layer = RotaryPositionalEmbedding(8)
     with pytest.raises(ValueError, match="^embedding_size must be even, got 7"):
         RotaryPositionalEmbedding(7)

@@ -1,4 +1,4 @@
-"""lrnnx's document, example by example, and what it promises beyond what lrnnx keeps."""
+"""lrnnx's documentation, example by example, and its documented promises."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from firstlayer import positions as position_ids
 from firstlayer.compat.lrnnx import LRU, Classifier, PositionEmbedding, TokenEmbedding
 from firstlayer.compat.lrnnx.classifier import pooled
 
-# The document's examples, in its order.
+# Examples of the documentation, in its order.
 
 
 def test_example_class_definition_and_forward():
@@ -137,11 +137,11 @@ def test_example_custom_embedding_pipeline():
 
     model = CustomModel().eval()
     one, other = model(torch.tensor([[5, 7, 9], [7, 5, 9]]))
-    # The last step of both saw the same tokens in another order.
+    # The last steps saw the same tokens in a different order.
     assert (one[-1] - other[-1]).abs().max() > 1e-3
 
 
-# What the document promises of padding.
+# Documented behaviour of padding.
 
 
 def padded(**options) -> TokenEmbedding:
@@ -158,7 +158,7 @@ def padded(**options) -> TokenEmbedding:
 IDS = torch.tensor([[3, 5, 0, 0, 0, 0], [3, 5, 7, 0, 0, 0]])
 
 
-def test_padding_is_zero_and_trains_nothing_with_positions_on():
+def test_padding_is_zero_and_gets_no_gradient_with_positions():
     embedding = padded()
     out = embedding(IDS)
     assert (out[IDS == 0] == 0).all() and (out[IDS != 0].abs().sum(-1) > 0).all()
@@ -172,18 +172,22 @@ def test_padding_is_zero_and_trains_nothing_with_positions_on():
     assert grad is not None and (grad[0] == 0).all() and (grad[3] != 0).all()
 
 
-def test_padding_stays_zero_through_init_and_weight_decay():
-    embedding = padded()
-    nn.init.normal_(embedding.token_embedding.weight)
-    assert (embedding(IDS)[IDS == 0] == 0).all()
-    optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        embedding(IDS).pow(2).sum().backward()
-        optimizer.step()
-    assert (embedding.state_dict()["token_embedding.weight"][0] == 0).all()
+def test_padding_output_is_zero_whatever_its_row_holds():
+    for embedding in (padded(), TokenEmbedding(20, 4, padding_idx=0, dropout=0.0)):
+        weight = embedding.token_embedding.weight
+        assert (weight[0] == 0).all()
+        nn.init.ones_(weight)
+        assert (embedding(IDS)[IDS == 0] == 0).all()
+        optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            embedding(IDS).pow(2).sum().backward()
+            optimizer.step()
+        assert (embedding(IDS)[IDS == 0] == 0).all()
+        # Three steps of decay without gradient, as in torch.
+        torch.testing.assert_close(weight[0], torch.full((4,), 0.95**3))
 
 
-def test_left_padding_gives_the_vectors_of_right_padding_with_positions_from_the_mask():
+def test_left_padding_with_mask_positions_equals_right_padding():
     embedding, left = padded(), torch.tensor([[0, 0, 3, 5, 7, 2]])
     at = position_ids.from_mask((left != 0).numpy())
     right = torch.tensor([[3, 5, 7, 2, 0, 0]])
@@ -192,17 +196,17 @@ def test_left_padding_gives_the_vectors_of_right_padding_with_positions_from_the
     assert not torch.allclose(embedding(left)[:, 2:], embedding(right)[:, :4])
 
 
-def test_one_sequence_without_a_batch_axis_works_with_positions():
+def test_unbatched_sequence_with_positions():
     embedding = padded()
     assert torch.equal(embedding(IDS[1]), embedding(IDS)[1])
 
 
-def test_a_token_decoded_alone_stands_where_offset_says():
+def test_single_token_with_offset_equals_full_sequence():
     embedding = padded()
     assert torch.equal(embedding(IDS[1:, 2:3], offset=2), embedding(IDS[1:])[:, 2:3])
 
 
-def test_a_checkpoint_of_lrnnx_loads():
+def test_lrnnx_checkpoint_loads():
     # The names and shapes of lrnnx 1.0.0.post1, whose layers are torch's.
     state = {
         "token_embedding.weight": nn.Embedding(20, 4, padding_idx=0).weight.data,
@@ -216,16 +220,16 @@ def test_a_checkpoint_of_lrnnx_loads():
     torch.testing.assert_close(embedding(IDS)[kept], want[kept])
 
 
-def test_sizes_are_attributes_and_padding_counts_from_the_end():
+def test_sizes_are_attributes_and_negative_padding_idx_wraps():
     embedding = TokenEmbedding(20, 4, padding_idx=-1)
     assert (embedding.vocab_size, embedding.embedding_dim) == (20, 4)
     assert embedding.padding_idx == 19 and embedding.position_embedding is None
-    # A number of positions alone adds none: they are asked for by use_position.
+    # max_position_embeddings without use_position adds no positions.
     assert TokenEmbedding(20, 4, None, 6).position_embedding is None
 
 
 @pytest.mark.rejects
-def test_embeddings_reject_what_cannot_be_meant():
+def test_embeddings_reject_bad_arguments():
     with pytest.raises(ValueError, match="use_position needs max_position_embeddings"):
         TokenEmbedding(20, 4, use_position=True)
     with pytest.raises(ValueError, match=r"dropout must be between 0 and 1, got 1\.5"):
@@ -254,7 +258,7 @@ def one_by_one(lru: LRU, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
-def test_lru_is_its_recurrence_whole_and_step_by_step(length):
+def test_lru_forward_and_step_equal_the_recurrence(length):
     torch.manual_seed(length)
     lru = LRU(6, 5, r_min=0.5, r_max=0.99, max_phase=1.0).double()
     x = torch.randn(3, length, 6, dtype=torch.float64)
@@ -266,7 +270,7 @@ def test_lru_is_its_recurrence_whole_and_step_by_step(length):
         np.testing.assert_allclose(y.detach().numpy(), want[:, t], atol=1e-12)
 
 
-def test_lru_gradients_are_right():
+def test_lru_gradients_equal_finite_differences():
     torch.manual_seed(0)
     lru = LRU(2, 3, r_min=0.2).double()
     values = tuple(p.detach().requires_grad_() for p in lru.parameters())
@@ -279,15 +283,15 @@ def test_lru_gradients_are_right():
     assert torch.autograd.gradcheck(run, (x, *values))
 
 
-def test_lru_begins_on_its_ring_and_never_leaves_the_unit_circle():
+def test_lru_initialises_in_the_ring_and_stays_in_the_unit_circle():
     torch.manual_seed(0)
     lru = LRU(4, 2000, r_min=0.6, r_max=0.8, max_phase=0.5)
     decay, into, _ = lru.discretize()
     assert 0.6 <= decay.abs().min() < 0.61 and 0.79 < decay.abs().max() <= 0.8
     assert 0 <= decay.angle().min() < 0.01 and 0.49 < decay.angle().max() <= 0.5
-    # Evenly over the ring: half of its area lies beyond a radius of √0.5.
+    # Uniform over the ring: half of its area lies beyond radius √0.5.
     assert abs((decay.abs() > math.sqrt(0.5)).float().mean() - 0.5) < 0.05
-    # Driven by noise, every entry of the state has the size of the noise.
+    # Driven by noise, each entry of the state has the variance of the noise.
     size = into.abs().pow(2).sum(1) / (1 - decay.abs() ** 2)
     assert abs(size.mean() - 1) < 0.05
     with torch.no_grad():
@@ -309,7 +313,7 @@ def test_lru_has_the_parameters_of_lrnnx():
     }
 
 
-def test_lru_in_half_precision_works_in_float32():
+def test_lru_in_half_precision_computes_in_float32():
     torch.manual_seed(0)
     lru = LRU(6, 5).to(torch.bfloat16)
     x = torch.randn(2, 300, 6).to(torch.bfloat16)
@@ -319,7 +323,7 @@ def test_lru_in_half_precision_works_in_float32():
 
 
 @pytest.mark.rejects
-def test_lru_rejects_what_it_cannot_do():
+def test_lru_rejects_bad_arguments():
     with pytest.raises(ValueError, match=r"within \[0, 1\], got 0\.9, 0\.5"):
         LRU(4, 4, r_min=0.9, r_max=0.5)
     with pytest.raises(ValueError, match="max_phase must be positive, got 0"):
@@ -363,7 +367,7 @@ def test_classifier_has_the_parameters_of_lrnnx():
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "max"])
-def test_classifier_is_its_blocks_its_pooling_and_its_head(pooling):
+def test_classifier_equals_blocks_pooling_and_head(pooling):
     model, ids = classifier(pooling=pooling, padding_idx=None), IDS[:, :3]
     x = model.embedding(ids)
     blocks: list[Any] = [model.blocks[0], model.final_block]
@@ -377,17 +381,17 @@ def test_classifier_is_its_blocks_its_pooling_and_its_head(pooling):
 
 @pytest.mark.parametrize("shorten", ["none", "stride", "mean", "max"])
 @pytest.mark.parametrize("pooling", ["last", "mean", "max"])
-def test_padding_at_the_end_changes_no_answer(pooling, shorten):
+def test_trailing_padding_does_not_change_the_output(pooling, shorten):
     model = classifier(pooling=pooling, intermediate_pooling=shorten, pooling_factor=2)
     alone = torch.cat([model(row[row != 0][None]) for row in IDS])
     torch.testing.assert_close(model(IDS), alone, atol=1e-5, rtol=1e-5)
-    # The same with lengths, where the ids cannot say what is padding.
+    # The same with lengths, for inputs without padding ids.
     lengths, noise = torch.tensor([2, 3]), torch.where(IDS == 0, 9, IDS)
     torch.testing.assert_close(model(noise, lengths), alone, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(model(noise), alone, atol=1e-3)
 
 
-def test_vectors_go_the_way_of_ids_and_are_projected_where_widths_differ():
+def test_vector_input_is_projected_like_embedded_ids():
     model = classifier(embedding_dim=5)
     assert isinstance(model.embed_proj, nn.Linear) and model.has_embedding
     vectors, lengths = model.embedding(IDS), torch.tensor([2, 3])
@@ -395,7 +399,7 @@ def test_vectors_go_the_way_of_ids_and_are_projected_where_widths_differ():
     assert isinstance(classifier().embed_proj, nn.Identity)
 
 
-def test_without_a_vocabulary_raw_features_are_classified():
+def test_feature_input_without_vocabulary():
     torch.manual_seed(0)
     model = Classifier(input_dim=7, num_classes=4, d_model=8, d_state=3, n_layers=1)
     assert not model.has_embedding
@@ -404,11 +408,11 @@ def test_without_a_vocabulary_raw_features_are_classified():
     torch.testing.assert_close(model(x), model.final_block.output_proj(inner[:, -1]))
 
 
-def test_without_classes_numbers_come_out():
+def test_regression_output_without_classes():
     assert classifier(num_classes=0, output_dim=5)(IDS).shape == (2, 5)
 
 
-def test_positions_are_added_when_a_number_of_them_is_given():
+def test_max_position_embeddings_adds_positions():
     with_positions = classifier(max_position_embeddings=6)
     assert with_positions.embedding.position_embedding is not None
     state = with_positions.state_dict()
@@ -417,7 +421,7 @@ def test_positions_are_added_when_a_number_of_them_is_given():
     assert not torch.allclose(with_positions(IDS), bare(IDS), atol=1e-3)
 
 
-def test_each_block_may_have_its_own_layer_and_pooling():
+def test_layer_and_pooling_per_block():
     class Tagged(LRU):
         pass
 
@@ -433,19 +437,19 @@ def test_each_block_may_have_its_own_layer_and_pooling():
     assert x.shape == (1, 3, 8) and mask.shape == (1, 3)
 
 
-@pytest.mark.parametrize("how", ["last", "mean", "max"])
-def test_pooling_of_nothing_is_zero_and_its_gradient_too(how):
+@pytest.mark.parametrize("mode", ["last", "mean", "max"])
+def test_pooling_a_fully_masked_sequence_gives_zero_and_no_gradient(mode):
     x = torch.randn(2, 3, 4, requires_grad=True)
     mask = torch.tensor([[False, False, False], [True, False, True]])
-    y = pooled(x, mask, how=how)
+    y = pooled(x, mask, mode=mode)
     assert (y[0] == 0).all()
     want = {"last": x[1, 2], "mean": x[1, [0, 2]].mean(0), "max": x[1, [0, 2]].amax(0)}
-    torch.testing.assert_close(y[1], want[how])
+    torch.testing.assert_close(y[1], want[mode])
     y.sum().backward()
     assert x.grad is not None and (x.grad[~mask] == 0).all()
 
 
-def test_a_window_at_the_end_that_is_not_full_counts():
+def test_incomplete_last_window_is_pooled():
     model = classifier(intermediate_pooling="mean", pooling_factor=4, n_layers=1)
     x, mask = torch.randn(1, 6, 8), torch.ones(1, 6, dtype=torch.bool)
     steps = model.final_block.norm(x + model.final_block.lrnn(x))
@@ -455,7 +459,7 @@ def test_a_window_at_the_end_that_is_not_full_counts():
 
 
 @pytest.mark.rejects
-def test_classifier_rejects_what_cannot_be_meant():
+def test_classifier_rejects_bad_arguments():
     with pytest.raises(
         ValueError, match="pooling must be 'last', 'mean' or 'max', got 'a'"
     ):

@@ -1,4 +1,4 @@
-"""Lucid's page about Embedding, example by example, and what it promises and refuses."""
+"""Lucid's Embedding documentation, example by example, with its arguments and errors."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_example_padding_idx():
     assert (emb_pad(idx2)[[0, 2]] == 0).all() and (emb_pad(idx2)[[1, 3]] == 1).all()
 
 
-# What the page says of each argument.
+# Each argument, as documented.
 
 
 def test_the_table_is_drawn_from_a_standard_normal():
@@ -43,14 +43,14 @@ def test_the_table_is_drawn_from_a_standard_normal():
     assert nn.Embedding(3, 2, dtype=lucid.float64).weight.dtype == np.float64
 
 
-def test_a_negative_padding_idx_counts_from_the_end():
+def test_negative_padding_idx_wraps():
     emb = nn.Embedding(50, 8, padding_idx=-2)
     assert emb.padding_idx == 48 and (emb.weight[48] == 0).all()
     assert nn.EmbeddingBag(50, 8, padding_idx=-2).padding_idx == 48
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
-def test_every_row_beyond_max_norm_is_shortened_in_place_at_each_call(p):
+def test_rows_beyond_max_norm_are_rescaled_in_place(p):
     emb = nn.Embedding(40, 6, max_norm=2.0, norm_type=p, rng=0)
     emb.weight[::2] *= 0.2
     before = emb.weight.copy()
@@ -63,7 +63,7 @@ def test_every_row_beyond_max_norm_is_shortened_in_place_at_each_call(p):
     assert np.array_equal(y[0], emb.weight[3])
 
 
-def test_a_table_with_max_norm_and_padding_is_trained():
+def test_table_with_max_norm_and_padding_trains():
     emb = nn.Embedding(10, 4, padding_idx=0, max_norm=1.5, rng=0)
     ids, target = np.array([0, 1, 2, 2, 3]), rng.standard_normal((5, 4)) * 0.4
     losses = []
@@ -78,14 +78,14 @@ def test_a_table_with_max_norm_and_padding_is_trained():
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2])
-def test_scale_grad_by_freq_divides_by_how_often_an_id_occurs(padding_idx):
-    # Refused by the page, implemented here: golden values from torch 2.13.
+def test_scale_grad_by_freq_divides_by_frequency(padding_idx):
+    # Not supported by Lucid; compared with torch 2.13.
     ids = np.array([[1, 2, 2], [2, 5, 1]])
     emb = nn.Embedding(8, 4, padding_idx, scale_grad_by_freq=True)
     twin = torch.nn.Embedding(8, 4, padding_idx, scale_grad_by_freq=True)
     dy = rng.standard_normal((2, 3, 4)).astype("float32")
     y, pull = emb.vjp(ids)
-    # Another call in between has its own counts.
+    # Counts are per call.
     emb.vjp([[1, 1, 1, 1]])
     twin(torch.from_numpy(ids)).backward(torch.from_numpy(dy))
     assert twin.weight.grad is not None
@@ -93,7 +93,7 @@ def test_scale_grad_by_freq_divides_by_how_often_an_id_occurs(padding_idx):
     np.testing.assert_allclose(pull(dy)["weight"].dense(8), want, atol=1e-6)
 
 
-def test_repeated_ids_add_up():
+def test_gradients_of_repeated_ids_are_summed():
     emb = nn.Embedding(6, 3)
     y, pull = emb.vjp([[1, 2], [2, 5]])
     sums = pull(np.ones_like(y))["weight"].dense(6).sum(1)
@@ -108,7 +108,7 @@ def test_ids_of_any_integer_dtype_are_looked_up(dtype):
     assert np.array_equal(emb(idx), emb.weight[[[99, 0]]])
 
 
-def test_bools_are_zero_and_one_and_nothing_is_allowed():
+def test_bool_and_empty_ids():
     emb, bag = nn.Embedding(4, 3), nn.EmbeddingBag(4, 3, mode="sum")
     assert np.array_equal(emb(np.array([True, False])), emb.weight[[1, 0]])
     assert emb.vjp(np.array([True]))[0].shape == (1, 3)
@@ -116,19 +116,19 @@ def test_bools_are_zero_and_one_and_nothing_is_allowed():
     assert emb([]).shape == (0, 3)
 
 
-def test_extra_repr_says_what_is_not_the_default():
+def test_extra_repr_shows_non_default_arguments():
     emb = nn.Embedding(10, 3, padding_idx=-1, max_norm=2.0, norm_type=1.0)
     assert emb.extra_repr() == "10, 3, padding_idx=9, max_norm=2.0, norm_type=1.0"
     assert repr(nn.Embedding(10, 3)) == "Embedding(10, 3)"
     assert repr(nn.EmbeddingBag(10, 3, mode="sum")) == "EmbeddingBag(10, 3, mode='sum')"
 
 
-# Bags: golden values from torch 2.13, where Lucid ignored what it was told.
+# Bags, compared with torch 2.13; Lucid ignores some of these arguments.
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("last", [False, True])
-def test_bags_are_torchs_with_offsets_norms_and_padding(mode, last):
+def test_bags_equal_torch_with_offsets_norms_and_padding(mode, last):
     bag = nn.EmbeddingBag(
         10,
         4,
@@ -157,7 +157,7 @@ def test_bags_are_torchs_with_offsets_norms_and_padding(mode, last):
     np.testing.assert_allclose(got, twin.weight.grad.numpy(), atol=1e-6)
 
 
-def test_bags_have_weights_and_frequencies():
+def test_bags_with_weights_and_frequencies():
     bag = nn.EmbeddingBag(10, 4, scale_grad_by_freq=True, mode="sum", rng=0)
     ids, weights = np.array([[1, 1, 2]]), np.array([[0.5, 2.0, 3.0]], "float32")
     y, pull = bag.vjp(ids, None, weights)
@@ -173,7 +173,7 @@ def test_bags_have_weights_and_frequencies():
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
-def test_sinusoids_are_the_papers(base):
+def test_sinusoids_equal_the_formula(base):
     pe = nn.SinusoidalEmbedding(3000, 8, base=base)
     at = np.arange(3000.0)[:, None] * base ** (-np.arange(0, 8, 2) / 8)
     want = np.stack([np.sin(at), np.cos(at)], -1).reshape(3000, 8)
@@ -184,7 +184,7 @@ def test_sinusoids_are_the_papers(base):
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
-def test_rotary_tables_are_halves_alike(base):
+def test_rotary_tables_have_equal_halves(base):
     cos, sin = nn.RotaryEmbedding(8, 3000, base)()
     at = np.arange(3000.0)[:, None] * base ** (-np.arange(0, 8, 2) / 8)
     np.testing.assert_allclose(cos, np.tile(np.cos(at), 2), atol=2.5e-7)
@@ -196,7 +196,7 @@ def test_rotary_tables_are_halves_alike(base):
 # Tensors.
 
 
-def test_tensors_are_arrays():
+def test_tensor_returns_an_array():
     assert lucid.tensor([1.5]).dtype == np.float32 and lucid.tensor([1]).dtype == np.int64
     x = np.ones(3)
     y = lucid.tensor(x)
@@ -205,7 +205,7 @@ def test_tensors_are_arrays():
     assert lucid.tensor(x, lucid.float16).dtype == np.float16
 
 
-def test_norms_are_of_everything_or_along_an_axis():
+def test_norm_over_all_or_along_an_axis():
     x = rng.standard_normal((3, 4))
     assert lucid.linalg.norm(x) == pytest.approx(np.sqrt((x**2).sum()))
     assert lucid.linalg.norm(x, 1) == pytest.approx(np.abs(x).sum())
@@ -214,7 +214,7 @@ def test_norms_are_of_everything_or_along_an_axis():
 
 
 @pytest.mark.rejects
-def test_what_cannot_be_meant_is_rejected():
+def test_bad_arguments_are_rejected():
     with pytest.raises(IndexError, match=r"ids\[1\] is 100, but num_embeddings is 100"):
         nn.Embedding(100, 4)([0, 100])
     with pytest.raises(IndexError, match=r"ids\[0\] is -1, but num_embeddings is 100"):

@@ -1,8 +1,8 @@
-"""Other libraries' names on Firstlayer's layers, for people who have those in their fingers.
+"""Drop-in APIs of other libraries, built on Firstlayer's layers.
 
-A module for each: :mod:`firstlayer.compat.lrnnx`, :mod:`firstlayer.compat.lucid`,
-:mod:`firstlayer.compat.equinox`, :mod:`firstlayer.compat.tinytorch`,
-:mod:`firstlayer.compat.transformers`. Signatures, attributes and the names in a checkpoint are
-the other library's; what its documents promise and it does not keep is kept here. Nothing
-is imported until one of them is.
+One module per library: :mod:`firstlayer.compat.lrnnx`, :mod:`firstlayer.compat.lucid`,
+:mod:`firstlayer.compat.equinox`, :mod:`firstlayer.compat.tinytorch` and
+:mod:`firstlayer.compat.transformers`. Signatures, attributes and checkpoint names are the
+other library's. Documented behaviour that the original gets wrong is correct here. No
+module is imported until it is used.
 """

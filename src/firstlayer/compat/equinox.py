@@ -1,12 +1,11 @@
-"""Equinox's names, without its faults.
+"""Drop-in replacements for ``equinox.nn.Embedding`` and ``RotaryPositionalEmbedding``.
 
-A second ``theta`` counts, where Equinox's modules share a cache that forgets it; a call has
-no effect on another; an id out of range is an error, or NaN where it is traced, and never
-the last row. Arrays in the tree are the same, so that what ``eqx.tree_serialise_leaves``
-wrote for one is read by the other.
+Differences from Equinox: rotary modules with different ``theta`` do not share a cache, and
+an id out of range is an IndexError (NaN under tracing) instead of the last row. The trees
+have the same leaves, so files written by ``eqx.tree_serialise_leaves`` load in either.
 """
 
-# First, for it says what to install where there is no JAX.
+# Imported first: raises the error that names the package to install without JAX.
 from ..equinox import Embedding as _Embedding
 from ..equinox import RotaryPositions
 
@@ -29,18 +28,17 @@ __all__ = ["Embedding", "RotaryPositionalEmbedding"]
 
 
 class Embedding(_Embedding):
-    """Looks up rows of a table by id: one, or an array of any shape.
+    """Look up rows of a table, for one id or an array of any shape.
 
     Args:
-        num_embeddings: Rows of the table; read off ``weight`` if that is given.
-        embedding_size: Width of a row; likewise.
-        weight: The table to use.
-        dtype: Of the table, also where ``weight`` is given; None is JAX's default, or the
-            dtype of ``weight``.
-        key: What a new table is drawn with, from N(0, 1).
+        num_embeddings: Number of rows. Taken from ``weight`` if None.
+        embedding_size: Width of each row. Taken from ``weight`` if None.
+        weight: Table to use instead of drawing one.
+        dtype: Dtype of the table. None is JAX's default, or the dtype of ``weight``.
+        key: PRNG key for drawing the table from N(0, 1).
 
     Shape:
-        - x: integers of any shape, one under ``jax.vmap`` as in Equinox
+        - x: integers of any shape, scalars under ``jax.vmap`` as in Equinox
         - output: ``(*x.shape, embedding_size)``
 
     Example:
@@ -79,17 +77,17 @@ class Embedding(_Embedding):
 
     @property
     def embedding_size(self) -> int:
-        """Width of a row."""
+        """Width of each row."""
         return self.embedding_dim
 
 
 class RotaryPositionalEmbedding(eqx.Module):
-    """Rotates vectors by their positions, feature ``i`` with ``i + embedding_size / 2``.
+    """Rotate vectors by their positions, pairing feature ``i`` with ``i + size / 2``.
 
     Args:
-        embedding_size: Width of a vector. Not negative, and even.
-        theta: Ratio of the slowest wavelength to the fastest.
-        dtype: What cosines and sines are rounded to; None is JAX's default.
+        embedding_size: Width of each vector. Even and non-negative.
+        theta: Base of the frequencies.
+        dtype: Dtype that cosines and sines are rounded to. None is JAX's default.
 
     Shape:
         - x: ``(..., length, embedding_size)``, reals
@@ -124,11 +122,11 @@ class RotaryPositionalEmbedding(eqx.Module):
         offset: Offset = 0,
         key: Key | None = None,
     ) -> Float[Array, "*lead length embedding_size"]:
-        """Return ``x`` turned to its positions.
+        """Return ``x`` rotated by its positions.
 
         Args:
             x: Queries or keys.
-            offset: How many positions came before, as when decoding with a cache.
+            offset: Number of preceding positions, for decoding with a cache.
             key: Ignored, as in Equinox.
         """
         x = jnp.asarray(x)
@@ -142,5 +140,5 @@ class RotaryPositionalEmbedding(eqx.Module):
             return x
         at = positions_for(x.shape[-2], positions=None, offset=offset, check=in_reach)
         phases = self.rotary.phases(at, dtype=compute_dtype(self.dtype))
-        cos, sin = (turn.astype(self.dtype) for turn in phases)
+        cos, sin = (part.astype(self.dtype) for part in phases)
         return rotate(x, cos, sin, layout="half").astype(x.dtype)

@@ -1,13 +1,12 @@
-"""transformers' embeddings on Firstlayer's layers, and a way to put Firstlayer into its models.
+"""Embeddings of transformers models, and replacement of modules in existing models.
 
 :class:`Embeddings` is the layer of "NLP with Transformers" (Tunstall et al. 2022, chapter
-3), :class:`BertEmbeddings` and :class:`GPT2Embeddings` are those of the models. Parameters
-have the names they have there, so checkpoints load. :func:`swapped` replaces the modules
-of a model that exists already, for as long as a ``with`` block lasts. transformers itself
-is never imported.
+3); :class:`BertEmbeddings` and :class:`GPT2Embeddings` are the layers of those models.
+Parameters have the original names, so checkpoints load. :func:`swapped` replaces the
+modules of an existing model inside a ``with`` block. transformers is never imported.
 """
 
-# First, for it says what to install where there is no torch.
+# Imported first: raises the error that names the package to install without torch.
 from ..torch import Embedding, HFRotary, LearnedPositions, replace_rotary
 
 # isort: split
@@ -33,14 +32,13 @@ class Embeddings(nn.Module):
     """Token rows + positions → LayerNorm → dropout, as in the book.
 
     Args:
-        config: With ``vocab_size``, ``hidden_size`` and ``max_position_embeddings``;
-            dropout is its ``hidden_dropout_prob`` (0.1 if it has none), and padding its
-            ``pad_token_id``.
+        config: Object with ``vocab_size``, ``hidden_size`` and
+            ``max_position_embeddings``, and optionally ``hidden_dropout_prob`` (default
+            0.1) and ``pad_token_id``.
 
     Shape:
         - input_ids: ``(..., length)``
-        - position_ids: ``(length,)`` or one for each id; None is ``0, 1, …``, on whatever
-          device the ids are
+        - position_ids: ``(length,)`` or one per id; None is ``0, 1, …``
         - output: ``(..., length, hidden_size)``
 
     Example:
@@ -67,11 +65,11 @@ class BertEmbeddings(nn.Module):
     """Token rows + token types + positions → LayerNorm → dropout.
 
     Args:
-        config: A ``BertConfig``, or what has its attributes.
+        config: A ``BertConfig`` or an object with its attributes.
 
     Shape:
-        - input_ids: ``(..., length)``; or ``inputs_embeds``, token rows looked up elsewhere
-        - token_type_ids: one for each id; None is 0
+        - input_ids: ``(..., length)``; or ``inputs_embeds``, precomputed token rows
+        - token_type_ids: one per id; None is 0
         - position_ids: as in :class:`Embeddings`
         - output: ``(..., length, hidden_size)``
 
@@ -113,11 +111,11 @@ class GPT2Embeddings(nn.Module):
     """Token rows + positions → dropout.
 
     Args:
-        config: A ``GPT2Config``, or what has its attributes.
+        config: A ``GPT2Config`` or an object with its attributes.
 
     Shape:
-        - input_ids: ``(..., length)``; or ``inputs_embeds``, token rows looked up elsewhere
-        - token_type_ids: ids whose rows are added too, or None
+        - input_ids: ``(..., length)``; or ``inputs_embeds``, precomputed token rows
+        - token_type_ids: ids whose token rows are added, or None
         - position_ids: as in :class:`Embeddings`
         - output: ``(..., length, hidden_size)``
 
@@ -153,19 +151,18 @@ class GPT2Embeddings(nn.Module):
 
 @contextmanager
 def swapped(model: nn.Module) -> Generator[int, None, None]:
-    """Put Firstlayer's embeddings and rotation into a model, and take them out at the end.
+    """Replace the embeddings and rotary modules of a model inside a ``with`` block.
 
-    Every plain ``nn.Embedding`` becomes :class:`firstlayer.torch.Embedding` on the same
-    parameter, so that tied heads stay tied, an optimizer goes on, and what is trained
-    inside stays trained. Every rotary module becomes :class:`firstlayer.torch.HFRotary`. A
-    model that cannot be changed whole is not changed at all.
+    Every plain ``nn.Embedding`` becomes :class:`firstlayer.torch.Embedding` with the same
+    parameter: tied heads stay tied, optimizers keep working, and training inside the block
+    persists. Every rotary module becomes :class:`firstlayer.torch.HFRotary`. If a rotary
+    module cannot be replaced, nothing is.
 
     Args:
-        model: Of transformers, or any other. Subclasses of ``nn.Embedding`` with a forward
-            of their own are left as they are.
+        model: Any model. Subclasses of ``nn.Embedding`` are not replaced.
 
     Yields:
-        In how many places something was put.
+        Number of replaced modules, counted by position in the model.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
@@ -187,18 +184,18 @@ def swapped(model: nn.Module) -> Generator[int, None, None]:
     new = {}
     for parent, name, child in before:
         if type(child) is nn.Embedding:
-            # One for each module, however many places it is in.
-            new.setdefault(child, _in_place_of(child))
+            # A module that is registered twice gets one replacement.
+            new.setdefault(child, _replacement(child))
             setattr(parent, name, new[child])
             count += 1
     try:
         yield count
     finally:
         for parent, name, child in before:
-            _put_back(parent, name, child)
+            _restore(parent, name, child)
 
 
-def _in_place_of(old: nn.Embedding) -> Embedding:
+def _replacement(old: nn.Embedding) -> Embedding:
     new = Embedding(
         old.num_embeddings,
         old.embedding_dim,
@@ -210,14 +207,13 @@ def _in_place_of(old: nn.Embedding) -> Embedding:
         _weight=old.weight,
     )
     new.weight = old.weight
-    new.keep_padding()
     vars(new).update({key: value for key, value in vars(old).items() if "hook" in key})
     return new.train(old.training)
 
 
-def _put_back(parent: nn.Module, name: str, old: nn.Module) -> None:
+def _restore(parent: nn.Module, name: str, old: nn.Module) -> None:
     new = parent._modules.get(name)
-    # What somebody else put there in the meantime, as resizing does, stays.
+    # Modules set by other code inside the block, such as a resized table, stay.
     if isinstance(new, Embedding) and type(old) is nn.Embedding:
         old.num_embeddings, old.weight = new.num_embeddings, new.weight
     elif isinstance(new, HFRotary) and new is not old:
@@ -241,7 +237,8 @@ def _tokens(config: Any) -> Embedding:
 def _table(config: Any, rows: int, *, padding_idx: int | None = None) -> Embedding:
     table = Embedding(rows, config.hidden_size, padding_idx)
     nn.init.normal_(table.weight, std=getattr(config, "initializer_range", 0.02))
-    table.repair()
+    if padding_idx is not None:
+        table.set_padding(0.0)
     return table
 
 

@@ -1,10 +1,10 @@
-"""lrnnx's names: token and position embeddings, the LRU, and the classifier over it.
+"""Drop-in API of lrnnx: token and position embeddings, the LRU, the sequence classifier.
 
-Checkpoints of lrnnx load: parameters have the names and shapes they have there. It runs
-wherever torch does; lrnnx itself needs CUDA for everything but its embeddings.
+Parameters have lrnnx's names and shapes, so its checkpoints load. Runs on every torch
+device; lrnnx itself needs CUDA for everything except its embeddings.
 """
 
-# First, for it says what to install where there is no torch.
+# Imported first: raises the error that names the package to install without torch.
 from ... import torch as _torch  # noqa: F401
 from .classifier import Classifier as Classifier
 from .embedding import PositionEmbedding as PositionEmbedding

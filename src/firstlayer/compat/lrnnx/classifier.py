@@ -1,7 +1,7 @@
-"""lrnnx's sequence classifier: vectors in, recurrent blocks, pooling, a linear head.
+"""Sequence classifier of lrnnx: recurrent blocks, pooling, a linear head.
 
-Padding is told apart by ``lengths``, or by the ids themselves: a sequence gives the same
-answer however much padding follows it. A sequence that is all padding pools to zeros.
+Padding is identified by ``lengths`` or by the ids. The output of a sequence does not depend
+on how much padding follows it. A sequence of padding only pools to zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,34 +22,32 @@ Recurrent = Callable[..., nn.Module]
 
 
 class Classifier(nn.Module):
-    """Classifies sequences of ids or of vectors, or gives numbers for them.
+    """Classify or regress sequences of ids or of vectors.
 
     Args:
-        input_dim: Width of the vectors; not looked at if ``vocab_size`` is given.
-        num_classes: How many classes; 0 gives ``output_dim`` numbers instead.
-        output_dim: How many numbers, if there are no classes.
-        d_model: Width inside.
-        d_state: Size of the state of each recurrent layer.
-        n_layers: How many blocks.
-        lrnn_cls: What makes a recurrent layer, or one for each block.
-        pooling: ``"last"``, ``"mean"`` or ``"max"`` over what is not padding.
-        dropout: Probability that an entry is dropped while training.
-        intermediate_pooling: What shortens the sequence after a block, or one for each:
-            ``"none"``, or the ``"mean"`` or ``"max"`` of windows, or their first step,
-            ``"stride"``.
-        pooling_factor: Steps in a window, or one number for each block.
-        vocab_size: How many ids there are; None takes vectors only.
-        embedding_dim: Width of the embeddings, ``d_model`` if None. If it is another,
-            ``embed_proj`` makes them ``d_model`` wide.
-        max_position_embeddings: How many learned positions are added to the embeddings;
-            None adds none, which a recurrent layer does not need.
-        padding_idx: The id that is padding.
-        lrnn_params: More arguments for ``lrnn_cls``, beside ``d_model`` and ``d_state``.
+        input_dim: Width of the input vectors. Ignored if ``vocab_size`` is given.
+        num_classes: Number of classes. 0 returns ``output_dim`` numbers instead.
+        output_dim: Number of outputs if ``num_classes`` is 0.
+        d_model: Width of the hidden vectors.
+        d_state: State size of each recurrent layer.
+        n_layers: Number of blocks.
+        lrnn_cls: Class of the recurrent layers, or one class per block.
+        pooling: ``"last"``, ``"mean"`` or ``"max"`` over the steps that are not padding.
+        dropout: Probability of dropping an entry during training.
+        intermediate_pooling: Downsampling after each block, or one per block: ``"none"``,
+            ``"mean"`` or ``"max"`` over windows, or ``"stride"`` (the first step of each).
+        pooling_factor: Steps per window, or one number per block.
+        vocab_size: Number of ids. None accepts vectors only.
+        embedding_dim: Width of the embeddings. ``d_model`` if None; another width is
+            projected to ``d_model`` by ``embed_proj``.
+        max_position_embeddings: Number of learned positions. None adds no positions.
+        padding_idx: Id of padding.
+        lrnn_params: Further arguments of ``lrnn_cls``.
 
     Shape:
-        - x: ``(batch, length)`` ids; or ``(batch, length, embedding_dim)`` vectors,
-          ``input_dim`` wide without ``vocab_size``
-        - lengths: ``(batch,)``; None is up to where ids are padding, or everything
+        - x: ``(batch, length)`` ids, or ``(batch, length, embedding_dim)`` vectors
+          (``input_dim`` wide without ``vocab_size``)
+        - lengths: ``(batch,)``; None uses the padding ids, or every step
         - output: ``(batch, num_classes)``, or ``(batch, output_dim)``
 
     Example:
@@ -100,8 +98,8 @@ class Classifier(nn.Module):
         shorten = _for_each("intermediate_pooling", intermediate_pooling, n_layers)
         factors = _for_each("pooling_factor", pooling_factor, n_layers)
         *blocks, last = (
-            _Block(make(**arguments), d_model, dropout=dropout, shorten=how, factor=factor)
-            for make, how, factor in zip(makers, shorten, factors, strict=True)
+            _Block(make(**arguments), d_model, dropout=dropout, shorten=mode, factor=factor)
+            for make, mode, factor in zip(makers, shorten, factors, strict=True)
         )
         self.blocks, self.final_block = nn.ModuleList(blocks), last
         self.final_block.output_proj = nn.Linear(d_model, num_classes or output_dim)
@@ -116,8 +114,8 @@ class Classifier(nn.Module):
 
         Args:
             x: Ids or vectors.
-            lengths: How many steps of each sequence are not padding.
-            integration_timesteps: Must be None: all steps of an LRU are alike.
+            lengths: Number of steps of each sequence that are not padding.
+            integration_timesteps: Must be None; an LRU has uniform steps.
         """
         if integration_timesteps is not None:
             raise ValueError("integration_timesteps must be None for an LRU")
@@ -125,7 +123,7 @@ class Classifier(nn.Module):
         x = self._vectors(x)
         for block in (*self.blocks, self.final_block):
             x, mask = block(x, mask)
-        return self.final_block.output_proj(pooled(x, mask, how=self.pooling))
+        return self.final_block.output_proj(pooled(x, mask, mode=self.pooling))
 
     def _vectors(self, x: Tensor) -> Tensor:
         if not self.has_embedding:
@@ -145,7 +143,7 @@ class Classifier(nn.Module):
 
 
 class _Block(nn.Module):
-    """A recurrent layer with a residual and a norm, and perhaps fewer steps after it."""
+    """Recurrent layer with residual, norm and optional downsampling."""
 
     output_proj: nn.Linear
 
@@ -167,40 +165,40 @@ class _Block(nn.Module):
             return x, mask
         if self.shorten == "stride":
             return x[:, :: self.factor], mask[:, :: self.factor]
-        # Filled up to whole windows: no step at the end is lost.
+        # Pad to whole windows so that no step at the end is lost.
         missing = -x.shape[1] % self.factor
         x = nn.functional.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, self.factor))
         mask = nn.functional.pad(mask, (0, missing)).unflatten(1, (-1, self.factor))
-        return pooled(x, mask, how=self.shorten), mask.any(dim=-1)
+        return pooled(x, mask, mode=self.shorten), mask.any(dim=-1)
 
 
 def pooled(
     x: Float[Tensor, "*batch length width"],
     mask: Bool[Tensor, "*batch length"],
     *,
-    how: str,
+    mode: str,
 ) -> Float[Tensor, "*batch width"]:
-    """Return one vector for each sequence, made of the steps where ``mask`` is True.
+    """Pool the steps of each sequence where ``mask`` is True.
 
     Example:
         >>> x, mask = torch.tensor([[[1.0], [3], [9]]]), torch.tensor([[True, True, False]])
-        >>> [pooled(x, mask, how=how).item() for how in ("last", "mean", "max")]
+        >>> [pooled(x, mask, mode=mode).item() for mode in ("last", "mean", "max")]
         [3.0, 2.0, 3.0]
     """
-    if how == "mean":
+    if mode == "mean":
         count = mask.sum(dim=-1, keepdim=True).clamp(min=1)
         return zero_where(x, mask).sum(dim=-2) / count.to(x.dtype)
-    if how == "max":
+    if mode == "max":
         greatest = torch.where(mask[..., None], x, -torch.inf).amax(dim=-2)
         return zero_where(greatest, mask.any(dim=-1))
-    place = torch.arange(mask.shape[-1], device=x.device)
-    last = torch.where(mask, place, 0).amax(dim=-1)
+    steps = torch.arange(mask.shape[-1], device=x.device)
+    last = torch.where(mask, steps, 0).amax(dim=-1)
     index = last[..., None, None].expand(*last.shape, 1, x.shape[-1])
     return zero_where(x.gather(-2, index)[..., 0, :], mask.any(dim=-1))
 
 
 def _for_each(name: str, value: Any, count: int) -> list[Any]:
-    """Return one value for each block."""
+    """Return one value per block."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

@@ -1,7 +1,7 @@
-"""lrnnx's token embeddings, with learned positions on request.
+"""Token embeddings of lrnnx, with optional learned positions.
 
-Padding gives zero vectors and trains nothing, with positions on too: in lrnnx a padding
-place carries the vector of its position, and its gradient reaches the position table.
+The vectors of padding are zero and train nothing, with positions enabled too. In lrnnx a
+padding token carries its position vector, whose gradient reaches the position table.
 """
 
 from jaxtyping import Float, Integer
@@ -14,15 +14,15 @@ from ...torch._positions.arguments import Offset, Positions
 
 
 class PositionEmbedding(nn.Module):
-    """Looks up learned vectors by position, to be added to something else.
+    """Look up learned vectors by position.
 
     Args:
-        max_position_embeddings: How many positions there are.
-        embedding_dim: Width of a vector.
+        max_position_embeddings: Number of positions.
+        embedding_dim: Width of each vector.
 
     Shape:
-        - positions: integers of any shape; one that is not smaller than
-          ``max_position_embeddings`` is a ValueError
+        - positions: integers of any shape; a position of ``max_position_embeddings`` or
+          more is a ValueError
         - output: ``(*positions.shape, embedding_dim)``
 
     Example:
@@ -43,21 +43,20 @@ class PositionEmbedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Token rows, plus learned positions if asked, zero at padding, then dropout.
+    """Token rows plus optional learned positions, zero at padding, then dropout.
 
     Args:
-        vocab_size: How many ids there are.
-        embedding_dim: Width of a vector.
-        padding_idx: The id that is padding; negative counts from the end.
-        max_position_embeddings: How many positions there are; needed with ``use_position``
-            and nothing without it.
-        use_position: Whether positions are added.
-        dropout: Probability that an entry is dropped while training.
+        vocab_size: Number of ids.
+        embedding_dim: Width of each vector.
+        padding_idx: Id of padding. Negative values count from the end.
+        max_position_embeddings: Number of positions. Required with ``use_position``.
+        use_position: Whether to add positions.
+        dropout: Probability of dropping an entry during training.
 
     Shape:
         - token_ids: ``(..., length)`` integers
-        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` moved on by
-          ``offset``. For rows padded on the left, :func:`firstlayer.positions.from_mask`.
+        - positions: ``(length,)`` or one per id; None is ``0, 1, …`` plus ``offset``. Use
+          :func:`firstlayer.positions.from_mask` for left-padded rows.
         - output: ``(..., length, embedding_dim)``
 
     Example:
@@ -101,13 +100,13 @@ class TokenEmbedding(nn.Module):
     ) -> Float[Tensor, "*batch embedding_dim"]:
         vectors = self.token_embedding(token_ids)
         if self.position_embedding is not None:
-            place = self.position_embedding.position_embedding
-            vectors = place(vectors, positions, offset=offset)
-            if self.padding_idx is not None:
-                vectors = zero_where(vectors, self.token_embedding.mask(token_ids))
+            add_positions = self.position_embedding.position_embedding
+            vectors = add_positions(vectors, positions, offset=offset)
+        if self.padding_idx is not None:
+            vectors = zero_where(vectors, self.token_embedding.mask(token_ids))
         return self.dropout(vectors)
 
     @property
     def padding_idx(self) -> int | None:
-        """The id that is padding, counted from the front, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token_embedding.padding_idx

@@ -1,13 +1,13 @@
 """The linear recurrent unit: a diagonal linear recurrence with complex entries.
 
 ``state[t] = λ · state[t-1] + γ · B x[t]`` and ``y[t] = Re(C state[t]) + D · x[t]`` (Orvieto
-et al. 2023, https://arxiv.org/abs/2303.06349). ``λ`` lies inside the unit circle whatever
-its parameters are, so no sequence is too long for it. Order is in the recurrence: such a
-layer needs no positions.
+et al. 2023, https://arxiv.org/abs/2303.06349). ``λ`` lies inside the unit circle for all
+parameter values, so the recurrence is stable at any length. It needs no positions: the
+recurrence itself encodes order.
 
-All states are found at once by doubling: what was added up over the last ``n`` steps, plus
-``λⁿ`` times the same ``n`` steps earlier, is that over the last ``2n``. One at a time they
-come out of :meth:`LRU.step`. Both give the same numbers.
+:meth:`LRU.forward` computes all states by doubling: the sum over the last ``2n`` steps is
+the sum over the last ``n`` plus ``λⁿ`` times the sum over the ``n`` before them.
+:meth:`LRU.step` computes one state at a time. Both return the same numbers.
 """
 
 import math
@@ -22,14 +22,14 @@ from ...torch._tensors.buffers import upcast
 
 
 class LRU(nn.Module):
-    """A linear recurrent unit, on whole sequences or step by step.
+    """Linear recurrent unit, on whole sequences or step by step.
 
     Args:
         d_model: Width of input and output.
-        d_state: How many complex numbers the state has.
-        r_min: The smallest size of ``λ`` to begin with, at least 0.
-        r_max: The greatest, above ``r_min`` and at most 1.
-        max_phase: The greatest angle of ``λ`` to begin with, in radians.
+        d_state: Number of complex numbers in the state.
+        r_min: Smallest initial magnitude of ``λ``, at least 0.
+        r_max: Largest initial magnitude of ``λ``, above ``r_min`` and at most 1.
+        max_phase: Largest initial angle of ``λ``, in radians.
 
     Shape:
         - x: ``(batch, length, d_model)``
@@ -69,14 +69,14 @@ class LRU(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw ``λ`` evenly from the ring between ``r_min`` and ``r_max``, and the rest."""
+        """Draw ``λ`` uniformly from the ring, and initialise the other parameters."""
         low, high = self.r_min**2, self.r_max**2
-        # Not 0 or 1 exactly, whose logarithms are infinite.
-        area, turn = (torch.rand(2, self.d_state) * (1 - 2e-6) + 1e-6).unbind()
+        # Excludes 0 and 1, whose logarithms are infinite.
+        area, phase = (torch.rand(2, self.d_state) * (1 - 2e-6) + 1e-6).unbind()
         size_squared = low + area * (high - low)
         self.nu_log.copy_((-0.5 * size_squared.log()).log())
-        self.theta_log.copy_((self.max_phase * turn).log())
-        # A state driven by noise then has the size of the noise, however slow it decays.
+        self.theta_log.copy_((self.max_phase * phase).log())
+        # Keeps the variance of the state equal to that of its input for every decay.
         self.gamma_log.copy_(0.5 * torch.log1p(-size_squared))
         for part in (self.B_re, self.B_im):
             nn.init.normal_(part, std=(2 * self.d_model) ** -0.5)
@@ -93,16 +93,15 @@ class LRU(nn.Module):
         """Return the output of every step.
 
         Args:
-            x: The sequences. What follows a step has no part in it, so padding at the end
-                needs no care.
-            integration_timesteps: Must be None: all steps of an LRU are alike.
-            lengths: Not needed, and not looked at.
+            x: The sequences. The recurrence is causal, so trailing padding has no effect.
+            integration_timesteps: Must be None; an LRU has uniform steps.
+            lengths: Ignored.
         """
         if integration_timesteps is not None:
             raise ValueError("integration_timesteps must be None for an LRU")
         self._check(x, ("batch", "length"))
         decay, into, out = self.discretize()
-        states = running(x.to(into.dtype) @ into.T, decay)
+        states = scan_linear(x.to(into.dtype) @ into.T, decay)
         return self._output(states, x, out)
 
     def step(
@@ -111,8 +110,8 @@ class LRU(nn.Module):
         """Return the output of one step, and the cache with the state after it.
 
         Args:
-            x: The step's input.
-            inference_cache: From :meth:`allocate_inference_cache`; it is written to.
+            x: Input of the step.
+            inference_cache: From :meth:`allocate_inference_cache`. Updated in place.
         """
         self._check(x, ("batch",))
         into, out = inference_cache["B_norm"], inference_cache["C_complex"]
@@ -124,12 +123,12 @@ class LRU(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int = 1, dtype: Any = None
     ) -> dict[str, Any]:
-        """Return the state before the first step, and what every step needs.
+        """Return the state before the first step and the matrices that every step uses.
 
         Args:
-            batch_size: How many sequences there are.
-            max_seqlen: Not looked at: the state does not grow.
-            dtype: Not looked at: the state is complex and never in half precision.
+            batch_size: Number of sequences.
+            max_seqlen: Ignored; the state does not grow.
+            dtype: Ignored; the state is complex64 or complex128.
         """
         decay, into, out = self.discretize()
         state = into.new_zeros(batch_size, self.d_state)
@@ -143,7 +142,7 @@ class LRU(nn.Module):
         Complex[Tensor, "d_state d_model"],
         Complex[Tensor, "d_model d_state"],
     ]:
-        """Return ``λ``, ``γ · B`` and ``C``, at least in the precision of float32."""
+        """Return ``λ``, ``γ · B`` and ``C`` in at least float32 precision."""
         decay = torch.polar(
             torch.exp(-upcast(self.nu_log).exp()), upcast(self.theta_log).exp()
         )
@@ -161,20 +160,20 @@ class LRU(nn.Module):
             raise ValueError(f"x must have shape {want}, got {tuple(x.shape)}")
 
 
-def running(
+def scan_linear(
     x: Complex[Tensor, "batch length d_state"], decay: Complex[Tensor, " d_state"]
 ) -> Complex[Tensor, "batch length d_state"]:
     """Return ``s[t] = decay · s[t-1] + x[t]`` for every ``t``, from ``s[-1] = 0``.
 
     Example:
         >>> x = torch.ones(1, 4, 1, dtype=torch.complex64)
-        >>> running(x, torch.tensor([0.5 + 0j])).real.flatten().tolist()
+        >>> scan_linear(x, torch.tensor([0.5 + 0j])).real.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    reach, power = 1, decay
-    while reach < x.shape[1]:
-        x = x + power * nn.functional.pad(x[:, :-reach], (0, 0, reach, 0))
-        reach, power = 2 * reach, power * power
+    span, power = 1, decay
+    while span < x.shape[1]:
+        x = x + power * nn.functional.pad(x[:, :-span], (0, 0, span, 0))
+        span, power = 2 * span, power * power
     return x
 
 

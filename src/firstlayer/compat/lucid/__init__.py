@@ -1,7 +1,7 @@
-"""Lucid's names, on NumPy arrays: tensors are arrays, and layers train through ``vjp``.
+"""Drop-in API of Lucid on NumPy: tensors are arrays, and layers train through ``vjp``.
 
-``import firstlayer.compat.lucid as lucid, firstlayer.compat.lucid.nn as nn``. Lucid itself runs on
-Apple's processors; this runs wherever NumPy does.
+Use ``import firstlayer.compat.lucid as lucid, firstlayer.compat.lucid.nn as nn``. Lucid
+itself needs an Apple processor; this module runs wherever NumPy does.
 """
 
 from typing import Any
@@ -32,13 +32,13 @@ def tensor(data: Any, dtype: Any = None) -> np.ndarray:
     """Return a new array of ``data``.
 
     Args:
-        data: Numbers, nested lists of them, or an array, which keeps its dtype.
-        dtype: What they shall be; None makes Python's own reals float32.
+        data: Numbers, nested lists of numbers, or an array, which keeps its dtype.
+        dtype: Dtype of the result. None converts Python floats to float32.
 
     Example:
         >>> tensor([[1, 5, 3], [0, 2, 7]], dtype=int64).shape
         (2, 3)
     """
     array = np.array(data, dtype=dtype)
-    own = dtype is None and not isinstance(data, np.ndarray | np.generic)
-    return array.astype(np.float32) if own and array.dtype == np.float64 else array
+    is_python = dtype is None and not isinstance(data, np.ndarray | np.generic)
+    return array.astype(np.float32) if is_python and array.dtype == np.float64 else array

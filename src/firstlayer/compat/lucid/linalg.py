@@ -1,4 +1,4 @@
-"""Lucid's norms."""
+"""Norms of Lucid."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ def norm(
     axis: int | tuple[int, ...] | None = None,
     keepdims: bool = False,
 ) -> Any:
-    """Return the norm of a vector, or of everything in ``x``.
+    """Return the norm along ``axis``, or of all of ``x`` as one vector.
 
     Args:
-        x: Numbers.
-        ord: Which norm; None is the root of the sum of squares.
-        axis: Along which axes; None is all of them, as one vector.
-        keepdims: Keep those axes, with size 1.
+        x: Array or nested lists.
+        ord: Order of the norm. None is the 2-norm.
+        axis: Axes to reduce. None is all of them.
+        keepdims: Keep reduced axes with size 1.
 
     Example:
         >>> float(norm([[3.0, 0.0], [0.0, 4.0]]))

@@ -1,7 +1,7 @@
-"""Lucid's embedding layers, with every option its document has, and those work.
+"""Embedding layers of Lucid, with every documented option.
 
-``layer(x)`` looks up; ``y, pull = layer.vjp(x)`` also returns the function from the
-gradient of ``y`` to row gradients, as everywhere in :mod:`firstlayer.numpy`.
+``layer(x)`` is the forward; ``y, pull = layer.vjp(x)`` also returns the pullback from the
+gradient of ``y`` to row gradients, as in :mod:`firstlayer.numpy`.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ... import numpy as face
+from ... import numpy as layers
 from ..._check import positive
 from ...embeddings.token import Seed
 
@@ -18,24 +18,24 @@ __all__ = ["Embedding", "EmbeddingBag", "RotaryEmbedding", "SinusoidalEmbedding"
 Ids = Shaped[Any, "..."] | list[Any] | int
 
 
-class Embedding(face.Embedding):
-    """Looks up rows of a table by id.
+class Embedding(layers.Embedding):
+    """Look up rows of a table by id.
 
     Args:
-        num_embeddings: Rows of the table.
-        embedding_dim: Width of a row.
-        padding_idx: The id that is padding; negative counts from the end. Its row is zero,
-            gets no gradient, and whatever else writes to it is undone.
-        max_norm: Every row longer than this is shortened to it, in place, at each call.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        sparse: Accepted: gradients are by row either way.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of each row.
+        padding_idx: Id of padding. Negative values count from the end. The output is zero
+            at padding, and padding gets no gradient.
+        max_norm: Rows longer than this are rescaled to it, in place, at each call.
+        norm_type: The p of the p-norm.
+        scale_grad_by_freq: Divide the gradient of a row by the frequency of its id.
+        sparse: Accepted for compatibility; gradients are always row gradients.
         device: None or ``"cpu"``.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for the table, which is drawn from N(0, 1).
+        rng: Seed or generator for drawing the table from N(0, 1).
 
     Shape:
-        - x: integers of any shape, or bools, which are 0 and 1
+        - x: integers or bools (0 and 1) of any shape
         - output: ``(*x.shape, embedding_dim)``
 
     Example:
@@ -74,36 +74,44 @@ class Embedding(face.Embedding):
 
     def __call__(self, x: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
         self.project()
-        return super().__call__(_ids(x))
+        ids = _ids(x)
+        return self._zero_padding(ids, super().__call__(ids))
 
     def forward(self, x: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
         """Return the rows of ``x``."""
         return self(x)
 
     def vjp(self, x: Ids) -> Any:
-        """Return the rows and the function from their gradient to the table's."""
-        return super().vjp(_ids(x))
+        """Return the rows and the pullback from their gradient to the table's."""
+        ids = _ids(x)
+        rows, pull = super().vjp(ids)
+        return self._zero_padding(ids, rows), pull
 
     def extra_repr(self) -> str:
-        """Return the layer's options in a few words."""
-        return _words(self)
+        """Return the arguments as shown by ``repr``."""
+        return _shown_arguments(self)
 
     def __repr__(self) -> str:
         return f"Embedding({self.extra_repr()})"
 
+    def _zero_padding(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        if self.padding_idx is not None:
+            rows[ids == self.padding_idx] = 0
+        return rows
 
-class EmbeddingBag(face.EmbeddingBag):
-    """Looks up rows and pools them, a row of output for each bag of ids.
+
+class EmbeddingBag(layers.EmbeddingBag):
+    """Look up rows and pool them, one output row per bag of ids.
 
     Args:
-        num_embeddings: Rows of the table.
-        embedding_dim: Width of a row.
-        max_norm: Every row longer than this is shortened to it, in place, at each call.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``; a word that is none of them is refused.
-        sparse: Accepted: gradients are by row either way.
-        padding_idx: The id that is padding and does not count.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of each row.
+        max_norm: Rows longer than this are rescaled to it, in place, at each call.
+        norm_type: The p of the p-norm.
+        scale_grad_by_freq: Divide the gradient of a row by the frequency of its id.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Accepted for compatibility; gradients are always row gradients.
+        padding_idx: Id of padding, which is not pooled.
         device: None or ``"cpu"``.
         dtype: As for :class:`Embedding`.
         include_last_offset: Whether the last offset is the end of the last bag.
@@ -160,29 +168,29 @@ class EmbeddingBag(face.EmbeddingBag):
     def forward(
         self, x: Ids, offsets: Any = None, per_sample_weights: Any = None
     ) -> Float[np.ndarray, "bags embedding_dim"]:
-        """Return a row for each bag."""
+        """Return one row per bag."""
         return self(x, offsets, per_sample_weights)
 
     def vjp(self, x: Ids, offsets: Any = None, per_sample_weights: Any = None) -> Any:
-        """Return the output and the function from its gradient to all others."""
+        """Return the output and the pullback from its gradient to all others."""
         self.project()
         return super().vjp(_ids(x), offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
-        """Return the layer's options in a few words."""
-        return f"{_words(self)}, mode={self.mode!r}"
+        """Return the arguments as shown by ``repr``."""
+        return f"{_shown_arguments(self)}, mode={self.mode!r}"
 
     def __repr__(self) -> str:
         return f"EmbeddingBag({self.extra_repr()})"
 
 
 class SinusoidalEmbedding:
-    """Holds the sines and cosines of the first positions, sines in the even columns.
+    """Table of sines (even columns) and cosines (odd columns) of the first positions.
 
     Args:
-        num_positions: How many positions.
-        embedding_dim: Width of a row. Positive and even.
-        base: Ratio of the slowest wavelength to the fastest.
+        num_positions: Number of positions.
+        embedding_dim: Width of each row. Positive and even.
+        base: Base of the frequencies.
 
     Shape:
         - output: ``(num_positions, embedding_dim)``, to be sliced: ``pe()[:length]``
@@ -198,8 +206,8 @@ class SinusoidalEmbedding:
         _check_even("embedding_dim", embedding_dim)
         self.num_positions = positive("num_positions", num_positions)
         self.embedding_dim, self.base = embedding_dim, base
-        waves = face.SinusoidalPositions(embedding_dim, base=base)
-        self.pe = waves.encode(np.arange(num_positions))
+        sinusoids = layers.SinusoidalPositions(embedding_dim, base=base)
+        self.pe = sinusoids.encode(np.arange(num_positions))
 
     def __call__(self) -> Float[np.ndarray, "num_positions embedding_dim"]:
         return self.pe
@@ -210,16 +218,16 @@ class SinusoidalEmbedding:
 
 
 class RotaryEmbedding:
-    """Holds the cosines and sines that rotate queries and keys, each pair's twice.
+    """Tables of cosines and sines that rotate queries and keys.
 
     Args:
-        head_dim: Width of a head. Positive and even.
-        max_position_embeddings: How many positions.
-        base: Ratio of the slowest wavelength to the fastest.
+        head_dim: Width of each head. Positive and even.
+        max_position_embeddings: Number of positions.
+        base: Base of the frequencies.
 
     Shape:
-        - output: cosines and sines, each ``(max_position_embeddings, head_dim)``, both
-          halves alike
+        - output: cosines and sines, each ``(max_position_embeddings, head_dim)``; the two
+          halves of each row are equal
 
     Example:
         >>> cos, sin = RotaryEmbedding(4, 128)()
@@ -233,8 +241,8 @@ class RotaryEmbedding:
         _check_even("head_dim", head_dim)
         count = positive("max_position_embeddings", max_position_embeddings)
         self.head_dim, self.max_position_embeddings, self.base = head_dim, count, base
-        phases = face.RotaryPositions(head_dim, base=base).phases(np.arange(count))
-        self.cos_cached, self.sin_cached = (np.tile(turn, 2) for turn in phases)
+        phases = layers.RotaryPositions(head_dim, base=base).phases(np.arange(count))
+        self.cos_cached, self.sin_cached = (np.tile(part, 2) for part in phases)
 
     def __call__(self) -> tuple[np.ndarray, np.ndarray]:
         return self.cos_cached, self.sin_cached
@@ -251,7 +259,7 @@ def _ids(x: Ids) -> np.ndarray:
     return ids
 
 
-def _words(layer: Embedding | EmbeddingBag) -> str:
+def _shown_arguments(layer: Embedding | EmbeddingBag) -> str:
     words = [str(layer.num_embeddings), str(layer.embedding_dim)]
     defaults = {"padding_idx": None, "max_norm": None, "norm_type": 2.0}
     for name, default in defaults.items():

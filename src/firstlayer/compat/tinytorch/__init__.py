@@ -1,11 +1,11 @@
-"""TinyTorch's names, on torch tensors: every parameter learns, in every configuration.
+"""Drop-in API of TinyTorch on torch tensors, with gradients in every configuration.
 
-In TinyTorch the position table never trains, and scaling, sinusoids and a sequence without
-a batch axis cut the token table off too. Here they are torch's own operations, and ids are
-integers: as float32, which TinyTorch keeps them in, 16,777,217 would be another id.
+In TinyTorch the position table gets no gradient, and with scaling, sinusoids or unbatched
+input neither does the token table. Ids are integers here: TinyTorch stores them as float32,
+which cannot represent 16,777,217.
 """
 
-# First, for it says what to install where there is no torch.
+# Imported first: raises the error that names the package to install without torch.
 from ... import torch as _torch  # noqa: F401
 from .analysis import analyze_embedding_memory_scaling as analyze_embedding_memory_scaling
 from .analysis import analyze_embedding_performance as analyze_embedding_performance

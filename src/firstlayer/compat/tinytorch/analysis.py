@@ -1,7 +1,7 @@
-"""What TinyTorch's ``analyze_`` functions print as arithmetic, measured and returned.
+"""Measurements behind TinyTorch's ``analyze_`` functions.
 
-Each builds layers, runs them, and returns what it saw as rows of plain values: bytes that
-tensors hold, seconds that lookups took, whether a longer sequence went through.
+Each function builds layers, runs them and returns rows of plain values: bytes held by
+tensors, seconds per lookup, whether a longer sequence is accepted.
 """
 
 import statistics
@@ -39,8 +39,8 @@ def analyze_embedding_memory_scaling(
         scenarios: Name, vocab_size and embed_dim of each table.
         embed_dim: Width for the position strategies.
         max_seq_len: Length for the position strategies.
-        largest: Tables of more bytes are described by torch's meta device, which reserves
-            nothing; their ``gradient_bytes`` are None.
+        largest: Tables of more bytes are built on the meta device, which allocates nothing;
+            their ``gradient_bytes`` are None.
 
     Returns:
         ``"tables"``: rows of ``name, vocab_size, embed_dim, parameters, bytes,
@@ -65,14 +65,14 @@ def analyze_embedding_performance(
     seq_len: int = 128,
     seconds: float = 0.05,
 ) -> list[Row]:
-    """Return how long lookups take.
+    """Return the duration of lookups.
 
     Args:
-        vocab_sizes: Lengths of the tables.
-        batch_sizes: How many sequences are looked up at once.
+        vocab_sizes: Number of rows of each table.
+        batch_sizes: Number of sequences per lookup.
         embed_dim: Width of the tables.
-        seq_len: Ids in a sequence.
-        seconds: How long to go on with each pair.
+        seq_len: Ids per sequence.
+        seconds: Measuring time per table and batch size.
 
     Returns:
         Rows of ``vocab_size, batch_size, milliseconds, tokens_per_second``, the median of
@@ -100,17 +100,17 @@ def analyze_embedding_performance(
 def analyze_positional_encoding_strategies(
     *, max_seq_len: int = 512, embed_dim: int = 256, beyond: int = 100
 ) -> list[Row]:
-    """Return what each position strategy costs, adds, and does with a longer sequence.
+    """Return the memory and variance of each position strategy, and whether it extends.
 
     Args:
-        max_seq_len: What the layers are built for.
-        embed_dim: Width of a vector.
-        beyond: How many more tokens the longer sequence has.
+        max_seq_len: Length that the layers are built for.
+        embed_dim: Width of each vector.
+        beyond: Number of additional tokens in the longer sequence.
 
     Returns:
-        A row for each strategy: ``name, parameters, bytes``; ``variance``, that of what is
-        added, over positions; ``extends``, whether the longer sequence went through with
-        the shorter one's vectors in front; ``error``, the sentence if it did not.
+        One row per strategy: ``name, parameters, bytes``; ``variance`` of the added vectors
+        over positions; ``extends``, whether a longer sequence is accepted and keeps the
+        vectors of the shorter one; ``error``, the message if it is not accepted.
 
     Example:
         >>> rows = analyze_positional_encoding_strategies(max_seq_len=8, embed_dim=4)

@@ -1,4 +1,4 @@
-"""TinyTorch's embedding layers: plain objects with ``forward`` and ``parameters``."""
+"""Embedding layers of TinyTorch: plain objects with ``forward`` and ``parameters``."""
 
 import math
 from typing import Any, Literal
@@ -16,21 +16,21 @@ PosEncoding = Literal["learned", "sinusoidal"] | None
 
 
 class OutOfRange(IndexError, ValueError):
-    """An id that is not a row: ours are IndexErrors, TinyTorch's ValueErrors."""
+    """Id out of range: an IndexError as in Firstlayer, a ValueError as in TinyTorch."""
 
 
 class Embedding:
-    """Looks up rows of a learned table by id.
+    """Look up rows of a learned table by id.
 
     Args:
-        vocab_size: How many ids there are.
-        embed_dim: Width of a row.
+        vocab_size: Number of ids.
+        embed_dim: Width of each row.
 
     Shape:
-        - indices: integers of any shape; one out of range is an error that names it
+        - indices: integers of any shape; an error names the first one out of range
         - output: ``(*indices.shape, embed_dim)``
 
-    The table is drawn evenly within √(6 / (vocab_size + embed_dim)), by torch's generator.
+    The table is drawn uniformly from ±√(6 / (vocab_size + embed_dim)).
 
     Example:
         >>> embed = Embedding(vocab_size=100, embed_dim=64)
@@ -51,7 +51,7 @@ class Embedding:
         return self.forward(indices)
 
     def parameters(self) -> list[Tensor]:
-        """Return what is trained."""
+        """Return the trained tensors."""
         return [self.weight]
 
     def __repr__(self) -> str:
@@ -59,12 +59,12 @@ class Embedding:
 
 
 class PositionalEncoding:
-    """Adds to each vector the learned row of its position.
+    """Add a learned position row to each vector.
 
     Args:
-        max_seq_len: How many positions there are.
-        embed_dim: Width of a vector.
-        limit: Rows are drawn evenly within it; √(2 / embed_dim) if None.
+        max_seq_len: Number of positions.
+        embed_dim: Width of each vector.
+        limit: Rows are drawn uniformly from ±``limit``; √(2 / embed_dim) if None.
 
     Shape:
         - x: ``(batch, length, embed_dim)``
@@ -86,7 +86,7 @@ class PositionalEncoding:
     def forward(
         self, x: Float[torch.Tensor, "batch length embed_dim"], start_pos: int = 0
     ) -> Tensor:
-        """Return ``x`` with positions added, the first of them ``start_pos``."""
+        """Return ``x`` plus its position rows, starting at ``start_pos``."""
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             want = f"(batch, seq, {self.embed_dim})"
             raise ValueError(f"x must have shape {want}, got {tuple(x.shape)}")
@@ -102,7 +102,7 @@ class PositionalEncoding:
         return self.forward(x, start_pos)
 
     def parameters(self) -> list[Tensor]:
-        """Return what is trained."""
+        """Return the trained tensors."""
         return [self.position_embeddings]
 
     def __repr__(self) -> str:
@@ -113,13 +113,13 @@ class PositionalEncoding:
 
 
 def create_sinusoidal_embeddings(max_seq_len: int, embed_dim: int) -> Tensor:
-    """Return the sines and cosines of the first positions, sines in the even columns.
+    """Return sines (even columns) and cosines (odd columns) of the first positions.
 
-    An odd ``embed_dim`` ends in a sine. Each number is within 2.5e-7 of what it should be.
+    An odd ``embed_dim`` ends with a sine. The absolute error is at most 2.5e-7.
 
     Args:
-        max_seq_len: How many positions.
-        embed_dim: Width of a row.
+        max_seq_len: Number of positions.
+        embed_dim: Width of each row.
 
     Example:
         >>> create_sinusoidal_embeddings(2, 4).data.round(4).tolist()[0]
@@ -130,12 +130,12 @@ def create_sinusoidal_embeddings(max_seq_len: int, embed_dim: int) -> Tensor:
 
 
 class EmbeddingLayer:
-    """Token rows, scaled if asked, plus learned or sinusoidal positions.
+    """Token rows, optionally scaled, plus learned or sinusoidal positions.
 
     Args:
-        vocab_size: How many ids there are.
-        embed_dim: Width of a vector.
-        max_seq_len: How many learned positions there are; sinusoidal ones have no end.
+        vocab_size: Number of ids.
+        embed_dim: Width of each vector.
+        max_seq_len: Number of learned positions. Sinusoidal positions are unlimited.
         pos_encoding: ``"learned"``, ``"sinusoidal"`` or None.
         scale_embeddings: Multiply token rows, not positions, by √embed_dim.
 
@@ -143,7 +143,7 @@ class EmbeddingLayer:
         - tokens: ``(length,)``, ``(batch, length)`` or more axes
         - output: ``(*tokens.shape, embed_dim)``
 
-    Learned positions are drawn within half of what the tokens they are added to are.
+    Learned positions are drawn from at most half the range of the token rows.
 
     Example:
         >>> layer = EmbeddingLayer(50_000, 512, max_seq_len=2048, pos_encoding="learned")
@@ -177,7 +177,7 @@ class EmbeddingLayer:
             self.pos_encoding = SinusoidalPositions(embed_dim)
 
     def forward(self, tokens: Any, start_pos: int = 0) -> Tensor:
-        """Return the vectors of ``tokens``, whose first position is ``start_pos``."""
+        """Return the vectors of ``tokens``, with positions starting at ``start_pos``."""
         rows = combine(self.token_embedding(tokens), scale=self.scale_embeddings)
         if isinstance(self.pos_encoding, SinusoidalPositions):
             return _as_tensor(self.pos_encoding(rows, offset=start_pos))
@@ -190,7 +190,7 @@ class EmbeddingLayer:
         return self.forward(tokens, start_pos)
 
     def parameters(self) -> list[Tensor]:
-        """Return what is trained: the token table, and a learned position table."""
+        """Return the trained tensors: the token table and a learned position table."""
         found = self.token_embedding.parameters()
         if isinstance(self.pos_encoding, PositionalEncoding):
             found += self.pos_encoding.parameters()
@@ -220,7 +220,7 @@ def _as_tensor(x: torch.Tensor) -> Tensor:
 
 
 def _checked(indices: Any, vocab_size: int) -> torch.Tensor:
-    """Return indices as int64, or say which of them is no row."""
+    """Return indices as int64, or raise an error that names the first one out of range."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().numpy()
     try:

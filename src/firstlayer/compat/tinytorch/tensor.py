@@ -1,4 +1,4 @@
-"""TinyTorch's tensor: torch's, made from whatever NumPy takes, with NumPy's ``data``."""
+"""Tensor of TinyTorch: a torch tensor whose ``data`` is a NumPy array."""
 
 from typing import Any, cast
 
@@ -7,14 +7,14 @@ import torch
 
 
 class Tensor(torch.Tensor):
-    """An array that knows how to find its gradient. Every operation of torch works on it.
+    """Torch tensor built from NumPy data. Every torch operation works on it.
 
     Args:
-        data: Numbers, nested lists of them, or an array. Reals become float32; integers
-            stay integers, and exact.
-        requires_grad: Whether ``backward()`` shall leave a gradient here.
+        data: Numbers, nested lists of numbers, or an array. Floats become float32;
+            integers stay integers.
+        requires_grad: Whether ``backward()`` stores a gradient.
 
-    ``data`` is a NumPy array that shares the tensor's memory, and may be assigned to.
+    ``data`` is a NumPy array that shares the tensor's memory. It can be assigned.
 
     Example:
         >>> x = Tensor([[1.0, 2.0]], requires_grad=True)
@@ -40,7 +40,7 @@ class Tensor(torch.Tensor):
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The numbers, as a NumPy array of the same memory."""
+        """NumPy array that shares the tensor's memory."""
         return self.detach().as_subclass(torch.Tensor).numpy()
 
     @data.setter
@@ -50,7 +50,7 @@ class Tensor(torch.Tensor):
 
     @property
     def grad(self) -> "Tensor | None":  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What ``backward()`` left here, or None."""
+        """Gradient stored by ``backward()``, or None."""
         found = torch.Tensor.grad.__get__(self)  # pyright: ignore
         return None if found is None else found.as_subclass(Tensor)
 

@@ -1,4 +1,4 @@
-"""What the layers promise that others do not keep, measured here and there in one run."""
+"""Errors of common implementations that Firstlayer avoids, each measured in one run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,14 +11,14 @@ from firstlayer.numpy import Embedding, RotaryPositions, SinusoidalPositions
 
 
 @dataclass(frozen=True)
-class Promise:
-    """One measurement: what, by whom, and what they and we get.
+class Comparison:
+    """One measurement of Firstlayer and of a peer.
 
     Args:
-        name: What is measured.
-        peer: Whose layer ours is held against.
-        theirs: What it gives, None where it is not installed.
-        ours: What ours gives.
+        name: Measured quantity.
+        peer: Library compared with.
+        theirs: Result of the peer, or None if it is not installed.
+        ours: Result of Firstlayer.
     """
 
     name: str
@@ -27,23 +27,24 @@ class Promise:
     ours: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
 
-def measured() -> Iterator[Promise]:
-    """Yield every measurement."""
+def measured() -> Iterator[Comparison]:
+    """Yield every comparison."""
     for function in (
         far_rotation,
         far_sinusoid,
         other_base,
         frequent_id,
         wrong_id,
-        padding,
         training_memory,
     ):
         name, peer, theirs, ours = function()
-        yield Promise(name, peer, _or_missing(theirs), _or_missing(ours) or "needs torch")
+        yield Comparison(
+            name, peer, _or_missing(theirs), _or_missing(ours) or "needs torch"
+        )
 
 
 def _or_missing(measure: Callable[[], str]) -> str | None:
@@ -54,7 +55,7 @@ def _or_missing(measure: Callable[[], str]) -> str | None:
 
 
 def far_rotation():
-    """Rotate the first pair of features to position 1,000,000."""
+    """Compare cosines and sines at position 1,000,000."""
     far = 1_000_000
 
     def theirs() -> str:
@@ -64,11 +65,11 @@ def far_rotation():
 
         config = LlamaConfig(hidden_size=128, num_attention_heads=1)
         cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), torch.tensor([[far]]))
-        return _error(_worst_turn(cos[0, 0, :64].numpy(), sin[0, 0, :64].numpy(), far))
+        return _error(_largest_error(cos[0, 0, :64].numpy(), sin[0, 0, :64].numpy(), far))
 
     def ours() -> str:
         cos, sin = RotaryPositions(128).phases(np.array([far]))
-        return _error(_worst_turn(cos[0], sin[0], far))
+        return _error(_largest_error(cos[0], sin[0], far))
 
     return (
         "rotary at position 1,000,000: error of cosine and sine",
@@ -79,7 +80,7 @@ def far_rotation():
 
 
 def far_sinusoid():
-    """Make 4096 sinusoidal rows for a bfloat16 model and count how many differ."""
+    """Count the distinct rows among 4096 sinusoidal positions in bfloat16."""
 
     def theirs() -> str:
         import torch
@@ -102,7 +103,7 @@ def far_sinusoid():
 
 
 def other_base():
-    """Make a second rotary layer with another base beside the first."""
+    """Compare two rotary layers with different bases in one process."""
     x = np.ones((8, 8), np.float32)
 
     def theirs() -> str:
@@ -112,16 +113,18 @@ def other_base():
         first, second = (
             eqx.nn.RotaryPositionalEmbedding(8, theta=theta) for theta in (1e4, 5e5)
         )
-        return _moved(np.asarray(first(jnp.asarray(x))), np.asarray(second(jnp.asarray(x))))
+        return _difference(
+            np.asarray(first(jnp.asarray(x))), np.asarray(second(jnp.asarray(x)))
+        )
 
     def ours() -> str:
-        return _moved(RotaryPositions(8)(x), RotaryPositions(8, base=5e5)(x))
+        return _difference(RotaryPositions(8)(x), RotaryPositions(8, base=5e5)(x))
 
     return "a second rotary layer with base 500,000", "equinox", theirs, ours
 
 
 def frequent_id():
-    """Look one id up 3000 times in bfloat16 and sum its gradient of ones."""
+    """Sum the gradient of an id that occurs 3000 times in bfloat16."""
 
     def theirs() -> str:
         import torch
@@ -134,11 +137,11 @@ def frequent_id():
         y, pull = Embedding(4, 1, dtype=ml_dtypes.bfloat16).vjp(np.ones(3000, int))
         return f"{pull(np.ones_like(y))['weight'].values.item():g}"
 
-    return "gradient of an id seen 3000 times in bfloat16", "torch", theirs, ours
+    return "gradient of an id that occurs 3000 times in bfloat16", "torch", theirs, ours
 
 
 def wrong_id():
-    """Look up an id that is not there."""
+    """Look up an id out of range."""
 
     def theirs() -> str:
         import equinox as eqx
@@ -158,25 +161,7 @@ def wrong_id():
     return "id 7 of a table of 5", "equinox", theirs, ours
 
 
-def padding():
-    """Draw every row again after construction, as a model's own init does."""
-
-    def theirs() -> str:
-        import torch
-
-        layer = torch.nn.Embedding(5, 64, padding_idx=0)
-        torch.nn.init.normal_(layer.weight)
-        return f"norm {layer(torch.tensor(0)).norm().item():.2g}"
-
-    def ours() -> str:
-        layer = Embedding(5, 64, padding_idx=0)
-        layer.weight[...] = np.random.default_rng(0).standard_normal((5, 64))
-        return f"norm {np.linalg.norm(layer(0)):.2g}"
-
-    return "padding row after the table is drawn again", "torch", theirs, ours
-
-
-def _worst_turn(cos: np.ndarray, sin: np.ndarray, position: int) -> float:
+def _largest_error(cos: np.ndarray, sin: np.ndarray, position: int) -> float:
     angle = position * np.longdouble(10_000.0) ** (
         -np.arange(0, 128, 2) / np.longdouble(128)
     )
@@ -187,12 +172,12 @@ def _error(value: float) -> str:
     return f"{value:.1g}"
 
 
-def _moved(first: np.ndarray, second: np.ndarray) -> str:
+def _difference(first: np.ndarray, second: np.ndarray) -> str:
     return f"differs by {np.abs(first - second).max():.2g}"
 
 
 def training_memory():
-    """Train a table of nearly a gigabyte with AdamW on 32 × 128 ids a step."""
+    """Measure the peak memory of an AdamW step on a 977 MB table."""
 
     def measure(who: str) -> str:
         from .optim import memory_of_a_step

@@ -1,4 +1,4 @@
-"""The PyTorch face beside the layers it takes the place of, forward and backward."""
+"""PyTorch layers against the torch modules that they replace, forward and backward."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 
 from firstlayer.torch import Embedding, EmbeddingLayer, RotaryPositions
 
-from .ids import KINDS, batches
+from .ids import DISTRIBUTIONS, batches
 from .rotary import half_forms
 from .timing import BATCHES, Case
 
@@ -17,11 +17,11 @@ LAYER_SIZES = ((50_000, 512), (30_000, 768))
 
 
 def cases() -> Iterator[Case]:
-    """Yield lookups, the complete layer and rotation, each with and without gradients."""
+    """Yield lookups, the complete layer and rotary, with and without gradients."""
     yield from _lookups()
     for rows, width in LAYER_SIZES:
-        for kind in KINDS:
-            yield from _layers(rows, width, kind)
+        for distribution in DISTRIBUTIONS:
+            yield from _layers(rows, width, distribution)
     yield from _rotations()
 
 
@@ -48,9 +48,9 @@ def _lookups() -> Iterator[Case]:
         )
 
 
-def _layers(rows: int, width: int, kind: str) -> Iterator[Case]:
-    ids = [torch.from_numpy(batch) for batch in batches(kind, rows, (32, 128))]
-    name = f"torch layer {rows:,} × {width}, {kind}"
+def _layers(rows: int, width: int, distribution: str) -> Iterator[Case]:
+    ids = [torch.from_numpy(batch) for batch in batches(distribution, rows, (32, 128))]
+    name = f"torch layer {rows:,} × {width}, {distribution}"
     ours, theirs = _both(rows, width, sparse=False)
     with torch.no_grad():
         dy = torch.randn(32, 128, width)
@@ -64,13 +64,13 @@ def _layers(rows: int, width: int, kind: str) -> Iterator[Case]:
     )
     for gradients, bar in (("row gradients", 1.5), ("dense gradients", 1.0)):
         ours, theirs = _both(rows, width, sparse=gradients.startswith("row"))
-        peers = {"nn.Modules": _there_and_back(theirs, ids, dy)}
+        peers = {"nn.Modules": _forward_backward(theirs, ids, dy)}
         if gradients.startswith("row"):
-            # Ours are summed by id; torch leaves that to the optimizer.
-            peers["nn.Modules + coalesce"] = _summed_by_id(theirs, ids, dy)
+            # Our row gradients are coalesced; torch leaves that to the optimizer.
+            peers["nn.Modules + coalesce"] = _with_coalesce(theirs, ids, dy)
         yield Case(
             f"{name}, forward + backward, {gradients}",
-            _there_and_back(ours, ids, dy),
+            _forward_backward(ours, ids, dy),
             peers,
             {"nn.Modules": bar},
             tolerance=1e-3,
@@ -85,9 +85,9 @@ def _rotations() -> Iterator[Case]:
         forms = half_forms(*layer.phases(torch.arange(shape[-2])))
         yield Case(
             f"torch rotary half {shape}, forward + backward",
-            lambda batch, layer=layer, xs=xs: _turned(layer, xs[batch]),
+            lambda batch, layer=layer, xs=xs: _rotary_gradient(layer, xs[batch]),
             {
-                form: lambda batch, run=run, xs=xs: _turned(run, xs[batch])
+                form: lambda batch, run=run, xs=xs: _rotary_gradient(run, xs[batch])
                 for form, run in forms.items()
             },
             dict.fromkeys(forms, 1.0),
@@ -107,7 +107,7 @@ def _both(rows: int, width: int, *, sparse: bool) -> tuple[Any, Any]:
 
 
 class _Stock(nn.Module):
-    """What people write: two tables, a sum and a norm."""
+    """The same layer from torch modules: two tables, a sum and a norm."""
 
     def __init__(self, rows: int, width: int, *, sparse: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def _on(layer: Any, ids: list[Any]) -> Callable[[int], Any]:
     return run
 
 
-def _there_and_back(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]:
+def _forward_backward(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]:
     def run(batch: int) -> Any:
         layer.zero_grad(set_to_none=True)
         layer(ids[batch]).backward(dy)
@@ -136,18 +136,18 @@ def _there_and_back(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]
     return run
 
 
-def _summed_by_id(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]:
-    forward_and_backward = _there_and_back(layer, ids, dy)
+def _with_coalesce(layer: Any, ids: list[Any], dy: Any) -> Callable[[int], Any]:
+    run_layer = _forward_backward(layer, ids, dy)
 
     def run(batch: int) -> Any:
-        found = forward_and_backward(batch)
+        norm_gradient = run_layer(batch)
         layer.token.weight.grad = layer.token.weight.grad.coalesce()
-        return found
+        return norm_gradient
 
     return run
 
 
-def _turned(layer: Any, x: Any) -> Any:
+def _rotary_gradient(layer: Any, x: Any) -> Any:
     x.grad = None
     layer(x).square().sum().backward()
     return x.grad
