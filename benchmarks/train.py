@@ -28,7 +28,7 @@ import numpy as np
 from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
 from firstlayer.word_vectors.neighbors import units
-from firstlayer.word_vectors.skipgram import Setting, SkipGram
+from firstlayer.word_vectors.skipgram import SkipGramOptions, SkipGram
 from firstlayer.word_vectors.text import documents_in, standard_library
 
 THREADS = 2
@@ -97,7 +97,7 @@ def alike(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
     return found
 
 
-def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
+def ours(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
     """Return how long it takes with Firstlayer, and the table."""
     set_num_threads(THREADS)
     # Compiling is done once on a machine; a second's worth of it is no speed of learning.
@@ -110,7 +110,7 @@ def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
     return time.perf_counter() - begun, model.result()
 
 
-def gensims(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
+def gensims(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
     """Return how long it takes with gensim, and the table."""
     from gensim.models import Word2Vec
 
@@ -145,7 +145,7 @@ def _sentences(corpus: Corpus) -> Iterator[list[str]]:
             yield [names[i] for i in corpus.ids[start : min(start + SENTENCE, hi)]]
 
 
-def measured(setting: Setting) -> Iterator[Learned]:
+def measured(setting: SkipGramOptions) -> Iterator[Learned]:
     """Yield what each of them makes of Python's standard library."""
     documents = documents_in(standard_library())
     corpus = tokenized(documents, learn_tokenizer(documents))
@@ -167,11 +167,11 @@ def main() -> None:
     """Learn, print speed and quality, and fail if ours is slower than it has to be."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument("--epochs", type=int, default=Setting.epochs)
-    parser.add_argument("--dim", type=int, default=Setting.embedding_dim)
+    parser.add_argument("--epochs", type=int, default=SkipGramOptions.epochs)
+    parser.add_argument("--dim", type=int, default=SkipGramOptions.embedding_dim)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    setting = Setting(embedding_dim=options.dim, epochs=options.epochs, seed=options.seed)
+    setting = SkipGramOptions(embedding_dim=options.dim, epochs=options.epochs, seed=options.seed)
     found = []
     for learned in measured(setting):
         found.append(learned)
