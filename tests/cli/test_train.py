@@ -263,7 +263,7 @@ def test_progress_shows_speed_and_loss(folder):
     os.close(master)
     assert done.returncode == 0 and done.stdout.startswith("12 × 8 from 3,000 tokens")
     assert re.search(r"training .*100 %.*\d tokens/s, loss \d+\.\d{3}", drawn)
-    assert drawn.startswith("reading 1 file\r\nlearning 12 rows from 3,000 tokens\r\n")
+    assert drawn.startswith("reading 1 file\r\ntraining 12 rows from 3,000 tokens\r\n")
 
 
 @pytest.mark.rejects
