@@ -28,7 +28,7 @@ import numpy as np
 from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
 from firstlayer.word_vectors.neighbors import units
-from firstlayer.word_vectors.skipgram import Setting, SkipGram
+from firstlayer.word_vectors.skipgram import SkipGramOptions, SkipGram
 from firstlayer.word_vectors.text import documents_in, standard_library
 
 THREADS = 2
@@ -97,7 +97,7 @@ def purity(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
     return shares
 
 
-def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
+def ours(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
     """Return the training time of Firstlayer and the table."""
     set_num_threads(THREADS)
     # Kernels compile once per machine, so compilation is not timed.
@@ -110,7 +110,7 @@ def ours(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
     return time.perf_counter() - start, model.result()
 
 
-def gensim(corpus: Corpus, setting: Setting) -> tuple[float, np.ndarray]:
+def gensim(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
     """Return the training time of gensim and the table."""
     from gensim.models import Word2Vec
 
@@ -145,7 +145,7 @@ def _sentences(corpus: Corpus) -> Iterator[list[str]]:
             yield [names[i] for i in corpus.ids[start : min(start + SENTENCE, hi)]]
 
 
-def measured(setting: Setting) -> Iterator[Result]:
+def measured(setting: SkipGramOptions) -> Iterator[Result]:
     """Yield the results of both libraries on Python's standard library."""
     documents = documents_in(standard_library())
     corpus = tokenized(documents, learn_tokenizer(documents))
@@ -167,11 +167,13 @@ def main() -> None:
     """Train, print speed and quality, and exit with 1 if ours is too slow or worse."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument("--epochs", type=int, default=Setting.epochs)
-    parser.add_argument("--dim", type=int, default=Setting.embedding_dim)
+    parser.add_argument("--epochs", type=int, default=SkipGramOptions.epochs)
+    parser.add_argument("--dim", type=int, default=SkipGramOptions.embedding_dim)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    setting = Setting(embedding_dim=options.dim, epochs=options.epochs, seed=options.seed)
+    setting = SkipGramOptions(
+        embedding_dim=options.dim, epochs=options.epochs, seed=options.seed
+    )
     results = []
     for result in measured(setting):
         results.append(result)

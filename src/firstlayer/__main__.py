@@ -1,4 +1,4 @@
-"""``python -m firstlayer``: the command line."""
+"""Run the command line: ``python -m firstlayer``."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""The manners that every verb has."""
+"""Behaviour shared by all commands: help, errors, exit codes, progress, output."""
 
 import errno
 import importlib
@@ -15,41 +15,41 @@ import click
 import numpy as np
 import pytest
 
-from firstlayer.cli import VERBS
-from firstlayer.cli._group import sentence
-from firstlayer.cli._output import columns, emit, free_to_write, plain, progress, say
+from firstlayer.cli import COMMANDS
+from firstlayer.cli._group import message
+from firstlayer.cli._output import check_output, columns, emit, plain, progress, say
 from tests.support.command import call, data, one_sentence, refusal, run_alone
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
 
 
-def test_help_lists_every_verb_and_shows_examples():
+def test_help_lists_every_command_with_examples():
     text = data("--help")
-    for name, what in VERBS.items():
+    for name, what in COMMANDS.items():
         assert f"  {name} " in text and what in text
     assert "Examples:\n    firstlayer train " in text
     assert data("-h") == text == data()
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_examples_json_and_quiet(verb):
-    text = data(verb, "--help")
-    assert data(verb, "-h") == text
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples_json_and_quiet(name):
+    text = data(name, "--help")
+    assert data(name, "-h") == text
     assert "--json" in text and "-q, --quiet" in text
-    assert f"Examples:\n    firstlayer {verb}" in text
+    assert f"Examples:\n    firstlayer {name}" in text
 
 
-def test_every_verb_in_the_table_has_a_module_and_none_is_forgotten():
+def test_commands_and_modules_match():
     folder = Path(importlib.import_module("firstlayer.cli").__path__[0])
     modules = {path.stem for path in folder.glob("[!_]*.py")}
-    assert modules == set(VERBS)
-    for verb in VERBS:
-        command = importlib.import_module(f"firstlayer.cli.{verb}").command
-        assert isinstance(command, click.Command) and command.name == verb
+    assert modules == set(COMMANDS)
+    for name in COMMANDS:
+        command = importlib.import_module(f"firstlayer.cli.{name}").command
+        assert isinstance(command, click.Command) and command.name == name
 
 
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["inspect", "-h"]])
-def test_help_imports_click_and_nothing_heavier(args, tmp_path):
+def test_help_imports_only_click(args, tmp_path):
     watch = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
@@ -58,8 +58,8 @@ atexit.register(lambda: print(*sys.modules, file=sys.stderr))
     loaded = set(done.stderr.split())
     assert done.returncode == 0 and "click" in loaded
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
-    verbs = {f"firstlayer.cli.{verb}" for verb in VERBS}
-    assert loaded & verbs == ({f"firstlayer.cli.{args[0]}"} if len(args) > 1 else set())
+    commands = {f"firstlayer.cli.{name}" for name in COMMANDS}
+    assert loaded & commands == ({f"firstlayer.cli.{args[0]}"} if len(args) > 1 else set())
 
 
 def test_help_takes_less_than_a_fifth_of_a_second():
@@ -86,10 +86,10 @@ def test_python_m_firstlayer_and_version():
 
 
 @pytest.mark.rejects
-def test_what_is_asked_wrongly_exits_with_2_and_one_sentence():
-    want = "no verb 'trian', did you mean 'train'? (see firstlayer --help)"
+def test_wrong_usage_exits_with_2_and_a_one_line_message():
+    want = "no command 'trian', did you mean 'train'? (see firstlayer --help)"
     assert refusal("trian", code=2) == want
-    assert refusal("xyz", code=2) == "no verb 'xyz' (see firstlayer --help)"
+    assert refusal("xyz", code=2) == "no command 'xyz' (see firstlayer --help)"
     assert refusal("inspect", code=2) == (
         "Missing argument 'PATH'. (see firstlayer inspect --help)"
     )
@@ -118,18 +118,18 @@ def test_what_is_asked_wrongly_exits_with_2_and_one_sentence():
             "this needs matplotlib: pip install 'firstlayer[plot]'",
         ),
         (ModuleNotFoundError("No module named 'x'", name="x"), "No module named 'x'"),
-        (KeyError("k"), "KeyError: 'k' (FIRSTLAYER_TRACEBACK=1 shows where)"),
+        (KeyError("k"), "KeyError: 'k' (set FIRSTLAYER_TRACEBACK=1 for a traceback)"),
         (click.Abort(), "interrupted"),
     ],
 )
 @pytest.mark.rejects
-def test_every_failure_is_one_sentence(error, want):
-    assert sentence(error) == want
+def test_error_messages_are_one_line(error, want):
+    assert message(error) == want
 
 
 @pytest.fixture
 def raising(monkeypatch):
-    """A verb that does what a test wants."""
+    """A command whose behaviour the test sets."""
     module = importlib.import_module("firstlayer.cli.inspect")
 
     def become(function):
@@ -139,7 +139,7 @@ def raising(monkeypatch):
 
 
 @pytest.mark.rejects
-def test_ctrl_c_says_so_and_exits_with_1(raising):
+def test_ctrl_c_prints_interrupted_and_exits_with_1(raising):
     def stop():
         raise KeyboardInterrupt
 
@@ -149,12 +149,12 @@ def test_ctrl_c_says_so_and_exits_with_1(raising):
 
 
 @pytest.mark.rejects
-def test_a_traceback_is_shown_when_asked_for(raising, monkeypatch):
+def test_traceback_environment_variable(raising, monkeypatch):
     def fail():
         raise ZeroDivisionError("deep inside")
 
     raising(fail)
-    want = "ZeroDivisionError: deep inside (FIRSTLAYER_TRACEBACK=1 shows where)"
+    want = "ZeroDivisionError: deep inside (set FIRSTLAYER_TRACEBACK=1 for a traceback)"
     assert refusal("inspect") == want
     monkeypatch.setenv("FIRSTLAYER_TRACEBACK", "1")
     done = call("inspect")
@@ -162,7 +162,7 @@ def test_a_traceback_is_shown_when_asked_for(raising, monkeypatch):
 
 
 @pytest.mark.rejects
-def test_a_missing_extra_says_what_to_install(tmp_path):
+def test_missing_click_error_names_the_extra(tmp_path):
     hidden = "import sys; sys.modules['click'] = None"
     done = run_alone("--help", folder=tmp_path, before=hidden)
     want = "firstlayer: the command line needs click: pip install 'firstlayer[cli]'\n"
@@ -175,7 +175,7 @@ def test_a_missing_extra_says_what_to_install(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_full_or_closed_stdout_ends_without_a_traceback(tmp_path):
+def test_full_or_closed_stdout_gives_no_traceback(tmp_path):
     with open("/dev/full", "w") as full:
         done = run_alone("--help", folder=tmp_path, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1 and done.stderr == "firstlayer: no space left on device\n"
@@ -186,7 +186,7 @@ def test_a_full_or_closed_stdout_ends_without_a_traceback(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
-def test_a_stream_that_the_shell_has_closed_is_no_error(tmp_path):
+def test_streams_closed_by_the_shell_are_accepted(tmp_path):
     for stream in ("1", "2"):
         script = f'"{sys.executable}" -m firstlayer --version {stream}>&-'
         done = subprocess.run(
@@ -196,12 +196,12 @@ def test_a_stream_that_the_shell_has_closed_is_no_error(tmp_path):
 
 
 WARNS = """
-import warnings, click, firstlayer.cli.inspect as verb
-verb.command = click.command()(lambda: warnings.warn("noise"))
+import warnings, click, firstlayer.cli.inspect as name
+name.command = click.command()(lambda: warnings.warn("noise"))
 """
 
 
-def test_python_s_warnings_are_no_part_of_what_is_said(tmp_path):
+def test_python_warnings_are_hidden(tmp_path):
     done = run_alone("inspect", folder=tmp_path, before=WARNS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     shown = {**os.environ, "PYTHONWARNINGS": "default"}
@@ -210,7 +210,7 @@ def test_python_s_warnings_are_no_part_of_what_is_said(tmp_path):
 
 
 @pytest.mark.rejects
-def test_ctrl_c_while_the_program_is_loading_is_one_sentence(tmp_path):
+def test_ctrl_c_during_imports_gives_a_one_line_message(tmp_path):
     pressed = """
 import signal, sys
 class Press:
@@ -236,7 +236,7 @@ def drawn(stream, monkeypatch, *, quiet, total: float | None = 10):
     return stream.getvalue()
 
 
-def test_progress_is_drawn_on_a_terminal_alone_and_never_when_quiet(monkeypatch):
+def test_progress_is_drawn_only_on_a_terminal_and_not_when_quiet(monkeypatch):
     text = drawn(Terminal(), monkeypatch, quiet=False)
     assert "working" in text and "50 %" in text and "7 tokens/s" in text
     assert "a remark" in text
@@ -244,7 +244,7 @@ def test_progress_is_drawn_on_a_terminal_alone_and_never_when_quiet(monkeypatch)
     assert drawn(Terminal(), monkeypatch, quiet=True) == ""
 
 
-def test_progress_towards_nobody_knows_what_is_a_count(monkeypatch):
+def test_progress_without_total_shows_a_count(monkeypatch):
     text = drawn(Terminal(), monkeypatch, quiet=False, total=None)
     assert "working 5 7 tokens/s" in text and "%" not in text
 
@@ -257,7 +257,7 @@ class Found:
     path: Path
 
 
-def test_a_result_is_printed_as_json_or_for_people(capsys):
+def test_emit_prints_json_or_text(capsys):
     found = Found("é\x1b", np.array([1.5, np.nan]), np.float32(np.inf), Path("a/b"))
     emit(found, ["name é\x1b[2J"], as_json=True)
     want = {"name": "é\x1b", "values": [1.5, None], "loss": None, "path": "a/b"}
@@ -267,7 +267,7 @@ def test_a_result_is_printed_as_json_or_for_people(capsys):
     assert plain({1: (np.int64(3), True, None)}) == {"1": [3, True, None]}
 
 
-def test_columns_stand_under_each_other():
+def test_columns_are_aligned():
     rows = [("a", "1,000", "x"), ("bcd", "-2.5", "")]
     assert columns(rows) == ["a    1,000  x", "bcd   -2.5"]
     assert columns([]) == [] and columns([], head=["n"]) == ["n"]
@@ -277,20 +277,20 @@ def test_columns_stand_under_each_other():
 
 
 @pytest.mark.rejects
-def test_what_is_there_is_not_overwritten_unless_forced(tmp_path):
+def test_existing_output_needs_force(tmp_path):
     path = tmp_path / "x"
-    assert free_to_write(path, force=False) == path
+    assert check_output(path, force=False) == path
     path.symlink_to("nowhere")
-    with pytest.raises(click.ClickException, match="x exists; --force replaces it"):
-        free_to_write(path, force=False)
-    assert free_to_write(path, force=True) == path
+    with pytest.raises(click.ClickException, match="x exists; use --force to replace it"):
+        check_output(path, force=False)
+    assert check_output(path, force=True) == path
 
 
 @pytest.mark.rejects
-def test_a_folder_that_takes_no_files_is_refused(tmp_path):
+def test_unwritable_folder_is_rejected(tmp_path):
     # Not even the superuser can make a file in sysfs.
     with pytest.raises(OSError, match=r"nothing can be written in /sys: \w+"):
-        free_to_write("/sys/x", force=False)
+        check_output("/sys/x", force=False)
     with pytest.raises(click.ClickException, match=f"no folder {tmp_path}/a to write"):
-        free_to_write(tmp_path / "a" / "b", force=True)
+        check_output(tmp_path / "a" / "b", force=True)
     assert os.listdir(tmp_path) == []

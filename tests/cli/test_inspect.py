@@ -46,7 +46,7 @@ def odd_table(dtype=np.float32):
 
 
 @pytest.mark.parametrize("code", DTYPES)
-def test_odd_rows_are_found_in_every_dtype(code, tmp_path):
+def test_zero_duplicate_and_non_finite_rows_are_found_in_every_dtype(code, tmp_path):
     table = odd_table(DTYPES[code])
     save_file({"wte.weight": table}, tmp_path / "m.safetensors")
     (one,) = found(tmp_path / "m.safetensors")["tables"]
@@ -63,7 +63,7 @@ def test_odd_rows_are_found_in_every_dtype(code, tmp_path):
     assert one["norm_median"] == pytest.approx(np.median(norms[norms > 0]), rel=1e-6)
 
 
-def test_the_effective_rank_is_that_of_the_singular_values():
+def test_effective_rank_equals_the_entropy_of_singular_values():
     table = rng.standard_normal((300, 20)) @ np.diag(0.7 ** np.arange(20))
     shares = np.linalg.svd(table, compute_uv=False)
     shares /= shares.sum()
@@ -76,7 +76,7 @@ def test_the_effective_rank_is_that_of_the_singular_values():
     assert survey([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
 
 
-def test_the_rank_of_a_large_table_is_taken_from_some_rows(monkeypatch):
+def test_rank_of_a_large_table_is_sampled(monkeypatch):
     table = rng.standard_normal((5000, 8)) @ np.diag([4.0, 3, 2, 1, 1, 0, 0, 0])
     whole = survey([table], rows=5000).effective_rank
     monkeypatch.setattr(_survey, "MOST_PRODUCTS", 1000)
@@ -86,7 +86,7 @@ def test_the_rank_of_a_large_table_is_taken_from_some_rows(monkeypatch):
     assert some.effective_rank == pytest.approx(whole, rel=0.03)
 
 
-def test_a_real_model_is_described_as_it_is():
+def test_real_model_is_described_correctly():
     report = found(MINILM)
     assert report["tensors"] == 104 and report["files"] == 1
     tables = {table["role"]: table for table in report["tables"]}
@@ -112,7 +112,7 @@ def test_a_real_model_is_described_as_it_is():
     assert "positions  learned: 512 positions" in text
 
 
-def test_a_table_of_eight_bits_is_a_table_and_ids_are_none(tmp_path):
+def test_8_bit_tables_are_tables_and_integer_ids_are_not(tmp_path):
     table = rng.integers(-127, 128, (40, 16), np.int8)
     table[3] = 0
     tensors = {"embeddings": table, "embeddings.position_ids": np.arange(9)[None]}
@@ -123,14 +123,14 @@ def test_a_table_of_eight_bits_is_a_table_and_ids_are_none(tmp_path):
     assert one["norm_max"] == pytest.approx(norms.max()) and one["zero"]["rows"] == [3]
 
 
-def test_any_tensor_can_be_looked_at_by_name():
+def test_any_tensor_can_be_inspected_by_name():
     name = "encoder.layer.0.attention.self.query.weight"
     report = found(MINILM, "--tensor", name)
     assert [table["name"] for table in report["tables"]] == [name]
     assert report["tables"][0]["role"] is None
 
 
-def test_shards_are_read_through_their_index(tmp_path):
+def test_sharded_checkpoint_is_read_through_its_index(tmp_path):
     table, head = odd_table(), rng.standard_normal((40, 16)).astype(np.float32)
     save_file({"model.embed_tokens.weight": table}, tmp_path / "m-1.safetensors")
     save_file({"lm_head.weight": head, "x": head}, tmp_path / "m-2.safetensors")
@@ -145,7 +145,7 @@ def test_shards_are_read_through_their_index(tmp_path):
     assert open_checkpoint(tmp_path).read("x").tobytes() == head.tobytes()
 
 
-def test_a_folder_that_train_wrote_is_understood(tmp_path):
+def test_folder_written_by_train_is_inspected(tmp_path):
     folder = tmp_path / "v"
     options = ["-q", "--dim", "4", "--epochs", "1", "-o", folder]
     data("train", "-", *options, text="one two three " * 50)
@@ -181,7 +181,7 @@ def test_tied_or_not(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("wte", "lm_head"), ("embed_tokens", "output")])
-def test_a_tie_in_the_metadata_is_seen(names, tmp_path):
+def test_tie_in_the_metadata_is_found(names, tmp_path):
     # safetensors 0.8.0 keeps one of the two and notes which is the other.
     table, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     head.weight = table.weight
@@ -215,7 +215,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("model", SCHEMES)
-def test_the_scheme_is_the_one_that_the_config_asks_for(model):
+def test_position_scheme_follows_the_config(model):
     from transformers import AutoConfig
 
     config = json.loads(AutoConfig.for_model(model).to_json_string(use_diff=False))
@@ -223,7 +223,7 @@ def test_the_scheme_is_the_one_that_the_config_asks_for(model):
     assert (scheme.kind, scheme.detail) == SCHEMES[model]
 
 
-def test_schemes_that_are_options_of_a_model():
+def test_position_scheme_of_models_with_options():
     llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     scheme = position_scheme({**llama, "rope_theta": 5e5, "rope_scaling": yarn})
@@ -258,7 +258,7 @@ KEYS += ["num_attention_heads", "max_position_embeddings", "relative_attention_n
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_config_of_anything_has_some_scheme(key):
+def test_arbitrary_configs_give_a_scheme(key):
     for base, junk in itertools.product(({}, LLAMA), JUNK):
         scheme = position_scheme({**base, key: junk})
         assert isinstance(scheme.kind, str) and isinstance(scheme.detail, str)
@@ -297,7 +297,7 @@ def cost(path, *args):
     return read_after - read, (peak_after - peak) * 1024
 
 
-def test_nothing_but_the_tables_is_read_of_a_large_file(tmp_path):
+def test_only_tables_are_read_from_a_large_file(tmp_path):
     path = tmp_path / "m.safetensors"
     table = rng.standard_normal((100, 8)).astype(np.float32)
     large = entry(1_000_000, 1024)
@@ -312,7 +312,7 @@ def test_nothing_but_the_tables_is_read_of_a_large_file(tmp_path):
     assert read < 5e6 and peak < 60e6
 
 
-def test_a_large_table_is_read_in_pieces(tmp_path):
+def test_large_table_is_read_in_chunks(tmp_path):
     path = tmp_path / "m.safetensors"
     write_header(path, {"wte.weight": entry(400_000, 128)}, size=400_000 * 128 * 4)
     read, peak = cost(path)
@@ -339,7 +339,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("content, want", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.rejects
-def test_a_hostile_header_is_one_sentence(content, want, tmp_path):
+def test_malformed_header_gives_a_one_line_message(content, want, tmp_path):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     assert want in refusal("inspect", path)
@@ -361,14 +361,14 @@ WRONG = {
 
 @pytest.mark.parametrize("tensor, want", WRONG.values(), ids=WRONG)
 @pytest.mark.rejects
-def test_a_tensor_that_lies_is_one_sentence(tensor, want, tmp_path):
+def test_inconsistent_tensor_gives_a_one_line_message(tensor, want, tmp_path):
     path = tmp_path / "bad.safetensors"
     write_header(path, {"wte.weight": tensor}, size=64)
     assert want in refusal("inspect", path)
 
 
 @pytest.mark.rejects
-def test_the_tensor_that_is_wrong_is_named_in_full_unless_it_is_endless(tmp_path):
+def test_long_tensor_names_are_abbreviated_in_errors(tmp_path):
     path = tmp_path / "bad.safetensors"
     name = "transformer.h.11.attn.c_attn.weight"
     write_header(path, {name: entry(4, 4)}, size=63)
@@ -378,7 +378,7 @@ def test_the_tensor_that_is_wrong_is_named_in_full_unless_it_is_endless(tmp_path
 
 
 @pytest.mark.rejects
-def test_a_truncated_file_is_one_sentence(tmp_path):
+def test_truncated_file_gives_a_one_line_message(tmp_path):
     whole = (MINILM / "model.safetensors").read_bytes()
     path = tmp_path / "cut.safetensors"
     for length in (4, 100, 50_000, len(whole) - 1):
@@ -387,7 +387,7 @@ def test_a_truncated_file_is_one_sentence(tmp_path):
 
 
 @pytest.mark.rejects
-def test_an_index_that_lies_is_one_sentence(tmp_path):
+def test_inconsistent_index_gives_a_one_line_message(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for text, want in (
         ("{", "has a header that is not JSON"),
@@ -407,7 +407,7 @@ def test_an_index_that_lies_is_one_sentence(tmp_path):
 
 
 @pytest.mark.rejects
-def test_what_cannot_be_looked_at_is_one_sentence(tmp_path):
+def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
     assert refusal("inspect", tmp_path / "x") == f"no file or folder {tmp_path}/x"
     assert "must hold model.safetensors" in refusal("inspect", tmp_path)
     assert refusal("inspect", MINILM, "--tensor", "nope").endswith("has no tensor 'nope'")

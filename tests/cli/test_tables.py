@@ -47,14 +47,14 @@ FORMATS = ["a.txt", "a.bin", "glove.txt", "c.bin", "a.vec"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_read_to_the_bit(tables, name):
+def test_every_format_is_read_bit_for_bit(tables, name):
     folder, vectors = tables
     found = open_vectors(folder / name)
     assert found.words == vectors.index_to_key
     assert found.weight.tobytes() == vectors.vectors.tobytes()
 
 
-def test_real_text_files_are_read_as_gensim_reads_them(tmp_path):
+def test_real_text_files_equal_gensim(tmp_path):
     vec, glove = datapath("pang_lee_polarity_fasttext.vec"), datapath("test_glove.txt")
     # gensim leaves a file open if it is told that there is no header.
     headed = tmp_path / "glove"
@@ -68,7 +68,7 @@ def test_real_text_files_are_read_as_gensim_reads_them(tmp_path):
         assert found.weight.tobytes() == theirs.vectors.tobytes()
 
 
-def test_real_binary_files_are_read_as_gensim_reads_them():
+def test_real_binary_files_equal_gensim():
     path = datapath("euclidean_vectors.bin")
     theirs = KeyedVectors.load_word2vec_format(path, binary=True)
     found = open_vectors(path)
@@ -81,7 +81,7 @@ def near(*args):
     return [(one["word"], one["cosine"]) for one in found[0]["found"]]
 
 
-def test_neighbours_and_analogies_are_gensims(tables):
+def test_neighbors_and_analogies_equal_gensim(tables):
     folder, vectors = tables
     for positive, negative, query in (
         (["king"], [], ["king"]),
@@ -96,7 +96,7 @@ def test_neighbours_and_analogies_are_gensims(tables):
         )
 
 
-def test_queries_are_told_apart_and_printed(tables):
+def test_several_queries_are_printed_separately(tables):
     folder, _ = tables
     lines = data("neighbors", folder / "a.txt", "red", "king - man", "-n", "2").splitlines()
     assert lines[0] == "red" and lines[3] == "king - man" and len(lines) == 6
@@ -106,13 +106,13 @@ def test_queries_are_told_apart_and_printed(tables):
     assert len(data("neighbors", folder / "a.txt", "red", "-n", "999").splitlines()) == 56
 
 
-def test_a_real_models_first_layer_knows_its_weekdays():
+def test_neighbors_of_weekdays_in_a_real_model():
     words = [word for word, _ in near(MINILM, "monday", "-n", "4")]
     assert set(words) <= {"tuesday", "wednesday", "thursday", "friday", "sunday"}
     assert near(Path(MINILM) / "model.safetensors", "monday", "-n", "1")[0][0] == words[0]
 
 
-def test_similarity_is_gensims(tables):
+def test_similarity_equals_gensim(tables):
     folder, vectors = tables
     args = ["similarity", folder / "a.txt", "king", "queen", "w3"]
     found = json.loads(data(*args, "--json"))
@@ -128,7 +128,7 @@ def test_similarity_is_gensims(tables):
     assert rows[0].split()[1:] == [f"{c:.3f}" for c in cosines[0]]
 
 
-def test_lines_become_means_of_rows_in_either_format(tables, tmp_path):
+def test_lines_are_encoded_as_mean_rows_in_both_formats(tables, tmp_path):
     folder, vectors = tables
     lines = [" ".join(rng.choice(vectors.index_to_key, n % 7)) for n in range(2500)]
     lines[3] += " never_seen"
@@ -147,7 +147,7 @@ def test_lines_become_means_of_rows_in_either_format(tables, tmp_path):
     np.testing.assert_array_equal(vectors_, rows)
 
 
-def test_standard_input_becomes_a_json_object_a_line(tables):
+def test_standard_input_gives_one_json_object_per_line(tables):
     folder, vectors = tables
     lines = data("encode", folder / "a.txt", text="king queen\nred\n").splitlines()
     first, second = map(json.loads, lines)
@@ -157,7 +157,7 @@ def test_standard_input_becomes_a_json_object_a_line(tables):
     assert json.loads(whole) == [first, second]
 
 
-def test_a_transformers_tokenizer_is_used_without_its_padding():
+def test_tokenizer_padding_is_disabled():
     text = "The whales sang unbelievably."
     row = json.loads(data("encode", MINILM, text=text))["vector"]
     table = open_vectors(MINILM)
@@ -166,7 +166,7 @@ def test_a_transformers_tokenizer_is_used_without_its_padding():
     np.testing.assert_allclose(row, want, atol=1e-6)
 
 
-def test_model2vecs_smaller_tables_are_read(tmp_path):
+def test_clustered_model2vec_tables_are_read(tmp_path):
     from model2vec import StaticModel
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -186,7 +186,7 @@ def test_model2vecs_smaller_tables_are_read(tmp_path):
     np.testing.assert_allclose(rows, model.encode(["a b", "b x"]), atol=1e-3)
 
 
-def test_model2vecs_tables_of_eight_bits_are_read(tmp_path):
+def test_8_bit_model2vec_tables_are_read(tmp_path):
     from model2vec import StaticModel
 
     options = ["-q", "--dim", "8", "--epochs", "1", "-o", tmp_path / "v"]
@@ -201,7 +201,7 @@ def test_model2vecs_tables_of_eight_bits_are_read(tmp_path):
 
 
 @pytest.mark.rejects
-def test_a_word_that_is_not_there_is_named_with_a_hint(tables):
+def test_unknown_word_error_suggests_a_close_word(tables):
     path = tables[0] / "a.txt"
     want = "'King' is not in the table, but 'king' is"
     assert refusal("neighbors", path, "King") == want
@@ -212,17 +212,17 @@ def test_a_word_that_is_not_there_is_named_with_a_hint(tables):
 
 @pytest.mark.parametrize("words", [["+"], ["a", "-"], ["- a"], ["a", "+", "-", "b"]])
 @pytest.mark.rejects
-def test_signs_stand_between_words(words, tables):
+def test_dangling_signs_are_rejected(words, tables):
     sentence = refusal("neighbors", tables[0] / "a.txt", "--", *words, code=2)
     assert "must stand between two words" in sentence
 
 
-def test_signs_inside_words_are_part_of_them():
+def test_signs_inside_words_are_kept():
     assert parse(["c++", "x-ray - -5"]) == [[(1, "c++")], [(1, "x-ray"), (-1, "-5")]]
 
 
 @pytest.mark.rejects
-def test_too_few_words_are_refused(tables):
+def test_similarity_needs_two_words(tables):
     path = tables[0] / "a.txt"
     assert "at least two words, got 1" in refusal("similarity", path, "a", code=2)
     assert "Missing argument 'WORD...'" in refusal("neighbors", path, code=2)
@@ -231,26 +231,29 @@ def test_too_few_words_are_refused(tables):
 BAD = {
     "empty": (b"", "bad is empty"),
     "text": (b"some text\nand more\n", "bad is neither safetensors nor word2vec nor GloVe"),
-    "short": (b"5 4\nword 1 2 3 4\n", "bad is cut short: 5 rows of 4 numbers in 13 bytes"),
-    "huge": (b"9999999999999 300\nword ", "bad is cut short"),
-    "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "says it has 2 rows, but it has 3"),
+    "short": (b"5 4\nword 1 2 3 4\n", "bad is truncated: 5 rows of 4 numbers in 13 bytes"),
+    "huge": (b"9999999999999 300\nword ", "bad is truncated"),
+    "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "declares 2 rows, but has 3"),
     "width": (b"a 1 2 3\nb 1 2\n", "bad must have a word and 3 numbers in line 2"),
     "number": (b"a 1 2 3\nb 1 x 3\n", "bad must have a word and 3 numbers in line 2"),
-    "binary": (b"2 1\na \0\0\0\0b \0\0\0", "bad is cut short: it has 1 of 2 rows"),
-    "fasttext": ((793712314).to_bytes(4, "little") + b"\x0c", "give the .vec file"),
-    "words": (b"\x02\0\0\0\0\0\0\0{}", "bad has no words: tokenizer.json is not beside"),
+    "binary": (b"2 1\na \0\0\0\0b \0\0\0", "bad is truncated: it has 1 of 2 rows"),
+    "fasttext": ((793712314).to_bytes(4, "little") + b"\x0c", "use the .vec file"),
+    "words": (
+        b"\x02\0\0\0\0\0\0\0{}",
+        "bad has no words: tokenizer.json is missing in its folder",
+    ),
 }
 
 
 @pytest.mark.parametrize("content, want", BAD.values(), ids=BAD)
 @pytest.mark.rejects
-def test_a_damaged_table_is_one_sentence(tmp_path, content, want):
+def test_damaged_table_gives_a_one_line_message(tmp_path, content, want):
     (tmp_path / "bad").write_bytes(content)
     assert want in refusal("neighbors", tmp_path / "bad", "a")
 
 
 @pytest.mark.rejects
-def test_a_missing_or_foreign_place_is_one_sentence(tmp_path):
+def test_missing_or_foreign_path_gives_a_one_line_message(tmp_path):
     assert refusal("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
     assert "must hold model.safetensors" in refusal("neighbors", tmp_path, "a")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
@@ -259,7 +262,7 @@ def test_a_missing_or_foreign_place_is_one_sentence(tmp_path):
 
 
 @pytest.mark.rejects
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+def test_mismatched_tokenizer_is_rejected(tmp_path):
     data(
         "train",
         "-",
@@ -278,11 +281,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     path.write_text(json.dumps(tokens))
     assert "has token 9, but there are 4 rows" in refusal("neighbors", path.parent, "one")
     path.write_text("{}")
-    assert "tokenizer.json holds no tokenizer" in refusal("neighbors", path.parent, "one")
+    assert "tokenizer.json is not a tokenizer" in refusal("neighbors", path.parent, "one")
 
 
 @pytest.mark.rejects
-def test_a_tokenizer_that_fails_on_a_text_is_one_sentence(tmp_path):
+def test_tokenizer_failure_gives_a_one_line_message(tmp_path):
     save_file({"embeddings": np.ones((1, 2), np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": []}}')
     sentence = refusal("encode", tmp_path, text="a b")
@@ -290,7 +293,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_sentence(tmp_path):
 
 
 @pytest.mark.rejects
-def test_encode_refuses_and_leaves_nothing_half_written(tables, tmp_path):
+def test_encode_errors_leave_no_partial_output(tables, tmp_path):
     table, text = tables[0] / "a.txt", tmp_path / "a.txt"
     text.write_text("king\n" * 2000)
     out = tmp_path / "out.npy"
@@ -304,7 +307,10 @@ def test_encode_refuses_and_leaves_nothing_half_written(tables, tmp_path):
     assert held(tmp_path).keys() == {"a.txt"}
     text.write_text("king\n")
     data("encode", table, text, "-o", out)
-    assert refusal("encode", table, text, "-o", out) == f"{out} exists; --force replaces it"
+    assert (
+        refusal("encode", table, text, "-o", out)
+        == f"{out} exists; use --force to replace it"
+    )
     before = held(tmp_path)
     full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"

@@ -8,9 +8,9 @@ import torch
 
 from firstlayer import kernels
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
-from firstlayer.word_vectors.skipgram import Setting, SkipGram, kept_share
+from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions, kept_share
 
-NOISE, SHARED = 16, 8
+NEGATIVES, SHARED = 16, 8
 rng = np.random.default_rng(0)
 
 
@@ -34,7 +34,7 @@ def drawn(stream, documents, *, window=3, shares=None, key=7):
     )
 
 
-def test_neighbours_are_the_words_within_reach_in_the_same_document():
+def test_context_words_are_within_reach_in_the_same_document():
     stream, documents = np.arange(3000), np.repeat([0, 1, 2], 1000)
     targets, near = drawn(stream, documents, window=4)
     reaches = []
@@ -50,12 +50,12 @@ def test_neighbours_are_the_words_within_reach_in_the_same_document():
     assert counts.size == 4 and np.abs(counts / 3000 - 0.25).max() < 0.04
 
 
-def test_noise_follows_its_shares_and_is_shared_by_eight_places():
+def test_negatives_follow_their_distribution_and_are_shared():
     stream = np.zeros(80_000, int)
     shares = np.array([5.0, 0.0, 1.0, 0.0, 0.0, 2.0, 0.001])
     targets, near = drawn(stream, stream, window=1, shares=shares)
-    noise = np.array([row[n : n + NOISE] for row, n in zip(targets, near, strict=True)])
-    groups = noise.reshape(-1, SHARED, NOISE)
+    noise = np.array([row[n : n + NEGATIVES] for row, n in zip(targets, near, strict=True)])
+    groups = noise.reshape(-1, SHARED, NEGATIVES)
     assert (groups == groups[:, :1]).all()
     assert len(np.unique(groups[:, 0], axis=0)) > 9000
     counts = np.bincount(groups[:, 0].ravel(), minlength=7)
@@ -63,7 +63,7 @@ def test_noise_follows_its_shares_and_is_shared_by_eight_places():
     assert counts[[1, 3, 4]].sum() == 0 and counts[6] > 0
 
 
-def test_what_is_drawn_depends_on_place_and_key_alone(threads):
+def test_draws_depend_only_on_position_and_key(threads):
     stream = rng.integers(0, 50, 5000)
     targets, near = drawn(stream, np.zeros(5000, int))
     noise = kernels.noise_table(np.ones(50))
@@ -76,11 +76,13 @@ def test_what_is_drawn_depends_on_place_and_key_alone(threads):
         key=7,
     )
     for i, place in enumerate(range(1001, 1100)):
-        count = part_near[i] + NOISE
-        assert count == near[place] + NOISE
+        count = part_near[i] + NEGATIVES
+        assert count == near[place] + NEGATIVES
         assert part[i, :count].tolist() == targets[place, :count].tolist()
     others, other_near = drawn(stream, np.zeros(5000, int), key=8)
-    assert (other_near != near).any() and (others[0, :NOISE] != targets[0, :NOISE]).any()
+    assert (other_near != near).any() and (
+        others[0, :NEGATIVES] != targets[0, :NEGATIVES]
+    ).any()
 
 
 def places(count=300, words=40, width=20):
@@ -98,11 +100,11 @@ def reference(tables, centers, targets, near, negatives):
     )
     losses = []
     for i, center in enumerate(centers):
-        rows = torch.from_numpy(targets[i, : near[i] + NOISE].astype(np.int64))
+        rows = torch.from_numpy(targets[i, : near[i] + NEGATIVES].astype(np.int64))
         dots = other[rows] @ table[int(center)]
         logs = torch.nn.functional.logsigmoid
         told, untold = logs(dots[: near[i]]), logs(-dots[near[i] :])
-        losses.append(-told.sum() - near[i] * negatives / NOISE * untold.sum())
+        losses.append(-told.sum() - near[i] * negatives / NEGATIVES * untold.sum())
     torch.stack(losses).sum().backward()
     found = [np.asarray(t.grad) for t in (table, other)]
     return torch.stack(losses).detach().numpy(), *found
@@ -111,7 +113,7 @@ def reference(tables, centers, targets, near, negatives):
 def test_losses_and_gradients_equal_autograd_in_float64(threads):
     tables, centers, targets, near = places()
     want, dtable, dother = reference(tables, centers, targets, near, 6)
-    slopes, pulls, losses = kernels.push_targets(
+    slopes, pulls, losses = kernels.skipgram_gradients(
         *tables, centers, targets=targets, near=near, negatives=6
     )
     np.testing.assert_allclose(losses, want, rtol=2e-5)
@@ -126,12 +128,12 @@ def test_losses_and_gradients_equal_autograd_in_float64(threads):
     np.testing.assert_allclose(got, dother, atol=2e-4)
 
 
-def test_targets_are_grouped_in_the_order_of_places():
+def test_targets_are_grouped_in_order_of_positions():
     tables, centers, targets, near = places()
     slopes = rng.standard_normal(targets.shape).astype(np.float32)
     want: dict[int, list[tuple[int, float]]] = {}
     for i, center in enumerate(centers):
-        for k in range(near[i] + NOISE):
+        for k in range(near[i] + NEGATIVES):
             want.setdefault(int(targets[i, k]), []).append((int(center), slopes[i, k]))
     ids, bounds, rows, weights = kernels.group_targets(
         centers, targets, near=near, slopes=slopes, num_embeddings=45
@@ -143,11 +145,11 @@ def test_targets_are_grouped_in_the_order_of_places():
         assert list(pairs) == want[word]
 
 
-def test_a_hopeless_product_has_a_finite_loss():
+def test_extreme_dot_products_have_a_finite_loss():
     tables = np.full((2, 3, 4), 1e3, np.float32)
     tables[1] *= -1
     targets, near = drawn(np.array([0, 1, 2] * 10), np.zeros(30, int), window=16)
-    slopes, pulls, losses = kernels.push_targets(
+    slopes, pulls, losses = kernels.skipgram_gradients(
         *tables, np.array([0, 1, 2] * 10), targets=targets, near=near, negatives=5
     )
     assert np.isfinite(losses).all() and (losses > 20).all()
@@ -172,10 +174,10 @@ def corpus_of(text):
     return tokenized(documents, learn_tokenizer(documents))
 
 
-def test_words_of_a_kind_become_neighbours():
+def test_words_used_alike_become_neighbors():
     text, kinds = grammar()
     corpus = corpus_of(text)
-    setting = Setting(embedding_dim=16, epochs=3, window=1, batch=512, sample=1)
+    setting = SkipGramOptions(embedding_dim=16, epochs=3, window=1, batch=512, sample=1)
     model = SkipGram(corpus, setting)
     reports = []
     assert model.run(report=reports.append, every=0)
@@ -190,8 +192,8 @@ def test_words_of_a_kind_become_neighbours():
             assert set(order[:5]) == {rows[other] for other in words}
 
 
-def test_the_result_has_no_common_direction_and_no_unknown_word():
-    model = SkipGram(corpus_of(grammar(500)[0]), Setting(embedding_dim=8, epochs=1))
+def test_result_has_zero_mean_and_a_zero_unknown_row():
+    model = SkipGram(corpus_of(grammar(500)[0]), SkipGramOptions(embedding_dim=8, epochs=1))
     model.run()
     weight = model.result()
     assert model.corpus.unknown == 0 and not weight[0].any()
@@ -200,12 +202,14 @@ def test_the_result_has_no_common_direction_and_no_unknown_word():
     np.testing.assert_allclose(moved, np.tile(moved[:1], (len(moved), 1)), atol=1e-6)
 
 
-SMALL = Setting(embedding_dim=12, epochs=2, batch=300, window=3, negatives=7, sample=0.05)
+SMALL = SkipGramOptions(
+    embedding_dim=12, epochs=2, batch=300, window=3, negatives=7, sample=0.05
+)
 
 
 def learned(corpus, *, seed=0, stops=()):
     """Return the table after a run that is interrupted after so many batches."""
-    setting = Setting(**{**vars(SMALL), "seed": seed})
+    setting = SkipGramOptions(**{**vars(SMALL), "seed": seed})
     model = SkipGram(corpus, setting)
     for batches in stops:
         left = iter(range(batches))
@@ -217,7 +221,7 @@ def learned(corpus, *, seed=0, stops=()):
     return model.result()
 
 
-def test_the_same_seed_gives_the_same_bits_on_any_number_of_threads(threads):
+def test_result_is_independent_of_threads(threads):
     corpus = corpus_of(grammar(1000)[0])
     kernels.set_num_threads(1)
     want = learned(corpus)
@@ -226,7 +230,7 @@ def test_the_same_seed_gives_the_same_bits_on_any_number_of_threads(threads):
     assert learned(corpus, seed=1).tobytes() != want.tobytes()
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bits():
+def test_resumed_run_gives_the_same_bits():
     corpus = corpus_of(grammar(1000)[0])
     want = learned(corpus)
     # In the middle of an epoch, at its end, in the next one; and before anything.
@@ -234,7 +238,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits():
     assert learned(corpus, stops=[0, 14]).tobytes() == want.tobytes()
 
 
-def test_frequent_words_are_thinned_out_as_by_the_word2vec_program():
+def test_subsampling_equals_the_word2vec_formula():
     counts = np.array([0, 10, 1000, 98_990])
     share = counts[1:] / counts.sum()
     want = (np.sqrt(share / 1e-2) + 1) * 1e-2 / share
@@ -244,28 +248,28 @@ def test_frequent_words_are_thinned_out_as_by_the_word2vec_program():
 
 
 @pytest.mark.rejects
-def test_bad_settings_are_refused():
+def test_bad_options_are_rejected():
     with pytest.raises(ValueError, match="window must be at most 16, got 17"):
-        Setting(window=17)
+        SkipGramOptions(window=17)
     with pytest.raises(ValueError, match="embedding_dim must be positive, got 0"):
-        Setting(embedding_dim=0)
+        SkipGramOptions(embedding_dim=0)
     for lr in (float("nan"), 0.0, 1e300):
         want = re.escape(f"lr must be positive and a float32, got {lr}")
         with pytest.raises(ValueError, match=want):
-            Setting(lr=lr)
+            SkipGramOptions(lr=lr)
     with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-        Setting(seed=-1)
+        SkipGramOptions(seed=-1)
 
 
 @pytest.mark.rejects
-def test_a_text_of_one_word_is_refused():
+def test_text_with_one_word_is_rejected():
     match = "at least 2 different tokens in its vocabulary, got 1: give more text"
     with pytest.raises(ValueError, match=match):
-        SkipGram(corpus_of("word " * 100), Setting())
+        SkipGram(corpus_of("word " * 100), SkipGramOptions())
 
 
 @pytest.mark.rejects
-def test_a_foreign_state_is_refused():
+def test_foreign_state_is_rejected():
     model = SkipGram(corpus_of("a few words " * 100), SMALL)
     with pytest.raises(ValueError, match="state must have others, got"):
         model.load_state_dict({"table": model.table.weight})

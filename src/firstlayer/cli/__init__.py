@@ -1,31 +1,31 @@
-"""The command line: one file a verb, imported when it is chosen.
+"""The command line: one file per command, imported when the command runs.
 
-``firstlayer VERB …`` finds the verb's name in a table, so that ``firstlayer --help`` imports click
-and nothing else. A verb's module holds one click command named ``command``; what it
-measures or learns is in :mod:`firstlayer.analysis`, and the verb only reads arguments and prints.
-Manners that every verb has (``--json``, ``-q``, one sentence for an error, exit codes) are
-in ``_manners``.
+``firstlayer --help`` imports only click. Each module holds one click command named
+``command``, which parses arguments and prints; the work is done in
+:mod:`firstlayer.word_vectors` and :mod:`firstlayer.analysis`. Shared options and output
+(``--json``, ``-q``, progress) are in ``_output``; error messages and exit codes in
+``_group``.
 """
 
 import sys
 import warnings
 
-#: Every verb, its module's name too, and what it does.
-VERBS = {
-    "train": "Learn token embeddings from text.",
+#: Commands, by the name of their module, with their summaries.
+COMMANDS = {
+    "train": "Train token embeddings on text.",
     "neighbors": "List the words nearest to a word or to a sum of words.",
-    "similarity": "Tell how alike words are.",
-    "encode": "Turn lines of text into vectors.",
+    "similarity": "Print the cosine similarity of words.",
+    "encode": "Encode lines of text as vectors.",
     "inspect": "Describe the embedding tables in a checkpoint.",
-    "memory": "Count what a table costs to train and to keep.",
-    "bench": "Time lookups beside other libraries.",
+    "memory": "Measure the memory of training a table.",
+    "bench": "Time lookups against other libraries.",
     "positions": "Compare position schemes on your text.",
 }
 
 
 def main() -> None:
     """Run the command line on the arguments of this process."""
-    # Warnings are for who writes Python; -W and PYTHONWARNINGS still show them.
+    # Warnings address Python programmers; -W and PYTHONWARNINGS still show them.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     try:

@@ -1,4 +1,4 @@
-"""The command ``firstlayer`` itself: finds verbs, and turns every failure into one sentence."""
+"""The click group ``firstlayer``: lazy commands, one-line errors, exit codes."""
 
 import difflib
 import importlib
@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from . import VERBS
+from . import COMMANDS
 
-#: What to install for a package that is not there.
+#: Extra to install for a missing package.
 EXTRAS = {
     "matplotlib": "plot",
     "rich": "cli",
@@ -20,74 +20,74 @@ EXTRAS = {
 }
 EXAMPLES = """\b
 Examples:
-  firstlayer train                            learn from Python's own source, in half a minute
-  firstlayer neighbors vectors TypeError      what is near a word
-  firstlayer inspect model.safetensors        what a checkpoint's tables are like
-  firstlayer VERB --help                      what a verb takes, with examples
+  firstlayer train                        train on Python's own source, in half a minute
+  firstlayer neighbors vectors TypeError  nearest neighbors of a word
+  firstlayer inspect model.safetensors    describe the tables of a checkpoint
+  firstlayer COMMAND --help               options of a command, with examples
 """
 
 
-class Verbs(click.Group):
-    """A group that imports a verb's module when it is chosen."""
+class LazyGroup(click.Group):
+    """Click group that imports the module of a command when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f".{cmd_name}", __package__).command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
-        if name not in VERBS and not name.startswith("-"):
-            close = difflib.get_close_matches(name, VERBS, n=1)
+        if name not in COMMANDS and not name.startswith("-"):
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
-            raise click.UsageError(f"no verb {name!r}{hint}", ctx=ctx)
+            raise click.UsageError(f"no command {name!r}{hint}", ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run, and exit: 0 if all went well, 1 if it failed, 2 if it was asked wrongly."""
+        """Run and exit with 0 on success, 1 on failure, 2 on wrong usage."""
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # as it is where a shell has closed it
+            if stream is not None:  # None if the shell closed it
                 stream.reconfigure(errors="backslashreplace")  # pyright: ignore
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except Exception as error:
-            code = _explained(error)
+            code = _report(error)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 @click.group(
-    cls=Verbs,
+    cls=LazyGroup,
     invoke_without_command=True,
-    subcommand_metavar="VERB [ARGS]...",
+    subcommand_metavar="COMMAND [ARGS]...",
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="firstlayer", message="%(package)s %(version)s")
 @click.pass_context
 def firstlayer(ctx: click.Context) -> None:
-    """Learn, look at, measure and choose embeddings."""
+    """Train, inspect, measure and compare embeddings."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-def _explained(error: Exception) -> int:
-    """Say on stderr in one sentence what went wrong, and return the exit code."""
+def _report(error: Exception) -> int:
+    """Print a one-line error message to stderr and return the exit code."""
     if os.environ.get("FIRSTLAYER_TRACEBACK"):
         traceback.print_exception(error)
-    _forget_what_stdout_holds()
-    click.echo(f"firstlayer: {sentence(error)}", err=True)
+    _discard_unwritable_stdout()
+    click.echo(f"firstlayer: {message(error)}", err=True)
     return error.exit_code if isinstance(error, click.ClickException) else 1
 
 
-def sentence(error: Exception) -> str:
-    """Return what went wrong in one line, for a reader who cannot see the source."""
+def message(error: Exception) -> str:
+    """Return a one-line error message for users of the command line."""
     match error:
         case click.Abort():
             text = "interrupted"
@@ -106,12 +106,13 @@ def sentence(error: Exception) -> str:
         case ValueError() | TypeError() | IndexError() | OSError() | ImportError():
             text = str(error)
         case _:
-            text = f"{type(error).__name__}: {error} (FIRSTLAYER_TRACEBACK=1 shows where)"
+            hint = "set FIRSTLAYER_TRACEBACK=1 for a traceback"
+            text = f"{type(error).__name__}: {error} ({hint})"
     return " ".join(text.split())
 
 
-def _forget_what_stdout_holds() -> None:
-    # What could not be written would fail again when the interpreter closes its streams.
+def _discard_unwritable_stdout() -> None:
+    # Unwritten output would fail again when the interpreter flushes its streams.
     if sys.stdout is None:
         return
     try:

@@ -1,7 +1,7 @@
-"""What every verb does alike: its options, its output, its progress, its files.
+"""Options, output, progress and file checks shared by all commands.
 
-Data goes to stdout, everything else to stderr, and only if it is wanted there: progress is
-drawn on a terminal alone and never with ``-q``.
+Results go to stdout, everything else to stderr. Progress is drawn only on a terminal and
+never with ``-q``.
 """
 
 import contextlib
@@ -24,25 +24,24 @@ seed_option = click.option(
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="The same seed gives the same result.",
+    help="Seed of all random draws.",
 )
-force_option = click.option("--force", is_flag=True, help="Replace what is there already.")
+force_option = click.option("--force", is_flag=True, help="Replace existing output.")
 
 
-def verb(*, examples: str) -> Decorator:
-    """Make a function the click command of its module, with ``--json`` and ``-q``.
+def cli_command(*, examples: str) -> Decorator:
+    """Turn a function into the click command of its module, with ``--json`` and ``-q``.
 
-    The function takes ``as_json`` and ``quiet`` beside its own arguments. Its docstring is
-    the help.
+    The function also takes ``as_json`` and ``quiet``. Its docstring is the help text.
 
     Args:
-        examples: Lines for the end of the help, as they should be typed.
+        examples: Example command lines for the end of the help text.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         lines = [line.strip() for line in examples.strip().splitlines()]
         for option in (
-            click.option("-q", "--quiet", is_flag=True, help="Print the result alone."),
+            click.option("-q", "--quiet", is_flag=True, help="Print only the result."),
             click.option(
                 "--json", "as_json", is_flag=True, help="Print the result as JSON."
             ),
@@ -58,12 +57,12 @@ def verb(*, examples: str) -> Decorator:
 
 
 def emit(result: Any, text: str | Iterable[str], *, as_json: bool) -> None:
-    """Print a result to stdout: as JSON, or the text that a reader would rather have.
+    """Print a result to stdout as JSON or as text.
 
     Args:
-        result: A dataclass, or what JSON can say; arrays and NumPy's numbers too.
-        text: The same for people, whole or in lines.
-        as_json: Which of the two.
+        result: A dataclass or JSON value; arrays and NumPy scalars are converted.
+        text: The result as text, whole or in lines.
+        as_json: Print JSON instead of text.
     """
     if as_json:
         click.echo(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
@@ -73,7 +72,7 @@ def emit(result: Any, text: str | Iterable[str], *, as_json: bool) -> None:
 
 
 def printable(line: str) -> str:
-    r"""Return a line in which nothing can move a terminal's cursor.
+    r"""Return a line with control characters escaped.
 
     Example:
         >>> printable("a name\x1b[2J")
@@ -84,18 +83,18 @@ def printable(line: str) -> str:
     )
 
 
-def counted(count: int, what: str) -> str:
-    """Return a number of things in words.
+def counted(count: int, noun: str) -> str:
+    """Return a count with a noun in the right number.
 
     Example:
         >>> counted(1, "file"), counted(2000, "file")
         ('1 file', '2,000 files')
     """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON can say it; numbers that are not finite become null.
+    """Return ``value`` as a JSON value; non-finite numbers become null.
 
     Example:
         >>> plain({"path": Path("a"), "loss": float("nan"), "ids": (1, 2)})
@@ -115,12 +114,12 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: plain(getattr(value, field.name)) for field in fields}
-    # Arrays and their scalars, without importing NumPy to ask.
+    # Arrays and NumPy scalars, without importing NumPy.
     return plain(value.tolist())
 
 
 def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[str]:
-    """Return rows as lines whose columns stand under each other, numbers to the right.
+    """Return rows as lines with aligned columns, numbers aligned right.
 
     Example:
         >>> columns([("a", 1), ("bc", 20)], head=["word", "n"])
@@ -146,13 +145,13 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
 
 
 def _numeric(cell: Any) -> bool:
-    """Tell whether a cell is a number, one with its unit or its share, or missing."""
+    """Return whether a cell is a number, with an optional unit or share, or missing."""
     number = r"[-+]?[\d,]+(\.\d+)?( [kMGT]?B| \(\d+\.\d+\))?|–"
     return re.fullmatch(number, str(cell)) is not None
 
 
 def amount(size: int) -> str:
-    """Return a number of bytes as people say it.
+    """Return a number of bytes with a unit.
 
     Example:
         >>> amount(999), amount(10_240_000), amount(9_880_928_256)
@@ -167,7 +166,7 @@ def amount(size: int) -> str:
 
 
 def say(text: str, *, quiet: bool) -> None:
-    """Print a remark to stderr, unless it should be quiet."""
+    """Print a message to stderr unless ``quiet``."""
     if not quiet:
         click.echo(text, err=True)
 
@@ -176,14 +175,13 @@ def say(text: str, *, quiet: bool) -> None:
 def progress(
     what: str, *, total: float | None = None, quiet: bool
 ) -> Generator[Callable[..., None], None, None]:
-    """Draw how far something is: on stderr, if that is a terminal, and not if quiet.
+    """Draw a progress bar on stderr if it is a terminal and not ``quiet``.
 
-    Yields a function of how much is done, which may also be given ``note``, a few words to
-    stand beside the bar (``1.2M tokens/s, loss 0.31``).
+    Yields a function of the completed amount and an optional ``note`` shown after the bar.
 
     Args:
-        what: The work, a word or two.
-        total: How much there is to do; None if nobody knows.
+        what: Label of the bar.
+        total: Total amount, or None if unknown.
         quiet: Draw nothing.
     """
     if quiet or not sys.stderr.isatty():
@@ -208,7 +206,7 @@ def progress(
 
     def draw(done: float, note: str = "") -> None:
         bar.update(task, completed=done, note=note)
-        bar.start()  # here, so that what is said before stands on lines of its own
+        bar.start()  # started late, so that earlier messages keep their own lines
 
     try:
         yield draw
@@ -216,14 +214,13 @@ def progress(
         bar.stop()
 
 
-def free_to_write(path: str | os.PathLike[str], *, force: bool) -> Path:
-    """Return ``path`` if nothing is there or ``force`` says to replace it.
+def check_output(path: str | os.PathLike[str], *, force: bool) -> Path:
+    """Return ``path`` if it can be written: it is new or forced, in a writable folder.
 
-    Its folder must be there and writable. To be asked before long work begins, and once
-    more when it is written.
+    Called before long work starts, and again before writing.
     """
     if os.path.lexists(path) and not force:
-        raise click.ClickException(f"{os.fspath(path)} exists; --force replaces it")
+        raise click.ClickException(f"{os.fspath(path)} exists; use --force to replace it")
     from ..word_vectors.folder import check_writable
 
     folder = Path(os.path.realpath(path)).parent

@@ -1,56 +1,56 @@
-"""``firstlayer bench``: how fast rows are looked up, beside other libraries."""
+"""``firstlayer bench``: time lookups against other libraries."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import columns, emit, force_option, progress, seed_option, verb
+from ._output import cli_command, columns, emit, force_option, progress, seed_option
 
 if TYPE_CHECKING:
     from ..analysis.lookup import Lookups
 
 EXAMPLES = """
-firstlayer bench                                 tables of 1,000, 10,000 and 100,000 rows
+firstlayer bench                     tables of 1,000, 10,000 and 100,000 rows
 firstlayer bench --rows 250000 --width 1024
 firstlayer bench --plot lookups.png
 """
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.option(
     "--rows",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Rows of a table; may be repeated.  [default: 1000, 10000, 100000]",
+    help="Number of rows; may be repeated.  [default: 1000, 10000, 100000]",
 )
 @click.option(
     "--batch",
     "batches",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Sequences in a lookup; may be repeated.  [default: 1, 16, 64, 256]",
+    help="Sequences per lookup; may be repeated.  [default: 1, 16, 64, 256]",
 )
 @click.option(
     "--width",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Width of a row.",
+    help="Width of each row.",
 )
 @click.option(
     "--length",
     type=click.IntRange(min=1),
     default=128,
     show_default=True,
-    help="Ids in a sequence.",
+    help="Ids per sequence.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="How often each library's turn comes; more is steadier.",
+    help="Timed rounds per library.",
 )
 @seed_option
 @picture_option(*FORMATS)
@@ -66,9 +66,9 @@ def command(
 ) -> None:
     """Time lookups of float32 rows.
 
-    Prints how many million tokens a second each library looks up, and in brackets what
-    fraction of the memory's bandwidth that takes; where it is above 1, the rows come from
-    the cache. Libraries that are not installed are left out.
+    Prints the speed of each library in million tokens per second and, in parentheses, the
+    used fraction of the memory bandwidth; above 1, rows come from the cache. Libraries that
+    are not installed are omitted.
     """
     format = checked_picture(picture, force=force)
     from ..analysis import lookup, plot
@@ -96,9 +96,9 @@ def _lines(found: "Lookups") -> list[str]:
     lines = columns(rows, head=["rows", "ids", *libraries])
     lines.append("")
     lines.append(
-        "million tokens a second, and in brackets the fraction of memory's "
-        f"{found.bandwidth / 1e9:.1f} GB/s with {found.threads} threads"
+        "million tokens per second (fraction of the memory bandwidth, "
+        f"{found.bandwidth / 1e9:.1f} GB/s with {found.threads} threads)"
     )
-    absent = [name for name in found.missing if not name.startswith("firstlayer.")]
-    lines += [f"{name} is not installed" for name in absent]
+    missing = [name for name in found.missing if not name.startswith("firstlayer.")]
+    lines += [f"{name} is not installed" for name in missing]
     return lines

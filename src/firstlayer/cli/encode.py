@@ -1,4 +1,4 @@
-"""``firstlayer encode``: lines of text as vectors."""
+"""``firstlayer encode``: encode lines of text as vectors."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ._output import emit, force_option, free_to_write, progress, verb
+from ._output import check_output, cli_command, emit, force_option, progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ firstlayer encode vectors notes.txt -o notes.jsonl
 FORMATS = (".npy", ".jsonl")
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("table")
 @click.argument("file", default="-", metavar="[FILE|-]")
 @click.option("-o", "--output", metavar="PATH", help="A .npy or .jsonl file.")
@@ -31,16 +31,16 @@ FORMATS = (".npy", ".jsonl")
 def command(
     table: str, file: str, output: str | None, force: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Turn each line of FILE into a vector: the mean of its tokens' rows of TABLE.
+    """Encode each line of FILE as the mean of its token rows in TABLE.
 
-    TABLE is what firstlayer neighbors takes. Without FILE, or with -, standard input is read.
-    Lines without a known word become zeros. Without -o, a JSON object is printed for each
+    TABLE is a table as for firstlayer neighbors. Without FILE, or with -, standard input is
+    read. Lines without known words become zeros. Without -o, one JSON object is printed per
     line.
     """
     if output is not None:
         if not output.endswith(FORMATS):
             raise click.UsageError(f"-o must end in .npy or .jsonl, got {output!r}")
-        free_to_write(output, force=force)
+        check_output(output, force=force)
     from ..word_vectors.vectors import open_vectors
 
     vectors = open_vectors(table)
@@ -93,7 +93,7 @@ def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]
             count += 1
             draw(count)
         if is_npy:
-            # There is room in a header for a longer number of rows.
+            # The header has room for the final number of rows.
             out.seek(0)
             _npy_header(out, (count, width))
     return count

@@ -1,11 +1,11 @@
-"""``firstlayer inspect``: what the embedding tables of a checkpoint are like."""
+"""``firstlayer inspect``: describe the embedding tables of a checkpoint."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from ._output import amount, columns, counted, emit, verb
+from ._output import amount, cli_command, columns, counted, emit
 
 if TYPE_CHECKING:
     from ..analysis.inspect import Odd, Report, Table
@@ -18,21 +18,21 @@ firstlayer inspect model.safetensors --tensor classifier.weight
 """
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("path")
 @click.option(
     "--tensor",
     "names",
     multiple=True,
     metavar="NAME",
-    help="Look at this tensor, not at those named like tables; may be repeated.",
+    help="Describe this tensor instead of the embedding tables; may be repeated.",
 )
 def command(path: str, names: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Describe the embedding tables in PATH, and the position scheme its config asks for.
+    """Describe the embedding tables in PATH and the position scheme of its config.
 
-    PATH is a safetensors file, an index of several, or a folder with either: a transformers
-    checkpoint, or what firstlayer train has written. Tables are read in pieces, and nothing else
-    of the file.
+    PATH is a safetensors file, an index of several, or a folder with either, such as a
+    transformers checkpoint or the output of firstlayer train. Only tables are read, in
+    chunks.
     """
     from ..analysis.inspect import inspect
 
@@ -64,7 +64,7 @@ def _table(table: "Table") -> Iterator[str]:
     norms = table.norm_min, table.norm_median, table.norm_max
     sampled = "" if table.rank_rows == rows else f", from {table.rank_rows:,} rows"
     lines = [
-        ("norms", "{:.3g} to {:.3g} to {:.3g} (least, median, most)".format(*norms)),
+        ("norms", "{:.3g} to {:.3g} to {:.3g} (min, median, max)".format(*norms)),
         ("effective rank", f"{table.effective_rank:.1f} of {min(rows, width)}{sampled}"),
         ("zero rows", _odd(table.zero)),
         ("duplicate rows", _odd(table.duplicate)),

@@ -1,4 +1,4 @@
-"""``firstlayer memory``: what a table costs to train and to keep."""
+"""``firstlayer memory``: measure the memory of training a table."""
 
 import os
 import re
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import amount, columns, emit, force_option, progress, verb
+from ._output import amount, cli_command, columns, emit, force_option, progress
 
 if TYPE_CHECKING:
     from ..analysis.memory import Footprint, PositionTable
 
-#: As in :mod:`firstlayer.analysis.memory`, which is not imported for a page of help.
+#: Copied from :mod:`firstlayer.analysis.memory`, so that help needs no import.
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = (
     "sgd",
@@ -28,44 +28,44 @@ OPTIMIZERS = (
     "row-adamw",
 )
 PARTS = ("parameters", "gradient", "state", "activations", "total")
-USUAL = ("sgd", "adamw", "row-adamw", "rowwise-adagrad")
+DEFAULT_OPTIMIZERS = ("sgd", "adamw", "row-adamw", "rowwise-adagrad")
 EXAMPLES = """
-firstlayer memory                                four usual sizes
+firstlayer memory                    four common sizes
 firstlayer memory 250000x1024 --dtype bfloat16 --optimizer adamw --optimizer row-adamw
 firstlayer memory model.safetensors --tokens 8192
 firstlayer memory --plot memory.png
 """
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("tables", nargs=-1, metavar="[ROWSxWIDTH|PATH]...")
 @click.option(
     "--dtype",
     "dtypes",
     type=click.Choice(DTYPES),
     multiple=True,
-    help="Of the table; may be repeated.  [default: float32, a checkpoint's its own]",
+    help="Dtype; may be repeated.  [default: float32, or that of the checkpoint]",
 )
 @click.option(
     "--optimizer",
     "optimizers",
     type=click.Choice(OPTIMIZERS),
     multiple=True,
-    help=f"What trains the table; may be repeated.  [default: {', '.join(USUAL)}]",
+    help=f"Optimizer; may be repeated.  [default: {', '.join(DEFAULT_OPTIMIZERS)}]",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
     default=4096,
     show_default=True,
-    help="Ids in a batch.",
+    help="Ids per batch.",
 )
 @click.option(
     "--head-dim",
     type=click.IntRange(min=2),
     default=64,
     show_default=True,
-    help="Width of a head, for rotary positions.",
+    help="Head width, for rotary positions.",
 )
 @click.option(
     "--allow",
@@ -73,7 +73,7 @@ firstlayer memory --plot memory.png
     default=2.0,
     show_default=True,
     metavar="GB",
-    help="Memory that measuring may take.",
+    help="Largest memory to use for measuring.",
 )
 @picture_option(*FORMATS)
 @force_option
@@ -89,29 +89,28 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Count what tables cost to train: parameters, gradient, optimizer state, activations.
+    """Measure the memory of training: parameters, gradient, optimizer state, activations.
 
-    A table is given by its size, or by a safetensors file or a folder that holds it. Bytes
-    are "allocated" if they were counted while a training step ran, "virtual" if it ran on
-    tensors without memory, and "computed" if they follow from the sizes alone. Optimizers
-    named row- take the gradient of the rows in the batch alone. A second table compares
-    what position schemes keep.
+    Tables are given by size, or by a safetensors file or folder. Bytes are "allocated" if
+    counted during a real training step, "virtual" if counted on tensors without memory, and
+    "computed" if derived from the sizes. Row optimizers (row-…) use row gradients. A second
+    table compares the memory of position schemes.
     """
     format = checked_picture(picture, force=force)
     from ..analysis import memory, plot
 
-    found, wanted = (
+    costs, cases = (
         [],
         [
             (table, dtype, optimizer)
-            for table in _wanted(tables)
+            for table in _tables(tables)
             for dtype in dtypes or (table.dtype,)
-            for optimizer in optimizers or USUAL
+            for optimizer in optimizers or DEFAULT_OPTIMIZERS
         ],
     )
-    kept = memory.position_tables(wanted[0][0].width, head_dim=head_dim)
-    with progress("tables", total=len(wanted), quiet=quiet) as tell:
-        for table, dtype, optimizer in wanted:
+    kept = memory.position_tables(cases[0][0].width, head_dim=head_dim)
+    with progress("tables", total=len(cases), quiet=quiet) as tell:
+        for table, dtype, optimizer in cases:
             cost = memory.footprint(
                 table.rows,
                 table.width,
@@ -121,21 +120,21 @@ def command(
                 tokens=tokens,
                 allowed=round(allow * 1e9),
             )
-            found.append(cost)
-            tell(len(found))
+            costs.append(cost)
+            tell(len(costs))
     if picture and format:
-        write_picture(picture, plot.render(plot.memory(found), format), force=force)
+        write_picture(picture, plot.render(plot.memory(costs), format), force=force)
     lines = [
-        *_costs(found),
+        *_costs(costs),
         "",
-        f"positions of width {wanted[0][0].width:,}, rotary on heads of {head_dim}:",
+        f"positions of width {cases[0][0].width:,}, rotary on heads of {head_dim}:",
         *_positions(kept),
     ]
-    emit({"tables": found, "positions": kept}, lines, as_json=as_json)
+    emit({"tables": costs, "positions": kept}, lines, as_json=as_json)
 
 
 class Table(NamedTuple):
-    """A table that was asked for."""
+    """Name, size and dtype of a table."""
 
     name: str
     rows: int
@@ -143,8 +142,8 @@ class Table(NamedTuple):
     dtype: str = "float32"
 
 
-def _wanted(tables: tuple[str, ...]) -> Iterator[Table]:
-    """Yield the tables that arguments name, those of usual sizes without any."""
+def _tables(tables: tuple[str, ...]) -> Iterator[Table]:
+    """Yield the tables named by the arguments, or common sizes without arguments."""
     from ..analysis.memory import SCENARIOS
 
     if not tables:
@@ -173,11 +172,11 @@ def _in_checkpoint(path: str) -> Iterator[Table]:
     for table in tables:
         dtype = CODES[table.dtype]
         rows, width = table.shape
-        # What is kept in eight bits is not trained in them.
+        # 8-bit tables are trained in bfloat16.
         yield Table(table.name, rows, width, dtype if dtype in DTYPES else "bfloat16")
 
 
-def _costs(found: list["Footprint"]) -> list[str]:
+def _costs(costs: list["Footprint"]) -> list[str]:
     rows = [
         (
             " ".join(filter(None, [cost.name, f"{cost.rows:,} × {cost.width:,}"])),
@@ -186,7 +185,7 @@ def _costs(found: list["Footprint"]) -> list[str]:
             *(amount(getattr(cost.best, part)) for part in PARTS),
             cost.how or "computed",
         )
-        for cost in found
+        for cost in costs
     ]
     return columns(rows, head=["table", "dtype", "optimizer", *PARTS, "how"])
 
@@ -202,5 +201,5 @@ def _positions(kept: tuple["PositionTable", ...]) -> list[str]:
         )
         for table in kept
     ]
-    head = ["scheme", "length", "kept", "gradient and adamw", "with a row for each"]
+    head = ["scheme", "length", "buffers", "gradient + adamw", "full table"]
     return columns(rows, head=head)

@@ -1,8 +1,8 @@
-"""``firstlayer neighbors``: the words nearest to a word or to a sum of words."""
+"""``firstlayer neighbors``: nearest neighbors of a word or of a sum of words."""
 
 import click
 
-from ._output import columns, emit, verb
+from ._output import cli_command, columns, emit
 
 EXAMPLES = """
 firstlayer neighbors vectors TypeError lock
@@ -11,7 +11,7 @@ firstlayer neighbors glove.6B.50d.txt whale -n 5 --json
 """
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("table")
 @click.argument("words", nargs=-1, required=True, metavar="WORD...")
 @click.option(
@@ -20,16 +20,15 @@ firstlayer neighbors glove.6B.50d.txt whale -n 5 --json
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="How many to list.",
+    help="Number of neighbors.",
 )
 def command(
     table: str, words: tuple[str, ...], count: int, as_json: bool, quiet: bool
 ) -> None:
-    """List the words of TABLE that are nearest to each WORD, by cosine.
+    """List the words of TABLE nearest to each WORD, by cosine.
 
-    TABLE is a folder with a table and a tokenizer (firstlayer train's, model2vec's, a
-    transformers checkpoint's), or a file of word2vec or GloVe. Words joined by + or -
-    are one query: what is near their sum.
+    TABLE is a folder with a table and a tokenizer (written by firstlayer train, model2vec
+    or transformers), or a word2vec or GloVe file. Words joined by + or - form one query.
     """
     from ..word_vectors.neighbors import neighbors, parse
     from ..word_vectors.vectors import open_vectors

@@ -1,4 +1,4 @@
-"""``firstlayer positions``: which position scheme should I use?"""
+"""``firstlayer positions``: compare position schemes on a text."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import columns, emit, force_option, progress, say, seed_option, verb
+from ._output import cli_command, columns, emit, force_option, progress, say, seed_option
 
 if TYPE_CHECKING:
     from ..analysis.positions import Setting, Study
 
-#: As in :mod:`firstlayer.analysis.positions`, which is not imported for a page of help.
+#: Copied from the position study, so that help needs no import.
 SCHEMES = (
     "none",
     "learned",
@@ -25,7 +25,7 @@ SCHEMES = (
 )
 QUICK_SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "kerple")
 EXAMPLES = """
-firstlayer positions --quick                     a minute's answer, on Python's own source
+firstlayer positions --quick         takes a minute, on Python's own source
 firstlayer positions book.txt --plot report.html
 firstlayer positions *.md --scheme rotary --scheme alibi --length 256
 cat logs | firstlayer positions - --quick --json
@@ -33,22 +33,22 @@ cat logs | firstlayer positions - --quick --json
 Count = click.IntRange(min=1)
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("files", nargs=-1, type=click.Path(allow_dash=True))
 @click.option(
     "--scheme",
     "schemes",
     type=click.Choice(SCHEMES),
     multiple=True,
-    help="Try this scheme; may be repeated.  [default: all]",
+    help="Scheme; may be repeated.  [default: all]",
 )
-@click.option("--quick", is_flag=True, help="A smaller model, six schemes, a minute.")
-@click.option("--length", type=Count, help="Bytes to train on at a time.  [default: 128]")
+@click.option("--quick", is_flag=True, help="Smaller model, six schemes, one minute.")
+@click.option("--length", type=Count, help="Training length in bytes.  [default: 128]")
 @click.option("--steps", type=Count, help="Training steps.  [default: 600]")
-@click.option("--layers", type=Count, help="Layers of the model.  [default: 3]")
+@click.option("--layers", type=Count, help="Number of layers.  [default: 3]")
 @click.option("--width", type=Count, help="Width of the model.  [default: 96]")
-@click.option("--heads", type=Count, help="Heads of the model.  [default: 4]")
-@click.option("--batch", type=Count, help="Sequences in a step.  [default: 16]")
+@click.option("--heads", type=Count, help="Number of heads.  [default: 4]")
+@click.option("--batch", type=Count, help="Sequences per step.  [default: 16]")
 @click.option(
     "--stretch",
     "stretches",
@@ -71,12 +71,12 @@ def command(
 ) -> None:
     """Compare position schemes on your text, read as bytes.
 
-    Trains one small causal transformer for each scheme on short pieces of FILES (- is
-    standard input; without any, the source of the running Python's standard library) and
-    tests it on the same bytes with more and more text before them. Prints the loss in nats
-    a byte at each length: a scheme that can read further than it was trained to keeps it.
-    Rotary is also tried with position interpolation (linear), NTK and YaRN, and a learned
-    table resized, all without training again. Ctrl-C shows the schemes that are done.
+    Trains one small causal transformer per scheme on short pieces of FILES (- is standard
+    input; the default is the source of Python's standard library) and tests it on the same
+    bytes with longer and longer context. Prints the loss in nats per byte at each length; a
+    scheme that extrapolates keeps its loss. Rotary is also tested with position
+    interpolation (linear), NTK and YaRN, and learned positions with a resized table, all
+    without retraining. Ctrl-C prints the schemes completed so far.
     """
     format = checked_picture(picture, force=force, formats=(*FORMATS, "html"))
     setting = _setting(quick, sizes)
@@ -85,7 +85,7 @@ def command(
     say(_plan(schemes, setting, len(text)), quiet=quiet)
     found = _compare(text, schemes, setting=setting, quiet=quiet)
     if picture and format:
-        write_picture(picture, _drawn(found, format), force=force)
+        write_picture(picture, _rendered(found, format), force=force)
     emit(found.as_dict(), _lines(found), as_json=as_json)
     if left := schemes[len(found.trained) :]:
         raise click.ClickException(f"interrupted before {', '.join(left)}")
@@ -131,25 +131,25 @@ def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
 def _compare(
     text: bytes, schemes: tuple[str, ...], *, setting: "Setting", quiet: bool
 ) -> "Study":
-    """Return what came of the schemes, of those before Ctrl-C if it was pressed."""
+    """Return the results of all schemes, or of those completed before Ctrl-C."""
     from ..analysis.positions import Study, measure
 
     trained = []
     with progress("training", total=len(schemes), quiet=quiet) as tell:
 
-        def told(scheme: str, step: int, of: int, loss: float) -> None:
+        def report(scheme: str, step: int, of: int, loss: float) -> None:
             tell(len(trained) + step / of, note=f"{scheme}, loss {loss:.2f}")
 
         try:
             for scheme in schemes:
-                trained.append(measure(text, scheme, setting=setting, progress=told))
+                trained.append(measure(text, scheme, setting=setting, progress=report))
         except KeyboardInterrupt:
             if not trained:
                 raise
     return Study(setting, len(text), tuple(trained))
 
 
-def _drawn(found: "Study", format: str) -> bytes:
+def _rendered(found: "Study", format: str) -> bytes:
     from ..analysis import plot, report
 
     if format == "html":

@@ -1,8 +1,8 @@
-"""``firstlayer similarity``: how alike words are."""
+"""``firstlayer similarity``: cosine similarity of words."""
 
 import click
 
-from ._output import columns, emit, verb
+from ._output import cli_command, columns, emit
 
 EXAMPLES = """
 firstlayer similarity vectors TypeError ValueError
@@ -10,13 +10,13 @@ firstlayer similarity vectors red green blue lock
 """
 
 
-@verb(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES)
 @click.argument("table")
 @click.argument("words", nargs=-1, required=True, metavar="WORD WORD...")
 def command(table: str, words: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Tell the cosine between WORDs of TABLE: one number for two, else one for each pair.
+    """Print the cosine of two WORDs of TABLE, or a matrix for more than two.
 
-    TABLE is what firstlayer neighbors takes.
+    TABLE is a table as for firstlayer neighbors.
     """
     if len(words) < 2:
         raise click.UsageError(f"similarity takes at least two words, got {len(words)}")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .skipgram import draw_targets as draw_targets
     from .skipgram import group_targets as group_targets
     from .skipgram import noise_table as noise_table
-    from .skipgram import push_targets as push_targets
+    from .skipgram import skipgram_gradients as skipgram_gradients
 
 _HOME = {
     "BackwardPlan": "layer.backward_plan",
@@ -64,7 +64,7 @@ _HOME = {
     "max_bags": "bags",
     "noise_table": "skipgram",
     "plan_backward": "layer.backward_plan",
-    "push_targets": "skipgram",
+    "skipgram_gradients": "skipgram",
     "rmsprop_update": "optim.scaled",
     "rotate_pairs": "rotate",
     "set_num_threads": "runtime.threads",

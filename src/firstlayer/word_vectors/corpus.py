@@ -1,7 +1,7 @@
-"""Text as ids: learn a tokenizer from it, and tokenize it.
+"""Train a tokenizer on text, and tokenize the text to ids.
 
-A text is documents, each in blocks that end between words (:mod:`firstlayer.word_vectors.text`). It
-need not fit into memory as strings; its ids do.
+A corpus is a list of documents, each read in blocks that end between words
+(:mod:`firstlayer.word_vectors.text`). Only the ids must fit into memory, not the text.
 """
 
 import itertools
@@ -14,9 +14,9 @@ from jaxtyping import Int32, Int64
 
 from .._check import one_of, positive
 
-#: How many blocks are tokenized at a time.
+#: Blocks tokenized per batch.
 BATCH = 64
-#: What stands for every word that is not in the vocabulary.
+#: Token of every word outside the vocabulary.
 UNKNOWN = "[UNK]"
 KINDS = ("words", "bpe")
 BYTES = 256
@@ -24,12 +24,12 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as ids.
+    """Tokenized documents.
 
     Args:
-        tokenizer: What made them, a ``tokenizers.Tokenizer``.
-        ids: Every token that is in the vocabulary, document after document.
-        bounds: Where each document begins, and the end of the last.
+        tokenizer: The ``tokenizers.Tokenizer`` that produced the ids.
+        ids: Ids of all known tokens, document after document.
+        bounds: Start of each document in ``ids``, and the end of the last.
     """
 
     tokenizer: Any
@@ -38,12 +38,12 @@ class Corpus:
 
     @property
     def num_embeddings(self) -> int:
-        """How many words there are, the unknown one included."""
+        """Vocabulary size, including the unknown token."""
         return self.tokenizer.get_vocab_size()
 
     @property
     def unknown(self) -> int | None:
-        """The id of the unknown word, None if every text has a spelling."""
+        """Id of the unknown token, or None if the tokenizer can encode any text."""
         return self.tokenizer.token_to_id(UNKNOWN)
 
 
@@ -55,16 +55,15 @@ def learn_tokenizer(
     min_count: int = 5,
     lower: bool = False,
 ) -> Any:
-    """Return a ``tokenizers.Tokenizer`` whose vocabulary is that of the documents.
+    """Train a ``tokenizers.Tokenizer`` on the documents.
 
     Args:
-        documents: The text, in blocks.
-        kind: ``"words"``: runs of letters, digits and underscores, what is between them
-            dropped, rare ones unknown. ``"bpe"``: pieces of words, learned by byte-pair
-            encoding (Sennrich et al. 2016), with which any text can be spelled.
-        size: How many words or pieces to have at most.
-        min_count: How often a word or a pair of pieces must occur.
-        lower: Whether capitals are made small.
+        documents: Documents as iterables of text blocks.
+        kind: ``"words"``: runs of letters, digits and underscores; rare words are unknown.
+            ``"bpe"``: byte-pair encoding (Sennrich et al. 2016), which encodes any text.
+        size: Largest vocabulary size.
+        min_count: Least number of occurrences of a word or of a merged pair.
+        lower: Lowercase the text.
     """
     from tokenizers import (
         Regex,
@@ -109,10 +108,10 @@ def learn_tokenizer(
 
 
 def tokenized(documents: Iterable[Iterable[str]], tokenizer: Any) -> Corpus:
-    """Return the documents as ids; tokens that are unknown are left out.
+    """Tokenize documents to ids, dropping unknown tokens.
 
     Args:
-        documents: The text, in blocks.
+        documents: Documents as iterables of text blocks.
         tokenizer: A ``tokenizers.Tokenizer``.
     """
     unknown = tokenizer.token_to_id(UNKNOWN)

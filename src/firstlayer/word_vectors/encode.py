@@ -1,4 +1,4 @@
-"""Texts as vectors: the mean of their tokens' rows."""
+"""Encode texts as the mean of their token rows."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -10,22 +10,21 @@ from ..numpy import EmbeddingBag
 from .neighbors import units
 from .vectors import Vectors
 
-#: How many texts are taken at a time.
+#: Texts per batch.
 BATCH = 1024
 
 
 def encode(
     vectors: Vectors, texts: Iterable[str]
 ) -> Iterator[Float32[np.ndarray, "n dim"]]:
-    """Yield the vectors of texts, as many at a time as fit well.
+    """Yield the vectors of texts in batches.
 
-    A text without a known word gets zeros. Where the table says so, vectors are one unit
-    long.
+    A text without known words gets zeros. Vectors have unit length if the table's config
+    asks for it.
 
     Args:
-        vectors: The words and their rows, with a tokenizer or, for files of words, without:
-            then words are what stands between spaces.
-        texts: One vector is made for each.
+        vectors: Words and rows. Without a tokenizer, words are separated by spaces.
+        texts: Texts to encode.
 
     Example:
         >>> table = Vectors(["red", "blue"], np.array([[1, 0], [0, 1]], np.float32))
@@ -46,7 +45,7 @@ def _ids(vectors: Vectors, texts: list[str]) -> list[list[int]]:
     if vectors.tokenizer is None:
         rows = vectors.rows
         return [[rows[w] for w in text.split() if w in rows] for text in texts]
-    # What the package raises is a bare Exception.
+    # tokenizers raises a bare Exception.
     try:
         encoded = vectors.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:

@@ -1,12 +1,11 @@
-"""A learned table in a folder that other programs open.
+"""Folders of word vectors, readable by model2vec and sentence-transformers.
 
-``model.safetensors`` holds the table as ``embeddings``, ``tokenizer.json`` the tokenizer of
-the ``tokenizers`` package, ``config.json`` and ``modules.json`` what model2vec
-(``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) ask for.
-A run that was interrupted leaves ``training.safetensors`` too, with which it goes on.
+``model.safetensors`` holds the table as ``embeddings``, ``tokenizer.json`` the tokenizer,
+``config.json`` and ``modules.json`` the metadata that model2vec
+(``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) read. An
+interrupted run also writes ``training.safetensors``, from which it resumes.
 
-The folder is written under another name beside its place and renamed when it is whole, so
-whatever happens leaves the old folder or the new one.
+A folder is written under a temporary name in the same parent and renamed when complete.
 """
 
 import contextlib
@@ -28,16 +27,16 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 MODULES = "modules.json"
 TRAINING = "training.safetensors"
-#: What such a folder may hold; one that holds anything else is never replaced.
+#: Files of such a folder. A folder with any other file is never replaced.
 FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING}
 
 
-def check_place(folder: str | os.PathLike[str], *, replace: bool) -> None:
-    """Refuse a folder that is there already, unless it may be and can be replaced.
+def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> None:
+    """Raise an error if the folder cannot be created or must not be replaced.
 
     Args:
-        folder: Where something is to be written.
-        replace: Whether a folder of ours may be replaced.
+        folder: Output folder.
+        replace: Whether to replace an existing folder of word vectors.
     """
     path, name = Path(folder), str(Path(folder))
     parent = path.resolve().parent
@@ -47,32 +46,32 @@ def check_place(folder: str | os.PathLike[str], *, replace: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise FileExistsError(f"{name} exists and is no folder")
-    held = {entry.name for entry in path.iterdir()}
-    if strange := sorted(held - FILES):
+        raise FileExistsError(f"{name} exists and is not a folder")
+    names = {entry.name for entry in path.iterdir()}
+    if strange := sorted(names - FILES):
         raise FileExistsError(f"{name} holds {strange[0]!r}, so it is not replaced")
-    if held and not replace:
+    if names and not replace:
         raise FileExistsError(f"{name} exists already")
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing can be made; before long work, not after it.
+    """Raise an error if nothing can be created in a folder, before long work starts.
 
-    Permissions do not tell of a disk that is read-only, so it is tried.
+    Creates and removes a folder: permissions alone do not reveal a read-only disk.
 
     Args:
-        folder: One that is there.
+        folder: Existing folder.
     """
-    beside = _beside(folder / "new")
+    probe = _temporary(folder / "new")
     try:
-        beside.mkdir()
-        beside.rmdir()
+        probe.mkdir()
+        probe.rmdir()
     except OSError as error:
         reason = str(error.strerror).lower()
         raise type(error)(f"nothing can be written in {folder}: {reason}") from None
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f".firstlayer-{secrets.token_hex(8)}.tmp")
 
 
@@ -80,15 +79,15 @@ def _beside(path: Path) -> Path:
 def replacing_folder(
     folder: str | os.PathLike[str], *, replace: bool
 ) -> Generator[Path, None, None]:
-    """Make a folder that takes its place once everything in it is written.
+    """Yield a temporary folder that replaces ``folder`` when the block ends without error.
 
     Args:
-        folder: Where it is to be.
-        replace: Whether a folder of ours that is there may be replaced.
+        folder: Output folder.
+        replace: Whether to replace an existing folder of word vectors.
     """
-    check_place(folder, replace=replace)
+    check_output_folder(folder, replace=replace)
     target = Path(folder).resolve()
-    new, old = beside = _beside(target), _beside(target)
+    new, old = temporary = _temporary(target), _temporary(target)
     new.mkdir()
     try:
         yield new
@@ -100,7 +99,7 @@ def replacing_folder(
             old.rename(target)
         raise
     finally:
-        for path in beside:
+        for path in temporary:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -113,15 +112,15 @@ def write_folder(
     state: dict[str, np.ndarray] | None = None,
     replace: bool = False,
 ) -> None:
-    """Write a learned table, all of it or nothing.
+    """Write a table and its tokenizer atomically.
 
     Args:
-        folder: Where to.
+        folder: Output folder.
         weight: The table.
-        tokenizer: A ``tokenizers.Tokenizer`` with a token for each row.
-        about: What the table was learned from and how, for ``config.json``.
-        state: What an interrupted run goes on from.
-        replace: Whether a folder of ours that is there may be replaced.
+        tokenizer: A ``tokenizers.Tokenizer`` with one token per row.
+        about: Training options and digest of the text, for ``config.json``.
+        state: State of an interrupted run.
+        replace: Whether to replace an existing folder of word vectors.
     """
     config = {
         "model_type": "model2vec",
@@ -148,34 +147,34 @@ def write_folder(
         _write_text(new / CONFIG, json.dumps(config, indent=2))
         _write_text(new / MODULES, json.dumps(modules, indent=2))
         if state is not None:
-            whole = {name: a for name, a in state.items() if a.dtype.kind != "f"}
-            tensors = {name: a for name, a in state.items() if name not in whole}
-            counts = {name: a.tolist() for name, a in whole.items()}
+            integers = {name: a for name, a in state.items() if a.dtype.kind != "f"}
+            tensors = {name: a for name, a in state.items() if name not in integers}
+            counts = {name: a.tolist() for name, a in integers.items()}
             write(new / TRAINING, tensors, {"counts": counts})
 
 
 def read_state(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return what an interrupted run goes on from.
+    """Return the state of an interrupted run.
 
     Args:
-        folder: Where :func:`write_folder` put it.
+        folder: Folder written by :func:`write_folder`.
     """
     path = Path(folder) / TRAINING
     if not path.exists():
-        what = "has nothing to go on from" if path.parent.is_dir() else "is no folder"
-        raise FileNotFoundError(f"{os.fspath(folder)} {what}: {TRAINING} is not there")
+        reason = "has no run to resume" if path.parent.is_dir() else "is not a folder"
+        raise FileNotFoundError(f"{os.fspath(folder)} {reason}: {TRAINING} is missing")
     tensors, config = read(path)
     counts = config.get("counts")
     if not isinstance(counts, dict):
-        raise ValueError(f"{path} is not what an interrupted run left")
+        raise ValueError(f"{path} does not hold the state of an interrupted run")
     return tensors | {name: np.array(number) for name, number in counts.items()}
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``config.json`` says, nothing if there is none.
+    """Return the contents of ``config.json``, or an empty dict without that file.
 
     Args:
-        folder: Where it is.
+        folder: Folder that may contain it.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():

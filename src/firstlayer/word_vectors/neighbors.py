@@ -1,7 +1,7 @@
-"""Which words are near a word, or near a sum of words: ``king - man + woman``.
+"""Nearest neighbors of a word or of a sum of words: ``king - man + woman``.
 
-Nearness is the cosine. A sum adds rows of unit length, so that a frequent word's long row
-does not drown the others (Mikolov, Yih and Zweig 2013); its own words are no neighbours.
+Similarity is the cosine. Sums add rows of unit length, so that the longer rows of frequent
+words do not dominate (Mikolov, Yih and Zweig 2013). Query words are excluded.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from .vectors import Vectors
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A word and how near it is.
+    """A word and its similarity to the query.
 
     Args:
         word: The word.
-        cosine: 1 is the same direction, 0 a right angle.
+        cosine: Cosine similarity.
     """
 
     word: str
@@ -29,11 +29,11 @@ class Neighbor:
 
 @dataclass(frozen=True)
 class Neighbors:
-    """What is near to what was asked for.
+    """Neighbors of a query.
 
     Args:
-        query: What was asked, ``king - man + woman``.
-        found: The nearest first.
+        query: The query, such as ``king - man + woman``.
+        found: Neighbors, nearest first.
     """
 
     query: str
@@ -44,7 +44,7 @@ Terms = list[tuple[int, str]]
 
 
 def parse(words: Sequence[str]) -> list[Terms]:
-    """Return queries as signed words. ``+`` and ``-`` join, anything else begins a new one.
+    """Parse queries into signed words. ``+`` and ``-`` join words into one query.
 
     Example:
         >>> parse(["king", "-", "man + woman", "red"])
@@ -73,10 +73,9 @@ def neighbors(
     """Return the words nearest to each query.
 
     Args:
-        vectors: The words and their rows.
-        queries: Signed words, see :func:`parse`. One that is not in the table is a
-            ValueError.
-        count: How many to return.
+        vectors: Words and rows.
+        queries: Signed words; see :func:`parse`. An unknown word is a ValueError.
+        count: Number of neighbors per query.
 
     Example:
         >>> rows = np.eye(3, dtype=np.float32)[[0, 1, 2, 0]] + np.float32(0.1)
@@ -93,33 +92,33 @@ def _neighbors(vectors: Vectors, unit: np.ndarray, terms: Terms, count: int) -> 
     rows = [vectors.row(word) for _, word in terms]
     signs = np.array([sign for sign, _ in terms], np.float32)
     cosines = unit @ units((signs @ unit[rows])[None])[0]
-    left_out = rows if vectors.unknown is None else [*rows, vectors.unknown]
-    cosines[left_out] = -np.inf
+    excluded = rows if vectors.unknown is None else [*rows, vectors.unknown]
+    cosines[excluded] = -np.inf
     cosines[np.isnan(cosines)] = -np.inf
-    # Two passes: all of a large table need not be sorted for ten of its words.
+    # argpartition avoids sorting the whole table.
     top = np.argpartition(-cosines, min(count, cosines.size - 1))[:count]
     top = sorted(top[np.isfinite(cosines[top])], key=lambda row: (-cosines[row], row))
     found = [Neighbor(vectors.shown(row), float(cosines[row])) for row in top]
-    return Neighbors(_spelled(terms), found)
+    return Neighbors(_query_text(terms), found)
 
 
-def _spelled(terms: Terms) -> str:
+def _query_text(terms: Terms) -> str:
     signed = (f"{'+' if sign > 0 else '-'} {word}" for sign, word in terms)
     return " ".join(signed).removeprefix("+ ")
 
 
 def similarities(vectors: Vectors, words: Sequence[str]) -> Float32[np.ndarray, "n n"]:
-    """Return the cosine of each word with each.
+    """Return the cosine of every pair of words.
 
     Args:
-        vectors: The words and their rows.
-        words: Which. One that is not in the table is a ValueError.
+        vectors: Words and rows.
+        words: Words to compare. An unknown word is a ValueError.
     """
     unit = units(vectors.weight[[vectors.row(word) for word in words]])
     return np.clip(unit @ unit.T, -1, 1)
 
 
 def units(rows: Float32[np.ndarray, "rows width"]) -> Float32[np.ndarray, "rows width"]:
-    """Return the rows one unit long; zeros stay."""
+    """Return the rows scaled to unit length; zero rows stay zero."""
     norms = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
     return rows / np.where(norms > 0, norms, 1)

@@ -1,14 +1,12 @@
 """Word vectors by skip-gram with negative sampling (Mikolov et al. 2013).
 
-Two tables are learned: a word's row in the first should have a large product with the rows
-in the second of the words around it, and a small one with those of noise, words drawn by
-how frequent they are. Words that occur in like company so get like rows. The first table is
-the result.
+Two tables are trained. The dot product of a center word's row in the first table with a
+context word's row in the second is increased for words that occur near each other, and
+decreased for random negatives. The first table is the result.
 
-Every batch is a lookup: gradients come as rows, and a row optimizer moves those that were
-used. What is drawn depends on the seed, the epoch and the place in the text alone, and sums
-have an order, so the same seed gives the same bits on any number of threads, in one run or
-in two.
+Gradients are row gradients, applied by a row optimizer. All random draws depend only on the
+seed, the epoch and the position in the text, and sums have a fixed order: the same seed
+gives the same bits with any number of threads, with or without an interruption.
 """
 
 import time
@@ -26,27 +24,27 @@ from ..numpy import Embedding
 from ..optim import RowAdagrad
 from .corpus import Corpus
 
-#: Words of noise are drawn in proportion to this power of how often they occur.
+#: Negatives are drawn in proportion to this power of the word counts.
 NOISE_POWER = 0.75
-#: Part of the learning rate that is left at the end.
-LAST = 1e-3
-WIDEST = 16
+#: Final learning rate as a fraction of the initial one.
+FINAL_LR = 1e-3
+MAX_WINDOW = 16
 LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What learning is asked for.
+class SkipGramOptions:
+    """Hyper-parameters of skip-gram training.
 
     Args:
-        embedding_dim: Width of a row.
-        window: How far the farthest neighbour is, from 1 to 16.
-        negatives: How many words of noise count as much as one neighbour.
-        sample: Words more frequent than this part of the text are thinned out.
-        epochs: How often to go through the text.
-        lr: Learning rate at the beginning; it falls in a straight line.
-        batch: How many places are learned from at a time.
-        seed: The same seed gives the same table.
+        embedding_dim: Width of each row.
+        window: Largest distance of a context word, from 1 to 16.
+        negatives: Weight of the negatives, in negatives per context word.
+        sample: Words above this frequency are subsampled.
+        epochs: Number of passes over the text.
+        lr: Initial learning rate. It decays linearly.
+        batch: Center words per batch.
+        seed: Seed of all random draws.
     """
 
     embedding_dim: int = 128
@@ -62,8 +60,8 @@ class Setting:
         for name in ("embedding_dim", "window", "negatives", "epochs", "batch"):
             positive(name, getattr(self, name))
         not_negative("seed", self.seed)
-        if self.window > WIDEST:
-            raise ValueError(f"window must be at most {WIDEST}, got {self.window}")
+        if self.window > MAX_WINDOW:
+            raise ValueError(f"window must be at most {MAX_WINDOW}, got {self.window}")
         for name in ("sample", "lr"):
             if not 0 < getattr(self, name) <= LARGEST:
                 raise ValueError(
@@ -73,14 +71,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far learning is.
+    """Training progress.
 
     Args:
-        done: Part of the work that is done, from 0 to 1.
-        tokens: How many tokens that is, over all epochs.
-        seconds: How long it took, of this run.
-        tokens_per_second: How fast that was.
-        loss: Of a neighbour and its noise, in nats, since the last report.
+        done: Completed fraction, from 0 to 1.
+        tokens: Tokens processed over all epochs.
+        seconds: Duration of this run.
+        tokens_per_second: Speed of this run.
+        loss: Mean loss per context word in nats since the last report.
     """
 
     done: float
@@ -91,24 +89,24 @@ class Progress:
 
 
 class SkipGram:
-    """A table that learns from a text, batch by batch.
+    """Skip-gram trainer.
 
     Args:
-        corpus: The text. It must have two different tokens.
-        setting: What is asked for.
+        corpus: Tokenized text with at least two different tokens.
+        setting: Hyper-parameters.
 
     Example:
         >>> from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
         >>> text = [["the cat sat. the dog sat. the cat ran. the dog ran. " * 50]]
         >>> corpus = tokenized(text, learn_tokenizer(text))
-        >>> model = SkipGram(corpus, Setting(embedding_dim=8, epochs=2))
+        >>> model = SkipGram(corpus, SkipGramOptions(embedding_dim=8, epochs=2))
         >>> model.run()
         True
         >>> model.result().shape
         (6, 8)
     """
 
-    def __init__(self, corpus: Corpus, setting: Setting) -> None:
+    def __init__(self, corpus: Corpus, setting: SkipGramOptions) -> None:
         self.corpus, self.setting = corpus, setting
         counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
         if np.count_nonzero(counts) < 2:
@@ -125,22 +123,22 @@ class SkipGram:
             RowAdagrad(layer, lr=setting.lr, mode="lazy")
             for layer in (self.table, self.others)
         ]
-        #: Epochs that are done, and places of the next that are.
+        #: Completed epochs, and completed positions of the current epoch.
         self.epoch, self.place = 0, 0
         self._stream = self._documents = np.empty(0, np.int32)
         self._key = 0
 
     @property
     def done(self) -> float:
-        """Part of the work that is done, from 0 to 1."""
+        """Completed fraction of training, from 0 to 1."""
         within = self.place / self._stream.size if self._stream.size else 0.0
         return (self.epoch + within) / self.setting.epochs
 
     def result(self) -> Float32[np.ndarray, "num_embeddings embedding_dim"]:
-        """Return the table without what all of its rows have in common.
+        """Return the table with its mean row subtracted.
 
-        Rows share a direction that says nothing about their words (Mu and Viswanath 2018);
-        their mean is taken away. The row of unknown words stays zero.
+        All rows share a direction that carries no meaning (Mu and Viswanath 2018). The row
+        of unknown words stays zero.
         """
         weight, unknown = self.table.parameters()["weight"].copy(), self.corpus.unknown
         known = np.arange(len(weight)) != (-1 if unknown is None else unknown)
@@ -154,15 +152,17 @@ class SkipGram:
         stop: Callable[[], bool] = lambda: False,
         every: float = 0.2,
     ) -> bool:
-        """Learn until all epochs are done or ``stop()``; tell whether all are done.
+        """Train until all epochs are done or ``stop()`` returns True.
+
+        Returns whether all epochs are done.
 
         Args:
-            report: Called now and then with how far it is.
-            stop: Asked before each batch.
-            every: How many seconds there are between two reports.
+            report: Called regularly with the progress.
+            stop: Called before each batch.
+            every: Seconds between reports.
         """
         self._begin_epoch()
-        begun = last = time.perf_counter()
+        started = last = time.perf_counter()
         start, losses = self.done, []
         while self.epoch < self.setting.epochs:
             if stop():
@@ -171,31 +171,31 @@ class SkipGram:
             now = time.perf_counter()
             finished = self.epoch == self.setting.epochs
             if report is not None and (now - last >= every or finished):
-                report(self._progress(start, now - begun, losses))
+                report(self._progress(start, now - started, losses))
                 last, losses = now, []
         return True
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return what :meth:`load_state_dict` needs to go on to the same bits."""
+        """Return the state that :meth:`load_state_dict` resumes from, bit for bit."""
         state = {"table": self.table.weight.copy(), "others": self.others.weight.copy()}
         for name, optimizer in zip(state.copy(), self._optimizers, strict=True):
-            held = optimizer.state_dict()
-            state |= {f"{name}.{key}": value for key, value in held.items()}
+            optimizer_state = optimizer.state_dict()
+            state |= {f"{name}.{key}": value for key, value in optimizer_state.items()}
         return {**state, "place": np.array([self.epoch, self.place])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from where a run with this text and setting was.
+        """Resume a run with the same text and hyper-parameters.
 
         Args:
-            state: What its :meth:`state_dict` returned.
+            state: Result of :meth:`state_dict`.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(f"state must have {missing[0]}, got {sorted(state)}")
         tables = {"table": self.table, "others": self.others}
         for (name, layer), optimizer in zip(tables.items(), self._optimizers, strict=True):
             layer.load_state_dict({"weight": state[name]})
-            held = {key: state[f"{name}.{key}"] for key in optimizer.state_dict()}
-            optimizer.load_state_dict(held)
+            keys = optimizer.state_dict()
+            optimizer.load_state_dict({key: state[f"{name}.{key}"] for key in keys})
         self.epoch, self.place = map(int, state["place"])
         self._stream = self._stream[:0]
         self._begin_epoch()
@@ -212,21 +212,21 @@ class SkipGram:
         )
 
     def _begin_epoch(self) -> None:
-        """Thin frequent words out, in another way in every epoch."""
+        """Draw the subsampled text of the next epoch."""
         if self._stream.size or self.epoch == self.setting.epochs:
             return
         ids, bounds = self.corpus.ids, self.corpus.bounds
         rng = np.random.default_rng([self.setting.seed, self.epoch])
-        stays = rng.random(ids.size, dtype=np.float32) < self._kept[ids]
+        kept = rng.random(ids.size, dtype=np.float32) < self._kept[ids]
         documents = np.repeat(np.arange(bounds.size - 1, dtype=np.int32), np.diff(bounds))
-        self._stream, self._documents = ids[stays], documents[stays]
+        self._stream, self._documents = ids[kept], documents[kept]
         self._key = int(rng.integers(2**63))
 
     def _step(self) -> tuple[float, int]:
-        """Learn from one batch; return the sum of its losses and how many there are."""
+        """Train on one batch; return the sum of its losses and their number."""
         end = min(self.place + self.setting.batch, self._stream.size)
-        # Thinning out a tiny text may leave nothing.
-        loss, pairs = self._learn(range(self.place, end)) if end else (0.0, 0)
+        # Subsampling a tiny text may leave nothing.
+        loss, pairs = self._train_batch(range(self.place, end)) if end else (0.0, 0)
         self.place = end
         if end == self._stream.size:
             self.epoch, self.place = self.epoch + 1, 0
@@ -234,7 +234,7 @@ class SkipGram:
             self._begin_epoch()
         return loss, pairs
 
-    def _learn(self, places: range) -> tuple[float, int]:
+    def _train_batch(self, places: range) -> tuple[float, int]:
         centers = self._stream[places.start : places.stop].astype(np.int64)
         targets, near = kernels.draw_targets(
             self._stream,
@@ -245,7 +245,7 @@ class SkipGram:
             key=self._key,
         )
         table, others = self.table.weight, self.others.weight
-        slopes, pulls, losses = kernels.push_targets(
+        slopes, pulls, losses = kernels.skipgram_gradients(
             table,
             others,
             centers,
@@ -261,7 +261,7 @@ class SkipGram:
             RowGradient(ids, kernels.sum_bags(table, rows, bounds, weights=slopes)),
         )
         for optimizer, gradient in zip(self._optimizers, gradients, strict=True):
-            optimizer.lr = self.setting.lr * max(LAST, 1 - self.done)
+            optimizer.lr = self.setting.lr * max(FINAL_LR, 1 - self.done)
             optimizer.step({"weight": gradient})
         return float(losses.sum()), int(near.sum())
 
@@ -273,14 +273,14 @@ def _small(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 def kept_share(
     counts: Int64[np.ndarray, " words"], *, sample: float
 ) -> Float32[np.ndarray, " words"]:
-    """Return how often each word stays when frequent ones are thinned out.
+    """Return the probability of keeping each word when subsampling.
 
-    A word that makes up the part ``f`` of a text stays with ``√(t/f) + t/f``, as in the
-    original word2vec program.
+    A word of frequency ``f`` is kept with probability ``√(t/f) + t/f``, as in the original
+    word2vec program.
 
     Args:
-        counts: How often each word occurs.
-        sample: The ``t``.
+        counts: Number of occurrences of each word.
+        sample: The threshold ``t``.
 
     Example:
         >>> kept_share(np.array([1, 25, 74]), sample=0.01).round(2)

@@ -1,7 +1,7 @@
-"""Reading text: files and standard input, in blocks or in lines.
+"""Read UTF-8 text from files and standard input, in blocks or lines.
 
-What is read is UTF-8. A file that is empty, binary or in another encoding is a ValueError
-that says so in one sentence, with the place of the first byte that is wrong.
+A file that is empty, binary or in another encoding raises a ValueError that names the first
+wrong byte.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-#: About how many bytes are read at a time.
+#: Approximate number of bytes per block.
 BLOCK = 1 << 18
-#: How long a block may become while there is no space to end it at.
+#: Largest block without a space to end at.
 LONGEST = 1 << 22
-# Python's tests are data more than text, and not on every machine.
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Python's tests are mostly data, and not installed everywhere.
+EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def standard_library() -> list[Path]:
-    """Return the source files of the running Python, without its tests."""
+    """Return the source files of the running Python, excluding its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (root / path for path in sorted(found) if not LEFT_OUT & set(path.parts))
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (root / path for path in sorted(relative) if not EXCLUDED & set(path.parts))
     files = [path for path in kept if path.stat().st_size]
     if not files:
         raise FileNotFoundError(f"no Python source in {root}: name files to learn from")
@@ -33,11 +33,11 @@ def standard_library() -> list[Path]:
 
 
 def read_blocks(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a file's text in blocks that end between words.
+    """Yield the text of a file in blocks that end between words.
 
     Args:
-        path: The file, ``-`` for standard input. One that is empty, or no UTF-8, is a
-            ValueError that says so.
+        path: File name, or ``-`` for standard input. An empty file or one that is not UTF-8
+            is a ValueError.
     """
     name = "standard input" if path == "-" else os.fspath(path)
     if os.path.isdir(path):
@@ -61,8 +61,8 @@ def _opened(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[B
 
 
 def _cut(block: bytes) -> int:
-    """Return where a block can end: after its last space, 0 if it has none yet."""
-    # No byte of a character beyond ASCII is one of these.
+    """Return the end of the last complete word in a block, 0 if there is none."""
+    # These bytes never occur inside a multi-byte UTF-8 character.
     cut = 1 + max(block.rfind(space) for space in (b"\n", b" ", b"\t"))
     if cut == 0 and len(block) >= LONGEST:
         cut = len(block) - 1
@@ -85,25 +85,26 @@ def _decoded(block: bytes, *, name: str, start: int) -> str:
 
 
 def documents_in(paths: Sequence[str | os.PathLike[str]]) -> list[Iterable[str]]:
-    """Return each file as blocks that can be gone through again and again.
+    """Return each file as an iterable of blocks that can be iterated repeatedly.
 
-    Files are read when they are gone through. Standard input and pipes are read here and
-    kept, for they cannot be read twice. A file that cannot be opened is refused at once,
-    before any other is read.
+    Files are read on each iteration. Standard input and pipes are read once and kept in
+    memory. A file that cannot be opened raises an error before anything is read.
     """
     for path in paths:
         if _is_file(path):
             open(path, "rb").close()
-    return [_Again(path) if _is_file(path) else list(read_blocks(path)) for path in paths]
+    return [
+        _FileBlocks(path) if _is_file(path) else list(read_blocks(path)) for path in paths
+    ]
 
 
 def _is_file(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is to be opened by name again; one that is missing is."""
+    """Return whether a path can be reopened by name. Missing files count as files."""
     return path != "-" and (os.path.isfile(path) or not os.path.lexists(path))
 
 
 @dataclass(frozen=True)
-class _Again:
+class _FileBlocks:
     path: str | os.PathLike[str]
 
     def __iter__(self) -> Iterator[str]:
@@ -111,10 +112,10 @@ class _Again:
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a file's lines, without what ends them.
+    """Yield the lines of a file without line endings.
 
     Args:
-        path: The file, ``-`` for standard input.
+        path: File name, or ``-`` for standard input.
     """
     rest = ""
     for block in read_blocks(path):

@@ -1,8 +1,8 @@
-"""Words and their rows, opened from whatever holds them.
+"""Open tables of word vectors.
 
-A folder with a table and a tokenizer (ours, model2vec's, sentence-transformers', a
-transformers checkpoint), or a file of word2vec (text or binary) or GloVe. What a file is
-follows from its content, not from its name.
+Reads folders with a table and a tokenizer (written by Firstlayer, model2vec,
+sentence-transformers or transformers) and files of word2vec (text or binary) or GloVe. The
+format is detected from the content, not from the file name.
 """
 
 import difflib
@@ -18,9 +18,9 @@ from jaxtyping import Float32
 from .corpus import UNKNOWN
 from .folder import TOKENIZER, read_config
 
-#: Spellings of "a word begins here": byte-level BPE's and SentencePiece's.
+#: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
-# The longest word that is looked for in a binary file before it is called damaged.
+# Longest word accepted in a binary file.
 LONGEST_WORD = 1 << 16
 FASTTEXT = (793712314).to_bytes(4, "little")
 
@@ -30,11 +30,11 @@ class Vectors:
     """Words and their rows.
 
     Args:
-        words: One for each row, as the table spells them.
+        words: One word per row, as spelled in the vocabulary.
         weight: The rows.
-        tokenizer: A ``tokenizers.Tokenizer`` whose ids are the rows, None if only whole
-            words are known.
-        normalize: Whether the vector of a text is made one unit long.
+        tokenizer: A ``tokenizers.Tokenizer`` whose ids are row numbers, or None if only
+            whole words are known.
+        normalize: Whether text vectors are scaled to unit length.
     """
 
     words: list[str]
@@ -44,24 +44,24 @@ class Vectors:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of each word: the first, where a file has one word twice."""
+        """Row of each word; the first row if a word occurs twice."""
         return {word: i for i, word in reversed(list(enumerate(self.words)))}
 
     @property
     def unknown(self) -> int | None:
-        """The row of words that are not in the vocabulary, None if there is none."""
+        """Row of the unknown token, or None."""
         model = getattr(self.tokenizer, "model", None)
         return self.rows.get(getattr(model, "unk_token", None) or UNKNOWN)
 
     def shown(self, row: int) -> str:
-        """Return a row's word as a reader would write it."""
+        """Return the word of a row without word-start prefixes."""
         word = self.words[row]
         for mark in MARKS:
             word = word.removeprefix(mark) if len(word) > 1 else word
         return word
 
     def row(self, word: str) -> int:
-        """Return the row of a word; one that is not there is a ValueError with a hint."""
+        """Return the row of a word. An unknown word is a ValueError with a suggestion."""
         for spelling in (word, *(mark + word for mark in MARKS)):
             if spelling in self.rows:
                 return self.rows[spelling]
@@ -73,11 +73,11 @@ class Vectors:
 
 
 def open_vectors(path: str | os.PathLike[str]) -> Vectors:
-    """Open a table of words.
+    """Open a table of word vectors.
 
     Args:
-        path: A folder with a safetensors file and ``tokenizer.json``, such a safetensors
-            file, or a file of word2vec or GloVe.
+        path: A folder with a safetensors file and ``tokenizer.json``, that safetensors
+            file, or a word2vec or GloVe file.
     """
     place = Path(path)
     if not os.path.lexists(place):
@@ -100,10 +100,12 @@ def _checkpoint(path: Path) -> Vectors:
     folder = path if path.is_dir() else path.parent
     config, tokens = read_config(folder), folder / TOKENIZER
     if not tokens.is_file():
-        raise FileNotFoundError(f"{path} has no words: {TOKENIZER} is not beside it")
+        raise FileNotFoundError(
+            f"{path} has no words: {TOKENIZER} is missing in its folder"
+        )
     table = checkpoint.token_table()
     weight = checkpoint.read(table.name).astype(np.float32, copy=False)
-    # model2vec's smaller tables: several tokens share a row, each at a length of its own.
+    # Clustered model2vec tables: several tokens share a row, each with its own scale.
     names = checkpoint.tensors.keys()
     if table.name == "embeddings" and "mapping" in names:
         weight = weight[checkpoint.read("mapping")]
@@ -119,14 +121,14 @@ def _checkpoint(path: Path) -> Vectors:
 
 
 def open_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a file, without padding and truncation."""
+    """Load a tokenizer with padding and truncation disabled."""
     from tokenizers import Tokenizer
 
-    # What the package raises is a bare Exception.
+    # tokenizers raises a bare Exception.
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        raise ValueError(f"{path} holds no tokenizer: {error}") from None
+        raise ValueError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -137,7 +139,9 @@ def _lines(file: BinaryIO, *, name: str) -> Vectors:
     if not first:
         raise ValueError(f"{name} is empty")
     if first.startswith(FASTTEXT):
-        raise ValueError(f"{name} is fastText's own binary: give the .vec file beside it")
+        raise ValueError(
+            f"{name} is in fastText's binary format: use the .vec file instead"
+        )
     match first.split():
         case [rows, width] if rows.isdigit() and width.isdigit():
             return _word2vec(file, int(rows), int(width), name=name)
@@ -150,10 +154,10 @@ def _lines(file: BinaryIO, *, name: str) -> Vectors:
 def _word2vec(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
     start = file.tell()
     left = os.fstat(file.fileno()).st_size - start
-    # Each row has a word of a byte, a space, and numbers of two bytes, at the least.
+    # Smallest possible row: a one-byte word, a space, and two bytes per number.
     if rows * (2 + 2 * width) > left:
         raise ValueError(
-            f"{name} is cut short: {rows} rows of {width} numbers in {left} bytes"
+            f"{name} is truncated: {rows} rows of {width} numbers in {left} bytes"
         )
     line = file.readline(LONGEST_WORD)
     file.seek(start)
@@ -161,7 +165,7 @@ def _word2vec(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
         return _binary(file, rows, width, name=name)
     found = _text(file, width, name=name)
     if len(found.words) != rows:
-        raise ValueError(f"{name} says it has {rows} rows, but it has {len(found.words)}")
+        raise ValueError(f"{name} declares {rows} rows, but has {len(found.words)}")
     return found
 
 
@@ -175,7 +179,7 @@ def _numbers(fields: list[bytes]) -> np.ndarray | None:
 def _text(file: BinaryIO, width: int, *, name: str) -> Vectors:
     words, rows = [], []
     for number, line in enumerate(file, start=1):
-        # From the right, for some words of GloVe's have spaces.
+        # Split from the right: some GloVe words contain spaces.
         fields = line.strip().rsplit(b" ", width)
         values = _numbers(fields[1:])
         if len(fields) != width + 1 or values is None:
@@ -194,8 +198,8 @@ def _binary(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
         space = data.find(b" ", place, place + LONGEST_WORD)
         end = space + 1 + 4 * width
         if space < 0 or end > len(data):
-            raise ValueError(f"{name} is cut short: it has {row} of {rows} rows")
-        # The original program ends each row with a line feed, gensim does not.
+            raise ValueError(f"{name} is truncated: it has {row} of {rows} rows")
+        # word2vec ends each row with a line feed; gensim does not.
         words.append(_word(data[place:space].lstrip(b"\n")))
         weight[row] = np.frombuffer(data, "<f4", width, space + 1)
         place = end
@@ -203,5 +207,5 @@ def _binary(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
 
 
 def _word(spelling: bytes) -> str:
-    # Real files have a few words that are cut in the middle of a character.
+    # Published files contain words truncated inside a character.
     return spelling.decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The verbs that measure: what they print, what they write, how they refuse."""
+"""The commands bench, memory and positions."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from firstlayer.cli import bench, memory, positions
 from firstlayer.cli._group import firstlayer
 from firstlayer.files.safetensors import write
 
-VERBS = {"bench": bench, "memory": memory, "positions": positions}
+COMMANDS = {"bench": bench, "memory": memory, "positions": positions}
 TINY = ["--layers=1", "--width=16", "--heads=2", "--length=16", "--batch=4", "--steps=3"]
 TINY += ["--stretch=2", "--stretch=1"]
 BENCH = ["bench", "--rows=20", "--batch=2", "--width=4", "--length=3", "--rounds=1"]
@@ -44,55 +44,56 @@ def text(tmp_path):
     return path
 
 
-# Every verb.
+# Every command.
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_has_examples_and_imports_nothing_heavy(verb):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_and_imports_nothing_heavy(name):
     code = (
-        "import sys; from firstlayer.cli import main; sys.argv = ['firstlayer', sys.argv[1], '-h']\n"
+        "import sys; from firstlayer.cli import main\n"
+        "sys.argv = ['firstlayer', sys.argv[1], '-h']\n"
         "try: main()\nexcept SystemExit: pass\n"
         "heavy = {'numpy', 'torch', 'matplotlib', 'rich', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, verb], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, name], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "Examples:" in done.stdout and f"firstlayer {verb} " in done.stdout
+    assert "Examples:" in done.stdout and f"firstlayer {name} " in done.stdout
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("name", ["a.gif", "plot", "a.txt"])
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_picture_of_unknown_format_is_refused_before_any_work(verb, name):
-    done = run(verb, "--plot", name)
+@pytest.mark.parametrize("file", ["a.gif", "plot", "a.txt"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_unknown_plot_format_is_rejected_before_any_work(name, file):
+    done = run(name, "--plot", file)
     assert done.exit_code == 2 and done.stdout == ""
     assert "--plot must end in one of .png, .svg, .pdf" in done.stderr
-    assert f"got {name!r}" in done.stderr and done.stderr.count("\n") == 1
+    assert f"got {file!r}" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_picture_that_is_there_is_not_replaced(verb, tmp_path):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_existing_plot_is_not_replaced(name, tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(b"mine")
-    done = run(verb, "--plot", path)
+    done = run(name, "--plot", path)
     assert done.exit_code == 1 and path.read_bytes() == b"mine"
-    assert done.stderr == f"firstlayer: {path} exists; --force replaces it\n"
+    assert done.stderr == f"firstlayer: {path} exists; use --force to replace it\n"
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_picture_in_no_folder_is_refused_before_any_work(verb, tmp_path):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_plot_in_a_missing_folder_is_rejected_before_any_work(name, tmp_path):
     path = tmp_path / "nowhere" / "a.png"
-    done = run(verb, "--plot", path)
+    done = run(name, "--plot", path)
     assert done.exit_code == 1
     assert f"no folder {path.parent} to write {path} in" in done.stderr
 
 
 @pytest.mark.rejects
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+def test_missing_matplotlib_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run(*BENCH, "--plot", tmp_path / "a.png")
     assert done.exit_code == 1 and not os.listdir(tmp_path)
@@ -101,13 +102,13 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
     )
 
 
-def test_what_help_offers_is_what_the_studies_have():
+def test_choices_in_help_match_the_library():
     assert positions.SCHEMES == positions_study.SCHEMES
     assert set(positions.QUICK_SCHEMES) < set(positions.SCHEMES)
     assert positions.FORMATS == drawing.FORMATS
     assert memory.OPTIMIZERS == tuple(memory_study.OPTIMIZERS)
     assert memory.DTYPES == tuple(memory_study.DTYPES)
-    assert set(memory.USUAL) < set(memory.OPTIMIZERS)
+    assert set(memory.DEFAULT_OPTIMIZERS) < set(memory.OPTIMIZERS)
     defaults = {option.name: option.default for option in memory.command.params}
     assert round(defaults["allow"] * 1e9) <= memory_study.ALLOWED
     said = {option.name: option.help for option in positions.command.params[1:]}  # pyright: ignore
@@ -122,7 +123,7 @@ def test_what_help_offers_is_what_the_studies_have():
 # firstlayer bench
 
 
-def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
+def test_bench_prints_every_library_and_writes_a_plot(tmp_path):
     path = tmp_path / "a.svg"
     done = run(*BENCH, "--batch=1", "--plot", path)
     assert done.exit_code == 0, done.stderr
@@ -143,7 +144,7 @@ def test_bench_prints_every_library_and_writes_a_picture(tmp_path):
     assert done.stderr == ""
 
 
-def test_bench_says_the_same_as_data():
+def test_bench_json_equals_text():
     found = data(*BENCH, "--seed=4")
     (first, *_), libraries = found["readings"], [r["library"] for r in found["readings"]]
     assert libraries == ["firstlayer", "numpy", "firstlayer.torch", "torch"]
@@ -151,7 +152,7 @@ def test_bench_says_the_same_as_data():
     assert found["missing"] == [] and found["bandwidth"] > 0
 
 
-def test_bench_names_the_library_that_is_missing(monkeypatch):
+def test_bench_names_missing_libraries(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     head, *_, last = run(*BENCH).stdout.splitlines()
     assert head.split() == ["rows", "ids", "firstlayer", "numpy"]
@@ -159,7 +160,7 @@ def test_bench_names_the_library_that_is_missing(monkeypatch):
 
 
 @pytest.mark.rejects
-def test_bench_refuses_a_table_without_rows():
+def test_bench_rejects_a_table_without_rows():
     done = run("bench", "--rows=0")
     assert done.exit_code == 2 and "0 is not in the range x>=1" in done.stderr
 
@@ -167,7 +168,7 @@ def test_bench_refuses_a_table_without_rows():
 # firstlayer memory
 
 
-def test_memory_counts_what_was_asked_for():
+def test_memory_measures_the_requested_tables():
     found = data(*MEMORY, "--dtype=float32", "--dtype=bfloat16", "--head-dim=32")
     assert [(t["dtype"], t["optimizer"], t["how"]) for t in found["tables"]] == [
         ("float32", "sgd", "allocated"),
@@ -182,7 +183,7 @@ def test_memory_counts_what_was_asked_for():
     assert rotary[0]["whole"] == 8 * 32 * rotary[0]["length"]
 
 
-def test_memory_prints_lines_and_draws(tmp_path):
+def test_memory_prints_and_plots(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(b"old")
     done = run(*MEMORY, "--allow=0", "--plot", path, "--force")
@@ -194,7 +195,7 @@ def test_memory_prints_lines_and_draws(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_reads_a_checkpoint_s_tables(tmp_path):
+def test_memory_reads_tables_of_a_checkpoint(tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = {
         "token.weight": np.zeros((50, 6), np.float16),
@@ -210,14 +211,14 @@ def test_memory_reads_a_checkpoint_s_tables(tmp_path):
         ]
 
 
-def test_memory_without_sizes_takes_the_usual_ones():
-    assert [tuple(table) for table in memory._wanted(())] == [
+def test_memory_defaults_to_common_sizes():
+    assert [tuple(table) for table in memory._tables(())] == [
         ("small", 10_000, 256, "float32"),
         ("medium", 50_000, 512, "float32"),
         ("large", 100_000, 1024, "float32"),
         ("GPT-3", 50_257, 12_288, "float32"),
     ]
-    assert [tuple(t) for t in memory._wanted(("1_000x20", "5,000×30"))] == [
+    assert [tuple(t) for t in memory._tables(("1_000x20", "5,000×30"))] == [
         ("", 1000, 20, "float32"),
         ("", 5000, 30, "float32"),
     ]
@@ -232,14 +233,14 @@ def test_memory_without_sizes_takes_the_usual_ones():
         ("10by20", 1, "no file or folder 10by20"),
     ],
 )
-def test_memory_refuses_what_is_no_table(argument, code, message):
+def test_memory_rejects_arguments_that_are_not_tables(argument, code, message):
     done = run("memory", argument)
     assert done.exit_code == code and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.rejects
-def test_memory_refuses_checkpoints_without_tables_and_damaged_ones(tmp_path):
+def test_memory_rejects_damaged_checkpoints_and_those_without_tables(tmp_path):
     path = tmp_path / "a.safetensors"
     write(path, {"norm.weight": np.zeros(6, np.float32)}, {})
     done = run("memory", path)
@@ -250,7 +251,7 @@ def test_memory_refuses_checkpoints_without_tables_and_damaged_ones(tmp_path):
 
 
 @pytest.mark.rejects
-def test_memory_refuses_an_odd_head_before_it_measures():
+def test_memory_rejects_an_odd_head_dim_before_measuring():
     done = run("memory", "100x8", "--head-dim=7")
     assert done.exit_code == 1 and "even, got 7" in done.stderr
 
@@ -278,7 +279,7 @@ def test_positions_compares_schemes_on_a_file(text, tmp_path):
     assert page.startswith("<!doctype html>") and "rotary + yarn" in page
 
 
-def test_positions_says_the_same_as_data_and_keeps_quiet(text):
+def test_positions_json_equals_text_and_quiet_is_silent(text):
     options = ["positions", *TINY, "--scheme=none", "-q", "--seed=5"]
     found = data(*options, text)
     assert found == data(*options, "-", input=text.read_bytes()) | {
@@ -308,7 +309,7 @@ def pressed(monkeypatch):
     return at
 
 
-def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
+def test_ctrl_c_prints_completed_schemes(text, tmp_path, pressed):
     path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
     pressed("alibi")
     done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
@@ -321,7 +322,7 @@ def test_ctrl_c_keeps_the_schemes_that_are_done(text, tmp_path, pressed):
 
 
 @pytest.mark.rejects
-def test_ctrl_c_before_any_scheme_is_done_leaves_nothing(text, tmp_path, pressed):
+def test_ctrl_c_before_the_first_scheme_prints_nothing(text, tmp_path, pressed):
     pressed("none")
     options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
     done = run("positions", text, *TINY, *options)
@@ -339,7 +340,7 @@ def test_the_same_seed_gives_the_same_losses(text):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_quick_is_smaller_and_can_be_changed():
+def test_quick_settings_can_be_overridden():
     setting = positions._setting(True, {"length": 20, "steps": None, "stretches": ()})
     assert (setting.length, setting.targets, setting.layers, setting.steps) == (
         20,
@@ -351,13 +352,13 @@ def test_quick_is_smaller_and_can_be_changed():
     assert full.stretches == (1.0, 4.0) and full.steps == 600
 
 
-def test_without_files_it_reads_python_s_own_source(monkeypatch):
+def test_positions_defaults_to_python_source(monkeypatch):
     monkeypatch.setattr(positions_study, "python_source", lambda: b"import this")
     assert positions._text(()) == b"import this"
 
 
 @pytest.mark.rejects
-def test_positions_refuses_texts_that_are_missing_empty_or_short(tmp_path):
+def test_positions_rejects_missing_empty_and_short_texts(tmp_path):
     empty, short = tmp_path / "empty", tmp_path / "short"
     empty.write_bytes(b"")
     short.write_bytes(b"few words")
@@ -373,7 +374,7 @@ def test_positions_refuses_texts_that_are_missing_empty_or_short(tmp_path):
 
 
 @pytest.mark.rejects
-def test_positions_refuses_schemes_and_sizes_that_make_no_sense(text):
+def test_positions_rejects_bad_schemes_and_sizes(text):
     done = run("positions", text, "--scheme=rope")
     assert done.exit_code == 2 and "'rope' is not one of 'none'" in done.stderr
     done = run("positions", text, "--width=10")
