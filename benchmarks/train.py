@@ -28,7 +28,7 @@ import numpy as np
 from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
 from firstlayer.word_vectors.neighbors import units
-from firstlayer.word_vectors.skipgram import SkipGramOptions, SkipGram
+from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions
 from firstlayer.word_vectors.text import documents_in, standard_library
 
 THREADS = 2
