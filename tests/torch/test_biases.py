@@ -71,7 +71,7 @@ def pairwise_bias(layer, q, k, **positions):
     """Return the bias that ``score_mod`` adds, for every pair."""
     mod = layer.score_mod(**positions)
     sizes = (2, layer.num_heads, q, k)
-    b, h, i, j = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    b, h, i, j = map(torch.from_numpy, np.ix_(*map(np.arange, sizes)))
     return mod(torch.zeros(sizes), b, h, i, j)
 
 
