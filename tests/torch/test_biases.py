@@ -128,12 +128,12 @@ def test_layers_do_not_share_state(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_query_is_a_row_of_the_full_bias(name):
     layer, positions = built(LAYERS[name]), torch.arange(30)
-    whole = layer(positions, positions)
+    full = layer(positions, positions)
     step = layer(positions[-1:], positions)
-    torch.testing.assert_close(step[:, 0], whole[:, -1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(step[:, 0], full[:, -1], atol=1e-6, rtol=0)
     if "fire" not in name:
         moved = layer(positions + 5000, positions + 5000)
-        torch.testing.assert_close(moved, whole, atol=0, rtol=0)
+        torch.testing.assert_close(moved, full, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint16, torch.uint64], ids=str)

@@ -177,10 +177,10 @@ def test_decoding_with_a_cache_matches_the_full_forward():
     replace_rotary(model)
     ids = inputs()["input_ids"][:, :40]
     with torch.no_grad():
-        whole = model(ids).logits
+        full = model(ids).logits
         cache = model(ids[:, :39], use_cache=True).past_key_values
         step = model(ids[:, 39:], past_key_values=cache).logits
-    torch.testing.assert_close(step[:, 0], whole[:, -1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(step[:, 0], full[:, -1], atol=1e-4, rtol=0)
 
 
 def test_at_length_matches_dynamic_rope_parameters():

@@ -156,15 +156,15 @@ def test_learned_gradients_pass_gradcheck(path):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kind", ["positions", "none", "real"])
-def test_gradients_of_a_row_are_summed_in_float32(dtype, kind):
+@pytest.mark.parametrize("given_as", ["integers", "none", "floats"])
+def test_gradients_of_a_row_are_summed_in_float32(dtype, given_as):
     layer = LearnedPositions(4, 2, dtype=dtype)
     x = torch.zeros(3000, 3, 2, dtype=dtype)
     positions = {
         "none": None,
-        "positions": torch.tensor([[1, 0, 1]]).expand(3000, 3),
-        "real": torch.tensor([[1.0, 0.0, 1.0]]).expand(3000, 3),
-    }[kind]
+        "integers": torch.tensor([[1, 0, 1]]).expand(3000, 3),
+        "floats": torch.tensor([[1.0, 0.0, 1.0]]).expand(3000, 3),
+    }[given_as]
     layer(x, positions).sum().backward()
     want = [3000, 3000, 3000, 0] if positions is None else [3000, 6000, 0, 0]
     assert layer.weight.grad is not None

@@ -44,8 +44,8 @@ class FireBias(Bias):
 
     Example:
         >>> layer = FireBias(8)
-        >>> whole = layer.bias(range(20), range(20))
-        >>> torch.allclose(layer.bias([19], range(20))[:, 0], whole[:, -1])
+        >>> full = layer.bias(range(20), range(20))
+        >>> torch.allclose(layer.bias([19], range(20))[:, 0], full[:, -1])
         True
     """
 

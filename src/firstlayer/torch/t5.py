@@ -45,9 +45,9 @@ class T5Bias(Bias):
 
     Example:
         >>> layer = T5Bias(8)
-        >>> whole = layer.bias(range(200), range(200))
+        >>> full = layer.bias(range(200), range(200))
         >>> step = layer.bias([199], range(200))
-        >>> step.shape, bool((step[:, 0] == whole[:, -1]).all())
+        >>> step.shape, bool((step[:, 0] == full[:, -1]).all())
         (torch.Size([8, 1, 200]), True)
     """
 
