@@ -1,9 +1,7 @@
-"""Which array library is this, and the few names the libraries spell differently.
+"""Array namespaces, and the operations that NumPy, JAX and torch spell differently.
 
-The mathematics of the core runs unchanged on NumPy, JAX and torch. It asks here for the
-namespace of an array and for the handful of operations that have no common spelling.
-No framework is ever imported: an array of a framework can only exist once the caller has
-imported it.
+The math of the core runs unchanged on all three. No framework is imported here: an array
+of a framework can only exist once the caller has imported it.
 """
 
 import sys
@@ -28,7 +26,7 @@ def namespace_of(x: Any) -> ModuleType:
 
 
 def cast(x: Any, dtype: str) -> Any:
-    """Return ``x`` in the dtype of that name, in its own library.
+    """Return ``x`` cast to the dtype of that name, in its own library.
 
     Example:
         >>> import numpy as np
@@ -42,37 +40,38 @@ def cast(x: Any, dtype: str) -> Any:
 
 
 def is_real(x: Any) -> bool:
-    """Tell whether ``x`` holds floating-point numbers, half precision included.
+    """Return whether ``x`` has a floating-point dtype, half precision included.
 
     Example:
         >>> import numpy as np
         >>> is_real(np.ones(2, np.float16)), is_real(np.arange(2))
         (True, False)
     """
-    # NumPy's and JAX's dtypes take microseconds to say their name.
+    # `dtype.kind` first: the name of a NumPy or JAX dtype takes microseconds to build.
     kind = getattr(x.dtype, "kind", None)
     return kind == "f" or (kind not in ("i", "u", "b") and "float" in str(x.dtype))
 
 
 def compute_dtype(dtype: Any) -> str:
-    """Name the dtype that numbers of ``dtype`` are worked on in.
+    """Return the name of the dtype in which values of ``dtype`` are computed.
 
-    ``"float64"`` for float64 and ``"float32"`` for everything else: half precision is for
-    keeping numbers, not for adding them.
+    ``"float64"`` for float64, ``"float32"`` for everything else.
 
     Example:
         >>> import numpy as np
-        >>> work_dtype(np.dtype("float16")), work_dtype(np.float64)
+        >>> compute_dtype(np.dtype("float16")), compute_dtype(np.float64)
         ('float32', 'float64')
     """
-    if hasattr(dtype, "kind"):  # NumPy's and JAX's, which are slow to say their name
+    if hasattr(dtype, "kind"):  # NumPy and JAX, whose dtype names are slow to build
         return "float64" if dtype.kind == "f" and dtype.itemsize == 8 else "float32"
     name = getattr(dtype, "__name__", None) or str(dtype)
     return "float64" if name.endswith("float64") else "float32"
 
 
 def repeating(x: Any, lead: tuple[int, ...]) -> Any:
-    """Return ``x``, broadcast to ``lead``, as one row without its repetitions at the front.
+    """Return ``x`` broadcast to ``lead`` and flattened, without repeats of leading axes.
+
+    Tiling the result gives the whole broadcast array.
 
     Example:
         >>> import numpy as np
@@ -99,7 +98,7 @@ def take_last(x: Any, index: Any) -> Any:
     """
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
-        # Not take_along_dim, which makes every size a constant when it is compiled.
+        # Not take_along_dim: torch.compile specializes every size in it.
         lead = xp.broadcast_shapes(x.shape[:-1], index.shape[:-1])
         index = xp.broadcast_to(cast(index, "int64"), (*lead, index.shape[-1]))
         return xp.gather(xp.broadcast_to(x, (*lead, x.shape[-1])), -1, index)
@@ -107,7 +106,7 @@ def take_last(x: Any, index: Any) -> Any:
 
 
 def running_max(x: Any) -> Any:
-    """Return the largest so far along the last axis.
+    """Return the running maximum along the last axis.
 
     Example:
         >>> import numpy as np
@@ -123,7 +122,7 @@ def running_max(x: Any) -> Any:
 
 
 def take_columns(x: Any, index: Any) -> Any:
-    """Return the columns ``index`` of a matrix, which may have any shape.
+    """Return the columns ``index`` of a matrix; ``index`` may have any shape.
 
     Example:
         >>> import numpy as np
@@ -137,7 +136,7 @@ def take_columns(x: Any, index: Any) -> Any:
 
 
 def move_axis(x: Any, source: int, target: int) -> Any:
-    """Return ``x`` with one of its axes in another place.
+    """Return ``x`` with axis ``source`` moved to ``target``.
 
     Example:
         >>> import numpy as np

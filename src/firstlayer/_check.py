@@ -1,7 +1,7 @@
-"""The argument checks that every face shares, and their sentences.
+"""Argument checks shared by all front ends.
 
-Each check looks at concrete values on the host and either returns what it was given in a
-canonical form or raises: *name, rule, value*, in the same words in every face.
+Each check returns a concrete host value in canonical form or raises an error that says
+*name, rule, value*.
 """
 
 from contextlib import suppress
@@ -13,12 +13,12 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def not_negative(name: str, value: int) -> int:
-    """Return ``value`` as an int if it is a whole number of at least 0."""
-    return _whole(name, value, least=0, rule="at least 0")
+    """Return ``value`` as an int if it is an integer of at least 0."""
+    return _at_least(0, name, value, rule="at least 0")
 
 
 def positive(name: str, value: int) -> int:
-    """Return ``value`` as an int if it is a whole number of at least 1.
+    """Return ``value`` as an int if it is an integer of at least 1.
 
     Example:
         >>> positive("num_heads", 0)
@@ -26,24 +26,24 @@ def positive(name: str, value: int) -> int:
         ...
         ValueError: num_heads must be positive, got 0
     """
-    return _whole(name, value, least=1, rule="positive")
+    return _at_least(1, name, value, rule="positive")
 
 
-def _whole(name: str, value: int, *, least: int, rule: str) -> int:
-    if integer(name, value) < least:
+def _at_least(minimum: int, name: str, value: int, *, rule: str) -> int:
+    if integer(name, value) < minimum:
         raise ValueError(f"{name} must be {rule}, got {value}")
     return int(value)
 
 
 def integer(name: str, value: int) -> int:
-    """Return ``value`` as an int if it is a whole number, which a bool is not."""
+    """Return ``value`` as an int if it is an integer and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    """Return ``value`` if it is one of the words in ``allowed``."""
+    """Return ``value`` if it is one of ``allowed``."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
         raise ValueError(f"{name} must be {words}, got {value!r}")
@@ -51,9 +51,9 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def number(name: str, value: float) -> float:
-    """Return ``value`` as a float if it is one number, of Python or of any library.
+    """Return ``value`` as a float if it is a single number of Python or any array library.
 
-    Text is none, not even ``"1.5"``, and neither is a bool.
+    Strings, such as ``"1.5"``, and bools are not accepted.
 
     Example:
         >>> number("scale", "1.5")
@@ -69,7 +69,7 @@ def number(name: str, value: float) -> float:
 
 
 def positive_number(name: str, value: float, *, finite: bool = True) -> float:
-    """Return ``value`` as a float if it is a number above 0, and ``finite`` if asked.
+    """Return ``value`` as a float if it is greater than 0 and, by default, finite.
 
     Example:
         >>> positive_number("base", 0)
@@ -77,14 +77,14 @@ def positive_number(name: str, value: float, *, finite: bool = True) -> float:
         ...
         ValueError: base must be positive and finite, got 0
     """
-    found = number(name, value)
-    if not found > 0.0 or (finite and found == float("inf")):
+    checked = number(name, value)
+    if not checked > 0.0 or (finite and checked == float("inf")):
         raise ValueError(f"{name} must be positive{' and finite' * finite}, got {value}")
-    return found
+    return checked
 
 
 def not_negative_number(name: str, value: float) -> float:
-    """Return ``value`` as a float if it is a number of at least 0.
+    """Return ``value`` as a float if it is at least 0.
 
     Example:
         >>> not_negative_number("norm_eps", -1e-5)
@@ -92,22 +92,22 @@ def not_negative_number(name: str, value: float) -> float:
         ...
         ValueError: norm_eps must not be negative, got -1e-05
     """
-    found = number(name, value)
-    if not found >= 0.0:
+    checked = number(name, value)
+    if not checked >= 0.0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return found
+    return checked
 
 
 def probability(name: str, value: float) -> float:
     """Return ``value`` as a float if it lies in [0, 1]."""
-    found = number(name, value)
-    if not 0.0 <= found <= 1.0:
+    checked = number(name, value)
+    if not 0.0 <= checked <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    return found
+    return checked
 
 
 def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
-    """Return ``padding_idx`` counted from the front, or None.
+    """Return ``padding_idx`` as a non-negative index, or None.
 
     Example:
         >>> padding_index(-1, 10)
@@ -124,10 +124,10 @@ def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
 
 
 def integers(x: Any, *, name: str = "ids") -> np.ndarray:
-    """Return ``x`` as a NumPy array of integers, in the dtype it came in.
+    """Return ``x`` as a NumPy array of integers, in its own integer dtype.
 
-    An empty list counts as integers. Floats and bools are a TypeError: a float id has
-    been rounded somewhere, and a bool is a mask.
+    An empty list is accepted. Floats and bools raise a TypeError: a float id may have been
+    rounded, and a bool array is a mask.
 
     Example:
         >>> integers([True, False])
@@ -146,16 +146,15 @@ def integers(x: Any, *, name: str = "ids") -> np.ndarray:
 def ids_in_range(
     x: Any, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> np.ndarray:
-    """Return ``x`` as int64 ids, all of them in ``[0, num_embeddings)``.
+    """Return ``x`` as int64 ids if all of them are in ``[0, num_embeddings)``.
 
-    Values are looked at before any conversion, so that no wide id loses its high bits on
-    the way.
+    Values are checked before the conversion to int64, which could wrap large ids.
 
     Args:
         x: Integers of any dtype and shape, or nested lists of them.
-        num_embeddings: How many rows there are.
-        name: What the ids are called in the sentence.
-        bound: What the number of rows is called in the sentence.
+        num_embeddings: Number of rows.
+        name: Name of the ids in the error message.
+        bound: Name of the number of rows in the error message.
 
     Example:
         >>> ids_in_range([3, -1], 5)
@@ -170,7 +169,7 @@ def ids_in_range(
 
 
 def all_in_range(ids: np.ndarray, num_embeddings: int) -> bool:
-    """Tell whether all of these integers are in ``[0, num_embeddings)``.
+    """Return whether all ``ids`` are in ``[0, num_embeddings)``.
 
     Example:
         >>> all_in_range(np.array([3, -1]), 5)
@@ -179,7 +178,7 @@ def all_in_range(ids: np.ndarray, num_embeddings: int) -> bool:
     if not ids.size:
         return True
     if ids.dtype == np.int64:
-        # As an unsigned number a negative id is a huge one.
+        # As unsigned integers, negative ids are larger than any bound: one pass, not two.
         return bool(ids.view(np.uint64).max() < num_embeddings)
     return bool(ids.max() < num_embeddings and ids.min() >= 0)
 
@@ -191,15 +190,15 @@ def out_of_range(
     name: str = "ids",
     bound: str = "num_embeddings",
 ) -> IndexError:
-    """Return the error that names the first id out of range, its place and the bound."""
+    """Return an IndexError with the first id out of range, its index and the bound."""
     bad = (ids >= num_embeddings) | (ids < 0)
-    place = np.unravel_index(int(np.argmax(bad)), ids.shape)
-    where = f"[{', '.join(str(int(i)) for i in place)}]" if place else ""
-    return IndexError(f"{name}{where} is {ids[place]}, but {bound} is {num_embeddings}")
+    index = np.unravel_index(int(np.argmax(bad)), ids.shape)
+    suffix = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
+    return IndexError(f"{name}{suffix} is {ids[index]}, but {bound} is {num_embeddings}")
 
 
 def float_dtype(dtype: Any) -> np.dtype:
-    """Return ``dtype`` as a NumPy dtype if a table may have it; None is float32.
+    """Return ``dtype`` as a native NumPy dtype if it is a float dtype; None is float32.
 
     Example:
         >>> float_dtype("bfloat16").itemsize
@@ -213,27 +212,27 @@ def float_dtype(dtype: Any) -> np.dtype:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    found = np.dtype(dtype).newbyteorder("=")
-    if found.name not in FLOATS:
-        raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {found}")
-    return found
+    native = np.dtype(dtype).newbyteorder("=")
+    if native.name not in FLOATS:
+        raise TypeError(f"dtype must be {', '.join(FLOATS[:-1])} or bfloat16, got {native}")
+    return native
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Tell whether a table may have this dtype, in any order of its bytes."""
-    # Not by its name, which takes microseconds, if it can be told otherwise.
+    """Return whether ``dtype`` is one of :data:`FLOATS`, in either byte order."""
+    # `dtype.kind` first: `dtype.name` takes microseconds.
     if dtype.kind == "f":
         return dtype.itemsize in (2, 4, 8)
     return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
 def check_real(x: Any, *, name: str, whole: bool = True) -> None:
-    """Refuse numbers that are not real, before any of them is used.
+    """Raise a TypeError unless ``x`` has a float or integer dtype.
 
     Args:
-        x: An array of NumPy or JAX, or nested lists.
-        name: What it is called in the sentence.
-        whole: Whether integers will do.
+        x: NumPy or JAX array, or nested lists.
+        name: Name of ``x`` in the error message.
+        whole: Accept integers as well as floats.
 
     Example:
         >>> check_real(np.ones(2, complex), name="weight")
@@ -249,7 +248,7 @@ def check_real(x: Any, *, name: str, whole: bool = True) -> None:
 
 
 def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
-    """Return ``x`` as a NumPy array of integers or reals; anything else is a TypeError."""
+    """Return ``x`` as a NumPy array of integers or floats, or raise a TypeError."""
     array = np.asarray(x)
     if array.dtype.kind in "iu" or is_float(array.dtype):
         return array
@@ -259,7 +258,7 @@ def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
 def positions_in_reach(
     positions: np.ndarray, limit: int, *, name: str = "positions"
 ) -> np.ndarray:
-    """Return ``positions`` if all of them are smaller than ``limit`` in size.
+    """Return ``positions`` if the absolute value of each is less than ``limit``.
 
     Example:
         >>> positions_in_reach(np.array([3, -400]), 256)
@@ -270,10 +269,10 @@ def positions_in_reach(
     if positions.dtype.kind in "iu" and positions.size:
         if int(positions.max()) < limit and int(positions.min()) > -limit:
             return positions
-    # As float64: a plain number would overflow to the float16 it is compared with.
-    reach = np.float64(limit)
-    inside = (positions < reach) & (positions > -reach)
+    # As float64: a Python int would overflow when it is cast to a float16 array's dtype.
+    bound = np.float64(limit)
+    inside = (positions < bound) & (positions > -bound)
     if not inside.all():
-        worst = positions[np.unravel_index(int(np.argmin(inside)), inside.shape)]
-        raise ValueError(f"{name} must be smaller than {limit} in size, got {worst}")
+        first = positions[np.unravel_index(int(np.argmin(inside)), inside.shape)]
+        raise ValueError(f"{name} must be smaller than {limit} in size, got {first}")
     return positions

@@ -1,4 +1,4 @@
-"""Schemes on attention scores on torch: dense, as score_mod, learned, a whole life."""
+"""Attention biases and Shaw scores on torch: values, score_mod, gradients, compile."""
 
 import math
 from typing import Any
@@ -24,11 +24,11 @@ from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.t5 import T5Bias
 from tests.support.torch_lives import LIVES, built, forget_graphs, graphs
 
-# Inductor and forward-mode AD import what torch itself has deprecated.
+# Inductor and forward-mode AD import deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 HALVES = [torch.float16, torch.bfloat16]
-# Every argument at a value that is not its default, and the defaults.
+# Every argument at its default and at another value.
 LAYERS = {
     "alibi": lambda **o: AlibiBias(4),
     "alibi, encoder": lambda **o: AlibiBias(4, symmetric=True, max_bias=4.0, factor=3.0),
@@ -60,29 +60,25 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def on_numpy(layer):
-    """Return the NumPy layer of the same arguments and parameters."""
-    theirs = NUMPY[type(layer)](**layer.config())
-    theirs.load_state_dict({n: p.detach().numpy() for n, p in layer.named_parameters()})
-    return theirs
+def numpy_layer(layer):
+    """Return the NumPy layer with the same arguments and parameters."""
+    other = NUMPY[type(layer)](**layer.config())
+    other.load_state_dict({n: p.detach().numpy() for n, p in layer.named_parameters()})
+    return other
 
 
-def by_pair(layer, q, k, **positions):
-    """Return what score_mod adds to a score of zero, for every pair."""
+def pairwise_bias(layer, q, k, **positions):
+    """Return the bias that ``score_mod`` adds, for every pair."""
     mod = layer.score_mod(**positions)
     sizes = (2, layer.num_heads, q, k)
-    shape = torch.eye(4, dtype=torch.int64).bool()
-    b, h, i, j = (
-        torch.arange(n).reshape([n if own else 1 for own in row])
-        for n, row in zip(sizes, shape.tolist(), strict=True)
-    )
+    b, h, i, j = map(torch.from_numpy, np.ix_(*map(np.arange, sizes)))
     return mod(torch.zeros(sizes), b, h, i, j)
 
 
-# ----------------------------------------------------------------- right numbers
+# ------------------------------------------------------------------------------- values
 
 
-def test_alibi_takes_slope_times_distance():
+def test_alibi_is_slope_times_distance():
     layer = AlibiBias(6, max_bias=4.0)
     want = torch.from_numpy(layer.slopes)[:, None, None] * (K - Q[0][:, None]).double()
     got = layer.bias(Q[0], K, dtype=torch.float64)
@@ -93,7 +89,7 @@ def test_alibi_takes_slope_times_distance():
     assert (far < near).all()
 
 
-def test_kerple_is_its_formula():
+def test_kerple_matches_its_formula():
     r1, r2 = torch.tensor([0.5, 2.0]), torch.tensor([1.5, 0.1])
     distance = (K - Q[0][:, None]).abs().float()
     log = KerpleBias(2, r1=r1, r2=r2)(Q[0], K)
@@ -104,7 +100,7 @@ def test_kerple_is_its_formula():
         torch.testing.assert_close(power[head], -r1[head] * distance ** r2[head])
 
 
-def test_fire_is_a_network_of_the_share():
+def test_fire_is_a_network_of_normalized_distance():
     layer = FireBias(4, width=3, c=0.7, threshold=30.0)
     distance, own = (K - Q[0][:, None]).abs().float(), Q[0][:, None].clamp(min=30).float()
     share = torch.log1p(0.7 * distance) / (torch.log1p(0.7 * own) + 1e-6)
@@ -114,35 +110,35 @@ def test_fire_is_a_network_of_the_share():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_biases_are_those_of_numpy(name):
+def test_biases_match_numpy(name):
     layer = built(LAYERS[name])
-    theirs = on_numpy(layer)
+    reference = numpy_layer(layer)
     for q in (Q, Q[0], Q + 0.25):
-        got, want = layer(q, K).detach(), theirs(q.numpy(), K.numpy())
+        got, want = layer(q, K).detach(), reference(q.numpy(), K.numpy())
         np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if "," in name])
-def test_two_layers_alive_at_once_are_two_layers(name):
+def test_layers_do_not_share_state(name):
     plain, other = built(LAYERS[name.partition(",")[0]]), built(LAYERS[name])
     before = plain(Q, K)
     assert not torch.equal(other(Q, K), before) and torch.equal(plain(Q, K), before)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_query_is_a_row_of_the_whole(name):
+def test_one_query_is_a_row_of_the_full_bias(name):
     layer, positions = built(LAYERS[name]), torch.arange(30)
-    whole = layer(positions, positions)
+    full = layer(positions, positions)
     step = layer(positions[-1:], positions)
-    torch.testing.assert_close(step[:, 0], whole[:, -1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(step[:, 0], full[:, -1], atol=1e-6, rtol=0)
     if "fire" not in name:
         moved = layer(positions + 5000, positions + 5000)
-        torch.testing.assert_close(moved, whole, atol=0, rtol=0)
+        torch.testing.assert_close(moved, full, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint16, torch.uint64], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_positions_of_any_integer_dtype_and_lists(name, dtype):
+def test_positions_may_be_lists_or_any_integer_dtype(name, dtype):
     layer = built(LAYERS[name])
     want = layer(torch.tensor([0, 100]), torch.tensor([3, 120]))
     q, k = (torch.tensor(p).to(dtype) for p in ([0, 100], [3, 120]))
@@ -154,31 +150,31 @@ def test_positions_of_any_integer_dtype_and_lists(name, dtype):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_score_mod_is_the_dense_bias(name):
+def test_score_mod_matches_the_dense_bias(name):
     layer = built(LAYERS[name])
     for q in (Q, Q[0], Q[1] + 0.75, Q[1].to(torch.uint8) % 8):
-        got = by_pair(layer, 3, 6, q_positions=q, k_positions=K)
+        got = pairwise_bias(layer, 3, 6, q_positions=q, k_positions=K)
         want = layer(q, K).expand(2, 4, 3, 6)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    got = by_pair(layer, 5, 9)
+    got = pairwise_bias(layer, 5, 9)
     want = layer(torch.arange(5), torch.arange(9)).expand(2, 4, 5, 9)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_gradient_reaches_parameters_through_score_mod(name):
+def test_score_mod_gradients_match_the_dense_bias(name):
     layer = built(LAYERS[name])
     parameters = list(layer.parameters())
     got = torch.autograd.grad(
-        by_pair(layer, 3, 6, q_positions=Q, k_positions=K).square().sum(), parameters
+        pairwise_bias(layer, 3, 6, q_positions=Q, k_positions=K).square().sum(), parameters
     )
     want = torch.autograd.grad(layer(Q, K).square().sum(), parameters)
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    for actual, reference in zip(got, want, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-4, rtol=1e-4)
 
 
-def test_compiled_flex_attention_with_all_of_them_is_dense_attention():
-    # All in one: a compilation of flex_attention takes a long time.
+def test_compiled_flex_attention_matches_dense_attention():
+    # All biases in one graph, because compiling flex_attention takes long.
     layers = [
         built(LAYERS[name])
         for name in ("alibi", "t5", "kerple", "kerple, power", "fire, short")
@@ -187,7 +183,7 @@ def test_compiled_flex_attention_with_all_of_them_is_dense_attention():
     positions = torch.arange(16, 48)
     mods = [layer.score_mod(positions) for layer in layers]
 
-    def all_of_them(score, b, h, q_idx, kv_idx):
+    def all_mods(score, b, h, q_idx, kv_idx):
         for mod in mods:
             score = mod(score, b, h, q_idx, kv_idx)
         return score
@@ -195,14 +191,14 @@ def test_compiled_flex_attention_with_all_of_them_is_dense_attention():
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(flex_attention, fullgraph=True)
-        got = compiled(q, k, v, score_mod=all_of_them)
+        got = compiled(q, k, v, score_mod=all_mods)
         dense = torch.stack([layer(positions, torch.arange(48)) for layer in layers]).sum(0)
         scores = q @ k.mT / math.sqrt(16) + dense
     torch.testing.assert_close(got, scores.softmax(-1) @ v, atol=2e-5, rtol=0)
 
 
 @pytest.mark.rejects
-def test_score_mod_refuses_positions_with_more_axes():
+def test_score_mod_rejects_positions_with_three_axes():
     with pytest.raises(ValueError, match=r"must have shape \(length,\) or \(batch, length"):
         AlibiBias(4).score_mod(torch.zeros(2, 3, 4))
 
@@ -211,7 +207,7 @@ def test_score_mod_refuses_positions_with_more_axes():
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_gradients_of_all_parameters_are_right(name):
+def test_parameter_gradients_pass_gradcheck(name):
     layer = LAYERS[name](dtype=torch.float64)
     names = list(dict(layer.named_parameters()))
 
@@ -225,7 +221,7 @@ def test_gradients_of_all_parameters_are_right(name):
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if "t5" not in n])
-def test_a_gradient_reaches_real_positions(name):
+def test_float_positions_get_a_gradient(name):
     layer = LAYERS[name]().double()
     q = torch.tensor([6.3, 20.1], dtype=torch.float64, requires_grad=True)
     k = torch.tensor([0.2, 3.7, 40.4], dtype=torch.float64, requires_grad=True)
@@ -236,22 +232,22 @@ def test_a_gradient_reaches_real_positions(name):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", LEARNED)
-def test_half_precision_parameters_have_their_gradient_summed_in_float32(name, dtype):
+def test_gradients_of_half_precision_parameters_are_summed_in_float32(name, dtype):
     layer = built(LAYERS[name])
     half = built(LAYERS[name]).to(dtype)
     positions = torch.arange(150)
     for each in (layer, half):
         each(positions, positions, dtype=torch.float32).sum().backward()
-    for (name_, mine), theirs in zip(
+    for (parameter_name, actual), reference in zip(
         half.named_parameters(), layer.parameters(), strict=True
     ):
-        assert mine.grad.dtype == dtype, name_
-        torch.testing.assert_close(mine.grad, theirs.grad.to(dtype), atol=0, rtol=0)
+        assert actual.grad.dtype == dtype, parameter_name
+        torch.testing.assert_close(actual.grad, reference.grad.to(dtype), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_half_precision_is_rounded_once(name, dtype):
+def test_half_precision_output_is_rounded_once(name, dtype):
     layer = built(LAYERS[name])
     want = layer(Q, K).to(dtype)
     assert torch.equal(layer(Q, K, dtype=dtype), want)
@@ -261,17 +257,17 @@ def test_half_precision_is_rounded_once(name, dtype):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_autocast_changes_nothing(name):
+def test_autocast_does_not_change_the_output(name):
     layer = built(LAYERS[name])
     want = layer(Q, K)
     with torch.autocast("cpu", torch.bfloat16):
         got = layer(Q, K)
-        pairs = by_pair(layer, 3, 6, q_positions=Q, k_positions=K)
+        pairs = pairwise_bias(layer, 3, 6, q_positions=Q, k_positions=K)
     assert got.dtype == torch.float32 and torch.equal(got, want)
     torch.testing.assert_close(pairs, want, atol=1e-6, rtol=0)
 
 
-def test_kerple_is_used_within_its_limits_and_project_brings_it_back():
+def test_kerple_parameters_are_clamped_and_project_clamps_in_place():
     layer = KerpleBias(2, form="power", r1=[-3.0, 0.5], r2=[1.0, 9.0])
     bound = KerpleBias(2, form="power", r1=[0.01, 0.5], r2=[1.0, 2.0])
     assert torch.equal(layer(Q, K), bound(Q, K))
@@ -284,16 +280,18 @@ def test_kerple_is_used_within_its_limits_and_project_brings_it_back():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_torch_func_gives_what_plain_calls_give(name):
+def test_torch_func_matches_eager_calls(name):
     layer = built(LAYERS[name])
     want = layer(Q, K)
     got = torch.func.vmap(lambda q: layer(q, K))(Q)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     parameters = dict(layer.named_parameters())
     grads = torch.func.grad(lambda p: functional_call(layer, p, (Q, K)).sum())(parameters)
-    for name_, value in grads.items():
-        (there,) = torch.autograd.grad(layer(Q, K).sum(), layer.get_parameter(name_))
-        torch.testing.assert_close(value, there, atol=1e-4, rtol=1e-4)
+    for parameter_name, value in grads.items():
+        (want_grad,) = torch.autograd.grad(
+            layer(Q, K).sum(), layer.get_parameter(parameter_name)
+        )
+        torch.testing.assert_close(value, want_grad, atol=1e-4, rtol=1e-4)
 
 
 # -------------------------------------------------------------------------- Shaw
@@ -303,18 +301,18 @@ def shaw(**options):
     return ShawScores(8, max_left=3, max_right=1, **options)
 
 
-def test_shaw_scores_are_products_with_a_vector_by_distance():
+def test_shaw_scores_match_the_formula_and_numpy():
     layer, q, k = shaw(), draw(2, 4, 3, 8), draw(2, 4, 6, 8, seed=1)
     index = (K - Q[:, :, None]).clamp(-3, 1) + 3
     keys = k[:, :, None] + layer.weight[index][:, None]
     want = (q[..., None, :] * keys).sum(-1) / math.sqrt(8)
     got = layer(q, k, Q, K)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    theirs = on_numpy(layer)(q.numpy(), k.numpy(), Q.numpy(), K.numpy())
-    np.testing.assert_allclose(got.detach(), theirs, atol=1e-6)
+    reference = numpy_layer(layer)(q.numpy(), k.numpy(), Q.numpy(), K.numpy())
+    np.testing.assert_allclose(got.detach(), reference, atol=1e-6)
 
 
-def test_shaw_gradients_are_right():
+def test_shaw_gradients_pass_gradcheck():
     layer = shaw(dtype=torch.float64)
     q, k = draw(2, 2, 3, 8, dtype=torch.float64), draw(2, 2, 4, 8, dtype=torch.float64)
 
@@ -327,7 +325,7 @@ def test_shaw_gradients_are_right():
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_shaw_in_half_precision_and_under_autocast_is_rounded_once(dtype):
+def test_shaw_scores_are_rounded_once_also_under_autocast(dtype):
     layer = built(shaw)
     q, k = draw(2, 4, 3, 8, dtype=dtype), draw(2, 4, 6, 8, dtype=dtype, seed=1)
     want = layer(q.float(), k.float(), Q, K)
@@ -337,12 +335,12 @@ def test_shaw_in_half_precision_and_under_autocast_is_rounded_once(dtype):
         assert torch.equal(layer(q.float(), k.float(), Q, K), want)
 
 
-# ------------------------------------------------------- life, compile and export
+# ----------------------------------------------------- casts, moves, compile and export
 
 
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.parametrize("name", [*LAYERS, "shaw"])
-def test_numbers_survive_the_life_of_a_model(name, life):
+def test_output_survives_casts_moves_and_checkpoints(name, life):
     if name == "shaw":
         layer, plain = LIVES[life](shaw) if life != "reset" else built(shaw), built(shaw)
         q, k = draw(2, 3, 8), draw(2, 6, 8, seed=1)
@@ -355,7 +353,7 @@ def test_numbers_survive_the_life_of_a_model(name, life):
     assert list(layer.state_dict()) == list(dict(layer.named_parameters()))
 
 
-def test_layers_on_the_meta_device_give_shapes():
+def test_meta_device_gives_shapes():
     q, k = torch.empty(2, 3, device="meta"), torch.empty(5, device="meta")
     for build in LAYERS.values():
         bias = build().to("meta")(q, k)
@@ -373,12 +371,12 @@ def test_fire_and_shaw_compile_under_autocast():
         assert torch.equal(compiled(x, torch.arange(5)), want)
 
 
-def test_integers_are_all_that_is_precomputed():
+def test_precomputed_tables_are_integer_buffers():
     for build in LAYERS.values():
         assert all(buffer.dtype == torch.int32 for buffer in build().buffers())
 
 
-def test_new_parameters_follow_torchs_seed_and_are_drawn_as_published():
+def test_initial_parameters_follow_the_seed_and_published_ranges():
     for name in LEARNED:
         first, same, other = (built(LAYERS[name], seed=s) for s in (0, 0, 1))
         for a, b in zip(first.parameters(), same.parameters(), strict=True):
@@ -401,7 +399,7 @@ def test_new_parameters_follow_torchs_seed_and_are_drawn_as_published():
 
 
 class Stack(nn.Module):
-    """All of them in one graph: a compilation by Inductor takes seconds."""
+    """All layers in one module, because a compilation by Inductor takes seconds."""
 
     def __init__(self):
         super().__init__()
@@ -446,10 +444,10 @@ def test_export_runs_at_other_lengths():
     k=st.lists(st.integers(-50, 2000), max_size=4),
     name=st.sampled_from([n for n in LAYERS if "fire" not in n]),
 )
-def test_any_positions_as_on_numpy(q, k, name):
+def test_any_positions_match_numpy(q, k, name):
     layer = built(LAYERS[name])
     q, k = (torch.tensor(p, dtype=torch.int64) for p in (q, k))
-    want = on_numpy(layer)(q.numpy(), k.numpy())
+    want = numpy_layer(layer)(q.numpy(), k.numpy())
     np.testing.assert_allclose(layer(q, k).detach(), want, atol=1e-6, rtol=1e-6)
 
 
@@ -457,7 +455,7 @@ def test_any_positions_as_on_numpy(q, k, name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_config_builds_a_layer_like_it(name):
+def test_config_rebuilds_the_layer(name):
     layer = LAYERS[name]().to(torch.bfloat16)
     other = type(layer)(**layer.config())
     other.load_state_dict(layer.state_dict())
@@ -465,7 +463,7 @@ def test_a_config_builds_a_layer_like_it(name):
     assert ShawScores(**shaw().double().config()).weight.dtype == torch.float64
 
 
-def test_reprs_say_what_is_not_the_default():
+def test_repr_shows_arguments_that_are_not_default():
     assert repr(LAYERS["alibi"]()) == "AlibiBias(4)"
     want = "T5Bias(4, num_buckets=10, max_distance=30, bidirectional=False)"
     assert repr(LAYERS["t5, decoder"]()) == want
@@ -477,7 +475,7 @@ def test_reprs_say_what_is_not_the_default():
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", LAYERS)
-def test_positions_that_cannot_be_are_refused(name):
+def test_invalid_positions_are_rejected(name):
     layer = LAYERS[name]()
     with pytest.raises(ValueError, match="k_positions must be finite, got nan"):
         layer([0.0], [1.0, float("nan")])
@@ -517,6 +515,6 @@ WRONG: dict[str, Any] = {"form": "x"}
         ),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(build, message):
+def test_invalid_arguments_are_rejected(build, message):
     with pytest.raises(ValueError, match=message):
         build()

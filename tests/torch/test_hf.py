@@ -1,7 +1,4 @@
-"""Firstlayer's rotation in transformers' models: the logits of before, and what they lacked.
-
-Seen with transformers 5.22.2.
-"""
+"""HFRotary and replace_rotary in models of transformers 5.22.2."""
 
 import copy
 from typing import Any
@@ -51,7 +48,7 @@ GEMMA3 = {
 }
 
 
-def config_of(name):
+def make_config(name):
     return {
         "llama": lambda: transformers.LlamaConfig(
             **SIZES, num_key_value_heads=2, rope_parameters=LLAMA3
@@ -73,7 +70,7 @@ def config_of(name):
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters=GEMMA3,
         ),
-        # All of its layers are of one type, and rope parameters are given for two.
+        # All layers have one type, but rope parameters are given for two.
         "gemma3, short": lambda: transformers.Gemma3TextConfig(
             **{**SIZES, "num_hidden_layers": 2}, head_dim=16, num_key_value_heads=2
         ),
@@ -84,10 +81,10 @@ def config_of(name):
 MODELS = ["llama", "llama, yarn", "gpt_neox", "gemma3", "gemma3, short", "cohere"]
 
 
-def model_of(name):
+def make_model(name):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name)).eval()
-    # Weights so large that attention is far from even, and a wrong angle is seen.
+    model = transformers.AutoModelForCausalLM.from_config(make_config(name)).eval()
+    # Large weights make attention uneven, so that a wrong angle changes the logits.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
@@ -112,14 +109,14 @@ def rotary_of(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_before(name):
-    model = model_of(name)
+def test_logits_do_not_change(name):
+    model = make_model(name)
     before = logits_of(model)
     assert replace_rotary(model) == 1
     assert any(isinstance(module, HFRotary) for module in model.modules())
     after = logits_of(model)
     torch.testing.assert_close(after, before, atol=1e-4, rtol=0)
-    # A rotation that is off by a little is seen.
+    # The logits are sensitive to the rotation.
     broken = copy.deepcopy(model)
     for module in broken.modules():
         if isinstance(module, HFRotary):
@@ -130,8 +127,8 @@ def test_logits_are_those_of_before(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_layer_from_the_config_rotates_as_the_model_does(name):
-    model = model_of(name)
+def test_layer_from_config_matches_the_model(name):
+    model = make_model(name)
     rotary = model.model.rotary_emb
     types = getattr(rotary, "layer_types", [None])
     q, ids = torch.randn(2, 4, 50, 16), torch.arange(100).reshape(2, 50)
@@ -142,8 +139,8 @@ def test_a_layer_from_the_config_rotates_as_the_model_does(name):
         torch.testing.assert_close(layer(q, ids), want, atol=1e-4, rtol=0)
 
 
-def test_a_model_cast_to_half_precision_keeps_its_positions():
-    model = model_of("llama")
+def test_casting_the_model_keeps_phases_exact():
+    model = make_model("llama")
     want = rotary_of(model)(torch.zeros(1), torch.tensor([[0, 1, 400]]))
     replace_rotary(model)
     model.bfloat16()
@@ -153,8 +150,8 @@ def test_a_model_cast_to_half_precision_keeps_its_positions():
     assert logits_of(model).dtype == torch.bfloat16
 
 
-def test_a_model_that_was_cast_before_is_mended():
-    model, plain = model_of("llama").bfloat16(), model_of("llama")
+def test_replacing_restores_phases_of_a_model_already_cast():
+    model, plain = make_model("llama").bfloat16(), make_model("llama")
     ids = torch.tensor([[0, 1, 4000]])
     want = rotary_of(plain)(torch.zeros(1), ids)[0]
     assert (rotary_of(model)(torch.zeros(1), ids)[0] - want).abs().max() > 0.1
@@ -163,61 +160,63 @@ def test_a_model_that_was_cast_before_is_mended():
     torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
 
 
-def test_a_model_from_the_meta_device_has_its_rotation():
-    model = model_of("gpt_neox")
+def test_model_built_on_the_meta_device_has_correct_phases():
+    model = make_model("gpt_neox")
     want, state = logits_of(model), model.state_dict()
     with torch.device("meta"):
-        born = transformers.AutoModelForCausalLM.from_config(config_of("gpt_neox")).eval()
-    assert replace_rotary(born, spread="halves") == 1
-    born.to_empty(device="cpu").load_state_dict(state)
-    torch.testing.assert_close(logits_of(born), want, atol=1e-4, rtol=0)
+        fresh = transformers.AutoModelForCausalLM.from_config(
+            make_config("gpt_neox")
+        ).eval()
+    assert replace_rotary(fresh, spread="halves") == 1
+    fresh.to_empty(device="cpu").load_state_dict(state)
+    torch.testing.assert_close(logits_of(fresh), want, atol=1e-4, rtol=0)
 
 
-def test_decoding_step_by_step_gives_the_logits_of_the_whole():
-    model = model_of("gemma3")
+def test_decoding_with_a_cache_matches_the_full_forward():
+    model = make_model("gemma3")
     replace_rotary(model)
     ids = inputs()["input_ids"][:, :40]
     with torch.no_grad():
-        whole = model(ids).logits
+        full = model(ids).logits
         cache = model(ids[:, :39], use_cache=True).past_key_values
         step = model(ids[:, 39:], past_key_values=cache).logits
-    torch.testing.assert_close(step[:, 0], whole[:, -1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(step[:, 0], full[:, -1], atol=1e-4, rtol=0)
 
 
-def test_a_rule_of_the_length_is_given_its_length():
+def test_at_length_matches_dynamic_rope_parameters():
     config = transformers.LlamaConfig(**SIZES, rope_parameters=DYNAMIC)
     ids, x = torch.arange(700)[None], torch.zeros(1)
     want = LlamaRotaryEmbedding(config)(x, ids)
     ours = HFRotary(config)
     got = ours.at_length(700)(x, ids)
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
+    for actual, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=0)
     assert (ours(x, ids)[0] - want[0]).abs().max() > 0.1
 
 
-def test_the_adapter_compiles_once_for_five_lengths():
+def test_one_graph_is_compiled_for_five_lengths():
     forget_graphs()
-    rotary = HFRotary(config_of("gemma3"))
+    rotary = HFRotary(make_config("gemma3"))
     compiled = torch.compile(rotary, fullgraph=True, dynamic=True, backend="eager")
     for length in (5, 9, 16, 24, 33):
         ids, x = torch.arange(length)[None].expand(2, -1), torch.zeros(2, length, 8)
-        for mine, theirs in zip(
+        for actual, expected in zip(
             compiled(x, ids, "full_attention"),
             rotary(x, ids, "full_attention"),
             strict=True,
         ):
-            assert torch.equal(mine, theirs)
+            assert torch.equal(actual, expected)
     assert graphs() == 1
 
 
-def test_outputs_have_the_dtype_and_width_transformers_gives_them():
+def test_output_has_the_dtype_and_layout_of_transformers():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        cos, sin = HFRotary(config_of("llama"))(
+        cos, sin = HFRotary(make_config("llama"))(
             torch.zeros(1, dtype=dtype), torch.arange(6).reshape(2, 3)
         )
         assert cos.dtype == sin.dtype == dtype and cos.shape == (2, 3, 16)
     ids, x = torch.tensor([[3]]), torch.zeros(1)
-    llama = config_of("llama")
+    llama = make_config("llama")
     once, halves, each = (
         HFRotary(llama, spread=spread)(x, ids)[0][0, 0]
         for spread in ("pairs", "halves", "neighbours")
@@ -226,28 +225,28 @@ def test_outputs_have_the_dtype_and_width_transformers_gives_them():
     assert torch.equal(each, torch.stack([once, once], dim=1).flatten())
 
 
-def test_there_is_nothing_to_train_or_save():
-    rotary = HFRotary(config_of("gemma3"))
+def test_state_dict_and_parameters_are_empty():
+    rotary = HFRotary(make_config("gemma3"))
     assert not rotary.state_dict() and not list(rotary.parameters())
     assert set(rotary.layers) == {"sliding_attention", "full_attention"}
 
 
 @pytest.mark.rejects
-def test_what_cannot_be_replaced_is_refused_and_left_alone():
+def test_unsupported_models_are_rejected_and_unchanged():
     with pytest.raises(ValueError, match="model must have rotary modules with inv_freq"):
         replace_rotary(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="spread must be one of 'halves', 'neighbours'"):
-        HFRotary(config_of("llama"), spread="x")
-    model = model_of("llama")
-    kept = rotary_of(model)
-    model.model.rotary_emb.config = config_of("gpt_neox")
+        HFRotary(make_config("llama"), spread="x")
+    model = make_model("llama")
+    original = rotary_of(model)
+    model.model.rotary_emb.config = make_config("gpt_neox")
     with pytest.raises(ValueError, match="LlamaRotaryEmbedding must return cosines and"):
         replace_rotary(model)
-    assert rotary_of(model) is kept
+    assert rotary_of(model) is original
 
 
 @pytest.mark.rejects
-def test_several_coordinates_are_refused():
+def test_several_coordinates_are_rejected():
     config = {
         "model_type": "qwen2_vl_text",
         "head_dim": 128,

@@ -1,4 +1,4 @@
-"""RotaryPositions on torch: right numbers, one set of bits, a gradient, a whole life."""
+"""RotaryPositions on torch: values, bitwise equality of all paths, gradients, compile."""
 
 import threading
 
@@ -17,7 +17,7 @@ from firstlayer.torch.rotary import RotaryPositions
 from tests.support.run_alone import run_alone
 from tests.support.torch_lives import LIVES, forget_graphs, graphs, plain_operators
 
-# Inductor and forward-mode AD import what torch itself has deprecated.
+# Inductor and forward-mode AD import deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
@@ -45,8 +45,8 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def turned(x, positions, *, base=10_000.0, layout="half"):
-    """The definition in float64, one complex number a pair."""
+def expected_rotation(x, positions, *, base=10_000.0, layout="half"):
+    """Return the rotation as a complex product in float64."""
     x, size = x.double().numpy(), x.shape[-1]
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(0, size, 2) / size)
     halves = np.split(x, 2, axis=-1)
@@ -57,14 +57,14 @@ def turned(x, positions, *, base=10_000.0, layout="half"):
     return torch.from_numpy(np.concatenate([z.real, z.imag], -1))
 
 
-# ---------------------------------------------------------------- right numbers
+# ------------------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rotation_is_a_complex_product(layout):
     x, positions = draw(2, 3, 4, 8), torch.tensor([0, -7, 300, 70_000])
     got = RotaryPositions(8, base=500.0, layout=layout)(x, positions)
-    want = turned(x, positions, base=500.0, layout=layout)
+    want = expected_rotation(x, positions, base=500.0, layout=layout)
     torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
 
 
@@ -80,7 +80,7 @@ def test_scores_depend_on_relative_position_only(layout):
     assert score(7, 3) == pytest.approx(score(-1, -5), abs=1e-5)
 
 
-def test_turns_are_right_far_out():
+def test_phases_are_accurate_at_large_positions():
     positions = torch.tensor([0, 255, 256, 65_536, 2**24 - 1, -9_999_999])
     cos, sin = RotaryPositions(8, base=500_000.0).phases(positions)
     angles = positions.numpy()[:, None].astype(np.longdouble)
@@ -91,46 +91,50 @@ def test_turns_are_right_far_out():
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_numpy_and_torch_give_the_same_bits(options, dtype):
-    theirs, layer = NumpyRotary(8, **options), RotaryPositions(8, **options)
+def test_output_is_bitwise_equal_to_numpy(options, dtype):
+    reference, layer = NumpyRotary(8, **options), RotaryPositions(8, **options)
     plain = RotaryPositions(8)
     x = draw(2, 5, 5, 8, dtype=dtype)
     for positions in (None, [[3, 1, 4, 1, 5], [9, 2, 70_000, 5, -3]]):
-        given_ = None if positions is None else torch.tensor(positions)
-        got = layer(x, given_)
-        np.testing.assert_array_equal(got, theirs(x.numpy(), positions))
-        # Another layer alive beside it is another layer.
-        assert not torch.equal(got, plain(x, given_))
+        tensor = None if positions is None else torch.tensor(positions)
+        got = layer(x, tensor)
+        np.testing.assert_array_equal(got, reference(x.numpy(), positions))
+        # A second layer with other options gives another output.
+        assert not torch.equal(got, plain(x, tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_real_positions_are_turned_to_as_on_numpy(dtype):
+def test_float_positions_match_the_formula_and_numpy(dtype):
     positions = torch.tensor([0.5, -3.25, 1000.75]).to(dtype)
     x = draw(3, 8)
     got = RotaryPositions(8, base=500.0)(x, positions)
-    want = turned(x, positions.double().numpy(), base=500.0)
+    want = expected_rotation(x, positions.double().numpy(), base=500.0)
     torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
-    theirs = NumpyRotary(8, base=500.0)(x.numpy(), positions.double().numpy())
-    np.testing.assert_allclose(got, theirs, atol=1e-6)
+    reference = NumpyRotary(8, base=500.0)(x.numpy(), positions.double().numpy())
+    np.testing.assert_allclose(got, reference, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_sections_turn_by_their_coordinate(interleaved):
+def test_sections_match_numpy(interleaved):
     arguments = {"sections": [2, 1, 1], "interleaved_sections": interleaved}
-    theirs, layer = NumpyRotary(8, **arguments), RotaryPositions(8, **arguments)
+    reference, layer = NumpyRotary(8, **arguments), RotaryPositions(8, **arguments)
     x, positions = draw(2, 3, 4, 8), torch.arange(24).reshape(3, 2, 4)
-    np.testing.assert_array_equal(layer(x, positions), theirs(x.numpy(), positions.numpy()))
-    np.testing.assert_array_equal(layer(x, offset=3), theirs(x.numpy(), offset=3))
+    np.testing.assert_array_equal(
+        layer(x, positions), reference(x.numpy(), positions.numpy())
+    )
+    np.testing.assert_array_equal(layer(x, offset=3), reference(x.numpy(), offset=3))
     cos, _ = layer.phases(positions)
-    np.testing.assert_array_equal(cos, theirs.phases(positions.numpy())[0])
+    np.testing.assert_array_equal(cos, reference.phases(positions.numpy())[0])
 
 
-def test_axial_frequencies_turn_images():
+def test_axial_frequencies_match_numpy():
     frequencies = qwen_axial_frequencies(8)
     layer = RotaryPositions(8, frequencies=frequencies)
     x, positions = draw(6, 8), torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]])
-    theirs = NumpyRotary(8, frequencies=frequencies)
-    np.testing.assert_array_equal(layer(x, positions), theirs(x.numpy(), positions.numpy()))
+    reference = NumpyRotary(8, frequencies=frequencies)
+    np.testing.assert_array_equal(
+        layer(x, positions), reference(x.numpy(), positions.numpy())
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,26 +147,26 @@ def test_axial_frequencies_turn_images():
     ],
     ids=lambda rule: type(rule).__name__,
 )
-def test_scaling_rules_are_those_of_numpy_at_every_length(rule):
-    layer, theirs = RotaryPositions(8, scaling=rule), NumpyRotary(8, scaling=rule)
+def test_scaling_rules_match_numpy_at_every_length(rule):
+    layer, reference = RotaryPositions(8, scaling=rule), NumpyRotary(8, scaling=rule)
     x = draw(20, 8)
-    np.testing.assert_array_equal(layer(x), theirs(x.numpy()))
+    np.testing.assert_array_equal(layer(x), reference(x.numpy()))
     got = layer.at_length(40)
-    np.testing.assert_array_equal(got(x), theirs.at_length(40)(x.numpy()))
-    depends = isinstance(rule, DynamicNTK | LongRoPE)
-    assert torch.equal(got(x), layer(x)) is not depends
+    np.testing.assert_array_equal(got(x), reference.at_length(40)(x.numpy()))
+    depends_on_length = isinstance(rule, DynamicNTK | LongRoPE)
+    assert torch.equal(got(x), layer(x)) is not depends_on_length
 
 
 @pytest.mark.parametrize("delta", [-5, torch.tensor([4, -1])], ids=["all", "rows"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rerotate_moves_cached_keys(layout, delta):
+def test_rerotate_equals_rotation_at_shifted_positions(layout, delta):
     layer = RotaryPositions(8, layout=layout, scaling=YaRN(factor=4.0, original_length=64))
     k = draw(2, 3, 5, 8)
     moved = layer.rerotate(layer(k, offset=7), delta)
     torch.testing.assert_close(moved, layer(k, offset=7 + delta), atol=2e-6, rtol=0)
 
 
-def test_rerotate_moves_all_coordinates_alike():
+def test_rerotate_shifts_every_coordinate():
     layer, k = RotaryPositions(8, sections=[2, 2]), draw(3, 8)
     moved = layer.rerotate(layer(k, offset=7), -3)
     torch.testing.assert_close(moved, layer(k, offset=4), atol=2e-6, rtol=0)
@@ -173,20 +177,20 @@ def test_rerotate_moves_all_coordinates_alike():
     [1000, torch.tensor(1000), torch.tensor([1000, 1000], dtype=torch.uint16)],
     ids=["int", "scalar", "rows"],
 )
-def test_offset_is_how_many_came_before(offset):
+def test_offset_is_the_first_position(offset):
     layer, x = RotaryPositions(8), draw(2, 3, 5, 8)
     want = layer(x, torch.arange(1000, 1005))
     assert torch.equal(layer(x, offset=offset), want)
     assert not torch.equal(layer(x), want)
 
 
-def test_a_real_offset_in_half_precision_is_not_added_in_it():
+def test_half_precision_offset_is_added_in_float32():
     layer, x = RotaryPositions(8), draw(1, 3000, 8)
     got = layer(x, offset=torch.tensor([0.5], dtype=torch.bfloat16))
     torch.testing.assert_close(got, layer(x, torch.arange(3000) + 0.5), atol=0, rtol=0)
 
 
-def test_batched_positions_skip_the_heads_axis_even_when_sizes_coincide():
+def test_batched_positions_belong_to_rows_even_if_all_sizes_are_equal():
     layer = RotaryPositions(8)
     x, positions = draw(3, 3, 3, 8), torch.arange(9).reshape(3, 3)
     assert torch.equal(layer(x, positions)[1, 2], layer(x[1, 2], positions[1]))
@@ -199,7 +203,7 @@ INTEGERS = (
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_positions_of_every_integer_dtype(dtype):
+def test_positions_may_have_any_integer_dtype(dtype):
     layer, x = RotaryPositions(8), draw(3, 8)
     positions = torch.tensor([0, 5, 127])
     assert torch.equal(layer(x, positions.to(dtype)), layer(x, positions))
@@ -207,12 +211,12 @@ def test_positions_of_every_integer_dtype(dtype):
         assert torch.equal(layer(x, positions.to(dtype)), layer(x, positions))
 
 
-# ------------------------------------------------- one set of bits on every road
+# ---------------------------------------------------------------- kernels and operators
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernels_and_operators_give_the_same_bits(dtype, layout):
+def test_kernels_and_operators_are_bitwise_equal(dtype, layout):
     layer = RotaryPositions(8, layout=layout, rotary_dim=6)
     heads = draw(2, 5, 3, 8, dtype=dtype).transpose(1, 2)
     for x in (heads, heads[..., 1:4, :], heads.contiguous(), heads[:, :, :0]):
@@ -222,14 +226,14 @@ def test_kernels_and_operators_give_the_same_bits(dtype, layout):
         assert got.dtype == dtype and torch.equal(got, want)
 
 
-def test_the_kernels_run_eagerly_and_not_when_watched(monkeypatch):
-    calls = []
-    kept = kernels.rotate_pairs
-    monkeypatch.setattr(
-        kernels,
-        "rotate",
-        lambda *args, **options: calls.append(1) or kept(*args, **options),
-    )
+def test_kernels_run_in_eager_mode_only(monkeypatch):
+    calls, original = [], kernels.rotate_pairs
+
+    def spy(*args, **options):
+        calls.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(kernels, "rotate_pairs", spy)
     layer, x = RotaryPositions(8), draw(3, 8).requires_grad_()
     layer(x).sum().backward()
     assert len(calls) == 2
@@ -241,20 +245,20 @@ def test_the_kernels_run_eagerly_and_not_when_watched(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_half_precision_is_the_rotation_in_float32_rounded_once(layout, dtype):
+def test_half_precision_is_the_float32_rotation_rounded_once(layout, dtype):
     layer, x = RotaryPositions(8, layout=layout), draw(4, 3000, 8, dtype=dtype)
     x.requires_grad_()
-    wide = x.detach().float().requires_grad_()
-    y, want = layer(x, offset=100_000), layer(wide, offset=100_000)
+    upcast = x.detach().float().requires_grad_()
+    y, want = layer(x, offset=100_000), layer(upcast, offset=100_000)
     assert torch.equal(y.view(torch.int16), want.to(dtype).view(torch.int16))
     dy = draw(4, 3000, 8, dtype=dtype, seed=1)
     (dx,) = torch.autograd.grad(y, x, dy)
-    (wide_dx,) = torch.autograd.grad(want, wide, dy.float())
-    assert torch.equal(dx, wide_dx.to(dtype))
+    (want_dx,) = torch.autograd.grad(want, upcast, dy.float())
+    assert torch.equal(dx, want_dx.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_nothing(dtype):
+def test_autocast_does_not_change_the_output(dtype):
     layer, x = RotaryPositions(8), draw(2, 4096, 8, dtype=dtype)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -271,15 +275,15 @@ def test_autocast_changes_nothing(dtype):
     offset=st.integers(-(2**23), 2**23),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_any_shape_and_any_offset_as_on_numpy(lead, length, dtype, offset, layout):
+def test_any_shape_and_offset_matches_numpy(lead, length, dtype, offset, layout):
     x = draw(*lead, length, 4, dtype=dtype)
     got = RotaryPositions(4, layout=layout)(x, offset=offset)
-    wide = x if dtype == torch.float64 else x.float()
-    want = NumpyRotary(4, layout=layout)(wide.numpy(), offset=offset)
+    upcast = x if dtype == torch.float64 else x.float()
+    want = NumpyRotary(4, layout=layout)(upcast.numpy(), offset=offset)
     assert got.shape == x.shape and torch.equal(got, torch.from_numpy(want).to(dtype))
 
 
-def test_the_output_lies_in_memory_as_the_input_does():
+def test_output_has_the_strides_of_the_input():
     x = draw(2, 5, 3, 8).transpose(1, 2)
     assert RotaryPositions(8)(x).stride() == x.stride()
 
@@ -288,13 +292,13 @@ def test_the_output_lies_in_memory_as_the_input_does():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("road", ["kernels", "operators"])
-def test_first_and_second_gradient_are_right(layout, road):
+@pytest.mark.parametrize("path", ["kernels", "operators"])
+def test_first_and_second_gradients_pass_gradcheck(layout, path):
     layer = RotaryPositions(6, layout=layout, rotary_dim=4)
     x = draw(2, 2, 3, 6, dtype=torch.float64).requires_grad_()
 
     def run(x):
-        if road == "kernels":
+        if path == "kernels":
             return layer(x, offset=torch.tensor([5, 0]))
         with plain_operators():
             return layer(x, offset=torch.tensor([5, 0]))
@@ -303,19 +307,19 @@ def test_first_and_second_gradient_are_right(layout, road):
     assert torch.autograd.gradgradcheck(lambda x: run(x) ** 2, (x,))
 
 
-def test_a_gradient_reaches_real_positions():
+def test_float_positions_get_a_gradient():
     layer, x = RotaryPositions(4, base=20.0), draw(3, 4, dtype=torch.float64)
     positions = torch.tensor([0.3, 7.6, -2.5], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(layer, (x.requires_grad_(), positions))
     assert torch.autograd.gradgradcheck(layer, (x, positions))
 
 
-def test_a_gradient_of_the_kernels_is_that_of_the_operators_to_the_bit():
+def test_gradients_of_kernels_and_operators_are_bitwise_equal():
     layer, dy = RotaryPositions(8), draw(2, 3, 5, 8, seed=1)
     grads = []
-    for watched in (False, True):
+    for use_operators in (False, True):
         x = draw(2, 3, 5, 8).requires_grad_()
-        if watched:
+        if use_operators:
             with plain_operators():
                 grads += torch.autograd.grad(layer(x), x, dy)
         else:
@@ -324,7 +328,7 @@ def test_a_gradient_of_the_kernels_is_that_of_the_operators_to_the_bit():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_jacobians_by_every_road(layout):
+def test_all_jacobian_apis_agree(layout):
     layer, x = RotaryPositions(4, layout=layout), draw(3, 4, dtype=torch.float64)
 
     def run(x):
@@ -336,7 +340,7 @@ def test_jacobians_by_every_road(layout):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
-def test_vmap_grad_and_jvp_are_as_without_them():
+def test_vmap_grad_and_jvp_match_eager_calls():
     layer, x = RotaryPositions(4), draw(3, 2, 5, 4)
     positions = torch.arange(15).reshape(3, 5)
     assert torch.equal(torch.func.vmap(layer)(x), layer(x))
@@ -350,7 +354,7 @@ def test_vmap_grad_and_jvp_are_as_without_them():
     assert tangent is not None and torch.equal(tangent, layer(x))
 
 
-def test_vmap_over_positions_out_of_reach_is_nan():
+def test_positions_beyond_the_limit_give_nan_under_vmap():
     layer, x = RotaryPositions(4), draw(2, 4)
     positions = torch.tensor([[1, 2], [3, 2**24]])
     got = torch.func.vmap(lambda p: layer(x, p))(positions)
@@ -358,12 +362,12 @@ def test_vmap_over_positions_out_of_reach_is_nan():
     assert got[1, 1].isnan().all() and not got[1, 0].isnan().any()
 
 
-# -------------------------------------------------------------------------- life
+# ---------------------------------------------------------------- casts, moves, threads
 
 
 @pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("road", ["kernels", "operators"])
-def test_tables_survive_the_life_of_a_model(life, road):
+@pytest.mark.parametrize("path", ["kernels", "operators"])
+def test_tables_survive_casts_moves_and_checkpoints(life, path):
     def build():
         rule = DynamicNTK(factor=2.0, original_length=8).at_length(64)
         return RotaryPositions(8, base=500.0, scaling=rule, layout="interleaved")
@@ -371,7 +375,7 @@ def test_tables_survive_the_life_of_a_model(life, road):
     x, positions = draw(1, 3, 8), torch.tensor([5_000_000, 4095, 17])
     want = build()(x, positions)
     layer = LIVES[life](build)
-    if road == "operators":
+    if path == "operators":
         with plain_operators():
             got = layer(x, positions)
     else:
@@ -381,19 +385,19 @@ def test_tables_survive_the_life_of_a_model(life, road):
     assert torch.equal(layer.at_length(64)(x, positions), want)
 
 
-def test_what_is_precomputed_is_a_visible_field_of_integers():
+def test_precomputed_tables_are_integer_buffers():
     buffers = dict(RotaryPositions(8).named_buffers())
     assert set(buffers) == {"bits", "rate_bits"}
     assert all(bits.dtype == torch.int32 for bits in buffers.values())
 
 
-def test_a_layer_on_the_meta_device_gives_shapes():
+def test_meta_device_gives_shapes():
     x = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16)
     y = RotaryPositions(8).to("meta")(x, offset=3)
     assert y.is_meta and y.shape == x.shape and y.dtype == x.dtype
 
 
-def test_threads_at_once_get_the_same_numbers():
+def test_concurrent_threads_get_the_same_output():
     layer, x = RotaryPositions(64), draw(4, 2048, 64)
     want, got = layer(x), [None] * 8
 
@@ -408,14 +412,14 @@ def test_threads_at_once_get_the_same_numbers():
     assert all(y is not None and torch.equal(y, want) for y in got)
 
 
-def test_a_forked_child_gets_the_same_numbers():
+def test_forked_child_gets_the_same_output():
     run_alone("""
         import os
         import torch
         from firstlayer.torch import RotaryPositions
 
         layer, x = RotaryPositions(64), torch.randn(4, 2048, 64)
-        want = layer(x)  # the helpers of the pool exist before the fork
+        want = layer(x)  # Starts the thread pool before the fork.
         child = os.fork()
         if child == 0:
             os._exit(0 if torch.equal(layer(x), want) else 3)
@@ -424,16 +428,16 @@ def test_a_forked_child_gets_the_same_numbers():
 
 
 def test_kernels_use_as_many_threads_as_torch(monkeypatch):
-    from firstlayer.kernels import _rotate, _threads
+    from firstlayer.kernels import rotate
+    from firstlayer.kernels.runtime import threads
 
-    seen, before = [], torch.get_num_threads()
-    kept = _rotate.run
+    seen, before, original = [], torch.get_num_threads(), rotate.run
 
     def spy(*args, **options):
-        seen.append(getattr(_threads._here, "size", None))
-        kept(*args, **options)
+        seen.append(getattr(threads._here, "size", None))
+        original(*args, **options)
 
-    monkeypatch.setattr(_rotate, "run", spy)
+    monkeypatch.setattr(rotate, "run", spy)
     layer, x = RotaryPositions(64), draw(4, 2048, 64)
     try:
         results = []
@@ -459,20 +463,20 @@ def test_inductor_compiles_once_for_five_lengths():
     for length in (5, 9, 16, 24, 33):
         x, offset = draw(2, 3, length, 8), torch.tensor([length, 2**24 - 20])
         got = compiled(x, offset)
-        want = turned(x, torch.arange(length) + torch.tensor([[[length]], [[2**24 - 20]]]),
-                      base=500.0)  # fmt: skip
-        # Where nothing can be raised, what is out of reach is NaN.
-        reached = min(length, 20)
-        assert got[1, :, reached:].isnan().all()
+        positions = torch.arange(length) + offset[:, None, None]
+        want = expected_rotation(x, positions, base=500.0)
+        # Compiled code cannot raise: positions beyond the limit give NaN.
+        valid = min(length, 20)
+        assert got[1, :, valid:].isnan().all()
         torch.testing.assert_close(got[0].double(), want[0], atol=2e-6, rtol=0)
-        near = got[1, :, :reached].double()
-        torch.testing.assert_close(near, want[1, :, :reached], atol=3e-6, rtol=0)
+        last = got[1, :, :valid].double()
+        torch.testing.assert_close(last, want[1, :, :valid], atol=3e-6, rtol=0)
     assert graphs() == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_operators_are_the_eager_ones(layout, dtype):
+def test_compiled_output_is_bitwise_equal_to_eager(layout, dtype):
     forget_graphs()
     layer, x = RotaryPositions(8, layout=layout), draw(2, 3, 5, 8, dtype=dtype)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
@@ -481,7 +485,7 @@ def test_compiled_operators_are_the_eager_ones(layout, dtype):
     assert torch.equal(compiled(x, positions + 0.5), layer(x, positions + 0.5))
 
 
-def test_a_step_of_decoding_does_not_compile_anew():
+def test_decoding_steps_do_not_recompile():
     forget_graphs()
     layer = RotaryPositions(8)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
@@ -491,7 +495,7 @@ def test_a_step_of_decoding_does_not_compile_anew():
     assert graphs() == 1
 
 
-def test_a_rule_of_the_length_compiles_once_for_each_length():
+def test_length_dependent_rule_compiles_once_per_length():
     forget_graphs()
     layer = RotaryPositions(8, scaling=DynamicNTK(factor=2.0, original_length=4))
     compiled = torch.compile(
@@ -504,7 +508,7 @@ def test_a_rule_of_the_length_compiles_once_for_each_length():
         assert 1 <= graphs() <= copies
 
 
-def test_gradients_compile():
+def test_compiled_gradient_is_correct():
     forget_graphs()
     layer = RotaryPositions(8)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -515,7 +519,7 @@ def test_gradients_compile():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_runs_at_other_lengths_on_plain_operators(strict):
+def test_exported_program_runs_at_other_lengths_on_aten_operators(strict):
     layer = RotaryPositions(8, layout="interleaved").to(torch.bfloat16)
     shapes = {"x": {2: torch.export.Dim("length", min=2, max=64)}}
     program = torch.export.export(
@@ -531,12 +535,26 @@ def test_export_runs_at_other_lengths_on_plain_operators(strict):
 # ------------------------------------------------------------------------ errors
 
 
-def test_repr_says_what_is_not_the_default():
+def test_repr_shows_arguments_that_are_not_default():
     rule = Linear(factor=2.0)
     assert repr(RotaryPositions(8)) == "RotaryPositions(8)"
     got = repr(RotaryPositions(8, base=5e5, scaling=rule, heads_axis=-2))
     want = "8, base=500000.0, scaling={'rule': 'Linear', 'factor': 2.0}, heads_axis=-2"
     assert got == f"RotaryPositions({want})"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_config_rebuilds_the_layer_and_a_subclass(options):
+    class Subclass(RotaryPositions):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    layer, x = Subclass(8, **options), draw(2, 5, 5, 8)
+    assert layer.config() == RotaryPositions(8, **options).config()
+    for other in (RotaryPositions(**layer.config()), layer.at_length(16)):
+        assert other.config() == layer.config()
+        assert torch.equal(other(x), layer(x))
+    assert repr(layer).startswith("Subclass(")
 
 
 @pytest.mark.rejects
@@ -549,33 +567,33 @@ def test_repr_says_what_is_not_the_default():
         (torch.zeros(3, dtype=torch.int64), r"fit x of shape \(2, 4\) with heads_axis -3"),
     ],
 )
-def test_positions_that_cannot_be_are_refused(positions, message):
+def test_invalid_positions_are_rejected(positions, message):
     with pytest.raises(ValueError, match=message):
         RotaryPositions(4)(torch.ones(2, 4), positions)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", ["positions", "offset"])
-def test_bools_are_no_positions(name):
+def test_bool_positions_are_rejected(name):
     mask = {name: torch.tensor([True, False])}
     with pytest.raises(TypeError, match=f"{name} must be integers or reals, got bool"):
         RotaryPositions(4)(torch.ones(2, 1, 2, 4), **mask)
 
 
 @pytest.mark.rejects
-def test_positions_and_offset_exclude_each_other():
+def test_positions_and_offset_are_mutually_exclusive():
     with pytest.raises(ValueError, match="give positions or offset, not both"):
         RotaryPositions(4)(torch.ones(2, 4), [0, 1], offset=1)
 
 
 @pytest.mark.rejects
-def test_offset_beyond_reach_is_refused():
+def test_offset_beyond_the_limit_is_rejected():
     with pytest.raises(ValueError, match="in size, got 16777216"):
         RotaryPositions(4)(torch.ones(9, 4), offset=2**24 - 3)
 
 
 @pytest.mark.rejects
-def test_inputs_of_another_width_or_type_are_refused():
+def test_inputs_of_wrong_width_or_type_are_rejected():
     layer = RotaryPositions(4)
     with pytest.raises(ValueError, match=r"x must have shape \(..., length, 4\), got"):
         layer(torch.ones(2, 6))
@@ -590,7 +608,7 @@ def test_inputs_of_another_width_or_type_are_refused():
 
 
 @pytest.mark.rejects
-def test_coordinates_must_be_given_one_for_each_axis():
+def test_missing_or_too_few_coordinates_are_rejected():
     layer = RotaryPositions(8, frequencies=qwen_axial_frequencies(8))
     with pytest.raises(ValueError, match="positions must be given for 2 axes, got None"):
         layer(torch.ones(2, 8))
@@ -610,6 +628,6 @@ def test_coordinates_must_be_given_one_for_each_axis():
         ({"rotary_dim": 10}, "rotary_dim must be at most head_dim 8, got 10"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(options, message):
+def test_invalid_arguments_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         RotaryPositions(8, **options)

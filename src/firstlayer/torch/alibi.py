@@ -1,6 +1,4 @@
-"""ALiBi for torch: a penalty on scores in proportion to distance."""
-
-from typing import Any
+"""ALiBi for torch: an attention bias proportional to distance."""
 
 import numpy as np
 import torch
@@ -13,23 +11,24 @@ from ._positions.bias import Bias, PairBias
 
 
 class AlibiBias(Bias):
-    """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
+    """ALiBi attention bias, ``-slope * distance``. Has no parameters.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
+        num_heads: Number of heads, not necessarily a power of two; see
+            :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
-        max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
-        factor: How many times longer than in training sequences are; divides the slopes.
+        max_bias: Exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        factor: Sequence length relative to training; divides the slopes.
 
     Shape:
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
+          k_length)`` if either side has a batch
 
-    BLOOM, Falcon and MPT add ``slope * k`` instead: under a causal mask the same attention.
-    Autocast changes nothing: the bias is float32 unless ``dtype`` says otherwise.
+    BLOOM, Falcon and MPT add ``slope * k``, which gives the same attention under a causal
+    mask. The bias is float32 unless ``dtype`` is given, also under autocast.
 
     Example:
         >>> layer = AlibiBias(2, max_bias=2.0)
@@ -52,7 +51,7 @@ class AlibiBias(Bias):
         factor: float = 1.0,
     ) -> None:
         super().__init__()
-        #: The slope of each head, in float64.
+        #: Slope of each head, float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
         self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
@@ -65,39 +64,30 @@ class AlibiBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
+        """Return the bias of every query-key pair.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, float32 if None. Half precision is rounded once, from
-                float32.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the output; float32 if None. Half precision is rounded once,
+                from float32.
         """
-        q_positions, k_positions = self._pair(q_positions, k_positions)
+        q_positions, k_positions = self._checked_pair(q_positions, k_positions)
         dtype = dtype or torch.float32
         slopes = self._slopes(dtype, q_positions.device)
         out = alibi_bias(q_positions, k_positions, slopes=slopes, symmetric=self.symmetric)
         return out.to(dtype)
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "symmetric": self.symmetric,
-            "max_bias": self.max_bias,
-            "factor": self.factor,
-        }
-
     def _tables(self) -> dict[str, np.ndarray]:
-        # The nearest float32 and what is left: their sum is right in float32 and float64,
-        # also where a device has no float64.
-        near = self.slopes.astype(np.float32)
-        left = (self.slopes - near).astype(np.float32)
-        return {"slope_bits": np.stack([near, left])}
+        # The nearest float32 and the remainder. Their sum is exact enough in float32 and in
+        # float64, and no float64 buffer is needed, which some devices do not support.
+        nearest = self.slopes.astype(np.float32)
+        remainder = (self.slopes - nearest).astype(np.float32)
+        return {"slope_bits": np.stack([nearest, remainder])}
 
     def _slopes(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        near, left = self._floats("slope_bits", dtype, device)
-        return near + left
+        nearest, remainder = self._floats("slope_bits", dtype, device)
+        return nearest + remainder
 
     def _pair_bias(self) -> PairBias:
         slopes = self._slopes(torch.float32, self._device())

@@ -1,4 +1,4 @@
-"""FIRE for torch: a small network's bias for the share of the way back to a key."""
+"""FIRE for torch: a small network from normalized distance to attention bias."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import number, positive, positive_number
+from ..files.layer_configs import config_of
 from ..positions.fire import fire_bias, fire_share
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
@@ -16,35 +17,35 @@ NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """Adds a learned function of relative distance to the score of every query and key.
+    """FIRE attention bias: a learned function of distance relative to query position.
 
     Args:
-        num_heads: Outputs of the network. Positive.
-        width: Hidden units of the network. Positive.
-        c: What the parameter ``c`` begins with: how strongly far distances are drawn
-            together.
-        threshold: Query positions below this, times the parameter ``multiplier``, count as
-            this. Positive.
-        eps: Keeps a denominator from zero. Positive.
-        device: Where the parameters are.
-        dtype: What they are kept in.
+        num_heads: Number of heads.
+        width: Number of hidden units of the network.
+        c: Initial value of the parameter ``c``, the strength of the log compression of
+            distances.
+        threshold: Minimum query position in the normalization, times the parameter
+            ``multiplier``.
+        eps: Added to the denominator for numerical stability.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Shape:
         - c, multiplier: ``()``
         - hidden_weight, hidden_bias: ``(width,)``
         - head_weight: ``(num_heads, width)``; head_bias: ``(num_heads,)``
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
+          k_length)`` if either side has a batch
 
-    Positions are counted from the start of the text: they matter beyond ``threshold``. The
-    network works in float32, also under autocast, which is switched off inside.
+    Query positions beyond ``threshold`` affect the bias, so count positions from the start
+    of the text. The network runs in float32; autocast is disabled inside.
 
     Example:
         >>> layer = FireBias(8)
-        >>> whole = layer.bias(range(20), range(20))
-        >>> torch.allclose(layer.bias([19], range(20))[:, 0], whole[:, -1])
+        >>> full = layer.bias(range(20), range(20))
+        >>> torch.allclose(layer.bias([19], range(20))[:, 0], full[:, -1])
         True
     """
 
@@ -64,16 +65,17 @@ class FireBias(Bias):
         self.width = positive("width", width)
         self.threshold = positive_number("threshold", threshold)
         self.eps, self.initial_c = positive_number("eps", eps), number("c", c)
-        made = {"device": device, "dtype": dtype}
-        self.c, self.multiplier = parameter(None, (), **made), parameter(None, (), **made)
-        self.hidden_weight = parameter(None, (self.width,), **made)
-        self.hidden_bias = parameter(None, (self.width,), **made)
-        self.head_weight = parameter(None, (self.num_heads, self.width), **made)
-        self.head_bias = parameter(None, (self.num_heads,), **made)
+        options = {"device": device, "dtype": dtype}
+        self.c = parameter(None, (), **options)
+        self.multiplier = parameter(None, (), **options)
+        self.hidden_weight = parameter(None, (self.width,), **options)
+        self.hidden_bias = parameter(None, (self.width,), **options)
+        self.head_weight = parameter(None, (self.num_heads, self.width), **options)
+        self.head_bias = parameter(None, (self.num_heads,), **options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the network as torch draws its linear layers; the rest as it began."""
+        """Draw the network like ``nn.Linear`` and reset ``c`` and ``multiplier``."""
         nn.init.constant_(self.c, self.initial_c)
         nn.init.ones_(self.multiplier)
         for name, limit in zip(NETWORK, (1.0, 1.0, *[self.width**-0.5] * 2), strict=True):
@@ -86,55 +88,48 @@ class FireBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
+        """Return the bias of every query-key pair.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
-                float64 for float64 parameters, and rounded once.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the output; the dtype of the parameters if None. Computed in
+                float32, or float64 for float64 parameters, and rounded once.
         """
-        pair = self._pair(q_positions, k_positions)
+        positions = self._checked_pair(q_positions, k_positions)
         with in_full_precision(self.c.device):
             c, threshold = upcast(self.c), upcast(self.multiplier) * self.threshold
-            share = fire_share(*pair, c=c, threshold=threshold, eps=self.eps)
+            share = fire_share(*positions, c=c, threshold=threshold, eps=self.eps)
             out = fire_bias(share, **self._network())
         return out.to(dtype or self.c.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "width": self.width,
-            "c": self.initial_c,
-            "threshold": self.threshold,
-            "eps": self.eps,
-            "dtype": name_of(self.c.dtype),
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, c=self.initial_c, dtype=name_of(self.c.dtype))
 
     def _network(self) -> dict[str, Tensor]:
         return {name: upcast(getattr(self, name)) for name in NETWORK}
 
     def _pair_bias(self) -> PairBias:
         c, multiplier, width = self.c, self.multiplier, self.width
-        # As tensors: see T5Bias.
-        kind = compute_dtype(c.dtype)
-        threshold = torch.tensor(self.threshold, dtype=kind, device=c.device)
-        eps = torch.tensor(self.eps, dtype=kind, device=c.device)
+        # Tensors, not floats, for the reason given in T5Bias._pair_bias.
+        options: dict[str, Any] = {"dtype": compute_dtype(c.dtype), "device": c.device}
+        threshold = torch.tensor(self.threshold, **options)
+        eps = torch.tensor(self.eps, **options)
         hidden_weight, hidden_bias, head_weight, head_bias = (
             getattr(self, name) for name in NETWORK
         )
 
         def pair_bias(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            rate, least = upcast(c).abs(), (upcast(multiplier) * threshold).abs()
-            distance, own = (k - q).abs().to(rate.dtype), q.to(rate.dtype)
-            whole = torch.log1p(rate * torch.where(own < least, least, own)) + eps
-            share = torch.log1p(rate * distance) / whole
+            rate, minimum = upcast(c).abs(), (upcast(multiplier) * threshold).abs()
+            distance, q = (k - q).abs().to(rate.dtype), q.to(rate.dtype)
+            scale = torch.log1p(rate * torch.where(q < minimum, minimum, q)) + eps
+            share = torch.log1p(rate * distance) / scale
             out = upcast(head_bias[h])
-            # One unit after the other: there is no sum over an axis inside a score_mod.
+            # A loop over hidden units: a score_mod cannot reduce over an axis.
             for unit in range(width):
-                sums = share * hidden_weight[unit] + hidden_bias[unit]
-                out = out + torch.where(sums <= 0, 0.0, sums) * head_weight[h, unit]
+                hidden = share * hidden_weight[unit] + hidden_bias[unit]
+                out = out + torch.where(hidden <= 0, 0.0, hidden) * head_weight[h, unit]
             return out
 
         return pair_bias

@@ -20,13 +20,13 @@ from ._tensors.buffers import Precomputed, name_of, upcast
 
 
 class FourierFeatures(Precomputed):
-    """Turns coordinates into waves of fixed frequencies. Has no parameters.
+    """Fourier features: cosines and sines of coordinates. Has no parameters.
 
-    Frequencies that were drawn cannot be made again, so they are part of a state_dict: the
-    int64 bits of ``matrix``, as the layer's extra state.
+    Randomly drawn frequencies cannot be recomputed, so a state_dict contains them, as the
+    int64 bits of ``matrix`` in the layer's extra state.
 
     Args:
-        matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
+        matrix: Cycles per unit of each pair along each coordinate, ``(pairs, axes)``.
         layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
         cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
 
@@ -34,8 +34,7 @@ class FourierFeatures(Precomputed):
         - coordinates: ``(..., axes)``
         - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
 
-    Half precision is widened, worked on in float32 and rounded once. Autocast changes
-    nothing.
+    Half precision is upcast to float32 and rounded once, also under autocast.
 
     Example:
         >>> FourierFeatures.gaussian(64, axes=2, std=10.0, rng=0)(torch.zeros(5, 2)).shape
@@ -55,9 +54,9 @@ class FourierFeatures(Precomputed):
         cos_first: bool = True,
     ) -> None:
         super().__init__()
-        #: The frequencies, in float64.
-        self.matrix = _checked(matrix)
-        #: How many coordinates a point has.
+        #: Frequencies in cycles per unit, float64.
+        self.matrix = _checked_matrix(matrix)
+        #: Number of coordinates per point.
         self.axes = self.matrix.shape[1]
         self.layout: Layout = layout
         one_of("layout", layout, LAYOUTS)
@@ -68,26 +67,26 @@ class FourierFeatures(Precomputed):
     def gaussian(
         cls, pairs: int, *, axes: int, std: float, rng: Any = None
     ) -> "FourierFeatures":
-        """Return features of randomly drawn frequencies, as Tancik et al. have them.
+        """Return features with normally distributed frequencies (Tancik et al.).
 
         Args:
-            pairs: How many waves; there are twice as many features.
-            axes: How many coordinates a point has.
+            pairs: Number of frequencies; the output has twice as many features.
+            axes: Number of coordinates per point.
             std: Standard deviation of the frequencies, in cycles per unit.
-            rng: A seed or a NumPy generator. None draws a seed from torch's own.
+            rng: Seed or NumPy generator; None takes a seed from torch's global generator.
         """
         if rng is None:
             rng = int(torch.randint(2**62, (), device="cpu"))
-        drawn = np.random.default_rng(rng)
-        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=drawn))
+        generator = np.random.default_rng(rng)
+        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=generator))
 
     @classmethod
     def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
-        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate ``v``.
 
         Args:
-            octaves: How many frequencies each coordinate has.
-            axes: How many coordinates a point has.
+            octaves: Number of frequencies per coordinate.
+            axes: Number of coordinates per point.
         """
         matrix = octave_matrix(octaves, axes=axes)
         return cls(matrix, layout="interleaved", cos_first=False)
@@ -95,10 +94,10 @@ class FourierFeatures(Precomputed):
     def forward(
         self, coordinates: Float[Tensor, "*batch axes"]
     ) -> Float[Tensor, "*batch features"]:
-        """Return the waves of the coordinates.
+        """Return the Fourier features of ``coordinates``.
 
         Args:
-            coordinates: Reals, one for each axis on the last axis.
+            coordinates: Floats, one per axis of ``matrix`` on the last axis.
         """
         if not coordinates.is_floating_point():
             raise TypeError(f"coordinates must be real, got {name_of(coordinates.dtype)}")
@@ -107,10 +106,10 @@ class FourierFeatures(Precomputed):
                 f"coordinates must have shape (..., {self.axes}), "
                 f"got {tuple(coordinates.shape)}"
             )
-        wide = upcast(in_reach(coordinates, name="coordinates"))
-        tables = self._floats("bits", wide.dtype, wide.device)
-        rates = self._floats("rate_bits", wide.dtype, wide.device)
-        cos, sin = fourier_phases(wide, tables, rates)
+        points = upcast(in_reach(coordinates, name="coordinates"))
+        tables = self._floats("bits", points.dtype, points.device)
+        rates = self._floats("rate_bits", points.dtype, points.device)
+        cos, sin = fourier_phases(points, tables, rates)
         return encode(
             cos,
             sin,
@@ -120,26 +119,18 @@ class FourierFeatures(Precomputed):
         ).to(coordinates.dtype)
 
     def get_extra_state(self) -> Tensor:
-        """Return the bits of the frequencies, for a state_dict."""
+        """Return the bits of ``matrix`` for a state_dict."""
         return torch.from_numpy(self.matrix.view(np.int64).copy())
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the frequencies of a state_dict, which are those of another draw."""
-        matrix = _checked(state.cpu().numpy().view(np.float64))
+        """Load ``matrix`` from a state_dict and rebuild the tables."""
+        matrix = _checked_matrix(state.cpu().numpy().view(np.float64))
         if matrix.shape != self.matrix.shape:
             raise ValueError(
                 f"matrix must have shape {self.matrix.shape}, got {matrix.shape}"
             )
         self.matrix = matrix
         self.reset_parameters()
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "matrix": self.matrix.tolist(),
-            "layout": self.layout,
-            "cos_first": self.cos_first,
-        }
 
     def extra_repr(self) -> str:
         pairs, axes = self.matrix.shape
@@ -153,10 +144,10 @@ class FourierFeatures(Precomputed):
         return {"bits": tables, "rate_bits": rates}
 
 
-def _checked(matrix: Any) -> np.ndarray:
-    found = np.array(matrix, np.float64)
-    if found.ndim != 2 or not found.size:
-        raise ValueError(f"matrix must have shape (pairs, axes), got {found.shape}")
-    if not np.isfinite(found).all():
+def _checked_matrix(matrix: Any) -> np.ndarray:
+    checked = np.array(matrix, np.float64)
+    if checked.ndim != 2 or not checked.size:
+        raise ValueError(f"matrix must have shape (pairs, axes), got {checked.shape}")
+    if not np.isfinite(checked).all():
         raise ValueError("matrix must be finite, got NaN or infinity in it")
-    return found
+    return checked

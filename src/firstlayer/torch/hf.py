@@ -1,9 +1,9 @@
-"""Firstlayer's rotation inside a transformers model, and nothing else of the model changed.
+"""Rotary positions of firstlayer inside transformers models.
 
-A transformers model asks one module for cosines and sines and rotates queries and keys with
-them itself. :class:`HFRotary` answers in its place: right at every position, and unharmed
-by ``model.half()`` or ``to_empty``. Logits are the same as long as positions are small
-enough for transformers' own float32 angles. transformers itself is never imported.
+A transformers model gets cosines and sines from one module and rotates queries and keys
+itself. :class:`HFRotary` replaces that module: its values are exact at every position and
+survive ``model.half()`` and ``to_empty``. Logits are unchanged as long as positions are
+small enough for transformers' float32 angles. transformers itself is never imported.
 """
 
 import copy
@@ -16,32 +16,33 @@ from torch import Tensor, nn
 
 from .rotary import RotaryPositions
 
-Spread = Callable[[Tensor], Tensor]
-
-# How models lay out one number for each pair as one for each feature.
-_SPREADS: dict[str, Spread] = {
+# The layouts in which models expect one value per pair as one value per feature.
+_SPREADS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda pairs: torch.cat([pairs, pairs], dim=-1),
     "neighbours": lambda pairs: pairs.repeat_interleave(2, dim=-1),
     "pairs": lambda pairs: pairs,
 }
+# Key of the layer in HFRotary.layers if it does not depend on the layer type.
+_ALL = "all"
 
 
 class HFRotary(nn.Module):
-    """Gives a transformers model its cosines and sines. Has no parameters.
+    """Drop-in replacement for the rotary module of a transformers model.
+
+    Has no parameters. For ``dynamic`` and ``longrope`` parameters, transformers derives the
+    current length from the largest position; here, call :meth:`at_length`.
 
     Args:
-        config: The model's config, with one set of rope parameters or one for each type of
-            layer.
-        spread: What the model takes: ``"halves"`` is all pairs twice, as nearly all models,
-            ``"neighbours"`` each pair twice (Cohere), ``"pairs"`` each once (gpt-oss).
+        config: Model config with rope parameters, shared or per layer type.
+        spread: Layout of the output: ``"halves"`` is ``[pairs, pairs]`` (most models),
+            ``"neighbours"`` repeats each pair (Cohere), ``"pairs"`` has one entry per pair
+            (gpt-oss).
 
     Shape:
-        - x: anything; its dtype and device are those of the output
+        - x: any shape; the output has its dtype and device
         - position_ids: ``(batch, length)``
-        - output: cosines and sines, ``(batch, length, 2 * pairs)``
-
-    What transformers reads off the largest position, the current length of ``dynamic`` and
-    ``longrope`` parameters, is given by :meth:`at_length` here.
+        - output: cosines and sines, each ``(batch, length, 2 * pairs)``, or ``(batch,
+          length, pairs)`` for ``"pairs"``
 
     Example:
         >>> llama = {"model_type": "llama", "head_dim": 4, "rope_theta": 10_000.0}
@@ -53,17 +54,17 @@ class HFRotary(nn.Module):
     def __init__(self, config: Any, *, spread: str = "halves") -> None:
         super().__init__()
         if spread not in _SPREADS:
-            words = ", ".join(map(repr, _SPREADS))
-            raise ValueError(f"spread must be one of {words}, got {spread!r}")
+            allowed = ", ".join(map(repr, _SPREADS))
+            raise ValueError(f"spread must be one of {allowed}, got {spread!r}")
         self.spread = spread
         self.layers = nn.ModuleDict()
         for layer_type in _layer_types(config):
             layer = RotaryPositions.from_hf(config, layer_type)
             if layer.sections is not None:
                 raise ValueError(
-                    f"config must turn by one coordinate, got sections {layer.sections}"
+                    f"config must have one coordinate, got sections {layer.sections}"
                 )
-            self.layers[layer_type or "every"] = layer
+            self.layers[layer_type or _ALL] = layer
 
     @torch.no_grad()
     def forward(
@@ -72,21 +73,21 @@ class HFRotary(nn.Module):
         position_ids: Int[Tensor, "batch length"],
         layer_type: str | None = None,
     ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-        """Return the cosines and sines of positions, as the model's own module does.
+        """Return the cosines and sines of positions, as transformers' module does.
 
         Args:
-            x: Whatever has the dtype and device that they should have.
-            position_ids: Where each token stands.
-            layer_type: Which layers ask, where their rotations differ.
+            x: Tensor with the dtype and device of the output.
+            position_ids: Position of each token.
+            layer_type: Layer type, if rope parameters are given per layer type.
         """
-        layer: Any = self.layers["every" if "every" in self.layers else str(layer_type)]
+        layer: Any = self.layers[_ALL if _ALL in self.layers else str(layer_type)]
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = layer.phases(position_ids.to(x.device), dtype=dtype)
         spread = _SPREADS[self.spread]
         return spread(cos).to(x.dtype), spread(sin).to(x.dtype)
 
     def at_length(self, n: int) -> "HFRotary":
-        """Return a copy for sequences of ``n`` positions; most rules make the same one."""
+        """Return a copy with the scaling for sequences of ``n`` positions."""
         other = copy.deepcopy(self)
         for name, layer in other.layers.items():
             other.layers[name] = cast(RotaryPositions, layer).at_length(n)
@@ -94,13 +95,15 @@ class HFRotary(nn.Module):
 
 
 def replace_rotary(model: nn.Module, *, spread: str | None = None) -> int:
-    """Put Firstlayer's rotation into a transformers model, in place; return in how many places.
+    """Replace the rotary modules of a transformers model in place.
+
+    Returns the number of replaced modules.
 
     Args:
-        model: A model whose rotary modules have a ``config`` and ``inv_freq``.
-        spread: As for :class:`HFRotary`. None asks each module for the cosines and sines of
-            two positions, and takes the place only of one that gives the same; a model
-            that comes from the meta device cannot be asked.
+        model: Model whose rotary modules have a ``config`` and ``inv_freq``.
+        spread: Layout as in :class:`HFRotary`. None detects it by comparing the output of
+            each module for two positions and raises if no layout matches; give it for a
+            model on the meta device, whose modules cannot be called.
 
     Example:
         >>> class Rotary(nn.Module):
@@ -112,17 +115,18 @@ def replace_rotary(model: nn.Module, *, spread: str | None = None) -> int:
         >>> replace_rotary(model, spread="halves"), type(model[0]).__name__
         (1, 'HFRotary')
     """
-    found = rotary_places(model)
-    if not found:
+    places = rotary_places(model)
+    if not places:
         raise ValueError("model must have rotary modules with inv_freq, got none")
-    new = [_in_place_of(child, spread) for _, _, child in found]
-    for (parent, name, _), rotary in zip(found, new, strict=True):
+    # All replacements are built before the model is changed.
+    replacements = [_replacement(child, spread) for _, _, child in places]
+    for (parent, name, _), rotary in zip(places, replacements, strict=True):
         setattr(parent, name, rotary)
-    return len(new)
+    return len(places)
 
 
 def rotary_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return the rotary modules of a transformers model: parent, name and module."""
+    """Return the parent, attribute name and module of each rotary module of a model."""
     return [
         (parent, name, child)
         for parent in model.modules()
@@ -132,34 +136,34 @@ def rotary_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def _layer_types(config: Any) -> list[str | None]:
-    plain = config.to_dict() if hasattr(config, "to_dict") else config
-    rope = plain.get("rope_parameters") or {}
+    options = config.to_dict() if hasattr(config, "to_dict") else config
+    rope = options.get("rope_parameters") or {}
     types = [name for name, value in rope.items() if isinstance(value, dict)]
-    # A small model may lack layers of a type, and its own module then knows nothing of it.
-    used = plain.get("layer_types") or types
+    # The model's module has no buffers for types that none of its layers has.
+    used = options.get("layer_types") or types
     return [name for name in types if name in used] or [None]
 
 
-def _in_place_of(module: Any, spread: str | None) -> HFRotary:
+def _replacement(module: Any, spread: str | None) -> HFRotary:
     device = next(module.buffers()).device
     if spread is not None:
         return HFRotary(module.config, spread=spread).to(device)
     x, ids = torch.zeros(1, device=device), torch.tensor([[0, 1]], device=device)
     for spread in _SPREADS:
         ours = HFRotary(module.config, spread=spread).to(device)
-        types = [name for name in ours.layers if name != "every"]
+        types = [name for name in ours.layers if name != _ALL]
         calls = [(x, ids, name) for name in types] or [(x, ids)]
-        if all(_same(ours(*call), module(*call)) for call in calls):
+        if all(_is_close(ours(*call), module(*call)) for call in calls):
             return ours
     raise ValueError(
         f"{type(module).__name__} must return cosines and sines for each feature of a head"
     )
 
 
-def _same(ours: tuple[Tensor, Tensor], theirs: Any) -> bool:
+def _is_close(ours: tuple[Tensor, Tensor], theirs: Any) -> bool:
     if not isinstance(theirs, tuple) or len(theirs) != 2:
         return False
-    # Theirs may have been cast: half precision rounds a frequency by a part in 256.
+    # The module may have been cast: bfloat16 frequencies have a relative error of 1/256.
     return all(
         isinstance(b, Tensor)
         and a.shape == b.shape

@@ -1,4 +1,4 @@
-"""KERPLE for torch: a learned penalty that grows with distance."""
+"""KERPLE for torch: a learned attention bias that decreases with distance."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import one_of, positive
+from ..files.layer_configs import config_of
 from ..positions.kerple import (
     FORMS,
     LEAST,
@@ -21,26 +22,26 @@ from ._tensors.buffers import name_of, upcast
 
 
 class KerpleBias(Bias):
-    """Takes a learned function of distance off the score of every query and key.
+    """KERPLE attention bias: a learned function of the distance ``d`` per head.
 
     Args:
-        num_heads: Pairs of numbers, one for each head. Positive.
+        num_heads: Number of heads.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: The numbers to use, not copied if they fit; drawn as published if None.
-        r2: Likewise.
-        device: Where the numbers are.
-        dtype: What they are kept in.
+        r1: Initial values, not copied if possible; None draws them as published.
+        r2: Initial values, in the same form as ``r1``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Shape:
         - r1, r2: ``(num_heads,)``
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
+          k_length)`` if either side has a batch
 
-    Numbers below 0.01, and powers above 2, are used as 0.01 and 2 and then get no gradient;
-    call :meth:`project` after an optimizer step. Autocast changes nothing: distances and
-    logarithms are float32.
+    Parameters are clamped to at least 0.01, and powers to at most 2; clamped values get no
+    gradient, so call :meth:`project` after an optimizer step. The bias is computed in
+    float32, also under autocast.
 
     Example:
         >>> layer = KerpleBias(1, form="power", r1=[3.0], r2=[2.0])
@@ -66,8 +67,8 @@ class KerpleBias(Bias):
         self.form: Form = form
         self.num_heads = positive("num_heads", num_heads)
         for name, value in (("r1", r1), ("r2", r2)):
-            found = parameter(value, (num_heads,), device=device, dtype=dtype, name=name)
-            setattr(self, name, found)
+            values = parameter(value, (num_heads,), device=device, dtype=dtype, name=name)
+            setattr(self, name, values)
             if value is None:
                 self._draw(name)
         if self.r1.dtype != self.r2.dtype:
@@ -77,7 +78,7 @@ class KerpleBias(Bias):
             )
 
     def reset_parameters(self) -> None:
-        """Draw both numbers of every head anew."""
+        """Draw ``r1`` and ``r2`` from their initial distributions."""
         self._draw("r1")
         self._draw("r2")
 
@@ -88,16 +89,16 @@ class KerpleBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
+        """Return the bias of every query-key pair.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
-                float64 for float64 parameters, and rounded once.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the output; the dtype of the parameters if None. Computed in
+                float32, or float64 for float64 parameters, and rounded once.
         """
         out = kerple_bias(
-            *self._pair(q_positions, k_positions),
+            *self._checked_pair(q_positions, k_positions),
             r1=upcast(self.r1),
             r2=upcast(self.r2),
             form=self.form,
@@ -106,29 +107,25 @@ class KerpleBias(Bias):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring stored numbers back within their limits, after an optimizer step."""
+        """Clamp the parameters in place, after an optimizer step."""
         r1, r2 = kerple_limited(self.r1, self.r2, form=self.form)
         self.r1.copy_(r1)
         self.r2.copy_(r2)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "form": self.form,
-            "dtype": name_of(self.r1.dtype),
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=name_of(self.r1.dtype))
 
     def _draw(self, name: str) -> None:
-        # The factor of the logarithm and the power reach 2, as published.
+        # As published: r1 of "log" and r2 of "power" are drawn up to 2, the others up to 1.
         doubled = (name == "r1") == (self.form == "log")
         nn.init.uniform_(self.get_parameter(name), LEAST, 2.0 if doubled else 1.0)
 
     def _pair_bias(self) -> PairBias:
-        form, each_r1, each_r2 = self.form, self.r1, self.r2
+        form, all_r1, all_r2 = self.form, self.r1, self.r2
 
         def pair_bias(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            r1, r2 = upcast(each_r1[h]), upcast(each_r2[h])
+            r1, r2 = upcast(all_r1[h]), upcast(all_r2[h])
             r1, r2 = kerple_limited(r1, r2, form=form)
             distance = (k - q).abs().to(r1.dtype)
             if form == "log":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._check import one_of, positive
 from ..files.hf import rotary_from_hf
+from ..files.layer_configs import config_of
 from ..positions.frequencies import layer_frequencies
 from ..positions.ids import check_axes
 from ..positions.phases import axial_phases, phase_tables, phases
@@ -30,47 +31,47 @@ from ._positions.arguments import (
     positions_for,
     positions_tensor,
 )
-from ._positions.rotate import integer_phases, turned, whole_positions
+from ._positions.rotate import integer_phases, integer_positions, rotate_fused
 from ._tensors.buffers import Precomputed, upcast
 from ._tensors.memory import concrete, fusable
 
 
 class RotaryPositions(Precomputed):
-    """Rotates queries or keys by their positions. Has no parameters.
+    """Rotary position embedding (RoPE) of queries or keys. Has no parameters.
 
     Args:
         head_dim: Size of the last axis of the input. Positive, and even unless
             ``rotary_dim`` is given.
-        base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
-            form a pair, a checkpoint fits one; see :func:`firstlayer.positions.rotary.rotate`.
-        scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
+        base: Base of the frequencies (``rope_theta``).
+        layout: Which features form a pair: ``"half"``, ``"interleaved"`` or
+            ``"interleaved_to_half"``. It must match the checkpoint; see
+            :func:`firstlayer.positions.rotary.rotate`.
+        scaling: Rule for long contexts, such as ``YaRN(factor=4.0,
             original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
-        rotary_dim: How many features are rotated, the first ones; None is all.
-        sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
-            one coordinate.
-        interleaved_sections: Deal the pairs out in turn (Qwen3-VL) instead of in runs
-            (Qwen2-VL).
-        frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
-            ``scaling``, ``rotary_dim`` and ``sections``; for images, what
-            :func:`firstlayer.positions.rotary.qwen_axial_frequencies` makes.
+        rotary_dim: Number of leading features to rotate; None is all.
+        sections: Number of pairs rotated by each coordinate (M-RoPE); None if a position
+            is a single number.
+        interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
+            in contiguous sections (Qwen2-VL).
+        frequencies: Precomputed frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
+            ``base``, ``scaling``, ``rotary_dim`` and ``sections``. For images, see
+            :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
-        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
-          …`` moved on by ``offset``. With several coordinates they come first, ``(axes,
+        - positions: ``(length,)`` or ``(batch, length)``, integers or floats; None is
+          ``offset, offset + 1, …``. Several coordinates are on the first axis, ``(axes,
           length)`` or ``(axes, batch, length)``.
-        - output: as ``x``, in the dtype of ``x``
+        - output: the shape and dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError on the
-    CPU, and NaN on other devices and in compiled code. A rule that depends on the length is
-    unscaled (DynamicNTK) or short (LongRoPE) until :meth:`at_length`; make that copy
-    outside of compiled code, which compiles at most once for each.
+    There is no maximum length. Positions of absolute value 2^24 or more raise a ValueError
+    on the CPU and give NaN on other devices and in compiled code. Rules that depend on the
+    sequence length start unscaled (DynamicNTK) or with the short factors (LongRoPE); call
+    :meth:`at_length`, outside of compiled code, for a copy with another length.
 
-    Half precision is widened, turned in float32 and rounded once. Autocast changes nothing:
-    angles are float32, the output has the dtype of ``x``.
+    Half precision is upcast to float32 and rounded once, also under autocast.
 
     Example:
         >>> layer = RotaryPositions(2)
@@ -100,7 +101,7 @@ class RotaryPositions(Precomputed):
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
-        #: Angle per position of each pair, in float64, and what its turns are enlarged by.
+        #: Radians per position of each pair, in float64, and the factor of cos and sin.
         self.frequencies, self.attention_factor = layer_frequencies(
             head_dim,
             base=base,
@@ -110,12 +111,12 @@ class RotaryPositions(Precomputed):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        #: How many coordinates a position has; None if it is a single number.
+        #: Number of coordinates per position; None if a position is a single number.
         self.axes = None if self.frequencies.ndim == 1 else len(self.frequencies)
         self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
-        self.ready = frequencies is not None
+        self._frequencies_given = frequencies is not None
         self.layout: Layout = layout
         self._build()
 
@@ -123,14 +124,15 @@ class RotaryPositions(Precomputed):
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
     ) -> Self:
-        """Return the layer of a transformers model; see :func:`firstlayer.files.hf.rotary_from_hf`.
+        """Return the rotary layer that a transformers config describes.
 
-        :func:`firstlayer.torch.hf.replace_rotary` puts it into the model itself.
+        See :func:`firstlayer.files.hf.rotary_from_hf` for supported configs and
+        :func:`firstlayer.torch.hf.replace_rotary` to use it inside the model.
 
         Args:
-            config: The model's config, as a dict or an object with ``to_dict``.
-            layer_type: Which layers, where rope parameters are given for each type.
-            heads_axis: As for the layer.
+            config: Model config, a dict or an object with ``to_dict``.
+            layer_type: Layer type, if the config has rope parameters per layer type.
+            heads_axis: -3 or -2, as in the constructor.
 
         Example:
             >>> gptj = {"model_type": "gptj", "n_embd": 64, "n_head": 2, "rotary_dim": 8}
@@ -146,38 +148,38 @@ class RotaryPositions(Precomputed):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*lead head_dim"]:
-        """Return ``x`` turned by its positions.
+        """Return ``x`` rotated by its positions.
 
         Args:
             x: Queries or keys.
-            positions: Where each vector stands; None counts from ``offset``.
-            offset: How many positions came before, a number or one per row.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, or one number per row.
         """
         self._check(x)
-        on_kernels, axis = fusable(x), self.heads_axis
+        can_fuse = fusable(x)
         if positions is not None and not isinstance(positions, Tensor):
             positions = positions_tensor(positions, device=x.device)
-        if on_kernels and self.axes is None:
-            at = whole_positions(x, positions=positions, offset=offset, heads_axis=axis)
+        if can_fuse and self.axes is None:
+            at = integer_positions(
+                x, positions=positions, offset=offset, heads_axis=self.heads_axis
+            )
             if at is not None:
-                return self._turned(x, integer_phases(at, self._array(x)), at.shape)
-        found, axial = self._positions(x, positions, offset), self.axes is not None
-        lined = over_heads(found, x, heads_axis=axis, axial=axial)
-        cos, sin = self._phases(lined, x.dtype)
-        if on_kernels and concrete(cos) and not cos.requires_grad:
-            turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
-            return self._turned(x, turn, tuple(cos.shape[:-1]))
+                return self._fused(x, integer_phases(at, self._host_tables(x)), at.shape)
+        cos, sin = self._phases(self._positions(x, positions, offset), x.dtype)
+        if can_fuse and concrete(cos) and not cos.requires_grad:
+            both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
+            return self._fused(x, both, tuple(cos.shape[:-1]))
         return rotate(upcast(x), cos, sin, layout=self.layout).to(x.dtype)
 
     def phases(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "*seq pairs"], Float[Tensor, "*seq pairs"]]:
-        """Return the cosine and the sine of each pair, attention factor included.
+        """Return the cosine and the sine of each pair, times the attention factor.
 
         Args:
-            positions: Integers or reals of any shape; with several coordinates, they come
-                first.
-            dtype: float32, which is the default, or float64.
+            positions: Integers or floats of any shape; several coordinates are on the
+                first axis.
+            dtype: float32, the default, or float64.
 
         Example:
             >>> cos, sin = RotaryPositions(4).phases([0, 100], dtype=torch.float64)
@@ -185,13 +187,15 @@ class RotaryPositions(Precomputed):
             tensor([[ 0.0000,  0.0000],
                     [-0.5064,  0.8415]], dtype=torch.float64)
         """
-        found = positions_tensor(positions, device=self.bits.device)
+        positions = positions_tensor(positions, device=self.bits.device)
         if self.axes is not None:
-            check_axes(found, self.axes)
-        return self._phases(in_reach(found), dtype or torch.float32)
+            check_axes(positions, self.axes)
+        return self._phases(in_reach(positions), dtype or torch.float32)
 
     def at_length(self, n: int) -> Self:
-        """Return a copy for sequences of ``n`` positions; most rules make the same one.
+        """Return a copy with the scaling for sequences of ``n`` positions.
+
+        The copy equals this layer unless its rule is DynamicNTK or LongRoPE.
 
         Example:
             >>> from firstlayer.positions.scaling import DynamicNTK
@@ -207,14 +211,14 @@ class RotaryPositions(Precomputed):
     def rerotate(
         self, keys: Float[Tensor, "*lead head_dim"], delta: Offset
     ) -> Float[Tensor, "*lead head_dim"]:
-        """Return rotated keys moved on by ``delta`` positions, as when a cache is cut.
+        """Return rotated keys shifted by ``delta`` positions, as for a trimmed KV cache.
+
+        The attention factor is not applied again.
 
         Args:
-            keys: What this layer returned.
-            delta: A number, or a tensor of one per row (the first axis of ``keys``);
-                negative moves back. All coordinates of a position move alike.
-
-        The attention factor, which the keys have already, is not applied again.
+            keys: Output of this layer.
+            delta: Number of positions, or one number per row (the first axis of ``keys``);
+                may be negative. Applied to every coordinate of a position.
 
         Example:
             >>> layer, k = RotaryPositions(4), torch.ones(3, 4)
@@ -223,26 +227,17 @@ class RotaryPositions(Precomputed):
             True
         """
         self._check(keys, "keys")
-        delta = positions_tensor(delta, device=keys.device, name="delta")
-        lined = over_rows(delta, keys, axes=self.axes)
-        phases = self._phases(in_reach(lined, name="delta"), keys.dtype)
-        cos, sin = (turn / self.attention_factor for turn in phases)
+        shift = positions_tensor(delta, device=keys.device, name="delta")
+        shift = in_reach(over_rows(shift, keys, axes=self.axes), name="delta")
+        phases = self._phases(shift, keys.dtype)
+        cos, sin = (phase / self.attention_factor for phase in phases)
         layout = "interleaved" if self.layout == "interleaved" else "half"
         return rotate(upcast(keys), cos, sin, layout=layout).to(keys.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "head_dim": self.head_dim,
-            "base": self.base,
-            "layout": self.layout,
-            "scaling": None if self.scaling is None else self.scaling.to_dict(),
-            "rotary_dim": self.rotary_dim,
-            "sections": self.sections,
-            "interleaved_sections": self.interleaved_sections,
-            "frequencies": self.frequencies.tolist() if self.ready else None,
-            "heads_axis": self.heads_axis,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        given = self.frequencies if self._frequencies_given else None
+        return config_of(self, frequencies=given)
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = phase_tables(self.frequencies, scale=self.attention_factor)
@@ -255,25 +250,27 @@ class RotaryPositions(Precomputed):
         rates = self._floats("rate_bits", dtype, positions.device)
         return (phases if self.axes is None else axial_phases)(positions, tables, rates)
 
-    def _turned(self, x: Tensor, turn: np.ndarray, seq: tuple[int, ...]) -> Tensor:
+    def _fused(self, x: Tensor, both: np.ndarray, seq: tuple[int, ...]) -> Tensor:
         read, write = self.layout == "half", self.layout != "interleaved"
-        return turned(x, turn, seq, read_half=read, write_half=write)
+        return rotate_fused(x, both, seq, read_half=read, write_half=write)
 
-    def _array(self, x: Tensor) -> np.ndarray:
+    def _host_tables(self, x: Tensor) -> np.ndarray:
         tables = self._integers("bits", x.device)[0].numpy().view(np.float32)
         return tables.astype(np.float64) if x.dtype == torch.float64 else tables
 
     def _positions(self, x: Tensor, positions: Any, offset: Any) -> Tensor:
-        if positions is None and self.axes is not None and self.ready:
+        """Return the positions of ``x``, checked and broadcastable against it."""
+        if positions is None and self.axes is not None and self._frequencies_given:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
         length = x.shape[-2 if self.heads_axis == -3 else -3]
-        found = positions_for(x, length=length, positions=positions, offset=offset)
+        at = positions_for(x, length=length, positions=positions, offset=offset)
         if self.axes is not None:
             if positions is None:
-                # Text, whose time, height and width are one.
-                found = found.expand(self.axes, *found.shape)
-            check_axes(found, self.axes)
-        return in_reach(found)
+                # Text tokens have the same position on every axis.
+                at = at.expand(self.axes, *at.shape)
+            check_axes(at, self.axes)
+        axial = self.axes is not None
+        return over_heads(in_reach(at), x, heads_axis=self.heads_axis, axial=axial)
 
     def _check(self, x: Tensor, name: str = "x") -> None:
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")

@@ -1,4 +1,4 @@
-"""Shaw's relative keys for torch: queries are also compared with a vector by distance."""
+"""Shaw's relative position representations for torch: a learned key per distance."""
 
 from typing import Any
 
@@ -7,34 +7,35 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import not_negative, positive
+from ..files.layer_configs import config_of
 from ..positions.shaw import shaw_scores
 from ._positions.arguments import Positions, check_vectors
-from ._positions.bias import checked, parameter
+from ._positions.bias import checked_positions, parameter
 from ._tensors.buffers import in_full_precision, name_of, repr_of
 
 
 class ShawScores(nn.Module):
-    """Scores queries and keys, with a learned vector for the distance between them.
+    """Attention scores with a learned key vector per relative position (Shaw et al.).
 
     Args:
-        head_dim: Size of the last axis of queries and keys. Positive.
-        max_left: The farthest distance before the query with a vector of its own.
-        max_right: The farthest distance after the query with a vector of its own.
-        weight: The table to use, not copied if it fits; drawn with standard deviation 0.02
-            if None.
-        device: Where the table is.
-        dtype: What the table is kept in.
+        head_dim: Size of the last axis of queries and keys.
+        max_left: Largest distance before the query with its own vector.
+        max_right: Largest distance after the query with its own vector.
+        weight: Initial table, not copied if possible. None draws it from a truncated
+            normal distribution with standard deviation 0.02.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
-        - weight: ``(max_left + max_right + 1, head_dim)``, farthest before first
+        - weight: ``(max_left + max_right + 1, head_dim)``, farthest before the query first
         - q: ``(..., heads, q_length, head_dim)`` or ``(..., q_length, head_dim)``
-        - k: as ``q``, of ``k_length``
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - k: as ``q``, with ``k_length``
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
         - output: ``(..., q_length, k_length)``, divided by √head_dim, in the dtype of ``q``
 
-    Products are made in float32 (float64 if any side is), also under autocast, which is
-    switched off inside, and rounded once.
+    Scores are computed in float32 (float64 if any input is) and rounded once; autocast is
+    disabled inside.
 
     Example:
         >>> layer = ShawScores(4, max_left=64, max_right=8)
@@ -63,7 +64,7 @@ class ShawScores(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew."""
+        """Draw the table from its initial distribution."""
         nn.init.trunc_normal_(self.weight, std=0.02, a=-0.04, b=0.04)
 
     def scores(
@@ -73,24 +74,24 @@ class ShawScores(nn.Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Tensor, "*lead q_length k_length"]:
-        """Return the scores of every query and key.
+        """Return the scores of every query-key pair, divided by √head_dim.
 
         Args:
-            q: The queries, without positions.
-            k: The keys, without positions.
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
+            q: Queries without position information.
+            k: Keys without position information.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
         """
         for name, x in (("q", q), ("k", k)):
             check_vectors(x, self.head_dim, name=name)
         with in_full_precision(q.device):
-            wide_q, wide_k, weight = _widened_together(q, k, self.weight)
+            inputs = _upcast_together(q, k, self.weight)
             out = shaw_scores(
-                wide_q,
-                wide_k,
-                q_positions=checked("q_positions", q_positions, q.device),
-                k_positions=checked("k_positions", k_positions, q.device),
-                weight=weight,
+                inputs[0],
+                inputs[1],
+                q_positions=checked_positions("q_positions", q_positions, q.device),
+                k_positions=checked_positions("k_positions", k_positions, q.device),
+                weight=inputs[2],
                 max_left=self.max_left,
             )
         return out.to(q.dtype)
@@ -102,22 +103,17 @@ class ShawScores(nn.Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Tensor, "*lead q_length k_length"]:
-        """Return the scores of every query and key; see :meth:`scores`."""
+        """Return the scores of every query-key pair; see :meth:`scores`."""
         return self.scores(q, k, q_positions, k_positions)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "head_dim": self.head_dim,
-            "max_left": self.max_left,
-            "max_right": self.max_right,
-            "dtype": name_of(self.weight.dtype),
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=name_of(self.weight.dtype))
 
     def extra_repr(self) -> str:
         return repr_of(self)
 
 
-def _widened_together(*tensors: Tensor) -> list[Tensor]:
-    double = any(x.dtype == torch.float64 for x in tensors)
-    return [x.to(torch.float64 if double else torch.float32) for x in tensors]
+def _upcast_together(*tensors: Tensor) -> list[Tensor]:
+    any_double = any(x.dtype == torch.float64 for x in tensors)
+    return [x.to(torch.float64 if any_double else torch.float32) for x in tensors]

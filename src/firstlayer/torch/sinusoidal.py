@@ -34,33 +34,34 @@ from ._tensors.memory import array_of, concrete, tensor_of, threads_of_torch
 
 
 class SinusoidalPositions(Precomputed):
-    """Adds to each vector the sines and cosines of its position. Has no parameters.
+    """Adds sinusoidal position encodings to vectors. Has no parameters.
 
     Args:
-        embedding_dim: Width of a vector. A multiple of ``axes``.
-        base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
-        shift: What the exponents' denominator is smaller by, 0 or 1; see
+        embedding_dim: Width of each vector. A multiple of ``axes``.
+        base: Base of the frequencies.
+        layout: ``"interleaved"`` or ``"half"``; see
+            :func:`firstlayer.positions.sinusoidal.encode`.
+        shift: Subtracted from the denominator of the exponents, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
-        cos_first: Swap sines and cosines.
-        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
-        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: How many coordinates a position has. Each gets an equal share of the
-            features, in the order of the axes.
-        frequency_scale: What every frequency is multiplied by.
+        cos_first: Cosine before sine.
+        scale: Factor of the encodings; MLX uses ``(2 / embedding_dim) ** 0.5``.
+        odd: Last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: Number of coordinates per position. Each gets an equal share of the features,
+            in order.
+        frequency_scale: Factor of every frequency.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
-        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
-          …`` moved on by ``offset``. With several axes the coordinates come first,
-          ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
-        - output: as ``x``, in the dtype of ``x``
+        - positions: ``(length,)`` or ``(batch, length)``, integers or floats; None is
+          ``offset, offset + 1, …``. Several coordinates are on the first axis, ``(axes,
+          length)`` or ``(axes, batch, length)``, and must be given.
+        - output: the shape and dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError on the
-    CPU, and NaN on other devices and in compiled code.
+    There is no maximum length. Positions of absolute value 2^24 or more raise a ValueError
+    on the CPU and give NaN on other devices and in compiled code.
 
-    Waves are float32 and are added in float32, float64 for float64; the sum is rounded to
-    the dtype of ``x`` once. Autocast changes nothing.
+    The sum is computed in float32 (float64 for float64) and rounded once, also under
+    autocast.
 
     Example:
         >>> layer = SinusoidalPositions(4)
@@ -104,7 +105,7 @@ class SinusoidalPositions(Precomputed):
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+        """Return the encodings of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
 
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0])
@@ -114,7 +115,7 @@ class SinusoidalPositions(Precomputed):
 
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+        """Return the encodings of Marian and Pegasus; with ``axes=2``, of ViT-MAE.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0])
@@ -124,9 +125,9 @@ class SinusoidalPositions(Precomputed):
 
     @classmethod
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+        """Return the timestep encodings of diffusion models (DiT, Stable Diffusion).
 
-        Give ``shift=1, cos_first=False`` for the first diffusion models.
+        The original DDPM uses ``shift=1, cos_first=False``.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0])
@@ -141,71 +142,57 @@ class SinusoidalPositions(Precomputed):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
-        """Return ``x`` with the waves of its positions added.
+        """Return ``x`` plus the encodings of its positions.
 
         Args:
-            x: Vectors of tokens.
-            positions: Where each vector stands; None counts from ``offset``.
-            offset: How many positions came before, a number or one per row.
+            x: Token vectors.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, or one number per row.
         """
         check_vectors(x, self.embedding_dim)
-        found = positions_of(x, positions=positions, offset=offset, axes=self.axes)
-        return (upcast(x) + self._features(found, x.dtype)).to(x.dtype)
+        positions = positions_of(x, positions=positions, offset=offset, axes=self.axes)
+        return (upcast(x) + self._features(positions, x.dtype)).to(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> Float[Tensor, "*seq embedding_dim"]:
-        """Return the vectors that are added at these positions.
+        """Return the encodings of positions.
 
         Args:
-            positions: Integers or reals of any shape; with several axes, the coordinates
-                come first.
-            dtype: What the vectors are rounded to, float32 by default.
+            positions: Integers or floats of any shape; several coordinates are on the
+                first axis.
+            dtype: Dtype of the output; float32 if None.
         """
-        found = positions_tensor(positions, device=self.bits.device)
+        positions = positions_tensor(positions, device=self.bits.device)
         if self.axes > 1:
-            check_axes(found, self.axes)
+            check_axes(positions, self.axes)
         dtype = dtype or torch.float32
-        return self._features(found, dtype).to(dtype)
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "embedding_dim": self.embedding_dim,
-            "base": self.base,
-            "layout": self.layout,
-            "shift": self.shift,
-            "cos_first": self.cos_first,
-            "scale": self.scale,
-            "odd": self.odd,
-            "axes": self.axes,
-            "frequency_scale": self.frequency_scale,
-        }
+        return self._features(positions, dtype).to(dtype)
 
     def _tables(self) -> dict[str, np.ndarray]:
-        found = frequencies(
+        rates = frequencies(
             self.embedding_dim // self.axes,
             base=self.base,
             shift=self.shift,
             odd=self.odd,
             frequency_scale=self.frequency_scale,
         )
-        tables, rates = phase_tables(found, scale=self.scale)
+        tables, rates = phase_tables(rates, scale=self.scale)
         return {"bits": tables, "rate_bits": rates}
 
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         tables = self._floats("bits", dtype, positions.device)
         rates = self._floats("rate_bits", dtype, positions.device)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "embedding_dim": self.embedding_dim // self.axes,
             "layout": self.layout,
             "cos_first": self.cos_first,
         }
-        near = in_reach(positions)
-        if not near.is_floating_point() and concrete(near, tables):
-            arrays = map(array_of, (near, tables, rates))
+        positions = in_reach(positions)
+        if not positions.is_floating_point() and concrete(positions, tables):
+            arrays = map(array_of, (positions, tables, rates))
             with threads_of_torch():
-                features = tensor_of(features_at(*arrays, **how))
+                features = tensor_of(features_at(*arrays, **options))
         else:
-            features = encode(*phases(near, tables, rates), **how)
+            features = encode(*phases(positions, tables, rates), **options)
         return join_axes(features) if self.axes > 1 else features

@@ -1,4 +1,4 @@
-"""T5's relative bias for torch: a learned number for each bucket of distances."""
+"""T5's relative position bias for torch: one learned scalar per bucket and head."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import positive
+from ..files.layer_configs import config_of
 from ..positions.t5 import reach, t5_bias, t5_buckets
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
@@ -15,42 +16,42 @@ from ._tensors.buffers import name_of, upcast
 
 
 class T5Bias(Bias):
-    """Adds a learned number to the score of every query and key, by their distance.
+    """T5's relative position bias.
 
     Args:
-        num_heads: Numbers for each bucket. Positive.
-        num_buckets: Rows of the table: even and at least 4, or at least 2 if not
+        num_heads: Number of heads.
+        num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: From here on all distances share a bucket. Greater than the number of
-            distances with a bucket of their own: ``num_buckets`` by 4, or by 2 if not
-            ``bidirectional``.
-        bidirectional: Whether keys after the query are told apart: True in T5's encoder,
-            False in its decoder.
-        weight: The table to use, not copied if it fits; drawn with standard deviation 0.02
-            if None.
-        device: Where the table is.
-        dtype: What the table is kept in.
+        max_distance: Distance from which on all distances share the last bucket. Greater
+            than the number of buckets that hold one distance: ``num_buckets // 4``, or
+            ``num_buckets // 2`` if not ``bidirectional``.
+        bidirectional: Distinguish keys after the query: True in T5's encoder, False in its
+            decoder.
+        weight: Initial table, not copied if possible. None draws it from a truncated
+            normal distribution with standard deviation 0.02.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
         - weight: ``(num_buckets, num_heads)``
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
+          k_length)`` if either side has a batch
 
-    T5 does not divide its scores by the root of head_dim, and one table serves all layers.
-    If ``bidirectional``, the first row of the second half is never used, as in T5. Autocast
-    changes nothing, and the table's gradient is summed in float32, whatever its dtype.
+    T5 does not scale its scores by ``head_dim ** -0.5`` and shares one table among all
+    layers. If ``bidirectional``, the first row of the second half is unused, as in T5. The
+    gradient of a half-precision table is summed in float32, also under autocast.
 
     Example:
         >>> layer = T5Bias(8)
-        >>> whole = layer.bias(range(200), range(200))
+        >>> full = layer.bias(range(200), range(200))
         >>> step = layer.bias([199], range(200))
-        >>> step.shape, bool((step[:, 0] == whole[:, -1]).all())
+        >>> step.shape, bool((step[:, 0] == full[:, -1]).all())
         (torch.Size([8, 1, 200]), True)
     """
 
-    #: The bucket of each distance, from the farthest before the query onwards.
+    #: Bucket of each relative position, from the farthest before the query onwards.
     buckets: Tensor
 
     def __init__(
@@ -75,7 +76,7 @@ class T5Bias(Bias):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew."""
+        """Draw the table from its initial distribution."""
         nn.init.trunc_normal_(self.weight, std=0.02, a=-0.04, b=0.04)
 
     def bias(
@@ -85,14 +86,14 @@ class T5Bias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
+        """Return the bias of every query-key pair.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the table's if None.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the output; the dtype of the table if None.
         """
-        q_positions, k_positions = self._pair(q_positions, k_positions)
+        q_positions, k_positions = self._checked_pair(q_positions, k_positions)
         out = t5_bias(
             q_positions,
             k_positions,
@@ -103,14 +104,8 @@ class T5Bias(Bias):
         return out.to(dtype or self.weight.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "num_buckets": self.num_buckets,
-            "max_distance": self.max_distance,
-            "bidirectional": self.bidirectional,
-            "dtype": name_of(self.weight.dtype),
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=name_of(self.weight.dtype))
 
     def _tables(self) -> dict[str, np.ndarray]:
         buckets = t5_buckets(
@@ -123,15 +118,15 @@ class T5Bias(Bias):
     def _pair_bias(self) -> PairBias:
         buckets = self._integers("buckets", self.weight.device)
         left, right = reach(buckets, bidirectional=self.bidirectional)
-        # As tensors: a number that differs between two layers would become a symbol, which
-        # flex_attention on the CPU does not take.
+        # Tensors, not ints: an int that differs between two layers becomes a symbolic size
+        # under torch.compile, which flex_attention does not support on the CPU.
         first, last = buckets.new_tensor(-left), buckets.new_tensor(right)
         weight = self.weight
 
         def pair_bias(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            near = torch.clamp(k - q, first, last)
-            if near.is_floating_point():
-                near = torch.trunc(near)
-            return weight[buckets[(near - first).to(torch.int64)], h]
+            relative = torch.clamp(k - q, first, last)
+            if relative.is_floating_point():
+                relative = torch.trunc(relative)
+            return weight[buckets[(relative - first).to(torch.int64)], h]
 
         return pair_bias

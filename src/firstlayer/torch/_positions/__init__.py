@@ -1,1 +1,1 @@
-"""Parts shared by the position layers on torch."""
+"""Helpers shared by the torch position layers."""

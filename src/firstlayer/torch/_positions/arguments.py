@@ -1,9 +1,8 @@
-"""Which position is whose: what the caller gave, or 0, 1, … moved on by an offset.
+"""Position arguments of the torch layers: conversion, default positions and checks.
 
-Positions that are concrete on the CPU are checked and refused in the core's own sentences.
-On other devices, under ``torch.compile``, ``torch.export`` and ``torch.func`` nothing is
-looked at, for that would wait for the device or break the graph: what is out of reach is
-NaN there.
+Concrete positions on the CPU are checked. On other devices and under ``torch.compile``,
+``torch.export`` and ``torch.func`` values are not read, because that would synchronize with
+the device or break the graph; positions beyond the limit give NaN there.
 """
 
 from collections.abc import Sequence
@@ -27,29 +26,29 @@ Offset = Shaped[Tensor, "..."] | Sequence[Any] | int | float
 def positions_tensor(
     value: Any, *, device: torch.device, name: str = "positions"
 ) -> Shaped[Tensor, "*seq"]:
-    """Return ``value`` as a tensor of integers or reals; anything else is a TypeError."""
+    """Return ``value`` as a tensor of integers or floats, or raise a TypeError."""
     if isinstance(value, Tensor):
-        found = value
+        positions = value
     else:
         if isinstance(value, range):
             return torch.arange(value.start, value.stop, value.step, device=device)
         try:
-            found = torch.as_tensor(value, device=device)
+            positions = torch.as_tensor(value, device=device)
         except (TypeError, RuntimeError):
             positions_array(value, name=name)
             raise
-        if found.is_floating_point() and found.dtype.itemsize < 4:
-            # Python's numbers come in torch's default dtype, which may be a half one.
-            found = torch.as_tensor(value, device=device, dtype=torch.float32)
-    if found.dtype == torch.bool or found.is_complex():
-        raise TypeError(f"{name} must be integers or reals, got {name_of(found.dtype)}")
-    return found
+        if positions.is_floating_point() and positions.dtype.itemsize < 4:
+            # Python floats get torch's default dtype, which may be half precision.
+            positions = torch.as_tensor(value, device=device, dtype=torch.float32)
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"{name} must be integers or reals, got {name_of(positions.dtype)}")
+    return positions
 
 
 def positions_for(
     x: Tensor, *, length: int, positions: Any, offset: Any
 ) -> Shaped[Tensor, "*seq"]:
-    """Return those given, or ``0, 1, …`` moved on by ``offset``, on the device of ``x``."""
+    """Return the given positions, or ``offset, offset + 1, …``, on the device of ``x``."""
     if positions is not None:
         positions = positions_tensor(positions, device=x.device)
     offset = plain_offset(offset)
@@ -57,7 +56,7 @@ def positions_for(
         offset = positions_tensor(offset, device=x.device, name="offset")
         offset = signed(offset)
         if offset.is_floating_point() and offset.dtype.itemsize < 4:
-            offset = offset.float()  # the sum would be in half precision
+            offset = offset.float()  # Integers plus a half-precision offset would round.
     steps = None if positions is not None else torch.arange(length, device=x.device)
     return resolve(positions, offset=offset, steps=steps)
 
@@ -69,56 +68,58 @@ def positions_of(
     offset: Any,
     axes: int = 1,
 ) -> Shaped[Tensor, "*seq"]:
-    """Return positions for vectors, of a shape that belongs to them.
+    """Return the positions of ``x``, checked against its shape.
 
     Args:
-        x: The vectors.
-        positions: What the caller gave; None is ``0, 1, …`` moved on by ``offset``.
-        offset: How many positions came before, a number or one per row.
-        axes: How many coordinates a position has; if more than one they come first.
+        x: Vectors.
+        positions: Given positions; None is ``offset, offset + 1, …``.
+        offset: Number of preceding positions, or one number per row.
+        axes: Number of coordinates per position. If greater than 1, coordinates are on the
+            first axis.
     """
     if axes > 1 and positions is None:
         raise ValueError(f"positions must be given when axes is {axes}, got None")
-    found = positions_for(x, length=x.shape[-2], positions=positions, offset=offset)
+    positions = positions_for(x, length=x.shape[-2], positions=positions, offset=offset)
     if axes > 1:
-        check_axes(found, axes)
-    check_fit(tuple(found.shape if axes == 1 else found.shape[1:]), tuple(x.shape))
-    return found
+        check_axes(positions, axes)
+    check_fit(tuple(positions.shape if axes == 1 else positions.shape[1:]), tuple(x.shape))
+    return positions
 
 
 def in_reach(positions: Tensor, *, name: str = "positions") -> Shaped[Tensor, "*seq"]:
-    """Return positions whose digits can be taken, once concrete ones have been checked."""
+    """Return ``positions`` in a signed dtype; concrete ones must be within the limit."""
     if concrete(positions):
         positions_in_reach(on_host(positions), LIMIT, name=name)
     return signed(positions)
 
 
 def on_host(positions: Tensor) -> np.ndarray:
-    """Return concrete positions as NumPy has them, half precision widened."""
-    found = positions.detach()
-    if found.is_floating_point() and found.dtype.itemsize < 4:
-        found = found.float()
-    return found.numpy()
+    """Return concrete positions as a NumPy array, half precision upcast to float32."""
+    positions = positions.detach()
+    if positions.is_floating_point() and positions.dtype.itemsize < 4:
+        positions = positions.float()
+    return positions.numpy()
 
 
 def check_vectors(
     x: Tensor, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
 ) -> None:
-    """Refuse what are not real vectors of that width, with those axes before the last."""
+    """Raise unless ``x`` is a floating-point tensor of shape ``(..., *axes, width)``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be real, got {name_of(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:
-        want = f"(..., {', '.join(axes)}, {width})"
-        raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+        expected = f"(..., {', '.join(axes)}, {width})"
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
 
 
 def signed(positions: Shaped[Tensor, "*seq"]) -> Shaped[Tensor, "*seq"]:
-    """Return positions that torch can compare and add: unsigned types as int64."""
+    """Return unsigned positions as int64, since torch cannot compare or add them."""
     if positions.dtype in (torch.uint16, torch.uint32):
         return positions.to(torch.int64)
     if positions.dtype == torch.uint64:
-        wrapped = positions.view(torch.int64)  # what does not fit is out of any reach
+        # Values that wrapped to negative become the largest int64, beyond any limit.
+        wrapped = positions.view(torch.int64)
         return torch.where(wrapped < 0, torch.iinfo(torch.int64).max, wrapped)
     return positions

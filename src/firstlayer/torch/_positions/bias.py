@@ -1,4 +1,4 @@
-"""What the schemes on attention scores share: positions of queries and keys, score_mod."""
+"""Base class of the attention biases on torch, and their shared argument handling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +12,18 @@ from .._tensors.memory import concrete
 from .arguments import Positions, on_host, positions_tensor, signed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-#: The bias of head ``h`` for a query and a key at those positions, one by one.
+#: ``(head, q_position, k_position) -> bias`` for a single pair, as a score_mod needs it.
 PairBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Bias(Precomputed):
-    """Base of the layers whose output is added to attention scores.
+    """Base class of layers that return a bias to add to attention scores.
 
     Shape:
-        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
+        - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
+          k_length)`` if either side has a batch
     """
 
     def bias(
@@ -33,7 +33,7 @@ class Bias(Precomputed):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return what is added to the score of every query and key."""
+        """Return the bias of every query-key pair."""
         raise NotImplementedError
 
     def forward(
@@ -43,24 +43,26 @@ class Bias(Precomputed):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query-key pair; see :meth:`bias`."""
         return self.bias(q_positions, k_positions, dtype=dtype)
 
     def score_mod(
         self, q_positions: Positions | None = None, k_positions: Positions | None = None
     ) -> ScoreMod:
-        """Return the bias as ``flex_attention`` takes it: pair by pair, never a matrix.
+        """Return a ``score_mod`` for ``flex_attention`` that adds the bias.
 
-        It reads the parameters that the layer has now whenever it is called; make it again
-        where others take their place, as ``load_state_dict(assign=True)`` does, or another
-        device. On the CPU flex_attention has no backward.
+        The bias is computed pair by pair; no ``(q_length, k_length)`` matrix is built. The
+        function holds the layer's current parameters: create it again after they are
+        replaced (``load_state_dict(assign=True)``) or moved to another device. On the CPU,
+        flex_attention has no backward.
 
         Args:
-            q_positions: Where the queries stand, ``(length,)`` or ``(batch, length)``; None
-                is 0, 1, ….
-            k_positions: Likewise, the keys.
+            q_positions: Positions of the queries, ``(length,)`` or ``(batch, length)``;
+                None is 0, 1, ….
+            k_positions: Positions of the keys, in the same form.
         """
-        q_at = self._reader(q_positions, "q_positions")
-        k_at = self._reader(k_positions, "k_positions")
+        q_at = self._position_lookup(q_positions, "q_positions")
+        k_at = self._position_lookup(k_positions, "k_positions")
         pair_bias = self._pair_bias()
 
         def score_mod(
@@ -77,40 +79,43 @@ class Bias(Precomputed):
         tensors = (*self.parameters(recurse=False), *self.buffers(recurse=False))
         return tensors[0].device
 
-    def _pair(self, q_positions: Any, k_positions: Any) -> tuple[Tensor, Tensor]:
+    def _checked_pair(self, q_positions: Any, k_positions: Any) -> tuple[Tensor, Tensor]:
         return (
-            checked("q_positions", q_positions, self._device()),
-            checked("k_positions", k_positions, self._device()),
+            checked_positions("q_positions", q_positions, self._device()),
+            checked_positions("k_positions", k_positions, self._device()),
         )
 
-    def _reader(self, positions: Any, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def _position_lookup(
+        self, positions: Any, name: str
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function from a batch index and a sequence index to the position."""
         if positions is None:
             return lambda b, index: index
-        found = checked(name, positions, self._device())
-        if found.ndim not in (1, 2):
+        positions = checked_positions(name, positions, self._device())
+        if positions.ndim not in (1, 2):
             raise ValueError(
                 f"{name} must have shape (length,) or (batch, length), "
-                f"got {tuple(found.shape)}"
+                f"got {tuple(positions.shape)}"
             )
-        if found.ndim == 1:
-            return lambda b, index: found[index]
-        return lambda b, index: found[b, index]
+        if positions.ndim == 1:
+            return lambda b, index: positions[index]
+        return lambda b, index: positions[b, index]
 
 
-def checked(
+def checked_positions(
     name: str, positions: Any, device: torch.device
 ) -> Shaped[Tensor, "*batch length"]:
-    """Return positions as integers or as reals of 32 bits or more, concrete ones finite."""
-    found = signed(positions_tensor(positions, device=device, name=name))
-    if not found.is_floating_point():
-        return found.to(torch.int64)
-    found = upcast(found)
-    if concrete(found):
-        host = on_host(found)
-        known = abs(host) < float("inf")
-        if not known.all():
-            raise ValueError(f"{name} must be finite, got {host[~known].flat[0]}")
-    return found
+    """Return positions as int64, float32 or float64; concrete ones must be finite."""
+    positions = signed(positions_tensor(positions, device=device, name=name))
+    if not positions.is_floating_point():
+        return positions.to(torch.int64)
+    positions = upcast(positions)
+    if concrete(positions):
+        host = on_host(positions)
+        finite = abs(host) < float("inf")
+        if not finite.all():
+            raise ValueError(f"{name} must be finite, got {host[~finite].flat[0]}")
+    return positions
 
 
 def parameter(
@@ -121,21 +126,21 @@ def parameter(
     dtype: torch.dtype | str | None = None,
     name: str = "weight",
 ) -> nn.Parameter:
-    """Return a parameter of that shape: ``value``, not copied if it fits, or an empty one.
+    """Return ``value`` as a parameter, without a copy if possible, or an empty parameter.
 
     Args:
-        value: What the caller gave, or None.
-        shape: The shape it must have.
-        device: None keeps the one it has.
-        dtype: Likewise. A name will do.
-        name: What it is called in the sentence.
+        value: Initial values, or None.
+        shape: Required shape.
+        device: Device of the parameter; None keeps that of ``value``.
+        dtype: Dtype of the parameter or its name; None keeps that of ``value``.
+        name: Name of the parameter in error messages.
     """
     dtype = dtype_of(dtype)
     if value is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    found = torch.as_tensor(value)
-    if tuple(found.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(found.shape)}")
-    if dtype is None and not found.is_floating_point():
-        raise TypeError(f"{name} must be real, got {name_of(found.dtype)}")
-    return nn.Parameter(found.detach().to(device=device, dtype=dtype))
+    tensor = torch.as_tensor(value)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if dtype is None and not tensor.is_floating_point():
+        raise TypeError(f"{name} must be real, got {name_of(tensor.dtype)}")
+    return nn.Parameter(tensor.detach().to(device=device, dtype=dtype))

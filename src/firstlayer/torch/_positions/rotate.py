@@ -1,7 +1,8 @@
-"""Rotation on the kernels, eager on the CPU, with a gradient that is a rotation back.
+"""Rotation by the compiled kernels, for eager CPU tensors, with its backward.
 
-The forward runs here only on what the kernels take. A gradient may be anything else, such
-as the batched one of a Jacobian, and is then turned by plain operators, to the same bits.
+The backward is the inverse rotation. A gradient that the kernels cannot take, such as the
+batched gradient of a vectorized Jacobian, is rotated by torch operators with the same
+result to the bit.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,116 +21,131 @@ from ...positions.rotary import over_heads
 from ...positions.rotary_rows import inverse_phases, rotated
 from .._tensors.memory import array_of, concrete, fusable, tensor_of, threads_of_torch
 
-#: Up to this many features a kernel runs on one thread anyway.
-ALONE = 2**17
-#: Those that NumPy adds to others without making them reals.
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint32)
+#: Largest number of features that a kernel processes on one thread in any case.
+SINGLE_THREAD_FEATURES = 2**17
+#: Dtypes that NumPy adds to int64 without promotion to float64.
+INTEGER_DTYPES = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint32,
+)
 
 
-def whole_positions(
+def integer_positions(
     x: Float[Tensor, "*lead head_dim"], *, positions: Any, offset: Any, heads_axis: int
-) -> Integer[np.ndarray, "*lined"] | None:
-    """Return whole positions on the host, lined up with ``x``; None if they are not so.
+) -> Integer[np.ndarray, "*seq"] | None:
+    """Return integer positions as a NumPy array that broadcasts against ``x``.
 
-    A step of decoding is too short for operators on tensors.
+    Returns None if they are not concrete integers. NumPy, because in a decoding step the
+    overhead of tensor operators would exceed the computation.
 
     Args:
         x: Queries or keys.
-        positions: What the caller gave; None is ``0, 1, …`` moved on by ``offset``.
-        offset: How many positions came before, a number or one per row.
-        heads_axis: As in :func:`firstlayer.positions.rotary.over_heads`.
+        positions: Given positions; None is ``offset, offset + 1, …``.
+        offset: Number of preceding positions, or one number per row.
+        heads_axis: -3 or -2; see :func:`firstlayer.positions.rotary.over_heads`.
     """
     length = x.shape[-2 if heads_axis == -3 else -3]
     if positions is None and type(offset) is int and -LIMIT < offset <= LIMIT - length:
         steps = np.arange(offset, offset + length)
         return steps if heads_axis == -3 else steps[:, None]
-    found = []
+    arrays = []
     for value in (positions, offset):
         if isinstance(value, Tensor):
-            if value.dtype not in WHOLE or not concrete(value):
+            if value.dtype not in INTEGER_DTYPES or not concrete(value):
                 return None
             value = value.numpy()
         elif value is not None and type(value) is not int:
             return None
-        found.append(value)
+        arrays.append(value)
     steps = np.arange(length) if positions is None else None
-    whole = positions_in_reach(resolve(found[0], offset=found[1], steps=steps), LIMIT)
-    return over_heads(whole, x, heads_axis=heads_axis).astype(np.int64, copy=False)
+    resolved = resolve(arrays[0], offset=arrays[1], steps=steps)
+    checked = positions_in_reach(resolved, LIMIT)
+    return over_heads(checked, x, heads_axis=heads_axis).astype(np.int64, copy=False)
 
 
 def integer_phases(
-    positions: Integer[np.ndarray, "*lined"], tables: Float[np.ndarray, "2 3 256 pairs"]
-) -> Float[np.ndarray, "turns 2*pairs"]:
-    """Return the cosines of all pairs, then the sines, one row for each position."""
+    positions: Integer[np.ndarray, "*seq"], tables: Float[np.ndarray, "2 3 256 pairs"]
+) -> Float[np.ndarray, "positions 2*pairs"]:
+    """Return one row per position: the cosines of all pairs, then the sines."""
     with _threads(positions.size * tables.shape[-1]):
         return kernels.digit_phases(np.ascontiguousarray(positions).reshape(-1), tables)
 
 
-def turned(
+def rotate_fused(
     x: Float[Tensor, "*lead head_dim"],
-    turn: Float[np.ndarray, "turns cosines_and_sines"],
+    phases: Float[np.ndarray, "positions cosines_and_sines"],
     seq: tuple[int, ...],
     *,
     read_half: bool,
     write_half: bool,
 ) -> Float[Tensor, "*lead head_dim"]:
-    """Return ``x`` turned, in its dtype and laid out in memory as it is.
+    """Return ``x`` rotated by the kernels, in its dtype and memory layout.
 
     Args:
-        x: Queries or keys that kernels may run on.
-        turn: As many turns as ``seq`` has places, in the dtype ``x`` is worked on in.
-        seq: The shape that, broadcast to that of ``x`` without its features, says which
-            turn is whose.
-        read_half: Whether pair ``i`` of ``x`` is features ``i`` and ``i + pairs``;
-            otherwise it is ``2 * i`` and ``2 * i + 1``.
-        write_half: The same for the result.
+        x: Queries or keys that the kernels can read.
+        phases: One row per position of ``seq``, in the compute dtype of ``x``.
+        seq: Shape of the positions, broadcastable against ``x.shape[:-1]``.
+        read_half: Pair ``i`` of ``x`` is features ``i`` and ``i + pairs`` instead of
+            ``2 * i`` and ``2 * i + 1``.
+        write_half: The same for the output.
     """
     if x.requires_grad and torch.is_grad_enabled():
-        return _Turned.apply(x, turn, seq, read_half, write_half)  # pyright: ignore
-    return _rotated(x, turn, seq, read_half, write_half)
+        return _Rotation.apply(x, phases, seq, read_half, write_half)  # pyright: ignore
+    return _run_kernel(x, phases, seq, read_half, write_half)
 
 
-class _Turned(torch.autograd.Function):
-    """A linear map, whose gradient is the turn back: differentiable as often as wanted."""
+class _Rotation(torch.autograd.Function):
+    """Rotation with a backward that is itself differentiable, to any order."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, turn: np.ndarray, seq: Any, read: bool, write: bool
+        ctx: Any, x: Tensor, phases: np.ndarray, seq: Any, read: bool, write: bool
     ) -> Tensor:
-        ctx.turn, ctx.seq, ctx.read, ctx.write = turn, seq, read, write
-        return _rotated(x, turn, seq, read, write)
+        ctx.phases, ctx.seq, ctx.read, ctx.write = phases, seq, read, write
+        return _run_kernel(x, phases, seq, read, write)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        back, dy = inverse_phases(ctx.turn), grads[0]
+        inverse, dy = inverse_phases(ctx.phases), grads[0]
         if fusable(dy):
-            dx = turned(dy, back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
+            dx = rotate_fused(
+                dy, inverse, ctx.seq, read_half=ctx.write, write_half=ctx.read
+            )
         else:
-            dx = _turned(dy, back.reshape(*ctx.seq, -1), ctx.write, ctx.read)
+            dx = _run_operators(dy, inverse.reshape(*ctx.seq, -1), ctx.write, ctx.read)
         return dx, None, None, None, None
 
 
-def _rotated(
-    x: Tensor, turn: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
+def _run_kernel(
+    x: Tensor, phases: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
     with _threads(x.numel()):
-        found = rotated(array_of(x), turn, seq, read_half=read_half, write_half=write_half)
-    return tensor_of(found)
+        out = rotated(array_of(x), phases, seq, read_half=read_half, write_half=write_half)
+    return tensor_of(out)
 
 
-def _turned(x: Tensor, phases: np.ndarray, read_half: bool, write_half: bool) -> Tensor:
-    turn = torch.from_numpy(phases).to(x.device)
-    # Operators that autograd's own vmap, of batched gradients, knows: neither torch.concat
-    # nor a slice of everything.
-    cos, sin = turn.chunk(2, dim=-1)
-    part, rest = x.split([turn.shape[-1], x.shape[-1] - turn.shape[-1]], dim=-1)
-    wide = part.to(turn.dtype)
-    a, b = wide.chunk(2, dim=-1) if read_half else (wide[..., 0::2], wide[..., 1::2])
-    pair = [a * cos - b * sin, b * cos + a * sin]
+def _run_operators(
+    x: Tensor, phases: np.ndarray, read_half: bool, write_half: bool
+) -> Tensor:
+    both = torch.from_numpy(phases).to(x.device)
+    # The vmap of batched gradients supports chunk, split and cat, but neither torch.concat
+    # nor a slice of a whole axis.
+    cos, sin = both.chunk(2, dim=-1)
+    features, rest = x.split([both.shape[-1], x.shape[-1] - both.shape[-1]], dim=-1)
+    upcast = features.to(both.dtype)
+    if read_half:
+        a, b = upcast.chunk(2, dim=-1)
+    else:
+        a, b = upcast[..., 0::2], upcast[..., 1::2]
+    parts = [a * cos - b * sin, b * cos + a * sin]
     if not write_half:
-        pair = [torch.stack(pair, dim=-1).reshape(part.shape)]
-    return torch.cat([*(each.to(x.dtype) for each in pair), rest], dim=-1)
+        parts = [torch.stack(parts, dim=-1).reshape(features.shape)]
+    return torch.cat([*(part.to(x.dtype) for part in parts), rest], dim=-1)
 
 
 def _threads(features: int) -> AbstractContextManager[None]:
-    return threads_of_torch() if features > ALONE else nullcontext()
+    return threads_of_torch() if features > SINGLE_THREAD_FEATURES else nullcontext()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import _array
 from ..._check import float_dtype
+from ...files.layer_configs import config_of
 
 
 class Precomputed(nn.Module):
@@ -27,8 +28,8 @@ class Precomputed(nn.Module):
         return {}
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one, as plain values."""
-        raise NotImplementedError
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self)
 
     def reset_parameters(self) -> None:
         """Build the tables again, as FSDP asks of every module that has buffers."""
