@@ -255,7 +255,7 @@ def test_a_missing_or_foreign_place_is_one_sentence(tmp_path):
     assert "must hold model.safetensors" in refusal("neighbors", tmp_path, "a")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "has no table of tokens" in refusal("neighbors", tmp_path, "a")
+    assert "has no token table" in refusal("neighbors", tmp_path, "a")
 
 
 @pytest.mark.rejects
