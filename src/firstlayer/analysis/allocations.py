@@ -1,10 +1,9 @@
-"""Running one training step and counting the bytes of the arrays that it keeps.
+"""Run a training step and count the bytes of the arrays that it keeps.
 
-Row optimizers run on NumPy, whose arrays tracemalloc knows: what is counted is what NumPy
-asked the allocator for. A table of zeros takes no memory until a row of it is written, so
-even a huge one can be stepped. Dense optimizers run on torch, where the storages behind
-tensors are counted, each once; a table that is too large goes to the meta device, where the
-same operators work out sizes and nothing else.
+Row optimizers run on NumPy, whose allocations tracemalloc records. A table of zeros is not
+backed by memory until a row is written, so even a huge one can be stepped. Dense optimizers
+run on torch, where every storage is counted once. A table that is too large is put on the
+meta device, which has sizes but no memory.
 """
 
 import gc
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from .._check import float_dtype
-from .memory import DTYPES, OPTIMIZERS, Bytes, How, computed
+from .memory import DTYPES, OPTIMIZERS, Bytes, Method, computed
 
-#: The optimizers of torch.optim, and those of firstlayer.optim, by the study's names.
+#: Classes of torch.optim and firstlayer.optim, by the names in ``memory.OPTIMIZERS``.
 DENSE = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "adamw": "AdamW"}
 BY_ROW = {
     "row-sgd": "RowSGD",
@@ -30,38 +29,38 @@ BY_ROW = {
 }
 
 
-def measured(
+def measure_step(
     rows: int, width: int, *, dtype: str, optimizer: str, tokens: int, allowed: int
-) -> tuple[Bytes | None, How]:
-    """Return what a step keeps and how that was found; see :mod:`firstlayer.analysis.memory`."""
+) -> tuple[Bytes | None, Method]:
+    """Return the bytes that a step keeps and the method; see :func:`memory.footprint`."""
     sizes: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
     if OPTIMIZERS[optimizer].by_row:
-        # Rows of the table, of two arrays of state, of the gradient and of the output.
+        # Rows of the table, of two state arrays, of the gradient and of the output.
         touched = 6 * min(tokens, rows) * width * max(DTYPES[dtype], 4)
         if touched > allowed:
             return None, None
-        return by_rows(rows, width, **sizes), "allocated"
+        return row_step(rows, width, **sizes), "allocated"
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError:
         return None, None
     if computed(rows, width, **sizes).total > allowed:
-        return dense(rows, width, device="meta", **sizes), "virtual"
-    return dense(rows, width, device="cpu", **sizes), "allocated"
+        return dense_step(rows, width, device="meta", **sizes), "virtual"
+    return dense_step(rows, width, device="cpu", **sizes), "allocated"
 
 
-def by_rows(rows: int, width: int, *, dtype: str, optimizer: str, tokens: int) -> Bytes:
-    """Return what a step on NumPy with row gradients keeps."""
+def row_step(rows: int, width: int, *, dtype: str, optimizer: str, tokens: int) -> Bytes:
+    """Return the bytes that a NumPy step with row gradients keeps."""
     sizes: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
-    # A first step compiles, which makes arrays that have nothing to do with it.
-    _marks(min(rows, tokens), width, allocated=lambda: 0, **sizes)
+    # The first step compiles kernels, which allocates unrelated arrays.
+    _totals(min(rows, tokens), width, allocated=lambda: 0, **sizes)
     with counting() as allocated:
-        marks = _marks(rows, width, allocated=allocated, **sizes)
-    parameters, activations, gradient, state = np.diff(marks).tolist()
+        totals = _totals(rows, width, allocated=allocated, **sizes)
+    parameters, activations, gradient, state = np.diff(totals).tolist()
     return Bytes(parameters, gradient, state, activations)
 
 
-def _marks(
+def _totals(
     rows: int,
     width: int,
     *,
@@ -70,29 +69,29 @@ def _marks(
     tokens: int,
     allocated: Callable[[], int],
 ) -> list[int]:
-    """Take a step and return what is allocated at first and after each part of it."""
+    """Run a step and return the allocated bytes before it and after each part of it."""
     from .. import optim
     from ..numpy import Embedding
 
-    kind = float_dtype(dtype)
-    ids, dy = np.arange(tokens) % rows, np.zeros((tokens, width), kind)
-    marks = [allocated()]
-    layer = Embedding(rows, width, weight=np.zeros((rows, width), kind))
-    marks.append(allocated())
-    y, pull = layer.vjp(ids)
-    marks.append(allocated())
-    gradients = pull(dy)
-    marks.append(allocated())
-    stepper = getattr(optim, BY_ROW[optimizer])(layer)
-    stepper.step(gradients)
-    marks.append(allocated())
-    return marks
+    numpy_dtype = float_dtype(dtype)
+    ids, dy = np.arange(tokens) % rows, np.zeros((tokens, width), numpy_dtype)
+    totals = [allocated()]
+    layer = Embedding(rows, width, weight=np.zeros((rows, width), numpy_dtype))
+    totals.append(allocated())
+    y, pullback = layer.vjp(ids)
+    totals.append(allocated())
+    gradients = pullback(dy)
+    totals.append(allocated())
+    row_optimizer = getattr(optim, BY_ROW[optimizer])(layer)
+    row_optimizer.step(gradients)
+    totals.append(allocated())
+    return totals
 
 
-def dense(
+def dense_step(
     rows: int, width: int, *, dtype: str, optimizer: str, tokens: int, device: str
 ) -> Bytes:
-    """Return what a step on torch with a dense gradient keeps."""
+    """Return the bytes that a torch step with a dense gradient keeps."""
     import torch
 
     from ..torch import Embedding
@@ -108,48 +107,41 @@ def dense(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = layer(ids)
     y.backward(torch.empty_like(y))
-    stepper = getattr(torch.optim, DENSE[optimizer])(layer.parameters())
-    stepper.step()
-    state = [value for each in stepper.state.values() for value in each.values()]
+    dense_optimizer = getattr(torch.optim, DENSE[optimizer])(layer.parameters())
+    dense_optimizer.step()
+    states = dense_optimizer.state.values()
     return Bytes(
-        storages([layer.weight]),
-        storages([layer.weight.grad]),
-        storages(state),
-        storages([y, *saved]),
+        bytes_of_tensors([layer.weight]),
+        bytes_of_tensors([layer.weight.grad]),
+        bytes_of_tensors(value for state in states for value in state.values()),
+        bytes_of_tensors([y, *saved]),
     )
 
 
-def storages(tensors: Iterable[Any]) -> int:
-    """Return the bytes behind torch tensors, those that share them counted once.
-
-    Values that are no tensors, such as None and numbers in an optimizer's state, are
-    nothing.
-    """
-    behind = [t.untyped_storage() for t in tensors if hasattr(t, "untyped_storage")]
-    return sum({storage._cdata: storage.nbytes() for storage in behind}.values())
+def bytes_of_tensors(values: Iterable[Any]) -> int:
+    """Return the bytes of all storages of torch tensors. Other values are ignored."""
+    storages = [x.untyped_storage() for x in values if hasattr(x, "untyped_storage")]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def kept_by(build: Callable[[], Any]) -> int:
-    """Return the bytes of the arrays that what is built goes on to hold.
+def bytes_of_arrays(build: Callable[[], Any]) -> int:
+    """Return the bytes of the NumPy arrays that a new object keeps.
 
     Example:
-        >>> kept_by(lambda: np.zeros(1000).astype(np.float32))
+        >>> bytes_of_arrays(lambda: np.zeros(1000).astype(np.float32))
         4000
     """
     with counting() as allocated:
         before = allocated()
-        held = build()
+        built = build()
         after = allocated()
-        del held
+        del built
     return after - before
 
 
 @contextmanager
 def counting() -> Generator[Callable[[], int], None, None]:
-    """Yield a function that returns how many bytes NumPy's arrays take now.
-
-    Only arrays made meanwhile are counted.
-    """
+    """Yield a function that returns the bytes of all NumPy arrays made inside the block."""
     was_on, was_frozen = tracemalloc.is_tracing(), gc.get_freeze_count() > 0
     only_arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
 
@@ -161,7 +153,7 @@ def counting() -> Generator[Callable[[], int], None, None]:
     if not was_on:
         tracemalloc.start()
     if not was_frozen:
-        gc.freeze()  # collecting then looks at what is new, and takes no time
+        gc.freeze()  # makes collection fast: it then visits only new objects
     try:
         yield allocated
     finally:
