@@ -1,6 +1,6 @@
 """How far position schemes reach, at full size: ``python -m benchmarks.positions``.
 
-Trains every scheme of :mod:`firstlayer.analysis.positions` on Python's standard library (3 layers
+Trains every scheme of :mod:`firstlayer.analysis.position_study` on Python's standard library (3 layers
 of width 96, 4 heads, 600 steps of 16 × 128 bytes, about 90 s a scheme on one core), tests
 it up to eight times that length, and checks the shape that was published: ALiBi stays flat
 and sinusoidal breaks at once (Press et al. 2021, table 2), rotary breaks soon after, and
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from firstlayer.analysis.positions import SCHEMES, Curve, Setting, measure, python_source
+from firstlayer.analysis.position_study import SCHEMES, Curve, Setting, measure, python_source
 
 Losses = dict[str, Curve]
 

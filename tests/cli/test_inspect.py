@@ -12,10 +12,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
-from firstlayer.analysis import _survey
-from firstlayer.analysis._scheme import position_scheme
-from firstlayer.analysis._survey import survey
+from firstlayer.analysis import row_statistics as row_statistics_module
 from firstlayer.analysis.inspect import inspect
+from firstlayer.analysis.position_scheme import position_scheme
+from firstlayer.analysis.row_statistics import row_statistics
 from firstlayer.files.checkpoint import open_checkpoint
 from tests.support.command import data, refusal, run_alone
 
@@ -68,20 +68,20 @@ def test_the_effective_rank_is_that_of_the_singular_values():
     shares = np.linalg.svd(table, compute_uv=False)
     shares /= shares.sum()
     want = np.exp(-(shares * np.log(shares)).sum())
-    got = survey(np.array_split(table, 7), rows=300)
+    got = row_statistics(np.array_split(table, 7), rows=300)
     assert got.effective_rank == pytest.approx(want, rel=1e-9) and got.rank_rows == 300
     # Wider than long, and with directions of equal strength.
-    assert survey([np.eye(5, 40)], rows=5).effective_rank == pytest.approx(5)
-    assert survey([np.zeros((5, 4))], rows=5).effective_rank == 0
-    assert survey([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
+    assert row_statistics([np.eye(5, 40)], rows=5).effective_rank == pytest.approx(5)
+    assert row_statistics([np.zeros((5, 4))], rows=5).effective_rank == 0
+    assert row_statistics([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
 
 
 def test_the_rank_of_a_large_table_is_taken_from_some_rows(monkeypatch):
     table = rng.standard_normal((5000, 8)) @ np.diag([4.0, 3, 2, 1, 1, 0, 0, 0])
-    whole = survey([table], rows=5000).effective_rank
-    monkeypatch.setattr(_survey, "MOST_PRODUCTS", 1000)
-    monkeypatch.setattr(_survey, "FEW_ROWS", 500)
-    some = survey(np.array_split(table, 3), rows=5000)
+    whole = row_statistics([table], rows=5000).effective_rank
+    monkeypatch.setattr(row_statistics_module, "MAX_PRODUCTS", 1000)
+    monkeypatch.setattr(row_statistics_module, "SAMPLE_ROWS", 500)
+    some = row_statistics(np.array_split(table, 3), rows=5000)
     assert 450 <= some.rank_rows <= 550
     assert some.effective_rank == pytest.approx(whole, rel=0.03)
 
@@ -177,7 +177,7 @@ def test_tied_or_not(tmp_path):
     assert tied({"tie_word_embeddings": True}, **{head: other})[0] is False
     assert tied({"tie_word_embeddings": True}, **{head: other[:5]})[0] is False
     names = {"wpe.weight": table}
-    assert tied({"tie_word_embeddings": True}) == (None, "there is no table of tokens")
+    assert tied({"tie_word_embeddings": True}) == (None, "there is no token table")
 
 
 @pytest.mark.parametrize("names", [("wte", "lm_head"), ("embed_tokens", "output")])
