@@ -292,9 +292,7 @@ def test_a_learned_table_has_no_loss_beyond_the_training_length_unless_resized()
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "rotary"])
-def test_the_loss_is_the_mean_over_all_targets_for_any_batch_size(
-    scheme, monkeypatch
-):
+def test_the_loss_is_the_mean_over_all_targets_for_any_batch_size(scheme, monkeypatch):
     torch.manual_seed(0)
     model = training.build(scheme, setting=TINY)
     _, held_out = data.split(TEXT, setting=TINY)
@@ -315,10 +313,14 @@ def test_profiles_match_the_formulas_of_the_schemes():
     profiles: dict[str, Any] = {}
     for scheme in SCHEMES:
         torch.manual_seed(0)
-        profiles[scheme] = distance_profile(training.build(scheme, setting=TINY), setting=TINY)
+        profiles[scheme] = distance_profile(
+            training.build(scheme, setting=TINY), setting=TINY
+        )
     assert profiles["none"] is None
     slopes = alibi_slopes(2)
-    np.testing.assert_allclose(profiles["alibi"].values, -slopes[:, None] * apart, rtol=1e-6)
+    np.testing.assert_allclose(
+        profiles["alibi"].values, -slopes[:, None] * apart, rtol=1e-6
+    )
     cos, _ = NumpyRotary(8).phases(apart)
     np.testing.assert_allclose(profiles["rotary"].values, [cos.mean(-1)], atol=1e-6)
     rows = NumpySinusoidal(16).encode(np.array([0, *apart]))

@@ -252,7 +252,7 @@ def test_a_damaged_table_is_one_sentence(tmp_path, content, want):
 @pytest.mark.rejects
 def test_a_missing_or_foreign_place_is_one_sentence(tmp_path):
     assert refusal("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
-    assert "must hold model.safetensors" in refusal("neighbors", tmp_path, "a")
+    assert "no model.safetensors and no model" in refusal("neighbors", tmp_path, "a")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "has no token table" in refusal("neighbors", tmp_path, "a")

@@ -24,7 +24,7 @@ ROWS = (1_000, 10_000, 100_000)
 BATCHES = (1, 16, 64, 256)
 #: Number of different batches of ids.
 BATCHES_OF_IDS = 8
-# Shorter calls are repeated until they take this long, because reading the clock takes time.
+# Shorter calls are repeated until they take this long: reading the clock costs time too.
 MIN_SECONDS = 5e-4
 COPIED_BYTES = 128 << 20
 

@@ -156,9 +156,7 @@ def footprint(
     options: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
     expected = computed(rows, width, **options)
     measured, how = measure_step(rows, width, allowed=allowed, **options)
-    return Footprint(
-        name, rows, width, dtype, optimizer, tokens, expected, measured, how
-    )
+    return Footprint(name, rows, width, dtype, optimizer, tokens, expected, measured, how)
 
 
 def computed(rows: int, width: int, *, dtype: str, optimizer: str, tokens: int) -> Bytes:

@@ -8,14 +8,14 @@ calls wake its own threads.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 #: A function to time, called with the number of a batch.
 Run = Callable[[int], object]
 
 
 def interleaved_medians(
-    runs: dict[str, Run],
+    runs: Mapping[str, Run],
     *,
     batches: int,
     rounds: int,

@@ -11,7 +11,7 @@ from ._output import columns, emit, force_option, progress, say, seed_option, ve
 if TYPE_CHECKING:
     from ..analysis.position_study import Setting, Study
 
-#: As in :mod:`firstlayer.analysis.position_study`, which is not imported for a page of help.
+#: As in :mod:`firstlayer.analysis.position_study`, which ``--help`` does not import.
 SCHEMES = (
     "none",
     "learned",

@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int, float], None]
 
 
 def python_source() -> bytes:
-    """Return the source of the top-level modules of the running Python, without packages."""
+    """Return the source of the top-level modules of the standard library."""
     files = standard_library()
     top = min(len(path.parts) for path in files)
     return b"".join(path.read_bytes() for path in files if len(path.parts) == top)
