@@ -75,7 +75,9 @@ CASES: dict[str, Any] = {
     "EmbeddingLayer sinusoidal": lambda: EmbeddingLayer(
         10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2, key=KEY
     ),
-    "EmbeddingLayer without positions": lambda: EmbeddingLayer(10, 8, position=None, key=KEY),
+    "EmbeddingLayer without positions": lambda: EmbeddingLayer(
+        10, 8, position=None, key=KEY
+    ),
     # All tables have the same shape and must not be mixed up.
     "EmbeddingLayer square": lambda: EmbeddingLayer(
         10, 8, max_positions=10, segments=10, key=KEY

@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-# ---- whole modules ------------------------------------------------------------------------
+# ---- whole modules ----
 
 HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -85,9 +85,7 @@ def modeling(config):
     MODELS,
     ids=[f"{m[0]}-{m[2] or i}" for i, m in enumerate(MODELS)],
 )
-def test_the_layer_matches_the_models_own_module(
-    name, options, layer_type, module, suffix
-):
+def test_the_layer_matches_the_models_own_module(name, options, layer_type, module, suffix):
     assert transformers.__version__ == "5.22.2"
     config = getattr(transformers, name)(**options)
     layer = RotaryPositions.from_hf(config, layer_type)
@@ -151,7 +149,7 @@ def test_phi_3_uses_long_factors_beyond_its_original_length(length):
     assert layer.attention_factor == pytest.approx(factor)
 
 
-# ---- options ------------------------------------------------------------------------------
+# ---- options ----
 
 
 def test_a_config_without_scaling():
@@ -355,7 +353,7 @@ def test_multimodal_sections():
     assert sections("llama") == (None, False)
 
 
-# ---- errors -------------------------------------------------------------------------------
+# ---- errors ----
 
 
 @pytest.mark.rejects

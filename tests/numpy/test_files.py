@@ -101,7 +101,9 @@ CASES = {
             length=65,
         ),
     ),
-    "RotaryPositions frequencies": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
+    "RotaryPositions frequencies": lambda: RotaryPositions(
+        8, frequencies=[1.0, 0.3, 0.1, 0.0]
+    ),
     "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
     "T5Bias": lambda: T5Bias(
         3, num_buckets=6, max_distance=20, bidirectional=False, dtype="float64", rng=10

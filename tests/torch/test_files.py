@@ -92,7 +92,9 @@ CASES: dict[str, Any] = {
             length=65,
         ),
     ),
-    "RotaryPositions frequencies": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
+    "RotaryPositions frequencies": lambda: RotaryPositions(
+        8, frequencies=[1.0, 0.3, 0.1, 0.0]
+    ),
     "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
     "T5Bias": lambda: T5Bias(
         3, num_buckets=6, max_distance=20, bidirectional=False, dtype=torch.float64
@@ -166,7 +168,9 @@ def test_numpy_loads_a_file_of_torch(case, path):
     want = torch_output(layer)
     # One unit in the last place: values that differ by 1e-6 may round differently.
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-10}.get(want.dtype, 1e-6)
-    torch.testing.assert_close(numpy_output(other), want.double(), atol=1e-6, rtol=tolerance)
+    torch.testing.assert_close(
+        numpy_output(other), want.double(), atol=1e-6, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -137,11 +137,7 @@ def measure(
         lookups, missing = library_lookups(table, ids)
         _check_equal(lookups)
         medians = interleaved_medians(
-            lookups,
-            batches=BATCHES_OF_IDS,
-            rounds=rounds,
-            warmup=1,
-            min_seconds=MIN_SECONDS,
+            lookups, batches=BATCHES_OF_IDS, rounds=rounds, min_seconds=MIN_SECONDS
         )
         for library, seconds in medians.items():
             readings.append(Reading(library, count, width, batch, length, seconds))

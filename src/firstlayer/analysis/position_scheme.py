@@ -1,4 +1,4 @@
-"""Tell the position scheme of a model from its transformers config."""
+"""Find the position scheme of a model in its transformers config."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -157,11 +157,7 @@ class Checkpoint:
         raise ValueError(f"{self.files[0]} has no token table")
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """Return a copy of a tensor.
-
-        Args:
-            name: Name of the tensor.
-        """
+        """Return a copy of a tensor."""
         return self.tensors[name].read()
 
 

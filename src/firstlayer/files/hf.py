@@ -9,23 +9,8 @@ give a model that is subtly wrong. Other keys of the config are not looked at.
 
 from typing import Any
 
-from ..positions.scaling import (
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRoPE,
-    Proportional,
-    Scaling,
-    YaRN,
-)
-from .hf_models import (
-    DEFAULT_BASES,
-    INTERLEAVED,
-    INTERLEAVED_SECTIONS,
-    INTERLEAVED_TO_HALF,
-    SECTIONS,
-    UNSUPPORTED,
-)
+from ..positions import scaling
+from . import hf_models as models
 
 Config = dict[str, Any]
 
@@ -76,7 +61,7 @@ def rotary_from_hf(config: Any, layer_type: str | None = None) -> Config:
     """
     config = _config_dict(config)
     rope, is_per_type = _rope_parameters(config, layer_type)
-    rope_type = _checked_rope_type(rope)
+    rope = {**rope, "rope_type": _checked_rope_type(rope)}
 
     def value(name: str, alias: str) -> Any:
         return _single_value(name, alias, rope, config, is_per_type=is_per_type)
@@ -84,7 +69,7 @@ def rotary_from_hf(config: Any, layer_type: str | None = None) -> Config:
     partial = value("partial_rotary_factor", "rotary_pct")
     base = value("rope_theta", "rotary_emb_base")
     if base is None:
-        base = DEFAULT_BASES.get(config.get("model_type", ""))
+        base = models.DEFAULT_BASES.get(config.get("model_type", ""))
     if base is None:
         raise ValueError("config must have 'rope_theta', got none")
     head_dim = _head_dim(config, layer_type)
@@ -93,8 +78,8 @@ def rotary_from_hf(config: Any, layer_type: str | None = None) -> Config:
         "head_dim": head_dim,
         "base": float(base),
         "layout": _layout(config),
-        "scaling": _scaling(config, rope, rope_type, partial),
-        "rotary_dim": _rotary_dim(config, head_dim, rope_type, partial),
+        "scaling": _scaling(config, rope, partial),
+        "rotary_dim": _rotary_dim(config, rope, head_dim, partial),
         "sections": sections,
         "interleaved_sections": interleaved,
     }
@@ -107,7 +92,7 @@ def _config_dict(config: Any) -> Config:
         name = type(config).__name__
         raise TypeError(f"config must be a dict or have to_dict, got {name}")
     model_type = config.get("model_type")
-    if model_type in UNSUPPORTED:
+    if model_type in models.UNSUPPORTED:
         raise ValueError(
             f"model_type must be one with a standard rotary layer, got {model_type!r}"
         )
@@ -198,11 +183,11 @@ def _first_of(config: Config, *names: str) -> int:
 
 
 def _rotary_dim(
-    config: Config, head_dim: int, rope_type: str, partial: float | None
+    config: Config, rope: Config, head_dim: int, partial: float | None
 ) -> int | None:
     # With latent attention head_dim is already the rotated part. The proportional rule
     # selects pairs out of the whole head.
-    if config.get("qk_rope_head_dim") or rope_type == "proportional":
+    if config.get("qk_rope_head_dim") or rope["rope_type"] == "proportional":
         return None
     rotary_dim = config.get("rotary_dim")
     if partial is not None:
@@ -217,24 +202,24 @@ def _rotary_dim(
 
 def _layout(config: Config) -> str:
     model_type = config.get("model_type")
-    if model_type in INTERLEAVED:
+    if model_type in models.INTERLEAVED:
         return "interleaved"
-    is_mixed = config.get("rope_interleave", model_type in INTERLEAVED_TO_HALF)
+    is_mixed = config.get("rope_interleave", model_type in models.INTERLEAVED_TO_HALF)
     return "interleaved_to_half" if is_mixed else "half"
 
 
 def _sections(config: Config, rope: Config) -> tuple[list[int] | None, bool]:
     model_type = config.get("model_type", "")
     interleaved = rope.get("mrope_interleaved", rope.get("interleaved"))
-    if model_type in INTERLEAVED_SECTIONS or model_type in SECTIONS:
-        expected = model_type in INTERLEAVED_SECTIONS
+    if model_type in models.INTERLEAVED_SECTIONS or model_type in models.SECTIONS:
+        expected = model_type in models.INTERLEAVED_SECTIONS
         if interleaved not in (None, expected):
             raise ValueError(
                 f"mrope_interleaved must be {expected} for model_type {model_type!r}, "
                 f"got {interleaved}"
             )
         interleaved = expected
-    default = INTERLEAVED_SECTIONS.get(model_type) or SECTIONS.get(model_type)
+    default = models.INTERLEAVED_SECTIONS.get(model_type) or models.SECTIONS.get(model_type)
     sections = rope.get("mrope_section") or default
     return (list(sections), bool(interleaved)) if sections else (None, False)
 
@@ -264,84 +249,81 @@ def _checked_rope_type(rope: Config) -> str:
     return rope_type
 
 
-def _scaling(
-    config: Config, rope: Config, rope_type: str, partial: float | None
-) -> Scaling | None:
-    match rope_type:
+def _scaling(config: Config, rope: Config, partial: float | None) -> scaling.Scaling | None:
+    match rope["rope_type"]:
         case "default":
             return None
         case "linear":
-            return Linear(factor=_required(rope, "factor", rope_type))
+            return scaling.Linear(factor=_required("factor", rope))
         case "dynamic":
-            return DynamicNTK(
-                factor=_required(rope, "factor", rope_type),
-                original_length=_required(config, "max_position_embeddings", rope_type),
+            return scaling.DynamicNTK(
+                factor=_required("factor", rope),
+                original_length=_max_length(config, rope),
             )
         case "proportional":
             fraction = 1.0 if partial is None else partial
-            return Proportional(fraction=fraction, factor=rope.get("factor") or 1.0)
+            return scaling.Proportional(fraction=fraction, factor=rope.get("factor") or 1.0)
         case "llama3":
-            return Llama3(
-                factor=_required(rope, "factor", rope_type),
-                original_length=_original_length(config, rope, rope_type),
-                low_factor=_required(rope, "low_freq_factor", rope_type),
-                high_factor=_required(rope, "high_freq_factor", rope_type),
+            return scaling.Llama3(
+                factor=_required("factor", rope),
+                original_length=_original_length(config, rope),
+                low_factor=_required("low_freq_factor", rope),
+                high_factor=_required("high_freq_factor", rope),
             )
         case "yarn":
             return _yarn(config, rope)
     return _longrope(config, rope)
 
 
-def _yarn(config: Config, rope: Config) -> YaRN:
-    original = _original_length(config, rope, "yarn")
+def _yarn(config: Config, rope: Config) -> scaling.YaRN:
     names = ("beta_fast", "beta_slow", "truncate")
     options = {name: rope[name] for name in names if rope.get(name) is not None}
     # transformers uses both or neither, and takes 0 for absent.
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         options |= {name: rope[name] for name in ("mscale", "mscale_all_dim")}
-    # An explicit null means the ratio of lengths; a missing factor is an error.
-    if "factor" in rope and rope["factor"] is None:
-        factor = _length_ratio(config, original, "yarn")
-    else:
-        factor = _required(rope, "factor", "yarn")
-    return YaRN(
-        factor=factor,
-        original_length=original,
+    # A factor of None means the ratio of lengths; a missing factor is an error.
+    is_ratio = "factor" in rope and rope["factor"] is None
+    return scaling.YaRN(
+        factor=_length_ratio(config, rope) if is_ratio else _required("factor", rope),
+        original_length=_original_length(config, rope),
         attention=rope.get("attention_factor"),
         **options,
     )
 
 
-def _longrope(config: Config, rope: Config) -> LongRoPE:
-    original, factor = _original_length(config, rope, "longrope"), rope.get("factor")
-    return LongRoPE(
-        short_factors=tuple(_required(rope, "short_factor", "longrope")),
-        long_factors=tuple(_required(rope, "long_factor", "longrope")),
-        original_length=original,
-        factor=_length_ratio(config, original, "longrope") if factor is None else factor,
+def _longrope(config: Config, rope: Config) -> scaling.LongRoPE:
+    factor = rope.get("factor")
+    return scaling.LongRoPE(
+        short_factors=tuple(_required("short_factor", rope)),
+        long_factors=tuple(_required("long_factor", rope)),
+        original_length=_original_length(config, rope),
+        factor=_length_ratio(config, rope) if factor is None else factor,
         attention=rope.get("attention_factor"),
     )
 
 
-def _original_length(config: Config, rope: Config, rope_type: str) -> int:
-    given = [part.get(_ORIGINAL_LENGTH) for part in (rope, config)]
-    given = [length for length in given if length is not None]
-    if not given:
-        return _required(config, "max_position_embeddings", rope_type)
-    if given[0] != given[-1]:
+def _original_length(config: Config, rope: Config) -> int:
+    inside, outside = rope.get(_ORIGINAL_LENGTH), config.get(_ORIGINAL_LENGTH)
+    if None not in (inside, outside) and inside != outside:
         raise ValueError(
-            f"{_ORIGINAL_LENGTH} must have one value, got {given[0]} and {given[1]}"
+            f"{_ORIGINAL_LENGTH} must have one value, got {inside} and {outside}"
         )
-    return given[0]
+    length = outside if inside is None else inside
+    return _max_length(config, rope) if length is None else length
 
 
-def _length_ratio(config: Config, original: int, rope_type: str) -> float:
-    return max(_required(config, "max_position_embeddings", rope_type) / original, 1.0)
+def _length_ratio(config: Config, rope: Config) -> float:
+    return max(_max_length(config, rope) / _original_length(config, rope), 1.0)
 
 
-def _required(values: Config, name: str, rope_type: str) -> Any:
-    if values.get(name) is None:
+def _max_length(config: Config, rope: Config) -> int:
+    name = "max_position_embeddings"
+    return _required(name, {**rope, name: config.get(name)})
+
+
+def _required(name: str, rope: Config) -> Any:
+    if rope.get(name) is None:
         raise ValueError(
-            f"rope parameters of type {rope_type!r} must have {name!r}, got none"
+            f"rope parameters of type {rope['rope_type']!r} must have {name!r}, got none"
         )
-    return values[name]
+    return rope[name]

@@ -68,9 +68,7 @@ def read_embedding_checkpoint(folder: str | os.PathLike[str]) -> EmbeddingCheckp
         for ours, theirs in family.names.items()
         if position is not None or ours != "position.weight"
     }
-    checkpoint = open_checkpoint(
-        folder, names={name for each in names.values() for name in each}
-    )
+    checkpoint = open_checkpoint(folder, names=sum(names.values(), []))
     arrays = {}
     for ours, candidates in names.items():
         stored = [name for name in candidates if name in checkpoint.tensors]
@@ -78,12 +76,6 @@ def read_embedding_checkpoint(folder: str | os.PathLike[str]) -> EmbeddingCheckp
             with_prefix, without = candidates[:2]
             raise ValueError(f"the checkpoint has no tensor {without!r} or {with_prefix!r}")
         arrays[ours] = checkpoint.tensors[stored[0]].map()
-    return _with_sizes(options, position, arrays)
-
-
-def _with_sizes(
-    options: Options, position: Options | None, arrays: dict[str, np.ndarray]
-) -> EmbeddingCheckpoint:
     # Sizes come from the tensors: a config may be older than a resized table.
     rows, width = arrays["token.weight"].shape
     options = {"num_embeddings": rows, "embedding_dim": width, **options}

@@ -1,8 +1,8 @@
-"""Configs of layers: which classes a file may name, and which options it may ask for.
+"""Configs of layers: the classes that a file may name and the options that it may have.
 
 The class in a config is looked up in :data:`LAYER_KINDS` and nowhere else, so a file cannot
-cause anything but a layer to be imported or called. A config must agree with the tensors in
-its file before a layer is built: it cannot ask for more memory than the file accounts for.
+cause anything but a layer to be imported or called. Options are checked against the tensors
+of the file before a layer is built, so that a forged config cannot allocate much memory.
 """
 
 import inspect
@@ -72,10 +72,12 @@ def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
         >>> config_of(AlibiBias(4, max_bias=2.0), factor=None)["max_bias"]
         2.0
     """
-    skipped = not_in_config(type(layer))
+    # A subclass has the config of the layer class it extends.
+    layer_class = next(base for base in type(layer).__mro__ if base.__name__ in LAYER_KINDS)
+    skipped = not_in_config(layer_class)
     return {
         name: _json_value(overrides[name] if name in overrides else getattr(layer, name))
-        for name in inspect.signature(type(layer)).parameters
+        for name in inspect.signature(layer_class).parameters
         if name in overrides or name not in skipped
     }
 
@@ -103,13 +105,7 @@ def parameters_in(
 def check_options(
     layer_class: type, options: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    """Refuse options that the class does not have and sizes that no tensor accounts for.
-
-    Args:
-        layer_class: A class named in :data:`LAYER_KINDS`.
-        options: Its config.
-        tensors: All tensors of the file.
-    """
+    """Refuse options that the class does not have and sizes that no tensor accounts for."""
     known = inspect.signature(layer_class).parameters
     kind = LAYER_KINDS[layer_class.__name__]
     for option in options.keys() - (known.keys() - not_in_config(layer_class)):

@@ -31,14 +31,7 @@ class FrontEnd:
 
 
 def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
-    """Write a layer to a file that :func:`load_layer` can load in any front end.
-
-    Args:
-        path: Path of the file.
-        layer: The layer. It and its position layer must be of a class in
-            :data:`~firstlayer.files.layer_configs.LAYER_KINDS`, not of a subclass.
-        front_end: The front end of the layer.
-    """
+    """Write a layer to a file that :func:`load_layer` can load in any front end."""
     layer_class = type(layer)
     for part in (layer, getattr(layer, "position", None)):
         if part is not None and type(part) is not _class(type(part).__name__, front_end):
@@ -55,12 +48,7 @@ def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
 
 
 def load_layer(path: Path, front_end: FrontEnd) -> Any:
-    """Return the layer in a file; a file without one is a ValueError that says why.
-
-    Args:
-        path: Path of the file.
-        front_end: The front end that builds the layer.
-    """
+    """Return the layer in a file; a file without one is a ValueError with the reason."""
     tensors, config = read(path)
     # Building a layer from a forged config can raise anything; the file is at fault.
     try:
@@ -71,14 +59,11 @@ def load_layer(path: Path, front_end: FrontEnd) -> Any:
 
 
 def array_of_shape(arrays: Tensors, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the first array of that shape, for an initializer that allocates nothing else.
-
-    A shape that no array has is a ValueError: the config asks for more than its file holds.
-    """
+    """Return an array of that shape, so a layer allocates no more than its file has."""
     for array in arrays.values():
         if array.shape == shape:
             return array
-    raise ValueError(f"no tensor has the shape {shape} that the config asks for")
+    raise ValueError(f"no tensor has the shape {shape} of the config")
 
 
 def _class(name: Any, front_end: FrontEnd) -> Any:

@@ -5,6 +5,7 @@ other has saved.
 """
 
 import inspect
+import operator
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,6 @@ def load(path: Path) -> Any:
     return load_layer(path, _FRONT_END)
 
 
-def _arrays(layer: Module) -> Tensors:
-    return layer.parameters()
-
-
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
     if parameters.keys() <= inspect.signature(layer_class).parameters.keys():
         return layer_class(**options, **parameters)
@@ -60,4 +57,4 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer
 
 
-_FRONT_END = FrontEnd("firstlayer.numpy", _arrays, _build)
+_FRONT_END = FrontEnd("firstlayer.numpy", operator.methodcaller("parameters"), _build)

@@ -1,14 +1,11 @@
 """The embedding layer of a transformers checkpoint as torch tensors."""
 
 import os
-from typing import Any
 
 from torch import Tensor
 
-from ..files.hf_embeddings import read_embedding_checkpoint
+from ..files.hf_embeddings import Options, read_embedding_checkpoint
 from ._tensors.memory import tensor_of
-
-Options = dict[str, Any]
 
 
 def embedding_tensors(

@@ -14,7 +14,7 @@ Texts are read as bytes, so any file will do and no tokenizer is needed. Losses 
 per byte; guessing uniformly gives ln 256 = 5.55.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..._check import one_of
 from ...word_vectors.text import standard_library
@@ -24,12 +24,10 @@ from .results import RULES as RULES
 from .results import SCHEMES as SCHEMES
 from .results import Curve as Curve
 from .results import Profile as Profile
+from .results import Progress as Progress
 from .results import Setting as Setting
 from .results import Study as Study
 from .results import Trained as Trained
-
-#: Called after every step with the scheme, the step, the number of steps and the loss.
-Progress = Callable[[str, int, int, float], None]
 
 
 def python_source() -> bytes:
@@ -68,14 +66,7 @@ def compare(
 def measure(
     text: bytes, scheme: str, *, setting: Setting, progress: Progress | None = None
 ) -> Trained:
-    """Train and test one scheme; see :func:`compare`.
-
-    Args:
-        text: Text to learn from.
-        scheme: One of :data:`SCHEMES`.
-        setting: Size and length of the training.
-        progress: Called after every step.
-    """
+    """Train and test one scheme; see :func:`compare`."""
     one_of("scheme", scheme, SCHEMES)
     learn, held_out = split(text, setting=setting)
     try:
@@ -86,9 +77,4 @@ def measure(
         raise ImportError(
             "comparing position schemes needs PyTorch: pip install firstlayer[torch]"
         ) from error
-
-    def on_step(step: int, loss: float) -> None:
-        if progress is not None:
-            progress(scheme, step, setting.steps, loss)
-
-    return train(learn, held_out, scheme=scheme, setting=setting, on_step=on_step)
+    return train(learn, held_out, scheme=scheme, setting=setting, progress=progress)

@@ -1,5 +1,6 @@
 """Settings and results of a comparison of position schemes, as plain values."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ SCHEMES = (
 )
 #: Rules that extend a trained model without further training, by its scheme.
 RULES = {"rotary": ("linear", "ntk", "yarn"), "learned": ("resized",)}
+
+#: Called after every step with the scheme, the step, the number of steps and the loss.
+Progress = Callable[[str, int, int, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +174,8 @@ class Study:
         Args:
             length: One of the setting's ``lengths``.
         """
-        losses = [(curve.at(length), curve) for curve in self.curves]
-        losses = [(loss, curve) for loss, curve in losses if loss is not None]
-        return min(losses, key=lambda pair: pair[0])[1] if losses else None
+        curves = [curve for curve in self.curves if curve.at(length) is not None]
+        return min(curves, key=lambda curve: curve.at(length) or 0.0, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON, without training losses and profiles."""

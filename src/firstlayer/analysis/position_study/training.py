@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...positions.scaling import NTK, Linear, YaRN
 from ...torch import KerpleBias, LearnedPositions, RotaryPositions
 from .data import batches, windows
 from .distance_profile import distance_profile
-from .results import RULES, Curve, Setting, Trained
+from .results import RULES, Curve, Progress, Setting, Trained
 from .transformer import Transformer
 
 # Limit on the attention scores of one forward pass of the test.
@@ -31,7 +31,7 @@ def train(
     *,
     scheme: str,
     setting: Setting,
-    on_step: Callable[[int, float], None],
+    progress: Progress | None = None,
 ) -> Trained:
     """Train and test the model of one scheme. The global torch seed is not changed."""
     start = time.perf_counter()
@@ -42,7 +42,8 @@ def train(
             losses = []
             for loss in steps(model, learn, scheme=scheme, setting=setting):
                 losses.append(loss)
-                on_step(len(losses), loss)
+                if progress is not None:
+                    progress(scheme, len(losses), setting.steps, loss)
         seconds = time.perf_counter() - start
         curves = tuple(
             curve(model, held_out, scheme=scheme, rule=rule, setting=setting)
