@@ -1,4 +1,4 @@
-"""What a table costs: what is counted equals what was worked out."""
+"""Memory of training a table: measured bytes equal computed ones."""
 
 import resource
 import sys
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from firstlayer.analysis import _allocated, memory
+from firstlayer.analysis import allocations, memory
 from firstlayer.analysis.memory import (
     DTYPES,
     OPTIMIZERS,
@@ -22,19 +22,19 @@ from firstlayer.numpy import RotaryPositions, SinusoidalPositions
 
 DENSE = [name for name, kept in OPTIMIZERS.items() if not kept.by_row]
 BY_ROW = [name for name, kept in OPTIMIZERS.items() if kept.by_row]
-#: What a row optimizer may keep about missed steps, whatever the table.
-FIXED = 1_400_000
-#: What the thread pool may still hold of its last piece of work.
+#: Limit on the records of missed steps of a row optimizer, for any table.
+MISSED_STEPS = 1_400_000
+#: Limit on the arrays that the thread pool keeps of its last task.
 POOL = 512
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", DENSE)
-def test_a_dense_step_takes_what_was_computed(optimizer, dtype):
+def test_a_dense_step_allocates_the_computed_bytes(optimizer, dtype):
     cost = footprint(300, 24, optimizer=optimizer, dtype=dtype, tokens=70)
     assert cost.how == "allocated" and cost.measured is not None
     want = cost.computed
-    # torch keeps the number of steps as a tensor of its own.
+    # torch keeps the number of steps in a tensor.
     assert 0 <= cost.measured.state - want.state <= 4
     assert (
         cost.measured.parameters,
@@ -56,21 +56,21 @@ def test_a_dense_step_takes_what_was_computed(optimizer, dtype):
         ("row-adamw", "bfloat16"),
     ],
 )
-def test_a_step_by_rows_takes_what_was_computed(optimizer, dtype):
+def test_a_row_step_allocates_the_computed_bytes(optimizer, dtype):
     cost = footprint(300, 24, optimizer=optimizer, dtype=dtype, tokens=70)
     assert cost.how == "allocated" and cost.measured is not None
     want = cost.computed
-    assert 0 <= cost.measured.state - want.state <= FIXED
+    assert 0 <= cost.measured.state - want.state <= MISSED_STEPS
     assert 0 <= cost.measured.gradient - want.gradient <= POOL
     assert cost.measured.parameters == want.parameters
     assert cost.measured.activations == want.activations
 
 
-def test_sizes_by_hand():
+def test_computed_bytes_match_sums_by_hand():
     assert computed(10, 4, dtype="float32", optimizer="adamw", tokens=3) == Bytes(
         160, 160, 320, 3 * (16 + 8)
     )
-    # Half precision: rows are summed and kept about in float32, a row's ids are 8 bytes.
+    # Row gradients and state of half precision are float32; each row has an id of 8 bytes.
     assert computed(10, 4, dtype="bfloat16", optimizer="row-adamw", tokens=3) == Bytes(
         80, 3 * (16 + 8), 320 + 50, 3 * (8 + 8)
     )
@@ -79,7 +79,7 @@ def test_sizes_by_hand():
     assert by_row.total == 160 + 240 + 90 + 720
 
 
-def test_the_gradient_of_a_row_step_follows_the_batch_and_not_the_table():
+def test_a_row_gradient_grows_with_the_batch_and_not_with_the_table():
     small, large = (
         footprint(rows, 16, optimizer="row-sgd", tokens=50) for rows in (1000, 100_000)
     )
@@ -89,14 +89,14 @@ def test_the_gradient_of_a_row_step_follows_the_batch_and_not_the_table():
 
 
 @pytest.mark.parametrize("optimizer", DENSE)
-def test_without_memory_the_same_bytes_are_counted(optimizer):
+def test_the_meta_device_gives_the_same_bytes(optimizer):
     sizes = {"optimizer": optimizer, "dtype": "float16", "tokens": 40}
-    real, none = footprint(200, 8, **sizes), footprint(200, 8, allowed=0, **sizes)
-    assert (real.how, none.how) == ("allocated", "virtual")
-    assert real.measured == none.measured
+    real, meta = footprint(200, 8, **sizes), footprint(200, 8, allowed=0, **sizes)
+    assert (real.how, meta.how) == ("allocated", "virtual")
+    assert real.measured == meta.measured
 
 
-def test_gpt_3_is_measured_without_its_memory():
+def test_gpt_3_is_measured_without_allocating_its_tables():
     rows, width = SCENARIOS["GPT-3"]
     footprint(2, 2, optimizer="row-adamw", tokens=1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,29 +108,29 @@ def test_gpt_3_is_measured_without_its_memory():
     assert grown * 1024 < 150e6
 
 
-def test_a_row_step_that_would_touch_too_much_is_computed_alone():
+def test_a_row_step_that_would_allocate_too_much_is_only_computed():
     cost = footprint(100, 64, optimizer="row-adamw", tokens=50, allowed=1000)
     assert cost.how is None and cost.measured is None and cost.best == cost.computed
 
 
-def test_without_torch_dense_steps_are_computed_alone(monkeypatch):
+def test_without_torch_dense_steps_are_only_computed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     cost = footprint(100, 8, optimizer="adamw", tokens=5)
     assert cost.how is None and cost.best == cost.computed
     assert footprint(100, 8, optimizer="row-adamw", tokens=5).how == "allocated"
 
 
-def test_plain_values_keep_everything():
+def test_as_dict_keeps_every_field():
     plain = footprint(10, 2, name="tiny", optimizer="sgd", tokens=1).as_dict()
     assert plain["name"] == "tiny" and plain["computed"]["parameters"] == 80
     assert plain["measured"] == plain["computed"] and plain["how"] == "allocated"
 
 
-# Counting itself.
+# Counting allocations.
 
 
-def test_what_is_held_is_counted_and_what_is_gone_is_not():
-    with _allocated.counting() as allocated:
+def test_only_live_arrays_are_counted():
+    with allocations.counting() as allocated:
         start = allocated()
         held = np.ones(1000)
         view = held[::2]
@@ -145,26 +145,26 @@ def test_what_is_held_is_counted_and_what_is_gone_is_not():
     assert not tracemalloc.is_tracing()
 
 
-def test_tracing_that_somebody_began_goes_on():
+def test_counting_leaves_running_tracing_on():
     tracemalloc.start()
     try:
-        with _allocated.counting():
+        with allocations.counting():
             pass
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
 
 
-def test_memory_that_tensors_share_is_counted_once():
+def test_shared_storages_are_counted_once():
     whole = torch.zeros(10, 10)
-    assert _allocated.storages([whole, whole[:2], whole.T]) == 400
-    assert _allocated.storages([whole, whole.clone(), None, 3]) == 800
+    assert allocations.bytes_of_tensors([whole, whole[:2], whole.T]) == 400
+    assert allocations.bytes_of_tensors([whole, whole.clone(), None, 3]) == 800
 
 
 # Position tables.
 
 
-def test_learned_tables_grow_with_the_length_and_the_others_do_not():
+def test_only_learned_tables_grow_with_the_length():
     found = position_tables(64, head_dim=16, lengths=(128, 4096))
     by = {(table.scheme, table.length): table for table in found}
     assert by["learned", 4096].kept == 4 * 64 * 4096 == by["learned", 4096].whole
@@ -173,7 +173,7 @@ def test_learned_tables_grow_with_the_length_and_the_others_do_not():
         assert by[scheme, 128].kept == by[scheme, 4096].kept
         assert by[scheme, 4096].trained == 0
     assert by["rotary", 4096].whole == 2 * 4 * 16 * 4096
-    # Never less than the three tables of 256 rows that the layers are made of.
+    # At least the three tables of 256 rows that the layers use.
     assert by["rotary", 128].kept >= 3 * 256 * 16 * 4
     assert by["rotary", 128].kept == sum(
         value.nbytes
@@ -187,7 +187,7 @@ def test_learned_tables_grow_with_the_length_and_the_others_do_not():
     )
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.rejects
@@ -201,7 +201,7 @@ def test_learned_tables_grow_with_the_length_and_the_others_do_not():
         ({"optimizer": "adam"}, "optimizer must be 'sgd', .* got 'adam'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, message):
+def test_invalid_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         footprint(**{"rows": 5, "width": 3, **wrong})
 
@@ -212,7 +212,7 @@ def test_positions_need_a_length():
         position_tables(8, head_dim=4, lengths=[0])
 
 
-def test_the_scenarios_are_those_that_were_asked_for():
+def test_the_scenarios_are_pinned():
     assert SCENARIOS == {
         "small": (10_000, 256),
         "medium": (50_000, 512),

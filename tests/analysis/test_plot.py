@@ -1,4 +1,4 @@
-"""Pictures: they show the numbers, all of their words, and can be told apart."""
+"""Figures and the HTML report: correct values, readable text, distinct lines."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from matplotlib.text import Text
 from firstlayer.analysis import plot, report
 from firstlayer.analysis.lookup import BATCHES, ROWS, Lookups, Reading
 from firstlayer.analysis.memory import OPTIMIZERS, SCENARIOS, Bytes, Footprint
-from firstlayer.analysis.positions import (
+from firstlayer.analysis.position_study import (
     RULES,
     SCHEMES,
     Curve,
@@ -44,8 +44,8 @@ def trained(index, scheme):
     what = "cosine" if scheme in ("learned", "sinusoidal", "rotary") else "bias"
     heads = 1 if what == "cosine" else 4
     values = tuple(tuple(index - head * d / 10 for d in range(9)) for head in range(heads))
-    seen = None if scheme == "none" else Profile(what, tuple(range(9)), values)
-    return Trained(scheme, 100, 1.0, (5.5,), curves, seen)
+    profile = None if scheme == "none" else Profile(what, tuple(range(9)), values)
+    return Trained(scheme, 100, 1.0, (5.5,), curves, profile)
 
 
 STUDY = Study(SETTING, 10**6, tuple(trained(i, s) for i, s in enumerate(SCHEMES)))
@@ -80,7 +80,7 @@ FIGURES: dict[str, Any] = {
 
 @functools.cache
 def positions_figure() -> Any:
-    """Return the picture of all schemes, drawn once: tests only look at it."""
+    """Return the figure of all schemes. Tests only read it, so it is drawn once."""
     return plot.positions(STUDY)
 
 
@@ -88,8 +88,8 @@ def losses_axes() -> Any:
     return positions_figure().subfigs[0].axes[0]
 
 
-def words_of(figure):
-    """Return the texts that can be seen, without the ticks beyond the ends of an axis."""
+def visible_texts(figure):
+    """Return the visible texts, without tick labels outside the axis limits."""
     hidden = set()
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -105,12 +105,12 @@ def words_of(figure):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_no_word_is_cut_off_and_none_lies_on_another(name):
+def test_no_text_is_cut_off_or_overlaps_another(name):
     figure = FIGURES[name]()
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     page, boxes = figure.bbox, {}
-    for text in words_of(figure):
+    for text in visible_texts(figure):
         box = boxes[text] = text.get_window_extent(canvas.get_renderer())
         assert page.x0 <= box.x0 and box.x1 <= page.x1, text.get_text()
         assert page.y0 <= box.y0 and box.y1 <= page.y1, text.get_text()
@@ -119,16 +119,16 @@ def test_no_word_is_cut_off_and_none_lies_on_another(name):
         assert not boxes[one].overlaps(boxes[other]), (one.get_text(), other.get_text())
 
 
-def test_lines_of_losses_are_the_losses():
+def test_lines_show_the_losses():
     axes = losses_axes()
     drawn = {line.get_label(): line for line in axes.get_lines()}
     for each in STUDY.curves:
         known = [(n, x) for n, x in zip(each.lengths, each.losses, strict=True) if x]
-        label = each.name + (" (no rows further)" if None in each.losses else "")
+        label = each.name + (" (no rows beyond)" if None in each.losses else "")
         np.testing.assert_allclose(drawn[label].get_xydata(), known)
 
 
-def test_no_two_lines_of_losses_look_alike():
+def test_every_loss_line_has_its_own_style():
     axes = losses_axes()
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     assert len(lines) == len(STUDY.curves)
@@ -136,12 +136,12 @@ def test_no_two_lines_of_losses_look_alike():
         (line.get_color(), line.get_linestyle(), str(line._dash_pattern)) for line in lines
     }
     assert len(looks) == len(lines)
-    # Different schemes differ without colour too.
+    # Schemes also differ in their markers.
     markers = {line.get_label().split(" ")[0]: line.get_marker() for line in lines}
     assert len(set(markers.values())) == len(SCHEMES)
 
 
-def test_the_legend_is_in_the_order_in_which_lines_end():
+def test_the_legend_is_in_the_order_of_the_line_ends():
     legend = positions_figure().subfigs[0].legends[0]
     names = [text.get_text() for text in legend.get_texts()]
     ends = {c.name: c.losses[-1] for c in STUDY.curves}
@@ -149,7 +149,7 @@ def test_the_legend_is_in_the_order_in_which_lines_end():
     assert known == sorted(known, reverse=True) and len(names) == len(ends)
 
 
-def test_every_scheme_that_sees_distance_has_a_panel_of_its_profile():
+def test_every_profile_has_a_panel():
     below = positions_figure().subfigs[1]
     panels: dict[str, Any] = {axes.get_title(loc="left"): axes for axes in below.axes}
     assert set(panels) == set(SCHEMES) - {"none"}
@@ -161,27 +161,27 @@ def test_every_scheme_that_sees_distance_has_a_panel_of_its_profile():
 
 
 @pytest.mark.parametrize("count, across", [(1, 1), (4, 4), (5, 3), (7, 4), (8, 4)])
-def test_panels_of_profiles_fill_their_lines(count, across):
-    seen = tuple(each for each in STUDY.trained if each.profile)[:count]
-    assert len(seen) == count
-    below = plot.positions(dataclasses.replace(STUDY, trained=seen)).subfigs[1]
+def test_panels_fill_their_rows(count, across):
+    shown = tuple(each for each in STUDY.trained if each.profile)[:count]
+    assert len(shown) == count
+    below = plot.positions(dataclasses.replace(STUDY, trained=shown)).subfigs[1]
     tops = [axes.get_position().y1 for axes in below.axes]
     assert tops.count(max(tops)) == across and len(tops) == count
 
 
-def test_schemes_that_see_distance_alike_share_a_panel():
+def test_schemes_with_the_same_profile_share_a_panel():
     rotary = STUDY.trained[SCHEMES.index("rotary")]
     other = dataclasses.replace(rotary, scheme="randomised")
     below = plot.positions(dataclasses.replace(STUDY, trained=(rotary, other))).subfigs[1]
     assert [axes.get_title(loc="left") for axes in below.axes] == ["rotary"]
 
 
-def test_a_study_of_no_positions_alone_is_drawn():
+def test_a_comparison_without_profiles_is_drawn():
     alone = dataclasses.replace(STUDY, trained=STUDY.trained[:1])
     assert plot.render(plot.positions(alone)).startswith(b"\x89PNG")
 
 
-def test_lines_of_lookups_are_their_speeds_and_the_limit_is_the_memory_s():
+def test_lines_show_lookup_speeds_and_the_memory_bandwidth():
     panels: list[Any] = plot.lookups(LOOKUPS).axes
     assert [axes.get_title(loc="left") for axes in panels] == [
         "1,000 × 256",
@@ -196,10 +196,10 @@ def test_lines_of_lookups_are_their_speeds_and_the_limit_is_the_memory_s():
             if r.library == library and r.rows == 10_000
         ]
         np.testing.assert_allclose(drawn[library].get_xydata(), want)
-    np.testing.assert_allclose(drawn["speed of memory"].get_ydata(), 2e10 / (2048 + 8))
+    np.testing.assert_allclose(drawn["memory bandwidth"].get_ydata(), 2e10 / (2048 + 8))
 
 
-def test_bars_of_memory_add_up():
+def test_memory_bars_add_up_to_the_total():
     axes = plot.memory(FOOTPRINTS).axes[3]
     ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
     totals = [f.best.total / 1e9 for f in FOOTPRINTS if f.name == "GPT-3"]
@@ -208,13 +208,13 @@ def test_bars_of_memory_add_up():
     assert [label.get_text() for label in axes.get_yticklabels()] == list(OPTIMIZERS)
 
 
-def test_an_odd_number_of_tables_leaves_no_empty_axes():
+def test_unused_axes_are_hidden():
     figure = plot.memory([f for f in FOOTPRINTS if f.name != "small"])
     assert [axes.get_visible() for axes in figure.axes] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_same_figure_gives_the_same_file_and_leaves_no_setting_changed(name):
+def test_rendering_is_deterministic_and_keeps_matplotlib_settings(name):
     before = dict(matplotlib.rcParams)
     starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
     for format in plot.FORMATS if name == "lookups" else ("svg",):
@@ -229,34 +229,34 @@ def test_an_unknown_format_is_refused():
         plot.render(plot.lookups(LOOKUPS), "gif")
 
 
-# What readers with two kinds of cones see, in linear light (Viénot et al. 1999).
-BLIND = {
+# Simulated dichromatic vision in linear light (Viénot et al. 1999).
+VISION = {
     "protan": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],
     "deutan": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
     "all": np.eye(3).tolist(),
 }
 
 
-def lab(colour, blind):
+def lab(colour, vision):
     srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(BLIND[blind]) @ linear, 0, 1)
+    seen = np.clip(np.array(VISION[vision]) @ linear, 0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     xyz = np.array(to_xyz) @ seen / [0.9505, 1.0, 1.089]
     f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-@pytest.mark.parametrize("blind", BLIND)
-def test_colours_can_be_told_apart_by_any_reader(blind):
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_are_distinct_for_any_colour_vision(vision):
     for one, other in itertools.combinations(plot.PALETTE, 2):
-        assert np.linalg.norm(lab(one, blind) - lab(other, blind)) > 50, (one, other)
-    # Nine schemes have a marker each as well.
+        assert np.linalg.norm(lab(one, vision) - lab(other, vision)) > 50, (one, other)
+    # The nine schemes also have different markers.
     for one, other in itertools.combinations(plot.COLOURS.values(), 2):
-        assert np.linalg.norm(lab(one, blind) - lab(other, blind)) > 10, (one, other)
+        assert np.linalg.norm(lab(one, vision) - lab(other, vision)) > 10, (one, other)
 
 
-# The page.
+# The HTML report.
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def page():
     return report.html(STUDY)
 
 
-def test_the_page_has_every_loss_and_marks_the_best(page):
+def test_the_report_has_every_loss_and_marks_the_best(page):
     for each in STUDY.curves:
         cells = "".join(
             rf'<td(?: class="best")?>{report.number(loss)}</td>' for loss in each.losses
@@ -275,15 +275,15 @@ def test_the_page_has_every_loss_and_marks_the_best(page):
     assert '<tr><th scope="row">none</th><td class="best">2.000</td>' in page
 
 
-def test_the_page_says_how_it_was_made_and_what_the_picture_shows(page):
+def test_the_report_states_the_settings_and_labels_the_figure(page):
     assert "3 layers of width 96 with 4 heads, 600 steps of 16 × 128 bytes" in page
-    assert '<svg role="img" aria-label="Lines of loss' in page
+    assert '<svg role="img" aria-label="Loss by context length' in page
     setting = dataclasses.replace(SETTING, layers=1)
     small = Study(setting, 10**6, STUDY.trained[:1])
     assert "<p>1 layer of width 96" in report.html(small)
 
 
-def test_every_element_of_the_page_is_closed_and_wide_ones_scroll(page):
+def test_every_element_is_closed_and_wide_ones_scroll(page):
     whole = re.sub(r"<!doctype html>|<meta [^>]*>|<br>", "", page)
     tree = ElementTree.fromstring(whole)
     boxes = [box for box in tree.iter("div") if box.get("class") == "wide"]
@@ -291,7 +291,7 @@ def test_every_element_of_the_page_is_closed_and_wide_ones_scroll(page):
     assert inside == ["table", "svg"]
 
 
-def test_the_page_needs_nothing_from_elsewhere(page):
+def test_the_report_has_no_external_resources(page):
     assert page.count("<svg") == 1 and "<script" not in page
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(link.startswith("#") for link in links)

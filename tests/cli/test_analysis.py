@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from firstlayer.analysis import lookup
 from firstlayer.analysis import memory as memory_study
 from firstlayer.analysis import plot as drawing
-from firstlayer.analysis import positions as positions_study
+from firstlayer.analysis import position_study as positions_study
 from firstlayer.cli import bench, memory, positions
 from firstlayer.cli._group import firstlayer
 from firstlayer.files.safetensors import write

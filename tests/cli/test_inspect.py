@@ -12,10 +12,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
-from firstlayer.analysis import _survey
-from firstlayer.analysis._scheme import position_scheme
-from firstlayer.analysis._survey import survey
+from firstlayer.analysis import row_statistics as row_statistics_module
 from firstlayer.analysis.inspect import inspect
+from firstlayer.analysis.position_scheme import position_scheme
+from firstlayer.analysis.row_statistics import row_statistics
 from firstlayer.files.checkpoint import open_checkpoint
 from tests.support.command import data, refusal, run_alone
 
@@ -68,20 +68,20 @@ def test_effective_rank_equals_the_entropy_of_singular_values():
     shares = np.linalg.svd(table, compute_uv=False)
     shares /= shares.sum()
     want = np.exp(-(shares * np.log(shares)).sum())
-    got = survey(np.array_split(table, 7), rows=300)
+    got = row_statistics(np.array_split(table, 7), rows=300)
     assert got.effective_rank == pytest.approx(want, rel=1e-9) and got.rank_rows == 300
     # Wider than long, and with directions of equal strength.
-    assert survey([np.eye(5, 40)], rows=5).effective_rank == pytest.approx(5)
-    assert survey([np.zeros((5, 4))], rows=5).effective_rank == 0
-    assert survey([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
+    assert row_statistics([np.eye(5, 40)], rows=5).effective_rank == pytest.approx(5)
+    assert row_statistics([np.zeros((5, 4))], rows=5).effective_rank == 0
+    assert row_statistics([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
 
 
 def test_rank_of_a_large_table_is_sampled(monkeypatch):
     table = rng.standard_normal((5000, 8)) @ np.diag([4.0, 3, 2, 1, 1, 0, 0, 0])
-    whole = survey([table], rows=5000).effective_rank
-    monkeypatch.setattr(_survey, "MOST_PRODUCTS", 1000)
-    monkeypatch.setattr(_survey, "FEW_ROWS", 500)
-    some = survey(np.array_split(table, 3), rows=5000)
+    whole = row_statistics([table], rows=5000).effective_rank
+    monkeypatch.setattr(row_statistics_module, "MAX_PRODUCTS", 1000)
+    monkeypatch.setattr(row_statistics_module, "SAMPLE_ROWS", 500)
+    some = row_statistics(np.array_split(table, 3), rows=5000)
     assert 450 <= some.rank_rows <= 550
     assert some.effective_rank == pytest.approx(whole, rel=0.03)
 
@@ -177,7 +177,7 @@ def test_tied_or_not(tmp_path):
     assert tied({"tie_word_embeddings": True}, **{head: other})[0] is False
     assert tied({"tie_word_embeddings": True}, **{head: other[:5]})[0] is False
     names = {"wpe.weight": table}
-    assert tied({"tie_word_embeddings": True}) == (None, "there is no table of tokens")
+    assert tied({"tie_word_embeddings": True}) == (None, "there is no token table")
 
 
 @pytest.mark.parametrize("names", [("wte", "lm_head"), ("embed_tokens", "output")])
@@ -321,19 +321,19 @@ def test_large_table_is_read_in_chunks(tmp_path):
 
 HOSTILE = {
     "empty": (b"", "bad.safetensors is empty"),
-    "short": (b"abc", "is no safetensors file or is cut short"),
+    "short": (b"abc", "is not a safetensors file or is cut short"),
     "long header": (b"\xff" * 8 + b"{}", "its header would be 18446744073709551615 bytes"),
     "cut header": (
         b"\x40\0\0\0\0\0\0\0{}",
         "its header would be 64 bytes long, but it has 10",
     ),
-    "no json": (b"\x02\0\0\0\0\0\0\0{]", "has a header that is not JSON"),
+    "no json": (b"\x02\0\0\0\0\0\0\0{]", "is not JSON"),
     "deep json": (
         (200_000).to_bytes(8, "little") + b"[" * 200_000,
-        "has a header that is not JSON",
+        "is not JSON",
     ),
-    "a list": (b"\x02\0\0\0\0\0\0\0[]", "has a header that is no object"),
-    "bytes": (b"\x01\0\0\0\0\0\0\0\xff", "has a header that is not JSON"),
+    "a list": (b"\x02\0\0\0\0\0\0\0[]", "must be a JSON object, got list"),
+    "bytes": (b"\x01\0\0\0\0\0\0\0\xff", "is not JSON"),
 }
 
 
@@ -350,11 +350,11 @@ WRONG = {
     "backwards": ({**entry(4, 4), "data_offsets": [64, 0]}, "is cut short: tensor"),
     "size": ({**entry(4, 4), "shape": [4, 5]}, "of shape (4, 5) and dtype F32 in 64 bytes"),
     "huge": ({**entry(4, 4), "shape": [2**62, 2**62]}, "and dtype F32 in 64 bytes"),
-    "negative": ({**entry(4, 4), "shape": [-4, -4]}, "'wte.weight' without a place"),
-    "bool": ({**entry(4, 4), "shape": [True, 16]}, "'wte.weight' without a place"),
-    "float": ({**entry(4, 4), "data_offsets": [0.0, 64.0]}, "without a place"),
-    "none": (None, "'wte.weight' without a place"),
-    "no dtype": ({"shape": [4, 4], "data_offsets": [0, 64]}, "without a place"),
+    "negative": ({**entry(4, 4), "shape": [-4, -4]}, "'wte.weight' with a malformed entry"),
+    "bool": ({**entry(4, 4), "shape": [True, 16]}, "'wte.weight' with a malformed entry"),
+    "float": ({**entry(4, 4), "data_offsets": [0.0, 64.0]}, "with a malformed entry"),
+    "none": (None, "'wte.weight' with a malformed entry"),
+    "no dtype": ({"shape": [4, 4], "data_offsets": [0, 64]}, "with a malformed entry"),
     "odd dtype": (entry(4, 4, dtype="F4"), "has no embedding table, but wte.weight"),
 }
 
@@ -390,11 +390,11 @@ def test_truncated_file_gives_a_one_line_message(tmp_path):
 def test_inconsistent_index_gives_a_one_line_message(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for text, want in (
-        ("{", "has a header that is not JSON"),
+        ("{", "is not JSON"),
         ("{}", "must have a weight_map"),
-        ('{"weight_map": {"a": "../../etc/passwd"}}', "a file that is not beside it"),
-        ('{"weight_map": {"a": ".."}}', "a file that is not beside it"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which is not"),
+        ('{"weight_map": {"a": "../../etc/passwd"}}', "must name files in its folder"),
+        ('{"weight_map": {"a": ".."}}', "must name files in its folder"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which does not exist"),
     ):
         index.write_text(text)
         assert want in refusal("inspect", tmp_path)
@@ -409,14 +409,14 @@ def test_inconsistent_index_gives_a_one_line_message(tmp_path):
 @pytest.mark.rejects
 def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
     assert refusal("inspect", tmp_path / "x") == f"no file or folder {tmp_path}/x"
-    assert "must hold model.safetensors" in refusal("inspect", tmp_path)
+    assert "no model.safetensors and no model" in refusal("inspect", tmp_path)
     assert refusal("inspect", MINILM, "--tensor", "nope").endswith("has no tensor 'nope'")
     bias = "embeddings.LayerNorm.bias"
     want = f"{bias} must have rows and a width, got shape (384,)"
     assert refusal("inspect", MINILM, "--tensor", bias) == want
     path = tmp_path / "model.safetensors"
     write_header(path, {"x": entry(2, 2, dtype="F4")}, size=16)
-    want = "x has dtype F4, which is not read"
+    want = "x has dtype F4, which is not supported"
     assert refusal("inspect", path, "--tensor", "x") == want
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, path)
     for tokens in ([], {"model": {"vocab": None}}, {"model": {"vocab": "a"}}, {"model": 1}):

@@ -255,10 +255,10 @@ def test_damaged_table_gives_a_one_line_message(tmp_path, content, want):
 @pytest.mark.rejects
 def test_missing_or_foreign_path_gives_a_one_line_message(tmp_path):
     assert refusal("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
-    assert "must hold model.safetensors" in refusal("neighbors", tmp_path, "a")
+    assert "no model.safetensors and no model" in refusal("neighbors", tmp_path, "a")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "has no table of tokens" in refusal("neighbors", tmp_path, "a")
+    assert "has no token table" in refusal("neighbors", tmp_path, "a")
 
 
 @pytest.mark.rejects

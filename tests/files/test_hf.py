@@ -1,4 +1,4 @@
-"""Configs of transformers 5.22.2 read as rotary layers, and what is refused."""
+"""Rotary layers from configs of transformers 5.22.2, and configs that are refused."""
 
 import importlib
 from typing import Any
@@ -28,12 +28,12 @@ LLAMA: dict[str, Any] = {
 }
 
 
-# ---- whole modules: the config decides everything ----------------------------------------
+# ---- whole modules ----
 
 HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e6}
-# Of each: the name of the config class and its arguments, the layer type, the module's
-# class, and the function that applies it where it is not apply_rotary_pos_emb.
+# Config class and its arguments, layer type, module class, and the suffix of the function
+# that applies it, after apply_rotary_pos_emb.
 MODELS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("LlamaConfig", {}, None, "LlamaRotaryEmbedding", ""),
     ("MistralConfig", {"head_dim": 48}, None, "MistralRotaryEmbedding", ""),
@@ -81,11 +81,11 @@ def modeling(config):
 
 
 @pytest.mark.parametrize(
-    "name, options, layer_type, module, how",
+    "name, options, layer_type, module, suffix",
     MODELS,
     ids=[f"{m[0]}-{m[2] or i}" for i, m in enumerate(MODELS)],
 )
-def test_the_layer_of_a_config_is_the_models_own(name, options, layer_type, module, how):
+def test_the_layer_matches_the_models_own_module(name, options, layer_type, module, suffix):
     assert transformers.__version__ == "5.22.2"
     config = getattr(transformers, name)(**options)
     layer = RotaryPositions.from_hf(config, layer_type)
@@ -99,20 +99,20 @@ def test_the_layer_of_a_config_is_the_models_own(name, options, layer_type, modu
     code = modeling(config)
     extra = () if layer_type is None else (layer_type,)
     q, ids = torch.from_numpy(x), torch.from_numpy(positions)
-    turn = getattr(code, module)(config)(q, ids, *extra)
-    apply = getattr(code, f"apply_rotary_pos_emb{how}")
+    rotation = getattr(code, module)(config)(q, ids, *extra)
+    apply = getattr(code, f"apply_rotary_pos_emb{suffix}")
     # Gemma 4 rotates one array at a time.
-    want = apply(q, *turn) if module.startswith("Gemma4") else apply(q, q, *turn)[0]
+    want = apply(q, *rotation) if module.startswith("Gemma4") else apply(q, q, *rotation)[0]
     np.testing.assert_allclose(layer(x, positions), want.numpy(), atol=3e-5)
 
 
-def test_llama_4_turns_interleaved_pairs_as_complex_numbers():
+def test_llama_4_rotates_interleaved_pairs():
     config = transformers.Llama4TextConfig(**HEADS, head_dim=32)
     layer, code = RotaryPositions.from_hf(config, heads_axis=-2), modeling(config)
     x = np.random.default_rng(0).standard_normal((2, 6, 4, 32)).astype("float32")
     q, ids = torch.from_numpy(x), torch.arange(6)[None].expand(2, -1)
-    turn = code.Llama4TextRotaryEmbedding(config)(q, ids)
-    want = code.apply_rotary_emb(q, q, turn)[0].numpy()
+    rotation = code.Llama4TextRotaryEmbedding(config)(q, ids)
+    want = code.apply_rotary_emb(q, q, rotation)[0].numpy()
     assert layer.layout == "interleaved"
     np.testing.assert_allclose(layer(x), want, atol=3e-5)
 
@@ -130,7 +130,7 @@ def test_gpt_j_rotates_the_first_features_of_a_head():
 
 
 @pytest.mark.parametrize("length", [None, 4096, 4097])
-def test_phi_3_divides_by_other_factors_beyond_its_original_length(length):
+def test_phi_3_uses_long_factors_beyond_its_original_length(length):
     short, long = [1.0 + 0.1 * i for i in range(16)], [2.0 + i for i in range(16)]
     rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     config = transformers.Phi3Config(
@@ -149,10 +149,10 @@ def test_phi_3_divides_by_other_factors_beyond_its_original_length(length):
     assert layer.attention_factor == pytest.approx(factor)
 
 
-# ---- what is read ------------------------------------------------------------------------
+# ---- options ----
 
 
-def test_a_plain_config():
+def test_a_config_without_scaling():
     assert rotary_from_hf(LLAMA) == {
         "head_dim": 32,
         "base": 500_000.0,
@@ -240,7 +240,7 @@ RULES = [
 
 @pytest.mark.parametrize("rope, rule", RULES)
 @pytest.mark.parametrize("version", ["4", "4 old", "5"])
-def test_every_rule_in_every_version_of_the_format(rope, rule, version):
+def test_every_scaling_rule_in_every_version_of_the_format(rope, rule, version):
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     if version == "5":
         config["rope_parameters"] = {**rope, "rope_theta": 1e6}
@@ -264,7 +264,7 @@ def test_every_rule_in_every_version_of_the_format(rope, rule, version):
         ({"partial_rotary_factor": 1.0}, None),
     ],
 )
-def test_parts_are_read_wherever_they_are_said(change, want):
+def test_rotary_dim_is_read_from_any_of_its_keys(change, want):
     assert rotary_from_hf({**LLAMA, **change})["rotary_dim"] == want
 
 
@@ -277,7 +277,7 @@ def test_parts_are_read_wherever_they_are_said(change, want):
         ({"hidden_size": None, "n_embd": 64, "num_attention_heads": None, "n_head": 4}, 16),
     ],
 )
-def test_head_sizes_are_read_wherever_they_are_said(change, want):
+def test_head_dim_is_read_from_any_of_its_keys(change, want):
     assert rotary_from_hf({**LLAMA, **change})["head_dim"] == want
 
 
@@ -291,7 +291,7 @@ NEMO = {
 def test_each_layer_type_has_its_own_parameters():
     config = {**LLAMA, "rope_parameters": NEMO}
     full, local = (
-        rotary_from_hf(config, f"{kind}_attention") for kind in ("full", "sliding")
+        rotary_from_hf(config, f"{name}_attention") for name in ("full", "sliding")
     )
     assert (full["base"], full["scaling"]) == (1e6, Linear(factor=8.0))
     assert (local["base"], local["scaling"]) == (1e4, None)
@@ -304,27 +304,27 @@ def test_each_layer_type_has_its_own_parameters():
         {"rope_theta": None, "global_rope_theta": 1e6, "local_rope_theta": 1e4},
     ],
 )
-def test_version_4_says_the_local_base_beside_the_other(keys):
+def test_version_4_has_a_separate_key_for_the_local_base(keys):
     config = {**LLAMA, **keys, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     full, local = (
-        rotary_from_hf(config, f"{kind}_attention") for kind in ("full", "sliding")
+        rotary_from_hf(config, f"{name}_attention") for name in ("full", "sliding")
     )
     assert (full["base"], full["scaling"]) == (1e6, Linear(factor=8.0))
     assert (local["base"], local["scaling"]) == (1e4, None)
 
 
-def test_a_flat_config_serves_each_of_its_layer_types():
+def test_one_set_of_parameters_applies_to_every_layer_type():
     config = {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}
     assert rotary_from_hf(config, "full_attention") == rotary_from_hf(config)
 
 
-def test_yarn_under_a_layer_type_is_not_truncated_if_it_says_so():
+def test_truncate_is_read_from_a_layer_type():
     rope = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 1e6}
     config = {**LLAMA, "rope_parameters": {"full_attention": {**rope, **ORIGINAL}}}
     assert rotary_from_hf(config, "full_attention")["scaling"].truncate is False
 
 
-def test_older_configs_leave_out_what_had_one_value():
+def test_the_base_of_older_models_has_a_default():
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     assert rotary_from_hf(config)["base"] == 10_000.0
     neox = {
@@ -353,15 +353,15 @@ def test_multimodal_sections():
     assert sections("llama") == (None, False)
 
 
-# ---- what is refused ---------------------------------------------------------------------
+# ---- errors ----
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    "rope, words",
+    "rope, message",
     [
         ({"rope_type": "cubic"}, "rope_type must be one of 'default', .* got 'cubic'"),
-        ({"rope_type": "axial"}, "got 'axial': qwen_axial_frequencies"),
+        ({"rope_type": "axial"}, "got 'axial': use qwen_axial_frequencies"),
         (
             {"rope_type": "yarn", "type": "linear"},
             "type must agree, got 'yarn' and 'linear'",
@@ -376,12 +376,12 @@ def test_multimodal_sections():
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9, "a": 1}, "got 'a', 'alpha'"),
         ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, "got 'original_max_position"),
         ({"rope_type": "linear", "factor": 0.5}, "factor must be .* at least 1, got 0.5"),
-        ({"rope_theta": 1e4}, "rope_theta must be said once, got 10000.0 and 500000.0"),
+        ({"rope_theta": 1e4}, "rope_theta must have one value, got 10000.0 and 500000.0"),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_bad_rope_parameters_are_refused_by_name(rope, words, key):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_rope_parameters_are_refused_by_name(rope, message, key):
+    with pytest.raises(ValueError, match=message):
         rotary_from_hf({**LLAMA, key: rope})
 
 
@@ -390,7 +390,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    "change, layer_type, words",
+    "change, layer_type, message",
     [
         (
             {"rope_parameters": NEMO},
@@ -422,12 +422,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
         (
             {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
             None,
-            "original_max_position_embeddings must be said once, got 2048 and 4096",
+            "original_max_position_embeddings must have one value, got 2048 and 4096",
         ),
         (
             {"partial_rotary_factor": 0.5, "rotary_pct": 0.25},
             None,
-            "partial_rotary_factor must be said once, got 0.5 and 0.25",
+            "partial_rotary_factor must have one value, got 0.5 and 0.25",
         ),
         (
             {"partial_rotary_factor": 0.5, "rotary_dim": 8},
@@ -453,18 +453,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
         ),
     ],
 )
-def test_contradictions_are_refused_by_name(change, layer_type, words):
-    with pytest.raises(ValueError, match=words):
+def test_contradictory_configs_are_refused_by_name(change, layer_type, message):
+    with pytest.raises(ValueError, match=message):
         rotary_from_hf({**LLAMA, **change}, layer_type)
 
 
 @pytest.mark.rejects
-def test_a_config_must_be_a_dict_or_make_one():
+def test_a_config_must_be_a_dict_or_have_to_dict():
     with pytest.raises(TypeError, match="config must be a dict or have to_dict, got str"):
         rotary_from_hf("config.json")
 
 
-def test_reading_changes_no_config():
+def test_the_config_is_not_modified():
     config = {**LLAMA, "rope_parameters": {**YARN, "rope_theta": 500_000.0}}
     before = repr(config)
     rotary_from_hf(config)

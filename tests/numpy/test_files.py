@@ -1,4 +1,4 @@
-"""Layers of the NumPy face through a file and back."""
+"""Saving and loading NumPy layers."""
 
 import importlib
 import inspect
@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import firstlayer.numpy
+from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
 from firstlayer.numpy.alibi import AlibiBias
 from firstlayer.numpy.bag import EmbeddingBag
-from firstlayer.numpy.files import _LAYERS, load, save
+from firstlayer.numpy.files import load, save
 from firstlayer.numpy.fire import FireBias
 from firstlayer.numpy.fourier import FourierFeatures
 from firstlayer.numpy.kerple import KerpleBias
@@ -33,7 +34,7 @@ IDS = np.array([[3, 0, 9], [9, 1, 2]])
 X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
 Q, K = np.arange(4), np.arange(-2, 5)
 
-# A layer with every option away from its default, and something to ask it.
+# Layers with options that are not the defaults.
 CASES = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, rng=1
@@ -72,11 +73,11 @@ CASES = {
     "EmbeddingLayer module": lambda: EmbeddingLayer(
         10, 8, position=LearnedPositions(6, 8, row_offset=2, padding_idx=0, rng=8), rng=6
     ),
-    "EmbeddingLayer waves": lambda: EmbeddingLayer(
+    "EmbeddingLayer sinusoidal": lambda: EmbeddingLayer(
         10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2, rng=7
     ),
-    "EmbeddingLayer bare": lambda: EmbeddingLayer(10, 8, position=None, rng=8),
-    # Tables of one shape must not be taken for each other.
+    "EmbeddingLayer without positions": lambda: EmbeddingLayer(10, 8, position=None, rng=8),
+    # All tables have the same shape and must not be mixed up.
     "EmbeddingLayer square": lambda: EmbeddingLayer(
         10, 8, max_positions=10, segments=10, rng=9
     ),
@@ -100,7 +101,9 @@ CASES = {
             length=65,
         ),
     ),
-    "RotaryPositions ready": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
+    "RotaryPositions frequencies": lambda: RotaryPositions(
+        8, frequencies=[1.0, 0.3, 0.1, 0.0]
+    ),
     "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
     "T5Bias": lambda: T5Bias(
         3, num_buckets=6, max_distance=20, bidirectional=False, dtype="float64", rng=10
@@ -113,8 +116,8 @@ CASES = {
 }
 
 
-def asked(layer):
-    """Return what a layer computes, of any kind."""
+def output(layer):
+    """Return the output of a layer of any class."""
     if isinstance(layer, EmbeddingBag):
         return layer(IDS.ravel(), np.array([0, 2, 6]))
     if isinstance(layer, Embedding | EmbeddingLayer):
@@ -142,14 +145,14 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_comes_back_to_the_bit(case, path):
+def test_a_loaded_layer_is_equal_bit_for_bit(case, path):
     layer = CASES[case]()
     save(path, layer)
-    again = load(path)
-    assert type(again) is type(layer) and again.config() == layer.config()
+    loaded = load(path)
+    assert type(loaded) is type(layer) and loaded.config() == layer.config()
     want = {name: bits(value) for name, value in layer.parameters().items()}
-    assert {name: bits(value) for name, value in again.parameters().items()} == want
-    assert bits(asked(again)) == bits(asked(layer))
+    assert {name: bits(value) for name, value in loaded.parameters().items()} == want
+    assert bits(output(loaded)) == bits(output(layer))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,7 +163,7 @@ def test_saving_twice_writes_the_same_bytes(case, path):
     assert path.read_bytes() == first
 
 
-def test_every_layer_of_the_face_can_be_saved():
+def test_every_layer_class_can_be_saved():
     found = set()
     for module in pkgutil.iter_modules(firstlayer.numpy.__path__):
         if not module.name.startswith("_"):
@@ -168,7 +171,7 @@ def test_every_layer_of_the_face_can_be_saved():
             for name, value in inspect.getmembers(loaded, inspect.isclass):
                 if value.__module__ == loaded.__name__ and hasattr(value, "parameters"):
                     found.add(name)
-    assert found == set(_LAYERS) == {case.split()[0] for case in CASES}
+    assert found == set(LAYER_KINDS) == {case.split()[0] for case in CASES}
 
 
 @pytest.mark.parametrize(
@@ -190,28 +193,22 @@ def test_every_layer_of_the_face_can_be_saved():
         ),
     ],
 )
-def test_tensors_have_the_names_that_every_face_uses(case, names, path):
+def test_tensor_names_are_those_of_every_front_end(case, names, path):
     save(path, CASES[case]())
     assert set(read(path)[0]) == names
 
 
 @pytest.mark.parametrize("case", ["Embedding", "EmbeddingBag", "EmbeddingLayer"])
-def test_the_padding_row_of_the_file_is_what_padding_is(case, path):
+def test_the_padding_row_is_loaded_as_saved(case, path):
     layer: Any = CASES[case]()
-    table = getattr(layer, "token", layer)
-    table.set_padding(np.arange(8.0))
-    # As an optimizer would: it is repaired before it is saved.
-    table.weight[table.padding_idx] = -5
+    getattr(layer, "token", layer).set_padding(np.arange(8.0))
     save(path, layer)
-    again = load(path)
-    table = getattr(again, "token", again)
-    assert table.weight[table.padding_idx].tolist() == list(range(8))
-    table.weight[table.padding_idx] = -5
-    again.parameters()
+    loaded = load(path)
+    table = getattr(loaded, "token", loaded)
     assert table.weight[table.padding_idx].tolist() == list(range(8))
 
 
-def test_a_loaded_layer_is_its_own(path):
+def test_loaded_layers_do_not_share_memory(path):
     save(path, CASES["EmbeddingLayer"]())
     first, second = load(path), load(path)
     for value in first.parameters().values():
@@ -219,7 +216,7 @@ def test_a_loaded_layer_is_its_own(path):
     assert not (second.token.weight == 9).any() and not (load(path).norm[0] == 9).any()
 
 
-def test_a_large_table_is_neither_drawn_nor_copied(path, monkeypatch):
+def test_loading_a_large_table_draws_and_copies_nothing(path, monkeypatch):
     save(path, Embedding(20_000, 50, rng=0))
     size = 4 * 20_000 * 50
     monkeypatch.setattr(np.random, "default_rng", None)
@@ -231,17 +228,17 @@ def test_a_large_table_is_neither_drawn_nor_copied(path, monkeypatch):
 
 
 @pytest.mark.rejects
-def test_what_load_could_not_build_is_not_saved(path):
+def test_a_subclass_is_not_saved(path):
     class Mine(Embedding):
         pass
 
-    class Waves(SinusoidalPositions):
+    class MySinusoidal(SinusoidalPositions):
         pass
 
     with pytest.raises(TypeError, match="a class that load knows, got .*Mine"):
         save(path, Mine(3, 2))
-    with pytest.raises(TypeError, match="a class that load knows, got .*Waves"):
-        save(path, EmbeddingLayer(3, 2, position=Waves(2)))
+    with pytest.raises(TypeError, match="a class that load knows, got .*MySinusoidal"):
+        save(path, EmbeddingLayer(3, 2, position=MySinusoidal(2)))
     with pytest.raises(TypeError, match="a class that load knows, got dict"):
         save(path, {})  # pyright: ignore[reportArgumentType]
     assert not path.exists()
@@ -281,7 +278,7 @@ SMALL = {"class": "Embedding", "num_embeddings": 3, "embedding_dim": 2}
         ),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(tensors, change, message, path):
+def test_an_invalid_config_is_refused(tensors, change, message, path):
     write(path, tensors, {**SMALL, **change})
     with pytest.raises(ValueError, match=f"does not hold a layer: .*{message}") as caught:
         load(path)
@@ -291,7 +288,7 @@ def test_a_config_that_does_not_fit_is_refused(tensors, change, message, path):
 
 
 @pytest.mark.rejects
-def test_a_config_without_a_needed_option_is_refused(path):
+def test_a_config_without_a_required_option_is_refused(path):
     write(path, WEIGHT, {"class": "Embedding", "num_embeddings": 3})
     with pytest.raises(ValueError, match="not hold a layer: .*missing.* 'embedding_dim'"):
         load(path)
@@ -328,7 +325,7 @@ LAYER = {
         ),
     ],
 )
-def test_a_complete_layer_that_does_not_fit_is_refused(change, message, path):
+def test_an_invalid_config_of_a_complete_layer_is_refused(change, message, path):
     write(path, WEIGHT, {**LAYER, **change})
     with pytest.raises(ValueError, match=f"does not hold a layer: .*{message}"):
         load(path)
@@ -359,15 +356,15 @@ HUGE = [
     ({}, {"class": "ShawScores", "head_dim": 2**16, "max_left": 2**16, "max_right": 1}),
     ({}, {"class": "KerpleBias", "num_heads": 10**10}),
     (
-        {f"bias.{name}": np.zeros(1) for name in _LAYERS["FireBias"][1]},
+        {f"bias.{name}": np.zeros(1) for name in LAYER_KINDS["FireBias"].parameters},
         {"class": "FireBias", "num_heads": 2**16, "width": 2**16},
     ),
-    # An empty tensor accounts for nothing, however long it says it is.
+    # An empty tensor accounts for no memory, whatever its length.
     (
         {"bias.weight": np.zeros((10**8, 0))},
         {"class": "T5Bias", "num_heads": 2, "max_distance": 10**8},
     ),
-    # Nor for hours: where its buckets begin is compared in whole numbers of 230,000 bits.
+    # Computing these bucket boundaries exactly would take hours.
     (
         {"bias.weight": np.zeros((1, 2))},
         {"class": "T5Bias", "num_heads": 2, "num_buckets": 2**16, "max_distance": 2**16},
@@ -377,7 +374,7 @@ HUGE = [
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("tensors, config", HUGE, ids=lambda x: str(x)[:60])
-def test_a_forged_config_cannot_ask_for_memory(tensors, config, path):
+def test_a_forged_config_cannot_allocate_more_than_its_file(tensors, config, path):
     write(path, tensors, config)
     tracemalloc.start()
     with pytest.raises(ValueError, match="does not hold a layer: "):
@@ -388,12 +385,12 @@ def test_a_forged_config_cannot_ask_for_memory(tensors, config, path):
 
 
 @pytest.mark.rejects
-def test_what_could_not_be_loaded_is_not_saved(path):
+def test_a_layer_that_could_not_be_loaded_is_not_saved(path):
     wide = SinusoidalPositions(2**14 + 2)
     with pytest.raises(ValueError, match="^pairs must be at most 8192 in a file of 0 "):
         save(path, wide)
     assert not path.exists()
-    # A table of tokens that wide accounts for it.
+    # A token table of the same width accounts for it.
     layer = EmbeddingLayer(2, 2**14 + 2, position=wide, init="zeros")
     save(path, layer)
     np.testing.assert_array_equal(load(path)([1], offset=7), layer([1], offset=7))
@@ -401,9 +398,9 @@ def test_what_could_not_be_loaded_is_not_saved(path):
 
 @pytest.mark.rejects
 @given(data=st.data())
-def test_a_file_with_a_few_bytes_changed_loads_or_is_a_value_error(data, tmp_path_factory):
+def test_a_file_with_changed_bytes_loads_or_raises_a_value_error(data, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "changed.safetensors"
-    case = data.draw(st.sampled_from(["Embedding", "EmbeddingLayer waves", "T5Bias"]))
+    case = data.draw(st.sampled_from(["Embedding", "EmbeddingLayer sinusoidal", "T5Bias"]))
     save(path, CASES[case]())
     raw = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(raw[:8], "little")

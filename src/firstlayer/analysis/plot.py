@@ -1,9 +1,9 @@
-"""Drawing what the studies found. Nothing else in Firstlayer draws.
+"""Draw measurements with matplotlib. Nothing else in the package draws.
 
-A function takes a study's result and returns a matplotlib figure; :func:`render` turns it
-into the bytes of a file. There is no window and no global state: figures are made without
-pyplot. Colours are Okabe and Ito's, which readers with any colour vision can tell apart,
-and no line differs from another by colour alone.
+Each function takes a result and returns a matplotlib figure; :func:`render` returns it as
+the bytes of a file. Figures are made without pyplot, so there is no window and no global
+state. Colours are Okabe and Ito's, which are distinct for readers with any colour vision,
+and no two lines differ only in colour.
 """
 
 import functools
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from .lookup import Lookups
     from .memory import Footprint
-    from .positions import Study, Trained
+    from .position_study import Study, Trained
 
 FORMATS = ("png", "svg", "pdf")
-#: Okabe and Ito's but for the yellow, too light for a line, a grey and a wine red.
+#: Okabe and Ito's without yellow, which is too light for lines, plus grey and wine red.
 COLOURS = {
     "none": "#7F7F7F",
     "learned": "#CC79A7",
@@ -51,7 +51,7 @@ STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    # Inches around each panel, so that a label keeps its distance from the one beside it.
+    # Inches around each panel, so that labels of neighbouring panels do not touch.
     "figure.constrained_layout.w_pad": 0.08,
     "grid.alpha": 0.3,
     "hatch.linewidth": 0.6,
@@ -63,7 +63,7 @@ Drawing = TypeVar("Drawing", bound=Callable[..., Any])
 
 
 def _styled(draw: Drawing) -> Drawing:
-    """Make a function draw in this file's style and leave matplotlib's as it was."""
+    """Make a function draw in this file's style without changing matplotlib's settings."""
 
     @functools.wraps(draw)
     def styled(*args: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def render(figure: "Figure", format: str = "png") -> bytes:
     """Return a figure as the bytes of a file.
 
     Args:
-        figure: What one of the functions here returned.
+        figure: A figure from one of the functions here.
         format: ``"png"``, ``"svg"`` or ``"pdf"``.
 
     Example:
@@ -90,28 +90,28 @@ def render(figure: "Figure", format: str = "png") -> bytes:
         b'\\x89PNG'
     """
     one_of("format", format, FORMATS)
-    # A date would make two files of the same figure differ.
-    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(format)
+    # With a date, two files of the same figure would differ.
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(format)
     out = io.BytesIO()
-    figure.savefig(out, format=format, dpi=150, metadata=dated)
+    figure.savefig(out, format=format, dpi=150, metadata=metadata)
     return out.getvalue()
 
 
 @_styled
 def positions(study: "Study") -> "Figure":
-    """Return the loss of every scheme by length, and below how each sees distance."""
-    # Schemes that differ in training alone, as randomised from rotary, look alike.
-    seen = {trained.profile: trained for trained in reversed(study.trained)}
-    seen = [seen[profile] for profile in reversed(seen) if profile is not None]
-    down = math.ceil(len(seen) / 4)
-    across = math.ceil(len(seen) / max(down, 1))
+    """Return the loss of every scheme by length, and the effect of distance below."""
+    # Schemes that differ only in training, such as randomised and rotary, share a profile.
+    by_profile = {trained.profile: trained for trained in reversed(study.trained)}
+    shown = [by_profile[key] for key in reversed(by_profile) if key is not None]
+    down = math.ceil(len(shown) / 4)
+    across = math.ceil(len(shown) / max(down, 1))
     figure = _figure(10.0, 5.0 + 2.4 * down)
     heights = [5.0, max(2.4 * down, 0.01)]
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
     axes = above.subplots()
     _losses(axes, study)
     above.legend(loc="outside right center", frameon=False)
-    for index, trained in enumerate(seen):
+    for index, trained in enumerate(shown):
         axes = below.add_subplot(down, across, index + 1)
         _profile(axes, trained, trained_length=study.setting.length)
     return figure
@@ -119,13 +119,13 @@ def positions(study: "Study") -> "Figure":
 
 @_styled
 def lookups(found: "Lookups") -> "Figure":
-    """Return tokens a second by batch, one panel for each size of the table."""
+    """Return tokens per second by batch size, with a panel per table size."""
     sizes = list(dict.fromkeys(reading.rows for reading in found.readings))
     figure = _figure(max(4.5, 3.6 * len(sizes)), 4.4)
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axes, rows in zip(panels, sizes, strict=True):
         _speeds(axes, found, rows=rows)
-    panels[0].set_ylabel("tokens a second")
+    panels[0].set_ylabel("tokens per second")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
@@ -133,19 +133,18 @@ def lookups(found: "Lookups") -> "Figure":
 
 @_styled
 def memory(footprints: Sequence["Footprint"]) -> "Figure":
-    """Return what each optimizer keeps, one panel for each table, bars to its own scale."""
-    tables = list(dict.fromkeys((f.name, f.rows, f.width, f.dtype) for f in footprints))
-    tallest = max(
-        sum((f.name, f.rows, f.width, f.dtype) == table for f in footprints)
-        for table in tables
-    )
+    """Return the memory by optimizer, with a panel per table, each with its own scale."""
+    tables: dict[Any, list[Footprint]] = {}
+    for each in footprints:
+        table = (each.name, each.rows, each.width, each.dtype)
+        tables.setdefault(table, []).append(each)
+    most = max(map(len, tables.values()))
     across = min(2, len(tables))
     down = math.ceil(len(tables) / across)
-    figure = _figure(5.5 * across, down * (1.3 + 0.35 * tallest) + 0.5)
+    figure = _figure(5.5 * across, down * (1.3 + 0.35 * most) + 0.5)
     panels = figure.subplots(down, across, squeeze=False).flat
-    for axes, table in zip(panels, tables, strict=False):
-        same = [f for f in footprints if (f.name, f.rows, f.width, f.dtype) == table]
-        _bars(axes, same)
+    for axes, own in zip(panels, tables.values(), strict=False):
+        _bars(axes, own)
     for axes in figure.axes[len(tables) :]:
         axes.set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -161,17 +160,18 @@ def _figure(width: float, height: float) -> "Figure":
 
 def _losses(axes: "Axes", study: "Study") -> None:
     setting = study.setting
-    # The legend lists the lines in the order in which they end, from above.
+    # The legend lists curves in the order of their right ends, from the top.
     ordered = sorted(study.curves, key=lambda curve: -(curve.losses[-1] or math.inf))
     for curve in ordered:
-        known = [(n, loss) for n, loss in zip(curve.lengths, curve.losses, strict=True)]
+        points = zip(curve.lengths, curve.losses, strict=True)
+        points = [(length, loss) for length, loss in points if loss is not None]
         axes.plot(
-            *zip(*[pair for pair in known if pair[1] is not None], strict=True),
+            *zip(*points, strict=True),
             color=COLOURS[curve.scheme],
             linestyle=DASHES[curve.rule],
             marker=MARKERS[list(COLOURS).index(curve.scheme)],
             markersize=5,
-            label=curve.name + (" (no rows further)" if None in curve.losses else ""),
+            label=curve.name + (" (no rows beyond)" if None in curve.losses else ""),
         )
     axes.axvline(setting.length, color="0.6", linewidth=6, alpha=0.3, zorder=0)
     axes.set_xscale("log", base=2)
@@ -180,9 +180,9 @@ def _losses(axes: "Axes", study: "Study") -> None:
     ]
     axes.set_xticks(setting.lengths, labels)
     axes.minorticks_off()
-    axes.set_xlabel(f"bytes of text read (trained at {setting.length})")
-    axes.set_ylabel("loss on the same bytes, nats a byte")
-    axes.set_title("Reading further than in training", loc="left")
+    axes.set_xlabel(f"context length in bytes (training length {setting.length})")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_title("Loss beyond the training length", loc="left")
 
 
 def _profile(axes: "Axes", trained: "Trained", *, trained_length: int) -> None:
@@ -195,7 +195,7 @@ def _profile(axes: "Axes", trained: "Trained", *, trained_length: int) -> None:
         axes.plot(profile.distances, values, color=colour, alpha=alpha, linewidth=1.2)
     axes.axvline(trained_length, color="0.6", linewidth=4, alpha=0.3, zorder=0)
     axes.set_title(trained.scheme, loc="left")
-    axes.set_ylabel("cosine" if profile.what == "cosine" else "bias, by head")
+    axes.set_ylabel("cosine" if profile.what == "cosine" else "bias per head")
     axes.set_xlabel("distance")
 
 
@@ -214,7 +214,7 @@ def _speeds(axes: "Axes", found: "Lookups", *, rows: int) -> None:
         )
     first = readings[0]
     limit = found.bandwidth / (first.bytes_per_second / first.tokens_per_second)
-    axes.axhline(limit, color="0.3", linestyle=":", label="speed of memory")
+    axes.axhline(limit, color="0.3", linestyle=":", label="memory bandwidth")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -222,7 +222,7 @@ def _speeds(axes: "Axes", found: "Lookups", *, rows: int) -> None:
     batches = sorted({reading.batch for reading in readings})
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()
-    axes.set_xlabel(f"batch, × {first.length} ids")
+    axes.set_xlabel(f"batch size (× {first.length} ids)")
     axes.set_title(f"{rows:,} × {first.width}", loc="left")
 
 

@@ -1,13 +1,12 @@
-"""A study of positions as one HTML page: its table, its picture, how it was made.
+"""A comparison of position schemes as an HTML page with a table and a figure.
 
-The page needs nothing else: no server, no script, no network. It opens from the disk, in
-light and dark.
+The page is one file without scripts or links to other files, and supports dark mode.
 """
 
 from html import escape
 
 from . import plot
-from .positions import Curve, Study
+from .position_study import Curve, Study
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -33,7 +32,7 @@ def html(study: Study) -> str:
     """Return the page.
 
     Args:
-        study: What :func:`firstlayer.analysis.positions.compare` found.
+        study: Result of :func:`firstlayer.analysis.position_study.compare`.
     """
     setting = study.setting
     head = "".join(
@@ -52,11 +51,12 @@ def html(study: Study) -> str:
 </head>
 <body>
 <h1>Position schemes compared</h1>
-<p>A small transformer for each scheme was trained on {setting.length} bytes at a time. The
-table has its loss, in nats a byte, with more and more text in front of the same bytes. A
-scheme that can read further than it was trained to keeps its loss; the rise is that from
-the first length to the last. Bold is the best at a length. A name with a plus is the model
-above it, its positions changed for each length without training again.</p>
+<p>One small transformer per scheme was trained on sequences of {setting.length} bytes. The
+table shows its loss in nats per byte when it predicts the same held-out bytes with a longer
+and longer context. A scheme that works beyond its training length keeps its loss. The last
+column is the rise from the first length to the last. The best loss at each length is bold.
+A name with a plus is the model above it, extended to each length without further
+training.</p>
 <div class="wide" tabindex="0">
 <table>
 <thead><tr><th scope="col">scheme</th>{head}<th scope="col">rise</th></tr></thead>
@@ -68,17 +68,17 @@ above it, its positions changed for each length without training again.</p>
 <figure>
 <div class="wide" tabindex="0">
 {_svg(study)}</div>
-<figcaption>Above, the losses of the table. Below, how each scheme sees distance: how alike
-two positions are that far apart (cosine), or what is added to the score of a key that far
-back (bias, a line for each head). The grey bar is the length trained at.</figcaption>
+<figcaption>Top: the losses of the table. Bottom: the effect of distance in each scheme,
+as the similarity of two positions (cosine) or the bias on the attention score (a line per
+head). The grey bar marks the training length.</figcaption>
 </figure>
-<p>{escape(_made(study))}</p>
+<p>{escape(_conditions(study))}</p>
 </body>
 </html>
 """
 
 
-def _made(study: Study) -> str:
+def _conditions(study: Study) -> str:
     setting = study.setting
     return (
         f"{_counted(setting.layers, 'layer')} of width {setting.width} with "
@@ -89,15 +89,16 @@ def _made(study: Study) -> str:
     )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _row(curve: Curve, best: list[Curve | None]) -> str:
-    marks = [' class="best"' if first is curve else "" for first in best]
     cells = "".join(
-        f"<td{mark}>{number(loss)}</td>"
-        for loss, mark in zip(curve.losses, marks, strict=True)
+        f'<td class="best">{number(loss)}</td>'
+        if best_curve is curve
+        else f"<td>{number(loss)}</td>"
+        for loss, best_curve in zip(curve.losses, best, strict=True)
     )
     rise = number(curve.rise, "+.3f")
     name = escape(curve.name)
@@ -105,11 +106,11 @@ def _row(curve: Curve, best: list[Curve | None]) -> str:
 
 
 def number(loss: float | None, form: str = ".3f") -> str:
-    """Return a loss as it is printed; a dash where there is none.
+    """Return a loss as text; a dash for None.
 
     Args:
-        loss: In nats a byte, or None.
-        form: As :func:`format` takes it.
+        loss: Loss in nats per byte, or None.
+        form: Format specification.
 
     Example:
         >>> number(1.23456), number(None)
@@ -119,7 +120,7 @@ def number(loss: float | None, form: str = ".3f") -> str:
 
 
 def _svg(study: Study) -> str:
-    drawn = plot.render(plot.positions(study), "svg").decode()
-    drawn = drawn[drawn.index("<svg") :]
-    what = "Lines of loss against length, one for each scheme; the table has their numbers."
-    return drawn.replace("<svg", f'<svg role="img" aria-label="{what}"', 1)
+    svg = plot.render(plot.positions(study), "svg").decode()
+    svg = svg[svg.index("<svg") :]
+    label = "Loss by context length, a line per scheme; the table has the numbers."
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -8,7 +8,7 @@ import click
 from ._output import amount, cli_command, columns, counted, emit
 
 if TYPE_CHECKING:
-    from ..analysis.inspect import Odd, Report, Table
+    from ..analysis.inspect import OddRows, Report, Table
 
 EXAMPLES = """
 firstlayer inspect model.safetensors
@@ -74,7 +74,7 @@ def _table(table: "Table") -> Iterator[str]:
     yield from ("  " + line for line in columns(lines))
 
 
-def _odd(odd: "Odd") -> str:
+def _odd(odd: "OddRows") -> str:
     if not odd.count:
         return "0"
     shown = odd.tokens if len(odd.tokens) == len(odd.rows) else map(str, odd.rows)

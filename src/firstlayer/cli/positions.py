@@ -9,7 +9,7 @@ from ._figures import FORMATS, checked_picture, picture_option, write_picture
 from ._output import cli_command, columns, emit, force_option, progress, say, seed_option
 
 if TYPE_CHECKING:
-    from ..analysis.positions import Setting, Study
+    from ..analysis.position_study import Setting, Study
 
 #: Copied from the position study, so that help needs no import.
 SCHEMES = (
@@ -94,7 +94,7 @@ def command(
 def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
     from dataclasses import replace
 
-    from ..analysis.positions import QUICK, Setting
+    from ..analysis.position_study import QUICK, Setting
 
     given = {name: value for name, value in sizes.items() if value not in (None, ())}
     if "stretches" in given:
@@ -105,7 +105,7 @@ def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":
 
 
 def _text(files: tuple[str, ...]) -> bytes:
-    from ..analysis.positions import python_source
+    from ..analysis.position_study import python_source
 
     if not files:
         return python_source()
@@ -132,7 +132,7 @@ def _compare(
     text: bytes, schemes: tuple[str, ...], *, setting: "Setting", quiet: bool
 ) -> "Study":
     """Return the results of all schemes, or of those completed before Ctrl-C."""
-    from ..analysis.positions import Study, measure
+    from ..analysis.position_study import Study, measure
 
     trained = []
     with progress("training", total=len(schemes), quiet=quiet) as tell:

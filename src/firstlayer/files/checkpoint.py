@@ -1,8 +1,12 @@
-"""A checkpoint in safetensors files, of which only what is asked for is read.
+"""Read safetensors files, single or sharded. Nothing else in the package reads them.
 
-A safetensors file is a header, JSON with each tensor's dtype, shape and place, and then the
-tensors' bytes. Large models are in several files with an index that says what is where.
-Everything a header or an index claims is checked against the files before it is used.
+A safetensors file is a JSON header with the dtype, shape and byte range of each tensor,
+followed by their bytes. A large checkpoint is several files with an index. Opening one
+reads only headers and checks every claim in them against the size of the file. Tensors are
+then read one at a time: as a copy, as a memory-mapped array, or in chunks of rows.
+
+The safetensors package is not used here because it exposes no byte ranges, so it can read
+rows only through a memory map, and because it rejects a whole file for one unknown dtype.
 """
 
 import json
@@ -10,7 +14,8 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +23,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-#: As the format's own reader: no header is longer.
-LONGEST_HEADER = 100_000_000
-#: How much of a tensor's name an error tells.
-LONGEST_NAME = 120
-#: About how many bytes of a tensor are read at a time.
-CHUNK = 1 << 23
+#: Limit on the length of a header, the same as in the safetensors package.
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 32
+#: Longest tensor name that an error message repeats in full.
+MAX_NAME_IN_ERROR = 120
+#: Approximate size of a chunk of rows.
+CHUNK_BYTES = 1 << 23
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
 
-#: NumPy's names of the dtypes; those after the first seven are ml_dtypes'.
+#: NumPy or ml_dtypes name of each dtype code of the format.
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -41,8 +47,8 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 
-#: What the last words of a tensor's name say it is, in the checkpoints that are common.
-ROLES = {
+#: How the names of embedding tables end in common checkpoints, by the role of the table.
+ROLE_PATTERNS = {
     "token": (
         r"wte\.weight|word_embeddings\.weight|embed_tokens\.weight|tok_embeddings\.weight"
         r"|shared\.weight|embed_in\.weight|token_embedding\.weight|token\.weight"
@@ -59,16 +65,16 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Where a tensor is.
+class StoredTensor:
+    """A tensor in a file.
 
     Args:
-        name: What it is called.
-        dtype: Its dtype's code in the format.
-        shape: Its shape.
-        path: The file it is in.
-        start: Where in that file it begins.
-        nbytes: How long it is.
+        name: Name in the checkpoint.
+        dtype: Dtype code of the format.
+        shape: Shape.
+        path: The file.
+        start: Offset of its first byte in the file.
+        nbytes: Number of bytes.
     """
 
     name: str
@@ -80,196 +86,249 @@ class Tensor:
 
     @property
     def role(self) -> str | None:
-        """What it is to the layer after the tokenizer, None if it is no table."""
-        # Of the integers, eight bits are a table that was made smaller, the rest are ids.
-        is_kind = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
-        is_table = len(self.shape) == 2 and is_kind
-        return role_of(self.name) if is_table else None
+        """Role as an embedding table, a key of :data:`ROLE_PATTERNS`, or None."""
+        # Matrices of int8 are quantized tables; other integers are ids.
+        is_number = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
+        return role_of(self.name) if is_number and len(self.shape) == 2 else None
 
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype as NumPy has it; one it does not have is a ValueError."""
+        name = DTYPES.get(self.dtype)
+        if name is None:
+            raise ValueError(f"{self.name} has dtype {self.dtype}, which is not supported")
+        if name.startswith(("bfloat", "float8")):
+            import ml_dtypes
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds.
+            return np.dtype(getattr(ml_dtypes, name))
+        return np.dtype(name)
 
-    Args:
-        files: The files it is in.
-        tensors: Its tensors, by name.
-        metadata: What the headers say beside.
-    """
+    def read(self) -> Shaped[np.ndarray, "..."]:
+        """Return a copy of the tensor."""
+        flat = np.fromfile(self.path, np.uint8, self.nbytes, offset=self.start)
+        return flat.view(self.numpy_dtype).reshape(self.shape)
 
-    files: list[Path]
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
+    def map(self) -> Shaped[np.ndarray, "..."]:
+        """Return the tensor memory-mapped. Writes to it do not change the file."""
+        dtype, shape = self.numpy_dtype, self.shape
+        if self.nbytes == 0:
+            return np.empty(shape, dtype)
+        array = np.asarray(np.memmap(self.path, dtype, "c", self.start, shape))
+        # Old writers did not align tensors, and kernels need aligned ones.
+        return array if array.flags.aligned else array.copy()
 
-    def tables(self) -> list[Tensor]:
-        """Return the tensors that are embedding tables, largest first."""
-        found = [tensor for tensor in self.tensors.values() if tensor.role]
-        return sorted(found, key=lambda tensor: (-tensor.nbytes, tensor.name))
-
-    def token_table(self) -> Tensor:
-        """Return the table of tokens; none is a ValueError."""
-        for tensor in self.tables():
-            if tensor.role == "token":
-                return tensor
-        raise ValueError(f"{self.files[0]} has no table of tokens")
-
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """Return a tensor, all of it.
-
-        Args:
-            name: Which.
-        """
-        tensor = self.tensors[name]
-        flat = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.start)
-        return flat.view(_dtype(tensor)).reshape(tensor.shape)
-
-    def chunks(self, name: str) -> Iterator[Shaped[np.ndarray, "rows width"]]:
-        """Yield the rows of a table, a few megabytes at a time.
-
-        Args:
-            name: Which table.
-        """
-        tensor = self.tensors[name]
-        rows, width = tensor.shape
-        dtype = _dtype(tensor)
-        step = max(1, CHUNK // max(1, width * dtype.itemsize))
-        with open(tensor.path, "rb") as file:
-            file.seek(tensor.start)
-            for lo in range(0, rows, step):
-                count = min(step, rows - lo)
+    def chunks(self) -> Iterator[Shaped[np.ndarray, "rows width"]]:
+        """Yield the rows of a table, a few megabytes at a time."""
+        rows, width = self.shape
+        dtype = self.numpy_dtype
+        step = max(1, CHUNK_BYTES // max(1, width * dtype.itemsize))
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
                 flat = np.fromfile(file, np.uint8, count * width * dtype.itemsize)
                 yield flat.view(dtype).reshape(count, width)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """The contents of a checkpoint.
+
+    Args:
+        files: Its files.
+        tensors: Its tensors, by name.
+        metadata: Metadata of all headers.
+    """
+
+    files: list[Path]
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+    def tables(self) -> list[StoredTensor]:
+        """Return the tensors that are embedding tables, largest first."""
+        tables = [tensor for tensor in self.tensors.values() if tensor.role]
+        return sorted(tables, key=lambda tensor: (-tensor.nbytes, tensor.name))
+
+    def token_table(self) -> StoredTensor:
+        """Return the token table; a checkpoint without one is a ValueError."""
+        for tensor in self.tables():
+            if tensor.role == "token":
+                return tensor
+        raise ValueError(f"{self.files[0]} has no token table")
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """Return a copy of a tensor."""
+        return self.tensors[name].read()
+
+
 def role_of(name: str) -> str | None:
-    """Return what a name says that a tensor is, None if it says nothing of embeddings.
+    """Return the role that a tensor's name implies, or None.
 
     Example:
         >>> role_of("transformer.wte.weight"), role_of("h.0.attn.weight")
         ('token', None)
     """
-    for role, pattern in ROLES.items():
+    for role, pattern in ROLE_PATTERNS.items():
         if re.search(rf"(^|\.)({pattern})$", name):
             return role
     return None
 
 
-def _dtype(tensor: Tensor) -> np.dtype:
-    name = DTYPES.get(tensor.dtype)
-    if name is None:
-        raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, which is not read")
-    if name.startswith(("bfloat", "float8")):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, names: Collection[str] | None = None
+) -> Checkpoint:
     """Read the headers of a checkpoint.
 
     Args:
-        path: A safetensors file, an index of several, or a folder with either.
+        path: A safetensors file, the index of a sharded checkpoint, or a folder with one of
+            them.
+        names: Tensors of interest; shards without any of them are not opened. None opens
+            all shards.
     """
-    place = Path(path)
-    if not os.path.lexists(place):
-        raise FileNotFoundError(f"no file or folder {place}")
-    if place.is_dir():
-        place = _in_folder(place)
-    files = _shards(place) if place.name.endswith(".index.json") else [place]
+    location = Path(path)
+    if not os.path.lexists(location):
+        raise FileNotFoundError(f"no file or folder {location}")
+    if location.is_dir():
+        location = _checkpoint_in(location)
+    files = [location]
+    if location.name.endswith(".index.json"):
+        files = _shards(location, names)
     tensors, metadata = {}, {}
     for file in files:
-        held, said = _header(file)
-        if twice := sorted(tensors.keys() & held):
-            raise ValueError(f"{file} has a tensor {twice[0]!r} that another file has too")
-        tensors |= held
-        metadata |= said
+        more_tensors, more_metadata = read_header(file)
+        if repeated := sorted(tensors.keys() & more_tensors):
+            raise ValueError(
+                f"{file} has a tensor {repeated[0]!r} that another file has too"
+            )
+        tensors |= more_tensors
+        metadata |= more_metadata
     return Checkpoint(files, tensors, metadata)
 
 
-def _in_folder(folder: Path) -> Path:
-    for name in (MODEL, INDEX):
-        if (folder / name).is_file():
-            return folder / name
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        raise ValueError(
-            f"{folder} must hold {MODEL}, {INDEX} or one other safetensors file, "
-            f"got {len(found)}"
-        )
-    return found[0]
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    if not path.exists():
+        raise FileNotFoundError(f"no file {path}")
+    return _parse_object(path.read_bytes(), source=os.fspath(path))
 
 
-def _shards(index: Path) -> list[Path]:
-    held = _object(index.read_bytes(), name=index)
-    names = held.get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ValueError(f"{index} must have a weight_map")
-    files = []
-    for name in sorted(set(map(str, names.values()))):
-        if name != os.path.basename(name) or name in ("", ".", ".."):
-            raise ValueError(f"{index} names a file that is not beside it: {name!r}")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index} names {name!r}, which is not there")
-        files.append(index.parent / name)
-    return files
+def check_regular(path: str | Path, mode: int) -> None:
+    """Raise unless the mode of a path, as :func:`os.stat` gives it, is that of a file."""
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"path must be a file, but {path} is a folder")
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"path must be a regular file, but {path} is a device or pipe")
 
 
-def _header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file and its metadata."""
-    size = path.stat().st_size
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of one safetensors file and its metadata.
+
+    Every size in the header is checked against the size of the file, so reading all tensors
+    takes no more memory than the file accounts for.
+    """
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"no file {path}")
+    status = path.stat()
+    check_regular(path, status.st_mode)
+    size = status.st_size
     if size == 0:
         raise ValueError(f"{path} is empty")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(LONGEST_HEADER, size - 8):
+        if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
-                f"{path} is no safetensors file or is cut short: its header would be "
+                f"{path} is not a safetensors file or is cut short: its header would be "
                 f"{length} bytes long, but it has {size}"
             )
-        held = _object(file.read(length), name=path)
-    said = held.pop("__metadata__", None) or {}
+        header = _parse_object(file.read(length), source=f"the header of {path}")
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict):
+        metadata = {}
+    start = 8 + length
     tensors = {
-        name: _tensor(name, entry, path=path, start=8 + length, size=size)
-        for name, entry in held.items()
+        name: _checked_tensor(name, entry, path=path, start=start, size=size)
+        for name, entry in header.items()
     }
-    return tensors, said if isinstance(said, dict) else {}
+    if sum(tensor.nbytes for tensor in tensors.values()) > size - start:
+        raise ValueError(f"{path} has tensors that overlap")
+    texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
+    return tensors, texts
 
 
-def _object(text: bytes, *, name: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{name} has a header that is not JSON") from None
-    if not isinstance(held, dict):
-        raise ValueError(f"{name} has a header that is no object")
-    return held
-
-
-def _tensor(name: str, entry: Any, *, path: Path, start: int, size: int) -> Tensor:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [lo, hi]} if all(
-            type(number) is int and 0 <= number for number in (*shape, lo, hi)
-        ):
-            tensor = Tensor(name, dtype, tuple(shape), path, start + lo, hi - lo)
-        case _:
-            raise ValueError(f"{path} has a tensor {_short(name)} without a place")
-    if lo > hi or start + hi > size:
+def _checkpoint_in(folder: Path) -> Path:
+    for name in (INDEX, MODEL):
+        if (folder / name).is_file():
+            return folder / name
+    others = sorted(folder.glob("*.safetensors"))
+    if not others:
+        raise FileNotFoundError(f"no {MODEL} and no {INDEX} in {folder}")
+    if len(others) > 1:
         raise ValueError(
-            f"{path} is cut short: tensor {_short(name)} would end at byte "
-            f"{start + hi}, but there are {size}"
+            f"{folder} must hold {MODEL}, {INDEX} or one other safetensors file, "
+            f"got {len(others)} others"
         )
-    bytes_each = _dtype(tensor).itemsize if dtype in DTYPES else None
-    if bytes_each is not None and math.prod(shape) * bytes_each != hi - lo:
+    return others[0]
+
+
+def _shards(index: Path, names: Collection[str] | None) -> list[Path]:
+    shard_of = read_json_object(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ValueError(f"{index} must have a weight_map")
+    for shard in map(str, shard_of.values()):
+        if shard != os.path.basename(shard) or shard in ("", ".", ".."):
+            raise ValueError(f"{index} must name files in its folder, got {shard!r}")
+    if names is not None:
+        shard_of = {name: shard_of[name] for name in names if name in shard_of}
+    files = [index.parent / shard for shard in sorted(set(map(str, shard_of.values())))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
+    return files
+
+
+def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{source} is not JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _checked_tensor(
+    name: str, entry: Any, *, path: Path, start: int, size: int
+) -> StoredTensor:
+    """Return the tensor that a header entry describes, if the file can hold it."""
+    match entry:
+        case {
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "data_offsets": [first, end],
+        } if len(shape) <= MAX_DIMENSIONS and all(
+            type(number) is int and 0 <= number < 2**63 for number in (*shape, first, end)
+        ):
+            tensor = StoredTensor(
+                name, dtype, tuple(shape), path, start + first, end - first
+            )
+        case _:
+            raise ValueError(
+                f"{path} has a tensor {_shortened(name)} with a malformed entry"
+            )
+    if first > end or start + end > size:
         raise ValueError(
-            f"{path} has a tensor {_short(name)} of shape {tuple(shape)} and dtype "
-            f"{dtype} in {hi - lo} bytes"
+            f"{path} is cut short: tensor {_shortened(name)} would end at byte "
+            f"{start + end}, but it has {size}"
+        )
+    if dtype in DTYPES and math.prod(shape) * tensor.numpy_dtype.itemsize != tensor.nbytes:
+        raise ValueError(
+            f"{path} has a tensor {_shortened(name)} of shape {tuple(shape)} and dtype "
+            f"{dtype} in {tensor.nbytes} bytes"
         )
     return tensor
 
 
-def _short(name: str) -> str:
-    """Return a name that a file gives, no longer than a sentence bears."""
-    cut = reprlib.Repr()
-    cut.maxstring = LONGEST_NAME
-    return cut.repr(name)
+def _shortened(name: str) -> str:
+    shortener = reprlib.Repr()
+    shortener.maxstring = MAX_NAME_IN_ERROR
+    return shortener.repr(name)

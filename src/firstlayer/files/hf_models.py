@@ -1,12 +1,11 @@
-"""What a transformers config leaves unsaid about rotation, by ``model_type``.
+"""Facts about rotary models that their transformers configs leave out, by ``model_type``.
 
-A config says how fast pairs turn. Which features make a pair, and how multimodal models
-share pairs out, is in each model's code: read off transformers 5.22.2 (Kimi K2 brings
-DeepSeek-V3's along). A model that is not named here pairs halves and turns by one
-coordinate, as nearly all do.
+Which features form a pair, and how multimodal models divide pairs among axes, is defined in
+the code of each model, here as of transformers 5.22.2 (Kimi K2 ships DeepSeek-V3's code). A
+model type that is not listed uses the half layout and one coordinate, as nearly all do.
 """
 
-#: Pairs ``2i`` with ``2i + 1``.
+#: Pairs feature ``2i`` with ``2i + 1``.
 INTERLEAVED = frozenset({
     "blt",
     "blt_global_transformer",
@@ -36,7 +35,7 @@ INTERLEAVED = frozenset({
     "pe_video_encoder",
 })
 
-#: Reads interleaved pairs and writes halves, unless ``rope_interleave`` is False.
+#: Reads interleaved pairs and writes the half layout, unless ``rope_interleave`` is False.
 INTERLEAVED_TO_HALF = frozenset({
     "axk1",
     "axk2",
@@ -52,7 +51,7 @@ INTERLEAVED_TO_HALF = frozenset({
     "youtu",
 })
 
-#: M-RoPE in runs, and the sections where the config has none.
+#: M-RoPE with contiguous sections: the sections if the config has none.
 SECTIONS = {
     "glm4v_moe_text": (8, 12, 12),
     "glm4v_text": (8, 12, 12),
@@ -67,7 +66,7 @@ SECTIONS = {
     "qwen2_vl_text": (16, 24, 24),
 }
 
-#: M-RoPE dealt out in turn, and the sections where the config has none.
+#: M-RoPE with interleaved sections: the sections if the config has none.
 INTERLEAVED_SECTIONS = {
     "cohere_compass_text": (24, 20, 20),
     "cosmos3_edge_text": (24, 20, 20),
@@ -80,8 +79,8 @@ INTERLEAVED_SECTIONS = {
     "qwen4_exp_text": (11, 11, 10),
 }
 
-#: Turns in a way of its own, which no layout or sections here describe.
-PECULIAR = frozenset({
+#: Rotation that no layout and no sections describe.
+UNSUPPORTED = frozenset({
     "dinov3_vit",
     "efficientloftr",
     "eomt_dinov3",
@@ -94,5 +93,5 @@ PECULIAR = frozenset({
     "sapiens2",
 })
 
-#: Older than the key that says the base, which was this one.
-BASES = {"codegen": 10_000.0, "gptj": 10_000.0, "llama": 10_000.0}
+#: Base of models that are older than the key for it.
+DEFAULT_BASES = {"codegen": 10_000.0, "gptj": 10_000.0, "llama": 10_000.0}

@@ -1,9 +1,8 @@
-"""Configs in files: which layer one names, and what it may ask for.
+"""Configs of layers: the classes that a file may name and the options that it may have.
 
-A config names the layer's class, which is looked up in the table below and nowhere else,
-so that a file can cause nothing to be imported or called that is not a layer. Before
-anything is made, a config has to agree with the tensors beside it: it cannot ask for more
-memory than the file accounts for.
+The class in a config is looked up in :data:`LAYER_KINDS` and nowhere else, so a file cannot
+cause anything but a layer to be imported or called. Options are checked against the tensors
+of the file before a layer is built, so that a forged config cannot allocate much memory.
 """
 
 import inspect
@@ -13,55 +12,56 @@ from typing import Any, NamedTuple, get_args
 
 from jaxtyping import Shaped
 
-_NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
+_FIRE_NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
-class Kind(NamedTuple):
-    """Where a face keeps a class, and what its tensors are called in a file.
+class LayerKind(NamedTuple):
+    """A layer class that files can hold.
 
     Args:
-        module: The file of the class, the same in every face.
-        names: Its parameters. Those of a complete layer depend on its options.
-        prefix: What tensor names begin with in a file.
-        turns: Whether it makes tables for its pairs of features; see :mod:`firstlayer.positions.phases`.
+        module: Module of the class, the same in every front end.
+        parameters: Names of its parameters. Empty for ``EmbeddingLayer``, whose parameters
+            depend on its options.
+        prefix: Prefix of its tensor names in a file.
+        has_phase_tables: Whether it builds tables for its pairs of features; see
+            :mod:`firstlayer.positions.phases`.
     """
 
     module: str
-    names: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     prefix: str = ""
-    phases: bool = False
+    has_phase_tables: bool = False
 
 
-KINDS = {
-    "AlibiBias": Kind("alibi"),
-    "Embedding": Kind("token", ("weight",), "token."),
-    "EmbeddingBag": Kind("bag", ("weight",), "token."),
-    "EmbeddingLayer": Kind("layer"),
-    "FireBias": Kind("fire", ("c", "multiplier", *_NETWORK), "bias."),
-    "FourierFeatures": Kind("fourier", phases=True),
-    "KerpleBias": Kind("kerple", ("r1", "r2"), "bias."),
-    "LearnedPositions": Kind("learned", ("weight",), "position."),
-    "RotaryPositions": Kind("rotary", phases=True),
-    "ShawScores": Kind("shaw", ("weight",), "bias."),
-    "SinusoidalPositions": Kind("sinusoidal", phases=True),
-    "T5Bias": Kind("t5", ("weight",), "bias."),
+LAYER_KINDS = {
+    "AlibiBias": LayerKind("alibi"),
+    "Embedding": LayerKind("token", ("weight",), "token."),
+    "EmbeddingBag": LayerKind("bag", ("weight",), "token."),
+    "EmbeddingLayer": LayerKind("layer"),
+    "FireBias": LayerKind("fire", ("c", "multiplier", *_FIRE_NETWORK), "bias."),
+    "FourierFeatures": LayerKind("fourier", has_phase_tables=True),
+    "KerpleBias": LayerKind("kerple", ("r1", "r2"), "bias."),
+    "LearnedPositions": LayerKind("learned", ("weight",), "position."),
+    "RotaryPositions": LayerKind("rotary", has_phase_tables=True),
+    "ShawScores": LayerKind("shaw", ("weight",), "bias."),
+    "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
+    "T5Bias": LayerKind("t5", ("weight",), "bias."),
 }
 
-# What a size may be that no tensor accounts for.
-_LARGEST = 2**16
-# How many pairs of features may have tables, of 6 KB for each, or twice that, that no
-# tensor accounts for.
-_MOST_PAIRS = 2**13
-# What only says how a layer is made, and is no part of what it is.
-_MAKING = {"init", "rng", "key", "device", "sparse", "_weight", "_freeze"}
+# Limit on a size that no tensor accounts for.
+_MAX_SIZE = 2**16
+# Limit on pairs of features that no tensor accounts for. Each needs 6 or 12 KB of tables.
+_MAX_PAIRS = 2**13
+# Constructor arguments that affect only how a layer is created or trained.
+_NOT_IN_CONFIG = {"init", "rng", "key", "device", "sparse", "_weight", "_freeze"}
 
 
 def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
-    """Return the constructor arguments that rebuild a layer, as plain values.
+    """Return the constructor arguments that rebuild a layer, as JSON values.
 
-    Each argument is read from the attribute of its name. Arguments that only say how
-    parameters are made (``init``, ``rng``, ``device``, …) and the parameters themselves are
-    left out.
+    Each argument is read from the attribute of the same name. Parameters are left out, and
+    so are arguments that only affect creation and training (``init``, ``rng``, ``device``,
+    ``sparse``, …).
 
     Args:
         layer: A layer of any front end.
@@ -72,18 +72,62 @@ def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
         >>> config_of(AlibiBias(4, max_bias=2.0), factor=None)["max_bias"]
         2.0
     """
-    # A subclass of a layer has the config of the layer.
-    cls = next(base for base in type(layer).__mro__ if base.__name__ in KINDS)
-    skipped = _MAKING | {*KINDS[cls.__name__].names}
+    # A subclass has the config of the layer class it extends.
+    layer_class = next(base for base in type(layer).__mro__ if base.__name__ in LAYER_KINDS)
+    skipped = not_in_config(layer_class)
     return {
-        name: _plain(overrides[name] if name in overrides else getattr(layer, name))
-        for name in inspect.signature(cls).parameters
+        name: _json_value(overrides[name] if name in overrides else getattr(layer, name))
+        for name in inspect.signature(layer_class).parameters
         if name in overrides or name not in skipped
     }
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: scaling rules as dicts, arrays and tuples as lists."""
+def not_in_config(layer_class: type) -> set[str]:
+    """Return the constructor arguments of a layer class that a config leaves out."""
+    return _NOT_IN_CONFIG | {*LAYER_KINDS[layer_class.__name__].parameters}
+
+
+def parameters_in(
+    class_name: str, tensors: dict[str, Any]
+) -> dict[str, Shaped[Any, "..."]]:
+    """Return the tensors of a file by parameter name; all must be there, and no others."""
+    kind = LAYER_KINDS[class_name]
+    names = {kind.prefix + parameter: parameter for parameter in kind.parameters}
+    missing, unknown = sorted(names.keys() - tensors), sorted(tensors.keys() - names)
+    if missing or unknown:
+        raise ValueError(
+            f"{class_name} has the tensors {sorted(names)}; "
+            f"missing {missing}, unknown {reprlib.repr(unknown)}"
+        )
+    return {names[key]: tensor for key, tensor in tensors.items()}
+
+
+def check_options(
+    layer_class: type, options: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    """Refuse options that the class does not have and sizes that no tensor accounts for."""
+    known = inspect.signature(layer_class).parameters
+    kind = LAYER_KINDS[layer_class.__name__]
+    for option in options.keys() - (known.keys() - not_in_config(layer_class)):
+        raise ValueError(f"{layer_class.__name__} has no option {reprlib.repr(option)}")
+    sizes = {
+        option: value
+        for option, value in options.items()
+        if isinstance(value, int) and _accepts_int(known[option].annotation)
+    }
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    for option, size in sizes.items():
+        _check_size(option, size, numbers, limit=_MAX_SIZE)
+    if kind.has_phase_tables:
+        _check_size("pairs", _pairs(options), numbers, limit=_MAX_PAIRS)
+    # Parameters that are not constructor arguments are allocated before their shapes can be
+    # compared with the tensors, except on torch's meta device.
+    is_allocated = set(kind.parameters) - known.keys() and "device" not in known
+    if is_allocated and math.prod(sizes.values()) > numbers:
+        raise ValueError(f"a layer of {sizes} needs more than the {numbers} numbers here")
+
+
+def _json_value(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "tolist"):
@@ -91,53 +135,17 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def own_tensors(name: str, tensors: dict[str, Any]) -> dict[str, Shaped[Any, "..."]]:
-    """Return the tensors by the names of a layer's parameters, all of them there."""
-    kind = KINDS[name]
-    names = {kind.prefix + parameter: parameter for parameter in kind.names}
-    missing, unknown = sorted(names.keys() - tensors), sorted(tensors.keys() - names)
-    if missing or unknown:
+def _check_size(option: str, size: int, numbers: int, *, limit: int) -> None:
+    limit = max(limit, numbers)
+    if size > limit:
         raise ValueError(
-            f"{name} has the tensors {sorted(names)}; "
-            f"missing {missing}, unknown {reprlib.repr(unknown)}"
-        )
-    return {names[key]: tensor for key, tensor in tensors.items()}
-
-
-def check_options(layer: type, options: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Refuse options that the layer does not have, and sizes that no tensor explains."""
-    known = inspect.signature(layer).parameters
-    names = set(KINDS[layer.__name__].names)
-    for option in options.keys() - (known.keys() - names - _MAKING):
-        raise ValueError(f"{layer.__name__} has no option {reprlib.repr(option)}")
-    sizes = {
-        option: value
-        for option, value in options.items()
-        if isinstance(value, int) and _is_whole(known[option].annotation)
-    }
-    numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    for option, size in sizes.items():
-        _check_size(option, size, numbers, most=_LARGEST)
-    if KINDS[layer.__name__].phases:
-        _check_size("pairs", _pairs(options), numbers, most=_MOST_PAIRS)
-    # Parameters that are no arguments exist before they can be compared with tensors,
-    # unless they can be made on a device that has no memory.
-    made = names - known.keys() and "device" not in known
-    if made and math.prod(sizes.values()) > numbers:
-        raise ValueError(f"a layer of {sizes} needs more than the {numbers} numbers here")
-
-
-def _check_size(option: str, size: int, numbers: int, *, most: int) -> None:
-    most = max(most, numbers)
-    if size > most:
-        raise ValueError(
-            f"{option} must be at most {most} in a file of {numbers} numbers, "
+            f"{option} must be at most {limit} in a file of {numbers} numbers, "
             f"got {reprlib.repr(size)}"
         )
 
 
 def _pairs(options: dict[str, Any]) -> int:
-    """Return how many pairs of features, along how many axes, tables are made for."""
+    """Return the number of pairs of features, over all axes, that need tables."""
     for name in ("frequencies", "matrix"):
         if isinstance(rows := options.get(name), list):
             return sum(len(row) if isinstance(row, list) else 1 for row in rows)
@@ -147,5 +155,5 @@ def _pairs(options: dict[str, Any]) -> int:
     return axes * width // 2 if isinstance(width, int) else 0
 
 
-def _is_whole(annotation: Any) -> bool:
+def _accepts_int(annotation: Any) -> bool:
     return int in (annotation, *get_args(annotation))

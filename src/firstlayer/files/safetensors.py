@@ -1,23 +1,20 @@
-"""A layer in one file: its tensors, and the config it is built from again.
+"""Layer files: the tensors of a layer and its config in one safetensors file.
 
-The file is a safetensors file (https://github.com/huggingface/safetensors), which any
-program that knows the format opens: a header of names, dtypes and shapes, then the bytes
-of the tensors. The config is JSON in the header's metadata, under the one key ``firstlayer``,
-beside the version of this arrangement. Nothing in a file is ever executed.
+Any program that knows the format (https://github.com/huggingface/safetensors) can open such
+a file. The config is JSON in the header's metadata, under the key ``firstlayer``, together
+with a format version. Nothing in a file is ever executed.
 
-Writing is all or nothing. The bytes go to a temporary file in the same folder, are synced
-to the disk, and are renamed over the old file, so a process killed at any moment leaves
-the old file or the new one, whole. What a kill can leave behind is a file named
-``.firstlayer-….tmp``, which nothing reads and anyone may delete. A symbolic link stays a link:
-what it points to is replaced. An existing file's permissions are kept.
-
-Reading checks every length against the size of the file before memory is set aside, and
-says in one sentence what is wrong with a file that is cut short, foreign or forged.
+Writing is atomic. The bytes go to a temporary file in the same folder, are synced to disk,
+and are renamed over the old file, so a process killed at any moment leaves the old file or
+the new one. A kill can leave behind a file named ``.firstlayer-….tmp``, which is never read
+and can be deleted. A symbolic link stays a link, and its target is replaced. An existing
+file keeps its permissions.
 """
 
 import contextlib
 import json
 import os
+import pathlib
 import secrets
 import stat
 from collections.abc import Generator
@@ -27,25 +24,26 @@ import numpy as np
 from jaxtyping import Float
 
 from .._check import float_dtype
+from .checkpoint import check_regular, read_header
 
 Tensors = dict[str, Float[np.ndarray, "..."]]
 Path = str | os.PathLike[str]
 
 KEY = "firstlayer"
-# The key of version 0.1, under the name that the project had then.
+#: The key that version 0.1 wrote, when the project was called Inlay.
 OLD_KEY = "inlay"
 FORMAT = 1
-LONGEST_CONFIG = 2**17
+MAX_CONFIG_LENGTH = 2**17
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
-    """Write ``tensors`` and ``config`` to one file, all of it or nothing.
+    """Write tensors and a config to one file, atomically.
 
     Args:
-        path: Where. The folder must exist; a file that is there is replaced.
-        tensors: Arrays of float64, float32, float16 or bfloat16, kept to the bit.
-        config: What the tensors' layer is built from: whatever JSON can say.
+        path: Path of the file. Its folder must exist; an existing file is replaced.
+        tensors: Arrays of float64, float32, float16 or bfloat16, kept bit for bit.
+        config: Options of the layer, as values that JSON can represent.
 
     Example:
         >>> import tempfile
@@ -54,9 +52,9 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
         ...     read(folder + "/a.safetensors")
         ({'w': array([1., 1.])}, {'scale': 0.5})
     """
-    # Widest first, as the format's own writer does, so that every tensor is aligned.
+    # Widest dtype first, so that every tensor is aligned.
     arrays = sorted(
-        ((name, _plain(tensor)) for name, tensor in tensors.items()),
+        ((name, _contiguous(tensor)) for name, tensor in tensors.items()),
         key=lambda item: (-item[1].itemsize, item[0]),
     )
     header = _header(arrays, config)
@@ -69,53 +67,24 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
 def read(path: Path) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and the config that :func:`write` put into a file.
 
-    Each tensor is copied once, from the file into an array of its own.
-
     Args:
-        path: The file. One that :func:`write` did not make is a ValueError.
+        path: Path of the file. A file that :func:`write` did not make is a ValueError.
     """
-    from safetensors import SafetensorError, safe_open
-
-    path = os.fsdecode(path)
-    _check_length(path)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            config = _config_in(file.metadata(), path)
-            return {name: _tensor(file, name, path) for name in file.keys()}, config
-    except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        raise ValueError(f"{path} is damaged or cut short: {reason}") from None
-
-
-def _plain(tensor: np.ndarray) -> np.ndarray:
-    # By name: a byte-swapped dtype has the name of the native one.
-    return np.asarray(tensor, float_dtype(tensor.dtype.name), order="C")
-
-
-def _header(arrays: list[tuple[str, np.ndarray]], config: dict[str, Any]) -> bytes:
-    text = json.dumps({"format": FORMAT, "config": config})
-    if len(text) > LONGEST_CONFIG:
-        raise ValueError(
-            f"config must take at most {LONGEST_CONFIG} characters, got {len(text)}"
-        )
-    header: dict[str, Any] = {"__metadata__": {KEY: text}}
-    end = 0
-    for name, array in arrays:
-        start, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": CODES[array.dtype.name],
-            "shape": array.shape,
-            "data_offsets": [start, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    return encoded + b" " * (-len(encoded) % 8)
+    stored, metadata = read_header(pathlib.Path(path))
+    config = _config_in(metadata, path)
+    for name, tensor in stored.items():
+        if tensor.dtype not in CODES.values():
+            raise ValueError(
+                f"{path} has a tensor {name!r} of dtype {tensor.dtype}, which no layer has"
+            )
+    return {name: tensor.read() for name, tensor in stored.items()}, config
 
 
 @contextlib.contextmanager
 def replacing(target: str) -> Generator[BinaryIO, None, None]:
-    """Open a file that takes the place of ``target`` once it is written and synced.
+    """Open a file that replaces ``target`` once it is written and synced.
 
-    Whatever is raised inside leaves what was there before.
+    If an exception is raised inside the block, ``target`` stays as it was.
     """
     mode = _mode_to_keep(target)
     folder = os.path.dirname(target)
@@ -138,18 +107,42 @@ def replacing(target: str) -> Generator[BinaryIO, None, None]:
     _sync_folder(folder)
 
 
+def _contiguous(tensor: np.ndarray) -> np.ndarray:
+    # By name, because a byte-swapped dtype has the same name as the native one.
+    return np.asarray(tensor, float_dtype(tensor.dtype.name), order="C")
+
+
+def _header(arrays: list[tuple[str, np.ndarray]], config: dict[str, Any]) -> bytes:
+    text = json.dumps({"format": FORMAT, "config": config})
+    if len(text) > MAX_CONFIG_LENGTH:
+        raise ValueError(
+            f"config must take at most {MAX_CONFIG_LENGTH} characters, got {len(text)}"
+        )
+    header: dict[str, Any] = {"__metadata__": {KEY: text}}
+    end = 0
+    for name, array in arrays:
+        start, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": CODES[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
 def _mode_to_keep(target: str) -> int | None:
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
         return None
-    _check_regular(target, mode)
+    check_regular(target, mode)
     return stat.S_IMODE(mode)
 
 
 def _sync_folder(folder: str) -> None:
-    # The name is in the folder, which has to reach the disk too. Some systems cannot
-    # sync a folder; the file is whole all the same.
+    # The rename is durable only once the folder is synced. Some systems cannot sync a
+    # folder; the file is complete in any case.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -158,45 +151,21 @@ def _sync_folder(folder: str) -> None:
             os.close(descriptor)
 
 
-def _check_regular(path: str, mode: int) -> None:
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(f"path must be a file, but {path} is a folder")
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"path must be an ordinary file, but {path} is a device or pipe")
-
-
-def _check_length(path: str) -> None:
-    """Refuse a file that is shorter than its first eight bytes say its header is."""
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"no file {path}")
-    status = os.stat(path)
-    _check_regular(path, status.st_mode)
-    if status.st_size == 0:
-        raise ValueError(f"{path} is empty")
-    with open(path, "rb") as file:
-        end = 8 + int.from_bytes(file.read(8), "little")
-    if end > status.st_size:
-        raise ValueError(
-            f"{path} is no safetensors file or is cut short: its header would end at "
-            f"byte {end}, but it has {status.st_size}"
-        )
-
-
-def _config_in(metadata: dict[str, str] | None, path: str) -> dict[str, Any]:
-    found = metadata or {}
-    text = found.get(KEY, found.get(OLD_KEY))
+def _config_in(metadata: dict[str, str], path: Path) -> dict[str, Any]:
+    text = metadata.get(KEY, metadata.get(OLD_KEY))
     if text is None:
         raise ValueError(
-            f"{path} was not saved by Firstlayer; safetensors.numpy.load_file reads its tensors"
+            f"{path} was not saved by Firstlayer; safetensors.numpy.load_file reads its "
+            "tensors"
         )
-    # Text can grow thirtyfold as Python objects, and no config comes near this.
-    if len(text) > LONGEST_CONFIG:
+    # Parsed JSON can take thirty times the memory of its text.
+    if len(text) > MAX_CONFIG_LENGTH:
         raise ValueError(f"{path} has a config of {len(text)} characters")
     try:
-        held = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{path} has a config that is not JSON") from None
-    match held:
+    match content:
         case {"format": int(version), "config": dict(config)} if version == FORMAT:
             return config
         case {"format": int(version)} if version > FORMAT:
@@ -205,12 +174,3 @@ def _config_in(metadata: dict[str, str] | None, path: str) -> dict[str, Any]:
                 f"{FORMAT}: install a newer one"
             )
     raise ValueError(f"{path} has a config that Firstlayer did not write")
-
-
-def _tensor(file: Any, name: str, path: str) -> np.ndarray:
-    code = file.get_slice(name).get_dtype()
-    for dtype, known in CODES.items():
-        if known == code:
-            float_dtype(dtype)  # safetensors finds bfloat16 once ml_dtypes is imported
-            return file.get_tensor(name)
-    raise ValueError(f"{path} has a tensor {name!r} of dtype {code}, which no layer has")

@@ -1,12 +1,10 @@
-"""A small causal transformer that is the same in everything but how it knows positions.
+"""A small causal transformer, the same for every position scheme. Needs PyTorch.
 
-Imported by :mod:`firstlayer.analysis.positions` when a study begins: it needs PyTorch.
-
-Layers normalise first, token rows begin at the size of a wave (the original Transformer's
-√width), and the head is tied to their table. Positions come in as the schemes publish it:
-added to the vectors once (learned, sinusoidal), turned into queries and keys in every layer
-(rotary), or added to the scores of every layer (the biases, one of them for all layers).
-``none`` leaves it to the causal mask.
+Blocks are pre-norm, token rows are scaled by √width as in the original Transformer, and the
+head is tied to the token table. Positions enter as each scheme was published: added to the
+vectors once (learned, sinusoidal), rotating queries and keys in every block (rotary), or
+added to the scores of every block (biases, shared by all blocks). With ``none``, only the
+causal mask carries positions.
 """
 
 import torch
@@ -14,7 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ..torch import AlibiBias, EmbeddingLayer, FireBias, KerpleBias, RotaryPositions, T5Bias
+from ...torch import (
+    AlibiBias,
+    EmbeddingLayer,
+    FireBias,
+    KerpleBias,
+    RotaryPositions,
+    T5Bias,
+)
 
 BYTES = 256
 BIASES = {
@@ -26,11 +31,11 @@ BIASES = {
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear maps, each after a norm.
+    """Causal self-attention and a two-layer network, each after a norm.
 
     Args:
-        width: Of the vectors.
-        heads: How many heads share it.
+        width: Width of the vectors.
+        heads: Number of heads.
     """
 
     def __init__(self, width: int, *, heads: int) -> None:
@@ -63,14 +68,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte.
+    """Model that predicts the next byte.
 
     Args:
-        scheme: How positions are known; one of :data:`firstlayer.analysis.positions.SCHEMES`.
-        layers: How many blocks.
-        width: Of the vectors.
-        heads: How many heads share it.
-        length: The longest text it trains on; a learned table has this many rows.
+        scheme: One of :data:`firstlayer.analysis.position_study.SCHEMES`.
+        layers: Number of blocks.
+        width: Width of the vectors.
+        heads: Number of heads.
+        length: Training length; the number of rows of a learned table.
 
     Shape:
         - ids: ``(batch, length)`` bytes
@@ -89,8 +94,8 @@ class Transformer(nn.Module):
             max_positions=length if scheme == "learned" else None,
             scale=True,
         )
-        phases = scheme in ("rotary", "randomised")
-        self.rotary = RotaryPositions(width // heads) if phases else None
+        is_rotary = scheme in ("rotary", "randomised")
+        self.rotary = RotaryPositions(width // heads) if is_rotary else None
         self.bias = BIASES[scheme](heads) if scheme in BIASES else None
         self.blocks = nn.ModuleList(Block(width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -102,21 +107,21 @@ class Transformer(nn.Module):
         *,
         last: int | None = None,
     ) -> Float[Tensor, "batch last 256"]:
-        """Return the logits of the byte after each of the ``last`` ones, None for all."""
+        """Return the logits of the byte after each of the ``last`` ids; None is all ids."""
         if positions is None:
             positions = torch.arange(ids.shape[-1])
-        added = None if self.embedding.position is None else positions
-        x = self.embedding(ids, positions=added)
-        bias = None if self.bias is None else self._masked(positions)
+        has_added = self.embedding.position is not None
+        x = self.embedding(ids, positions=positions if has_added else None)
+        bias = None if self.bias is None else self._causal_bias(positions)
         for block in self.blocks:
             x = block(x, rotary=self.rotary, positions=positions, bias=bias)
         x = x if last is None else x[:, -last:]
         return self.embedding.logits(self.norm(x))
 
-    def _masked(self, positions: Tensor) -> Tensor:
+    def _causal_bias(self, positions: Tensor) -> Tensor:
         if self.bias is None:
             raise ValueError("this model has no bias")
         bias = self.bias(positions, positions)
         length = positions.shape[-1]
-        before = torch.ones(length, length, dtype=torch.bool).tril()
-        return torch.where(before, bias, float("-inf"))
+        is_visible = torch.ones(length, length, dtype=torch.bool).tril()
+        return torch.where(is_visible, bias, float("-inf"))

@@ -1,4 +1,4 @@
-"""The study of positions: fair to every scheme, and right about each."""
+"""Comparing position schemes: equal conditions, correct models, correct losses."""
 
 import dataclasses
 import math
@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from benchmarks.positions import claims
-from firstlayer.analysis import _training, _windows
-from firstlayer.analysis._profile import profile
-from firstlayer.analysis._transformer import Transformer
-from firstlayer.analysis.positions import (
+from firstlayer.analysis.position_study import (
     QUICK,
     RULES,
     SCHEMES,
@@ -21,9 +18,13 @@ from firstlayer.analysis.positions import (
     Setting,
     Study,
     compare,
+    data,
     measure,
     python_source,
+    training,
 )
+from firstlayer.analysis.position_study.distance_profile import distance_profile
+from firstlayer.analysis.position_study.transformer import Transformer
 from firstlayer.numpy import RotaryPositions as NumpyRotary
 from firstlayer.numpy import SinusoidalPositions as NumpySinusoidal
 from firstlayer.positions.alibi import alibi_slopes
@@ -42,7 +43,7 @@ TINY = Setting(
     targets=5,
     seed=3,
 )
-#: Words in no order, so that there is something to learn and no way to know it all.
+#: Random words: there is something to learn, but the loss cannot reach zero.
 TEXT = b" ".join(
     [b"alpha", b"beta", b"gamma", b"delta"][i]
     for i in np.random.default_rng(0).integers(0, 4, 3000)
@@ -61,42 +62,42 @@ def bytes_of(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape))
 
 
-# What is learned from and what is asked.
+# Training batches and test windows.
 
 
 def test_the_same_bytes_are_predicted_at_every_length():
-    _, held_out = _windows.split(TEXT, setting=TINY)
-    found = [_windows.windows(held_out, n, setting=TINY) for n in TINY.lengths]
+    _, held_out = data.split(TEXT, setting=TINY)
+    found = [data.windows(held_out, n, setting=TINY) for n in TINY.lengths]
     for read, targets in found[:-1]:
         np.testing.assert_array_equal(targets, found[-1][1])
         np.testing.assert_array_equal(read, found[-1][0][:, -read.shape[1] :])
     assert [read.shape for read, _ in found] == [(8, n) for n in (16, 24, 48)]
 
 
-def test_a_target_is_the_byte_after_what_was_read_up_to_there():
+def test_targets_are_the_bytes_after_the_inputs():
     held_out = np.arange(251, dtype=np.uint8)
-    read, targets = _windows.windows(held_out, 16, setting=TINY)
+    read, targets = data.windows(held_out, 16, setting=TINY)
     np.testing.assert_array_equal(targets, read[:, -TINY.targets :] + 1)
-    # From the first end that has the longest text before it to the last byte.
+    # Windows end between the first place with the longest context and the last byte.
     assert targets[0, -1] == max(TINY.lengths) and targets[-1, -1] == 250
 
 
-def test_the_held_out_tenth_is_the_end_and_is_not_learned_from():
-    learn, held_out = _windows.split(TEXT, setting=TINY)
+def test_the_last_tenth_is_held_out_from_training():
+    learn, held_out = data.split(TEXT, setting=TINY)
     assert bytes(learn) + bytes(held_out) == TEXT
     assert len(held_out) == len(TEXT) // 10
     last = np.zeros(100, np.uint8)
     last[-1] = 1
-    drawn = np.concatenate(list(_windows.batches(last, setting=TINY)))
+    drawn = np.concatenate(list(data.batches(last, setting=TINY)))
     assert drawn.shape == (8 * 40, 17) and drawn[:, :-1].sum() == 0 < drawn[:, -1].sum()
 
 
 def test_batches_follow_the_seed():
-    learn, _ = _windows.split(TEXT, setting=TINY)
+    learn, _ = data.split(TEXT, setting=TINY)
 
     def drawn(seed):
         setting = dataclasses.replace(TINY, seed=seed)
-        return np.stack(list(_windows.batches(learn, setting=setting)))
+        return np.stack(list(data.batches(learn, setting=setting)))
 
     np.testing.assert_array_equal(drawn(3), drawn(3))
     assert (drawn(3) != drawn(4)).any()
@@ -104,7 +105,7 @@ def test_batches_follow_the_seed():
         assert row.astype(np.uint8).tobytes() in TEXT
 
 
-def test_python_s_own_source_is_long_enough_to_learn_from():
+def test_the_python_source_is_long_enough_to_train_on():
     text = python_source()
     assert b"class Fraction" in text and len(text) > 2_000_000
 
@@ -124,7 +125,7 @@ def test_no_logit_depends_on_a_later_byte(scheme):
 
 
 @pytest.mark.parametrize("scheme", [*RELATIVE, "none"])
-def test_relative_schemes_see_differences_of_positions_only(scheme):
+def test_relative_schemes_depend_only_on_differences_of_positions(scheme):
     model, ids = model_of(scheme), bytes_of(2, 20)
     steps = torch.arange(20)
     with torch.inference_mode():
@@ -136,21 +137,21 @@ def test_relative_schemes_see_differences_of_positions_only(scheme):
 
 
 @pytest.mark.parametrize("scheme", ABSOLUTE)
-def test_added_schemes_see_where_a_text_begins(scheme):
+def test_absolute_schemes_depend_on_the_first_position(scheme):
     model, ids, steps = model_of(scheme), bytes_of(2, 20), torch.arange(20)
     with torch.inference_mode():
         assert (model(ids, steps) - model(ids, steps + 12)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_last_logits_are_the_last_of_all(scheme):
+def test_last_selects_the_last_logits(scheme):
     model, ids = model_of(scheme), bytes_of(2, 20)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, last=3), model(ids)[:, -3:])
 
 
-def attention(model, ids, *, turn=None, bias=None):
-    """Return the logits of a model of one layer, its attention written out."""
+def attention(model, ids, *, rotate=None, bias=None):
+    """Return the logits of a one-layer model, with attention written out."""
     block, x = model.blocks[0], model.embedding(ids)
     q, k, v = block.qkv(block.before_attention(x)).chunk(3, dim=-1)
     mixed = torch.zeros_like(q)
@@ -158,8 +159,8 @@ def attention(model, ids, *, turn=None, bias=None):
     for head in range(block.heads):
         own = slice(head * size, (head + 1) * size)
         qs, ks = q[..., own], k[..., own]
-        if turn is not None:
-            qs, ks = (torch.from_numpy(turn(t.detach().numpy())) for t in (qs, ks))
+        if rotate is not None:
+            qs, ks = (torch.from_numpy(rotate(t.detach().numpy())) for t in (qs, ks))
         for at in range(ids.shape[1]):
             scores = (qs[:, at, None] * ks[:, : at + 1]).sum(-1) / size**0.5
             if bias is not None:
@@ -170,18 +171,18 @@ def attention(model, ids, *, turn=None, bias=None):
     return model.norm(x) @ model.embedding.token.weight.T
 
 
-def test_attention_is_what_it_is_written_out():
+def test_attention_matches_the_formula():
     slopes, ids = alibi_slopes(2), bytes_of(2, 9)
-    written = {
+    cases = {
         "none": {},
         "alibi": {"bias": lambda head, back: -slopes[head] * back},
-        "rotary": {"turn": NumpyRotary(8)},
+        "rotary": {"rotate": NumpyRotary(8)},
     }
-    for scheme, how in written.items():
+    for scheme, options in cases.items():
         model = model_of(scheme, layers=1)
         with torch.inference_mode():
             torch.testing.assert_close(
-                model(ids), attention(model, ids, **how), atol=1e-5, rtol=1e-5
+                model(ids), attention(model, ids, **options), atol=1e-5, rtol=1e-5
             )
 
 
@@ -189,20 +190,20 @@ def test_attention_is_what_it_is_written_out():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_learns_and_repeats_itself(scheme):
+def test_every_scheme_learns_reproducibly(scheme):
     before = torch.random.get_rng_state()
     found = measure(TEXT, scheme, setting=TINY)
     again = measure(TEXT, scheme, setting=TINY)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert (found.training, found.curves) == (again.training, again.curves)
     assert abs(found.training[0] - math.log(256)) < 1.5
-    # The letters alone, without any order, are 2.2 nats.
+    # Letter frequencies alone give 2.2 nats.
     at_length = found.curves[0].losses[0]
     assert at_length is not None and at_length < 2.6
     assert [c.rule for c in found.curves] == [None, *RULES.get(scheme, ())]
 
 
-def test_the_number_of_threads_is_put_back_and_changes_nothing():
+def test_the_number_of_threads_is_restored_and_does_not_change_losses():
     before, setting = torch.get_num_threads(), dataclasses.replace(TINY, steps=3)
     found = []
     try:
@@ -215,49 +216,49 @@ def test_the_number_of_threads_is_put_back_and_changes_nothing():
     assert found[0] == found[1]
 
 
-def test_another_seed_is_another_model_and_other_batches():
+def test_another_seed_gives_other_losses():
     other = dataclasses.replace(TINY, seed=4, steps=2)
     here = measure(TEXT, "none", setting=dataclasses.replace(TINY, steps=2))
     assert measure(TEXT, "none", setting=other).training != here.training
 
 
-def test_randomised_trains_on_other_positions_than_rotary():
-    plain, drawn = (measure(TEXT, s, setting=TINY) for s in ("rotary", "randomised"))
-    assert plain.training[0] != drawn.training[0]
-    assert plain.profile == drawn.profile and plain.parameters == drawn.parameters
+def test_randomised_differs_from_rotary_only_in_training_positions():
+    plain, random = (measure(TEXT, s, setting=TINY) for s in ("rotary", "randomised"))
+    assert plain.training[0] != random.training[0]
+    assert plain.profile == random.profile and plain.parameters == random.parameters
 
 
 def test_every_parameter_is_trained():
     for scheme in SCHEMES:
         torch.manual_seed(0)
-        model = _training.build(scheme, setting=TINY)
+        model = training.build(scheme, setting=TINY)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        learn, _ = _windows.split(TEXT, setting=TINY)
-        steps = _training.steps(model, learn, scheme=scheme, setting=TINY)
+        learn, _ = data.split(TEXT, setting=TINY)
+        steps = training.steps(model, learn, scheme=scheme, setting=TINY)
         for _ in range(3):
             next(steps)
         for name, parameter in model.named_parameters():
             assert not torch.equal(parameter, start[name]), (scheme, name)
 
 
-def test_kerple_s_numbers_stay_within_their_limits():
+def test_kerple_parameters_stay_above_their_minimum():
     torch.manual_seed(0)
     setting = dataclasses.replace(TINY, rate=0.5)
-    model: Any = _training.build("kerple", setting=setting)
-    learn, _ = _windows.split(TEXT, setting=setting)
-    for _ in _training.steps(model, learn, scheme="kerple", setting=setting):
+    model: Any = training.build("kerple", setting=setting)
+    learn, _ = data.split(TEXT, setting=setting)
+    for _ in training.steps(model, learn, scheme="kerple", setting=setting):
         assert min(model.bias.r1.min(), model.bias.r2.min()).item() >= np.float32(0.01)
 
 
-def test_the_rate_goes_up_and_comes_down():
+def test_the_learning_rate_warms_up_and_decays():
     setting = Setting(steps=200, rate=0.5)
-    rates = [_training.rate(step, setting=setting) for step in range(200)]
+    rates = [training.learning_rate(step, setting=setting) for step in range(200)]
     assert rates[:10] == sorted(rates[:10]) and max(rates) == rates[9] == 0.5
     assert rates[9:] == sorted(rates[9:], reverse=True) and 0 < rates[-1] < 1e-4
 
 
 @pytest.mark.parametrize("scheme, rule", [(s, r) for s in RULES for r in RULES[s]])
-def test_a_rule_changes_nothing_at_the_length_trained_at(scheme, rule):
+def test_a_rule_changes_nothing_at_the_training_length(scheme, rule):
     found = measure(TEXT, scheme, setting=TINY)
     plain, changed = found.curves[0], found.curves[1 + RULES[scheme].index(rule)]
     assert changed.losses[0] == pytest.approx(plain.losses[0], abs=1e-6)
@@ -272,18 +273,18 @@ def test_a_rule_changes_nothing_at_the_length_trained_at(scheme, rule):
         ("yarn", YaRN(factor=3.0, original_length=16)),
     ],
 )
-def test_a_rule_stretches_by_the_length_over_that_trained_at(rule, scaling):
-    # Heads wide enough for YaRN to tell the length trained at from the one tested at.
+def test_a_rule_scales_by_the_ratio_of_lengths(rule, scaling):
+    # Heads wide enough that YaRN depends on the original length.
     setting = dataclasses.replace(TINY, width=64)
-    model = _training.build("rotary", setting=setting)
-    changed: Any = _training.changed(model, rule, length=48, setting=setting)
+    model = training.build("rotary", setting=setting)
+    changed: Any = training.apply_rule(model, rule, length=48, setting=setting)
     want = scaling.inverse_frequencies(32, base=10_000.0)
     np.testing.assert_array_equal(changed.rotary.frequencies, want)
     assert changed.rotary.attention_factor == scaling.attention_factor
     assert model.rotary is not None and model.rotary.scaling is None
 
 
-def test_a_learned_table_ends_where_training_did_unless_it_is_resized():
+def test_a_learned_table_has_no_loss_beyond_the_training_length_unless_resized():
     found = measure(TEXT, "learned", setting=TINY)
     plain, resized = found.curves
     assert plain.losses[1:] == (None, None) and plain.rise is None
@@ -291,51 +292,53 @@ def test_a_learned_table_ends_where_training_did_unless_it_is_resized():
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "rotary"])
-def test_the_loss_is_the_mean_over_all_targets_however_they_are_batched(
-    scheme, monkeypatch
-):
+def test_the_loss_is_the_mean_over_all_targets_for_any_batch_size(scheme, monkeypatch):
     torch.manual_seed(0)
-    model = _training.build(scheme, setting=TINY)
-    _, held_out = _windows.split(TEXT, setting=TINY)
-    read, targets = map(torch.from_numpy, _windows.windows(held_out, 24, setting=TINY))
+    model = training.build(scheme, setting=TINY)
+    _, held_out = data.split(TEXT, setting=TINY)
+    read, targets = map(torch.from_numpy, data.windows(held_out, 24, setting=TINY))
     with torch.inference_mode():
         chosen = model(read)[:, -5:].log_softmax(-1).gather(-1, targets[..., None])
-    for tested in (1, 3 * 2 * 24 * 24, 1 << 30):
-        monkeypatch.setattr(_training, "TESTED", tested)
-        loss = _training.held_out_loss(model, held_out, 24, setting=TINY)
+    for scores in (1, 3 * 2 * 24 * 24, 1 << 30):
+        monkeypatch.setattr(training, "MAX_SCORES", scores)
+        loss = training.held_out_loss(model, held_out, 24, setting=TINY)
         assert loss == pytest.approx(-chosen.mean().item(), abs=1e-5)
 
 
-# How schemes see distance.
+# Profiles of distance.
 
 
-def test_profiles_are_what_the_schemes_say():
+def test_profiles_match_the_formulas_of_the_schemes():
     longest, apart = max(TINY.lengths), np.arange(max(TINY.lengths))
-    seen: dict[str, Any] = {}
+    profiles: dict[str, Any] = {}
     for scheme in SCHEMES:
         torch.manual_seed(0)
-        seen[scheme] = profile(_training.build(scheme, setting=TINY), setting=TINY)
-    assert seen["none"] is None
+        profiles[scheme] = distance_profile(
+            training.build(scheme, setting=TINY), setting=TINY
+        )
+    assert profiles["none"] is None
     slopes = alibi_slopes(2)
-    np.testing.assert_allclose(seen["alibi"].values, -slopes[:, None] * apart, rtol=1e-6)
-    cos, _ = NumpyRotary(8).phases(apart)
-    np.testing.assert_allclose(seen["rotary"].values, [cos.mean(-1)], atol=1e-6)
-    waves = NumpySinusoidal(16).encode(np.array([0, *apart]))
     np.testing.assert_allclose(
-        seen["sinusoidal"].values, [waves[1:] @ waves[0] / 8], atol=1e-5
+        profiles["alibi"].values, -slopes[:, None] * apart, rtol=1e-6
     )
-    assert len(seen["learned"].distances) == TINY.length
-    assert seen["learned"].values[0][0] == pytest.approx(1.0)
-    assert seen["t5"].what == "bias" and len(seen["t5"].values) == TINY.heads
-    assert seen["alibi"].distances == tuple(range(longest))
+    cos, _ = NumpyRotary(8).phases(apart)
+    np.testing.assert_allclose(profiles["rotary"].values, [cos.mean(-1)], atol=1e-6)
+    rows = NumpySinusoidal(16).encode(np.array([0, *apart]))
+    np.testing.assert_allclose(
+        profiles["sinusoidal"].values, [rows[1:] @ rows[0] / 8], atol=1e-5
+    )
+    assert len(profiles["learned"].distances) == TINY.length
+    assert profiles["learned"].values[0][0] == pytest.approx(1.0)
+    assert profiles["t5"].what == "bias" and len(profiles["t5"].values) == TINY.heads
+    assert profiles["alibi"].distances == tuple(range(longest))
 
 
-def test_a_learned_profile_is_the_mean_cosine_of_rows_that_far_apart():
-    model = _training.build("learned", setting=TINY)
+def test_a_learned_profile_is_the_mean_cosine_by_distance():
+    model = training.build("learned", setting=TINY)
     rows = model.embedding.position.weight.detach().numpy()
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     want = [np.mean([rows[i] @ rows[i + 7] for i in range(16 - 7)])]
-    found = profile(model, setting=TINY)
+    found = distance_profile(model, setting=TINY)
     assert found and found.values[0][7] == pytest.approx(want[0], abs=1e-6)
 
 
@@ -343,7 +346,7 @@ def test_a_learned_profile_is_the_mean_cosine_of_rows_that_far_apart():
 
 
 def curves_of(**changed):
-    """Return losses of the published shape, or with some of them changed."""
+    """Return curves with the published shape, except for those that are given."""
     rows = {name: [2.2, 2.2, 2.2, 2.2, 2.2] for name in SCHEMES}
     rows |= {
         "sinusoidal": [2.2, 3.1, 3.1, 3.2, 3.2],
@@ -371,7 +374,7 @@ def curves_of(**changed):
         ({"rotary": [1.7, 1.7, 2.0, 2.35, 3.0]}, ["rotary rises", "yarn"]),
     ],
 )
-def test_the_benchmark_notices_a_shape_that_was_not_published(changed, broken):
+def test_the_benchmark_reports_claims_that_do_not_hold(changed, broken):
     found = claims(curves_of(**changed), 128)
     failed = [claim.says for claim in found if not claim.holds]
     assert len(failed) == len(broken)
@@ -379,21 +382,21 @@ def test_the_benchmark_notices_a_shape_that_was_not_published(changed, broken):
         assert says.startswith(word)
 
 
-# Results and refusals.
+# Results and errors.
 
 
-def test_compare_gives_one_result_for_each_scheme_and_tells_of_every_step():
-    told, setting = [], dataclasses.replace(TINY, steps=2)
+def test_compare_returns_a_result_per_scheme_and_reports_every_step():
+    calls, setting = [], dataclasses.replace(TINY, steps=2)
     found = compare(
-        TEXT, ["alibi", "none"], setting=setting, progress=lambda *step: told.append(step)
+        TEXT, ["alibi", "none"], setting=setting, progress=lambda *step: calls.append(step)
     )
-    assert [step[:3] for step in told] == [
+    assert [step[:3] for step in calls] == [
         ("alibi", 1, 2),
         ("alibi", 2, 2),
         ("none", 1, 2),
         ("none", 2, 2),
     ]
-    assert [loss for *_, loss in told[:2]] == list(found.trained[0].training)
+    assert [loss for *_, loss in calls[:2]] == list(found.trained[0].training)
     assert [curve.name for curve in found.curves] == ["alibi", "none"]
     losses = {curve.losses[0]: curve for curve in found.curves}
     assert found.best_at(16) is losses[min(losses, key=float)]  # pyright: ignore
@@ -402,12 +405,12 @@ def test_compare_gives_one_result_for_each_scheme_and_tells_of_every_step():
     assert plain["bytes"] == len(TEXT) and plain["setting"]["width"] == 16
 
 
-def test_a_curve_knows_its_rise():
+def test_the_rise_of_a_curve_is_last_minus_first():
     curve = Curve("rotary", "yarn", (16, 32), (1.0, 1.25))
     assert (curve.rise, curve.at(32), curve.name) == (0.25, 1.25, "rotary + yarn")
 
 
-def test_the_lengths_of_the_full_study_and_of_a_quick_one():
+def test_the_lengths_of_the_default_and_quick_settings():
     assert Setting().lengths == (128, 192, 256, 512, 1024)
     assert QUICK.lengths == (64, 96, 128, 256, 512)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -427,7 +430,7 @@ def test_the_lengths_of_the_full_study_and_of_a_quick_one():
         ({"stretches": ()}, "stretches must ascend from at least 1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong, message):
+def test_invalid_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Setting(**wrong)
 
@@ -446,8 +449,8 @@ def test_an_unknown_scheme_is_refused_before_anything_is_trained():
 
 
 @pytest.mark.rejects
-def test_without_torch_it_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "firstlayer.analysis._training")
+def test_without_torch_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "firstlayer.analysis.position_study.training")
     for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

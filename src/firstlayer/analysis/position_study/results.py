@@ -1,0 +1,191 @@
+"""Settings and results of a comparison of position schemes, as plain values."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..._check import positive
+
+SCHEMES = (
+    "none",
+    "learned",
+    "sinusoidal",
+    "rotary",
+    "randomised",
+    "alibi",
+    "t5",
+    "kerple",
+    "fire",
+)
+#: Rules that extend a trained model without further training, by its scheme.
+RULES = {"rotary": ("linear", "ntk", "yarn"), "learned": ("resized",)}
+
+#: Called after every step with the scheme, the step, the number of steps and the loss.
+Progress = Callable[[str, int, int, float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Size of the models, their training and their test.
+
+    Args:
+        layers: Number of transformer blocks.
+        width: Width of the vectors; a multiple of twice the heads.
+        heads: Number of attention heads.
+        length: Bytes in a training sequence.
+        batch: Sequences per step.
+        steps: Number of training steps.
+        rate: Highest learning rate.
+        stretches: Test lengths as multiples of ``length``; at least 1, ascending.
+        windows: Number of windows of held-out text.
+        targets: Bytes predicted at the end of each window; at most ``length``.
+        seed: Seed of the weights and of the batches.
+    """
+
+    layers: int = 3
+    width: int = 96
+    heads: int = 4
+    length: int = 128
+    batch: int = 16
+    steps: int = 600
+    rate: float = 2e-3
+    stretches: tuple[float, ...] = (1.0, 1.5, 2.0, 4.0, 8.0)
+    windows: int = 64
+    targets: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "length", "batch", "steps", "windows"):
+            positive(name, getattr(self, name))
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width must be a multiple of twice the heads, {2 * self.heads}, "
+                f"got {self.width}"
+            )
+        if not 1 <= self.targets <= self.length:
+            raise ValueError(
+                f"targets must be from 1 to length {self.length}, got {self.targets}"
+            )
+        ascending = list(self.stretches) == sorted(set(self.stretches))
+        if not self.stretches or not ascending or self.stretches[0] < 1:
+            raise ValueError(f"stretches must ascend from at least 1, got {self.stretches}")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Test lengths in bytes."""
+        return tuple(round(stretch * self.length) for stretch in self.stretches)
+
+
+#: Takes about a minute for six schemes on two cores and ranks them in the same order.
+QUICK = Setting(layers=2, width=64, length=64, steps=300, targets=32)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss of one model by length.
+
+    Args:
+        scheme: Position scheme that the model was trained with.
+        rule: Rule applied after training, or None.
+        lengths: Bytes of text, including the predicted ones.
+        losses: Nats per byte at each length; None at lengths without positions.
+    """
+
+    scheme: str
+    rule: str | None
+    lengths: tuple[int, ...]
+    losses: tuple[float | None, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the scheme and the rule."""
+        return self.scheme if self.rule is None else f"{self.scheme} + {self.rule}"
+
+    @property
+    def rise(self) -> float | None:
+        """Loss at the longest length minus loss at the shortest."""
+        first, last = self.losses[0], self.losses[-1]
+        return None if first is None or last is None else last - first
+
+    def at(self, length: int) -> float | None:
+        """Return the loss at one of the lengths."""
+        return self.losses[self.lengths.index(length)]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Effect of distance in a trained model.
+
+    Args:
+        what: ``"cosine"`` between added vectors, or between a query and the same query
+            rotated; ``"bias"`` on the attention score, in nats.
+        distances: Distances in positions.
+        values: A tuple of values per head, or a single one for all heads.
+    """
+
+    what: Literal["cosine", "bias"]
+    distances: tuple[int, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of training and testing one scheme.
+
+    Args:
+        scheme: The scheme.
+        parameters: Number of trained parameters.
+        seconds: Duration of the training.
+        training: Training loss of each step.
+        curves: Losses on held-out text, as trained and with each rule.
+        profile: Effect of distance up to the longest length; None without positions.
+    """
+
+    scheme: str
+    parameters: int
+    seconds: float
+    training: tuple[float, ...]
+    curves: tuple[Curve, ...]
+    profile: Profile | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """Result of a comparison of schemes.
+
+    Args:
+        setting: Its settings.
+        bytes: Size of the text, including the held-out tenth.
+        trained: A result per scheme.
+    """
+
+    setting: Setting
+    bytes: int
+    trained: tuple[Trained, ...]
+
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        """Curves of all schemes."""
+        return tuple(curve for trained in self.trained for curve in trained.curves)
+
+    def best_at(self, length: int) -> Curve | None:
+        """Return the curve with the lowest loss at a length, None if none has a loss there.
+
+        Args:
+            length: One of the setting's ``lengths``.
+        """
+        curves = [curve for curve in self.curves if curve.at(length) is not None]
+        return min(curves, key=lambda curve: curve.at(length) or 0.0, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON, without training losses and profiles."""
+        trained = [
+            {
+                "scheme": each.scheme,
+                "parameters": each.parameters,
+                "seconds": each.seconds,
+                "curves": [asdict(curve) for curve in each.curves],
+            }
+            for each in self.trained
+        ]
+        return {"setting": asdict(self.setting), "bytes": self.bytes, "trained": trained}
