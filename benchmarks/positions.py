@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from firstlayer.analysis.position_study import SCHEMES, Curve, Setting, measure, python_source
+from firstlayer.analysis.position_study import (
+    SCHEMES,
+    Curve,
+    Setting,
+    measure,
+    python_source,
+)
 
 Losses = dict[str, Curve]
 

@@ -1,8 +1,8 @@
 """Time Firstlayer against its peers: results are compared first, then runs are interleaved.
 
-Each round runs every contestant, in rotating order: a short pause, two warm-up calls, then
-twelve timed calls on twelve different batches, since a single batch would stay in the
-cache. The result is the median of all timed calls and its ratio to ours. A memcpy of the
+Each round runs every contestant: a short pause, two warm-up calls, then twelve timed calls
+on twelve different batches (:mod:`firstlayer.analysis.timing`, shared with the ``bench``
+command). The result is the median of all timed calls and its ratio to ours. A memcpy of the
 output is timed as well, as a lower bound for anything that writes its output.
 
 The process keeps freed memory blocks up to 64 MB. By default the C library returns some to
@@ -10,19 +10,16 @@ the system and faults them in again, which in a short loop costs more than the l
 """
 
 import ctypes
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from firstlayer.analysis.timing import Run as Run
+from firstlayer.analysis.timing import interleaved_medians
+
 BATCHES = 12
-# OpenMP threads keep spinning after their work and would occupy a core of the next run.
-REST = 0.01
-# Untimed calls after a pause: threads wake up and output memory is reused.
-WARMUP = 2
-Run = Callable[[int], Any]
 # mallopt parameters of glibc.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
@@ -89,13 +86,9 @@ def measure(case: Case, *, rounds: int = 12) -> Result:
     _check_equal(case)
     sample = case.flatten(case.ours(0))
     runs = {"ours": case.ours, "memcpy": lambda batch: sample.copy(), **case.peers}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for round_ in range(min(rounds, case.most_rounds)):
-        first = round_ % len(names)
-        for name in names[first:] + names[:first]:
-            times[name] += _readings(runs[name], case.repeat)
-    medians = {name: float(np.median(values)) * 1e3 for name, values in times.items()}
+    rounds = min(rounds, case.most_rounds)
+    seconds = interleaved_medians(runs, batches=BATCHES, rounds=rounds, repeat=case.repeat)
+    medians = {name: value * 1e3 for name, value in seconds.items()}
     peers = {name: medians[name] for name in case.peers}
     ratios = {name: value / medians["ours"] for name, value in peers.items()}
     return Result(
@@ -107,21 +100,6 @@ def measure(case: Case, *, rounds: int = 12) -> Result:
         case.bars,
         case.missing,
     )
-
-
-def _readings(run: Run, repeat: int) -> list[float]:
-    """Return the time of one pass over all batches, per batch."""
-    time.sleep(REST)
-    for batch in range(-WARMUP, 0):
-        run(batch % BATCHES)
-    return [_time(run, batch, repeat) for batch in range(BATCHES)]
-
-
-def _time(run: Run, batch: int, repeat: int) -> float:
-    start = time.perf_counter()
-    for i in range(repeat):
-        run((batch + i) % BATCHES)
-    return (time.perf_counter() - start) / repeat
 
 
 def _check_equal(case: Case) -> None:

@@ -394,7 +394,10 @@ def test_inconsistent_index_gives_a_one_line_message(tmp_path):
         ("{}", "must have a weight_map"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "must name files in its folder"),
         ('{"weight_map": {"a": ".."}}', "must name files in its folder"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which does not exist"),
+        (
+            '{"weight_map": {"a": "gone.safetensors"}}',
+            "'gone.safetensors', which does not exist",
+        ),
     ):
         index.write_text(text)
         assert want in refusal("inspect", tmp_path)
