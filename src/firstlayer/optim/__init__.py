@@ -19,7 +19,8 @@ different algorithm.
 
 **Reading the table.** The optimizer puts a ``TableState`` on each table, as
 ``layer.table_state``. Lookups, ``logits``, ``parameters()``, saving and copying call
-:meth:`firstlayer.optim.table_state.TableState.catch_up` first. Call ``optimizer.flush()`` before reading or writing ``layer.weight`` directly.
+:meth:`firstlayer.optim.table_state.TableState.catch_up` first. Call
+``optimizer.flush()`` before reading or writing ``layer.weight`` directly.
 
 **Accuracy.** SGD with momentum and decay, Adagrad, RMSprop and Lion are exact to rounding,
 and so are AdamW's decay and moments. The weight updates that Adam and AdamW owe to a stale

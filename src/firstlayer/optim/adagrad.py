@@ -7,8 +7,9 @@ import numpy as np
 
 from .. import kernels
 from .._check import not_negative_number
+from ..kernels.optim.row_slice import RowSlice
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, RowSlice, Rule, gradient_sign, refuse_coupled_decay
+from .rule import Options, RowOptions, Rule, gradient_sign, refuse_coupled_decay
 
 
 class Adagrad(Rule):
@@ -39,14 +40,7 @@ class Adagrad(Rule):
     ) -> None:
         lr = float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"]))
         decay, eps = float(options["weight_decay"]), float(options["eps"])
-        kernels.adagrad_update(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            gradient=gradient,
-            squares=rows.state["sum"],
-            hyperparameters=rows.scalars(gradient_sign(options), decay, lr, eps),
-        )
+        kernels.adagrad_update(rows, gradient, gradient_sign(options), decay, lr, eps)
 
 
 @dataclass

@@ -16,14 +16,13 @@ from ..kernels.optim.coefficients import (
     SECOND_DECAY,
     WEIGHT_DECAY,
 )
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
 from .rule import (
     Options,
     RowOptions,
-    RowSlice,
     Rule,
-    StaleRows,
     check_fractions,
     gradient_sign,
     refuse_coupled_decay,
@@ -96,17 +95,10 @@ class Adam(Rule):
 
     def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
         kernels.adam_catch_up(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            from_step=rows.from_step,
-            coefficients=missed.all_coefficients,
+            rows,
+            missed.all_coefficients,
             steps=missed.all_steps,
             count=missed.count,
-            has_state=rows.has_state,
-            mean=rows.state["exp_avg"],
-            square=rows.state["exp_avg_sq"],
-            largest=rows.array("max_exp_avg_sq"),
             eps=missed.frozen_options[0],
         )
 
@@ -116,24 +108,17 @@ class Adam(Rule):
         beta1, beta2 = map(float, options["betas"])
         unbias, eps = 1 / math.sqrt(1 - beta2**step), float(options["eps"])
         kernels.adam_update(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            gradient=gradient,
-            mean=rows.state["exp_avg"],
-            square=rows.state["exp_avg_sq"],
-            largest=rows.array("max_exp_avg_sq"),
-            hyperparameters=rows.scalars(
-                gradient_sign(options),
-                0.0 if self.decoupled else float(options["weight_decay"]),
-                self._weight_decay(options),
-                1 - beta1,
-                beta2,
-                1 - beta2,
-                float(options["lr"]) / (1 - beta1**step),
-                unbias,
-                eps * unbias if self.eps_before_correction else eps,
-            ),
+            rows,
+            gradient,
+            gradient_sign(options),
+            0.0 if self.decoupled else float(options["weight_decay"]),
+            self._weight_decay(options),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            float(options["lr"]) / (1 - beta1**step),
+            unbias,
+            eps * unbias if self.eps_before_correction else eps,
         )
 
     def _weight_decay(self, options: Options) -> float:

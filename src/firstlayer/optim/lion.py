@@ -7,14 +7,13 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.optim.coefficients import NUM_LION, SIGN_STEP
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
 from .rule import (
     Options,
     RowOptions,
-    RowSlice,
     Rule,
-    StaleRows,
     check_fractions,
     gradient_sign,
 )
@@ -55,29 +54,15 @@ class Lion(Rule):
         missed.append(self.caught_up_coefficients(options, step))
 
     def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        kernels.lion_catch_up(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            from_step=rows.from_step,
-            coefficients=missed.all_coefficients,
-            has_state=rows.has_state,
-            mean=rows.state["exp_avg"],
-        )
+        kernels.lion_catch_up(rows, missed.all_coefficients)
 
     def update(
         self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
     ) -> None:
         lr, (beta1, beta2) = float(options["lr"]), map(float, options["betas"])
         decay = 1 - lr * float(options["weight_decay"])
-        kernels.lion_update(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            gradient=gradient,
-            mean=rows.state["exp_avg"],
-            hyperparameters=rows.scalars(gradient_sign(options), decay, lr, beta1, beta2),
-        )
+        sign = gradient_sign(options)
+        kernels.lion_update(rows, gradient, sign, decay, lr, beta1, beta2)
 
 
 @dataclass

@@ -7,14 +7,13 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.optim.coefficients import NUM_LINEAR
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps, advance_linear
 from .row_optimizer import RowOptimizer, with_options
 from .rule import (
     Options,
     RowOptions,
-    RowSlice,
     Rule,
-    StaleRows,
     check_fractions,
     gradient_sign,
     refuse_coupled_decay,
@@ -53,16 +52,7 @@ class RMSprop(Rule):
         missed.append(self.caught_up_coefficients(options, step))
 
     def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        kernels.linear_catch_up(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            from_step=rows.from_step,
-            coefficients=missed.all_coefficients,
-            has_state=rows.has_state,
-            buffer=rows.array("momentum_buffer"),
-            averages=(rows.state["square_avg"], rows.array("grad_avg")),
-        )
+        kernels.linear_catch_up(rows, missed.all_coefficients)
 
     def update(
         self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
@@ -70,14 +60,12 @@ class RMSprop(Rule):
         names = "weight_decay", "lr", "alpha", "eps", "momentum"
         values = [float(options[name]) for name in names]
         kernels.rmsprop_update(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            gradient=gradient,
-            square=rows.state["square_avg"],
-            mean=rows.array("grad_avg", used=options["centered"]),
-            buffer=rows.array("momentum_buffer", used=options["momentum"]),
-            hyperparameters=rows.scalars(gradient_sign(options), *values),
+            rows,
+            gradient,
+            gradient_sign(options),
+            *values,
+            is_centered=bool(options["centered"]),
+            has_momentum=bool(options["momentum"]),
         )
 
 

@@ -13,55 +13,15 @@ from inspect import Parameter
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int64
 
 from .._check import not_negative_number, number
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 
 Mode = Literal["exact", "lazy"]
 MODES = ("exact", "lazy")
 Options = Mapping[str, Any]
 State = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True, eq=False)
-class RowSlice:
-    """Rows of a table and of the optimizer state that are updated in place together.
-
-    Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the same rows in the state.
-        state: Arrays of the optimizer state.
-    """
-
-    weight: Float[np.ndarray, "any width"]
-    weight_rows: Int64[np.ndarray, " rows"]
-    state_rows: Int64[np.ndarray, " rows"]
-    state: State
-
-    def scalars(self, *values: float) -> tuple[np.floating, ...]:
-        """Return numbers in the compute dtype, as kernels take them."""
-        dtype = self.weight.dtype.type
-        return tuple(dtype(value) for value in values)
-
-    def array(self, name: str, *, used: Any = True) -> np.ndarray:
-        """Return an array of the state, or an empty one if it is absent or not used."""
-        array = self.state.get(name) if used else None
-        return np.empty((0, 0), self.weight.dtype) if array is None else array
-
-
-@dataclass(frozen=True, eq=False)
-class StaleRows(RowSlice):
-    """Rows that missed steps.
-
-    Args:
-        from_step: For each row, the recorded step at which it was last updated.
-        has_state: For each row of the table, whether its state may be nonzero.
-    """
-
-    from_step: Int64[np.ndarray, " rows"]
-    has_state: Bool[np.ndarray, " table_rows"]
 
 
 class Rule:

@@ -7,9 +7,10 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.optim.coefficients import NUM_LINEAR
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps, advance_linear
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, RowSlice, Rule, StaleRows, gradient_sign
+from .rule import Options, RowOptions, Rule, gradient_sign
 
 
 class SGD(Rule):
@@ -51,30 +52,13 @@ class SGD(Rule):
         missed.append(self.caught_up_coefficients(options, step))
 
     def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        unused = rows.array("", used=False)
-        kernels.linear_catch_up(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            from_step=rows.from_step,
-            coefficients=missed.all_coefficients,
-            has_state=rows.has_state,
-            buffer=rows.array("momentum_buffer"),
-            averages=(unused, unused),
-        )
+        kernels.linear_catch_up(rows, missed.all_coefficients)
 
     def update(
         self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
     ) -> None:
         values = gradient_sign(options), *self._hyperparameters(options, step)
-        kernels.sgd_update(
-            rows.weight,
-            rows.weight_rows,
-            rows.state_rows,
-            gradient=gradient,
-            buffer=rows.array("momentum_buffer", used=options["momentum"]),
-            hyperparameters=rows.scalars(*values),
-        )
+        kernels.sgd_update(rows, gradient, *values, has_momentum=bool(options["momentum"]))
 
     def _hyperparameters(self, options: Options, step: int) -> tuple[float, ...]:
         momentum = float(options["momentum"])

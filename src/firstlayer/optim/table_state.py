@@ -14,8 +14,9 @@ from jaxtyping import Float, Int64
 
 from .. import kernels
 from .._array import compute_dtype
+from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
-from .rule import Options, RowSlice, Rule, StaleRows, State
+from .rule import Options, Rule, State
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14

@@ -18,7 +18,6 @@ import math
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch_row
-from ..runtime.pool import run
 from ..runtime.share import pieces
 from .coefficients import (
     BETA1,
@@ -31,7 +30,8 @@ from .coefficients import (
     STEP_SIZE,
     WEIGHT_DECAY,
 )
-from .rows import grain_of
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
 # Rows that are prefetched ahead of the current one.
 AHEAD = 2
@@ -44,83 +44,48 @@ ACCURATE = 1e-5
 
 
 def adam_catch_up(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    from_step: np.ndarray,
-    coefficients: np.ndarray,
-    steps: np.ndarray,
-    count: int,
-    has_state: np.ndarray,
-    mean: np.ndarray,
-    square: np.ndarray,
-    largest: np.ndarray,
-    eps: float,
+    rows: StaleRows, coefficients: np.ndarray, *, steps: np.ndarray, count: int, eps: float
 ) -> None:
     """Apply missed steps to stale rows, in place.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in the other arrays.
-        from_step: For each row, its column of ``coefficients``.
+        rows: Stale rows.
         coefficients: See :mod:`firstlayer.kernels.optim.coefficients`.
         steps: Hyperparameters of each recorded step.
         count: Number of recorded steps.
-        has_state: For each row of the table, whether its state may be nonzero.
-        mean: First moment.
-        square: Second moment.
-        largest: Largest second moment so far; empty without AMSGrad.
         eps: Term added to the root of the second moment.
     """
-    run(
+    square, largest = rows.state["exp_avg_sq"], rows.array("max_exp_avg_sq")
+    run_on_rows(
         _catch_up,
-        state_rows.size,
-        weight_rows,
-        state_rows,
-        from_step,
-        has_state,
+        rows,
+        rows.from_step,
+        rows.has_state,
         coefficients,
         steps,
         count,
-        weight,
-        mean,
+        rows.weight,
+        rows.state["exp_avg"],
         square,
         largest if largest.size else square,
         largest.size > 0,
-        weight.dtype.type(eps),
-        grain=grain_of(weight),
+        rows.weight.dtype.type(eps),
     )
 
 
-def adam_update(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    gradient: np.ndarray,
-    mean: np.ndarray,
-    square: np.ndarray,
-    largest: np.ndarray,
-    hyperparameters: tuple[np.floating, ...],
-) -> None:
+def adam_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
     """Take a step of Adam with a gradient for each row, in place.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in the other arrays.
+        rows: Rows to update.
         gradient: Gradient of each row.
-        mean: First moment.
-        square: Second moment.
-        largest: Largest second moment so far; empty without AMSGrad.
         hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
             ``1 − lr · decay`` of decoupled weight decay, 1 − β₁, β₂, 1 − β₂,
             lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), ε.
     """
-    args = weight_rows, state_rows, weight, gradient, mean, square, largest, hyperparameters
-    run(_update, state_rows.size, *args, grain=grain_of(weight))
+    mean, square = rows.state["exp_avg"], rows.state["exp_avg_sq"]
+    largest, scalars = rows.array("max_exp_avg_sq"), rows.scalars(*hyperparameters)
+    run_on_rows(_update, rows, rows.weight, gradient, mean, square, largest, scalars)
 
 
 @kernel(reorder=True)

@@ -8,7 +8,6 @@ one 2 × 2 matrix, and one factor for averages of gradients.
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch
-from ..runtime.pool import run
 from ..runtime.share import pieces
 from .coefficients import (
     AVERAGE_DECAY,
@@ -17,7 +16,8 @@ from .coefficients import (
     WEIGHT_FROM_BUFFER,
     WEIGHT_FROM_WEIGHT,
 )
-from .rows import grain_of
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
 # Rows that are prefetched ahead of the current one.
 AHEAD = 2
@@ -25,67 +25,29 @@ AHEAD = 2
 TINY = 1e-30
 
 
-def linear_catch_up(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    from_step: np.ndarray,
-    coefficients: np.ndarray,
-    has_state: np.ndarray,
-    buffer: np.ndarray,
-    averages: tuple[np.ndarray, np.ndarray],
-) -> None:
-    """Apply missed steps to stale rows, in place.
-
-    Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in the other arrays.
-        from_step: For each row, its column of ``coefficients``.
-        coefficients: See :mod:`firstlayer.kernels.optim.coefficients`.
-        has_state: For each row of the table, whether its state may be nonzero.
-        buffer: Momentum buffer; empty without momentum.
-        averages: Two arrays of averages; empty if not used.
-    """
-    run(
-        _catch_up,
-        state_rows.size,
-        weight_rows,
-        state_rows,
-        from_step,
-        coefficients,
-        has_state,
-        weight,
-        buffer,
-        *averages,
-        grain=grain_of(weight),
-    )
+def linear_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
+    """Apply missed steps of SGD or RMSprop to stale rows, in place."""
+    state = [rows.array(name) for name in ("momentum_buffer", "square_avg", "grad_avg")]
+    args = rows.from_step, coefficients, rows.has_state, rows.weight, *state
+    run_on_rows(_catch_up, rows, *args)
 
 
 def sgd_update(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    gradient: np.ndarray,
-    buffer: np.ndarray,
-    hyperparameters: tuple[np.floating, ...],
+    rows: RowSlice, gradient: np.ndarray, *hyperparameters: float, has_momentum: bool
 ) -> None:
     """Take a step of SGD with a gradient for each row, in place.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in ``buffer``.
+        rows: Rows to update.
         gradient: Gradient of each row.
-        buffer: Momentum buffer; empty without momentum.
         hyperparameters: Sign of the gradient (−1 to maximize), weight decay, learning rate,
             momentum, factor of the gradient in the buffer, and the factors of gradient and
             buffer in the update of the weight.
+        has_momentum: Whether there is a momentum buffer.
     """
-    args = weight_rows, state_rows, weight, gradient, buffer, hyperparameters
-    run(_sgd, state_rows.size, *args, grain=grain_of(weight))
+    buffer = rows.array("momentum_buffer", used=has_momentum)
+    scalars = rows.scalars(*hyperparameters)
+    run_on_rows(_sgd, rows, rows.weight, gradient, buffer, scalars)
 
 
 @kernel(reorder=True)

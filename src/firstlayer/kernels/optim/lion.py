@@ -7,72 +7,33 @@ does not change, so missed steps add up to ``w ← decay · w − step · sign(m
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.pool import run
 from ..runtime.share import pieces
 from .coefficients import MOMENT_DECAY, SIGN_STEP, WEIGHT_DECAY
-from .rows import grain_of
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
 # Lower bound of a shrinking moment: at zero it would lose its sign.
 SMALLEST = 1e-37
 
 
-def lion_catch_up(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    from_step: np.ndarray,
-    coefficients: np.ndarray,
-    has_state: np.ndarray,
-    mean: np.ndarray,
-) -> None:
-    """Apply missed steps to stale rows, in place.
-
-    Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in the other arrays.
-        from_step: For each row, its column of ``coefficients``.
-        coefficients: See :mod:`firstlayer.kernels.optim.coefficients`.
-        has_state: For each row of the table, whether its state may be nonzero.
-        mean: Moment.
-    """
-    smallest = weight.dtype.type(SMALLEST)
-    args = (
-        weight_rows,
-        state_rows,
-        from_step,
-        coefficients,
-        has_state,
-        weight,
-        mean,
-        smallest,
-    )
-    run(_catch_up, state_rows.size, *args, grain=grain_of(weight))
+def lion_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
+    """Apply missed steps of Lion to stale rows, in place."""
+    mean, smallest = rows.state["exp_avg"], rows.weight.dtype.type(SMALLEST)
+    args = rows.from_step, coefficients, rows.has_state, rows.weight, mean, smallest
+    run_on_rows(_catch_up, rows, *args)
 
 
-def lion_update(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    gradient: np.ndarray,
-    mean: np.ndarray,
-    hyperparameters: tuple[np.floating, ...],
-) -> None:
+def lion_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
     """Take a step of Lion with a gradient for each row, in place.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in ``mean``.
+        rows: Rows to update.
         gradient: Gradient of each row.
-        mean: Moment.
         hyperparameters: Sign of the gradient (−1 to maximize), ``1 − lr · decay``,
             learning rate, β₁, β₂.
     """
-    args = weight_rows, state_rows, weight, gradient, mean, hyperparameters
-    run(_update, state_rows.size, *args, grain=grain_of(weight))
+    mean, scalars = rows.state["exp_avg"], rows.scalars(*hyperparameters)
+    run_on_rows(_update, rows, rows.weight, gradient, mean, scalars)
 
 
 @kernel()

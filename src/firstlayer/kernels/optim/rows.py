@@ -1,4 +1,7 @@
-"""List and mark stale rows; read and write rows in half precision."""
+"""List stale rows, run loops over rows, and read and write half-precision rows."""
+
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -6,6 +9,7 @@ import numpy as np
 from ..runtime.compile import bits_of, kernel, narrow, widen
 from ..runtime.pool import run
 from ..runtime.share import pieces
+from .row_slice import RowSlice
 
 # Number of entries that justify a second thread.
 GRAIN = 1 << 16
@@ -58,6 +62,12 @@ def store_rows(
         return
     bits, key = values.view(np.uint32), np.uint32(noise & 0xFFFFFFFF)
     run(_dither_rows, rows.size, bits, key, rows, bits_of(table), grain=grain_of(table))
+
+
+def run_on_rows(loop: Callable[..., None], rows: RowSlice, *args: Any) -> None:
+    """Run a kernel loop over rows, on several threads if there are enough of them."""
+    size, grain = rows.state_rows.size, grain_of(rows.weight)
+    run(loop, size, rows.weight_rows, rows.state_rows, *args, grain=grain)
 
 
 def grain_of(table: np.ndarray) -> int:

@@ -5,63 +5,49 @@ import math
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.pool import run
 from ..runtime.share import pieces
-from .rows import grain_of
+from .row_slice import RowSlice
+from .rows import run_on_rows
 
 
-def adagrad_update(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
-    gradient: np.ndarray,
-    squares: np.ndarray,
-    hyperparameters: tuple[np.floating, ...],
-) -> None:
+def adagrad_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
     """Take a step of Adagrad with a gradient for each row, in place.
 
+    The state is the sum of squared gradients of each weight. If it has shape ``(rows, 1)``,
+    it is the sum of the mean squares of each row's gradients (row-wise Adagrad).
+
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in ``squares``.
+        rows: Rows to update.
         gradient: Gradient of each row.
-        squares: Sum of squared gradients, one for each weight; of shape ``(rows, 1)`` for
-            row-wise Adagrad, the sum of the mean squares of the row's gradients.
         hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
             learning rate, ε.
     """
+    squares, scalars = rows.state["sum"], rows.scalars(*hyperparameters)
     loop = _rowwise_adagrad if squares.shape[1] == 1 else _adagrad
-    args = weight_rows, state_rows, weight, gradient, squares, hyperparameters
-    run(loop, state_rows.size, *args, grain=grain_of(weight))
+    run_on_rows(loop, rows, rows.weight, gradient, squares, scalars)
 
 
 def rmsprop_update(
-    weight: np.ndarray,
-    weight_rows: np.ndarray,
-    state_rows: np.ndarray,
-    *,
+    rows: RowSlice,
     gradient: np.ndarray,
-    square: np.ndarray,
-    mean: np.ndarray,
-    buffer: np.ndarray,
-    hyperparameters: tuple[np.floating, ...],
+    *hyperparameters: float,
+    is_centered: bool,
+    has_momentum: bool,
 ) -> None:
     """Take a step of RMSprop with a gradient for each row, in place.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the rows in the other arrays.
+        rows: Rows to update.
         gradient: Gradient of each row.
-        square: Average of squared gradients.
-        mean: Average of gradients; empty unless centered.
-        buffer: Momentum buffer; empty without momentum.
         hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
             learning rate, α, ε, momentum.
+        is_centered: Whether to subtract the square of the average gradient.
+        has_momentum: Whether there is a momentum buffer.
     """
-    args = weight_rows, state_rows, weight, gradient, square, mean, buffer, hyperparameters
-    run(_rmsprop, state_rows.size, *args, grain=grain_of(weight))
+    square, mean = rows.state["square_avg"], rows.array("grad_avg", used=is_centered)
+    buffer = rows.array("momentum_buffer", used=has_momentum)
+    scalars = rows.scalars(*hyperparameters)
+    run_on_rows(_rmsprop, rows, rows.weight, gradient, square, mean, buffer, scalars)
 
 
 @kernel(reorder=True)

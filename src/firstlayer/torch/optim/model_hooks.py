@@ -12,7 +12,7 @@ from .table_state import catch_up
 
 
 def add_hooks(model: nn.Module) -> None:
-    """Add the hooks to every module that uses the table of an embedding with ``sparse=True``.
+    """Add hooks to every module that uses the table of an embedding with ``sparse=True``.
 
     Firstlayer's layers catch up without hooks.
     """
@@ -35,16 +35,14 @@ def add_hooks(model: nn.Module) -> None:
 
 def _add_hooks(module: nn.Module) -> None:
     is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    before_forward = _before_lookup if is_lookup else _before_forward
+    before_forward = _catch_up_ids if is_lookup else _catch_up_all
     if before_forward not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(before_forward, with_kwargs=True)
-        module.register_state_dict_pre_hook(_before_state_dict)
-        module.register_load_state_dict_pre_hook(_before_load_state_dict)
+        module.register_state_dict_pre_hook(_catch_up_all)
+        module.register_load_state_dict_pre_hook(_catch_up_all)
 
 
-def _before_lookup(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _catch_up_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ids = args[0] if args else kwargs.get("input")
     if isinstance(ids, Tensor) and ids.is_nested:
         ids = ids.values()
@@ -52,16 +50,6 @@ def _before_lookup(
         catch_up(parameter, ids)
 
 
-def _before_forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _catch_up_all(module: nn.Module, *_: Any) -> None:
     for parameter in module.parameters(recurse=False):
         catch_up(parameter)
-
-
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    _before_forward(module, (), {})
-
-
-def _before_load_state_dict(module: nn.Module, *_: Any) -> None:
-    _before_forward(module, (), {})
