@@ -1,7 +1,7 @@
 """Adagrad on rows (Duchi et al. 2011), with a sum of squares for each entry or each row."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,27 +13,17 @@ from .rule import Options, RowOptions, Rule, gradient_sign, refuse_coupled_decay
 
 
 class Adagrad(Rule):
-    """Adagrad. A step without a gradient is a no-op.
+    """Adagrad. A step without a gradient is a no-op."""
 
-    Args:
-        by_row: Keep one sum per row, of the mean squares of its gradients.
-    """
-
-    def __init__(self, *, by_row: bool = False) -> None:
-        self.by_row = by_row
-
-    def check(self, options: Options, *, exact: bool) -> None:
-        super().check(options, exact=exact)
+    def check(self, options: Options) -> None:
+        super().check(options)
         name = "initial_accumulator_value"
         not_negative_number(name, options[name])
-        if exact:
+        if not self.lazy:
             refuse_coupled_decay(options, "Adagrad")
 
     def initial_state(self, options: Options) -> dict[str, float]:
         return {"sum": float(options["initial_accumulator_value"])}
-
-    def state_width(self, width: int) -> int:
-        return 1 if self.by_row else width
 
     def update(
         self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
@@ -43,10 +33,18 @@ class Adagrad(Rule):
         kernels.adagrad_update(rows, gradient, gradient_sign(options), decay, lr, eps)
 
 
+class WiseAdagrad(Adagrad):
+    """Adagrad with one sum per row, of the mean squares of its gradients."""
+
+    def state_width(self, width: int) -> int:
+        return 1
+
+
 @dataclass
 class AdagradOptions(RowOptions):
     """Arguments of ``RowAdagrad``."""
 
+    rule_class: ClassVar[type[Rule]] = Adagrad
     lr: float = 1e-2
     _: KW_ONLY
     lr_decay: float = 0.0
@@ -55,18 +53,12 @@ class AdagradOptions(RowOptions):
     eps: float = 1e-10
     maximize: bool = False
 
-    @staticmethod
-    def rule(*, lazy: bool) -> Rule:
-        return Adagrad()
-
 
 @dataclass
 class WiseAdagradOptions(AdagradOptions):
     """Arguments of ``RowWiseAdagrad``."""
 
-    @staticmethod
-    def rule(*, lazy: bool) -> Rule:
-        return Adagrad(by_row=True)
+    rule_class: ClassVar[type[Rule]] = WiseAdagrad
 
 
 class RowAdagrad(RowOptimizer):
@@ -84,13 +76,11 @@ class RowAdagrad(RowOptimizer):
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowAdagrad(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
     @with_options(AdagradOptions)
@@ -116,13 +106,11 @@ class RowWiseAdagrad(RowOptimizer):
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowWiseAdagrad(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
     @with_options(WiseAdagradOptions)

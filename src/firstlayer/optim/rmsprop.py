@@ -25,10 +25,10 @@ class RMSprop(Rule):
 
     num_coefficients: ClassVar[int] = NUM_LINEAR
 
-    def check(self, options: Options, *, exact: bool) -> None:
-        super().check(options, exact=exact)
+    def check(self, options: Options) -> None:
+        super().check(options)
         check_fractions([options["alpha"]], "alpha")
-        if exact:
+        if not self.lazy:
             refuse_coupled_decay(options, "RMSprop")
 
     def initial_state(self, options: Options) -> dict[str, float]:
@@ -73,6 +73,7 @@ class RMSprop(Rule):
 class RMSpropOptions(RowOptions):
     """Arguments of ``RowRMSprop``."""
 
+    rule_class: ClassVar[type[Rule]] = RMSprop
     lr: float = 1e-2
     _: KW_ONLY
     alpha: float = 0.99
@@ -81,10 +82,6 @@ class RMSpropOptions(RowOptions):
     momentum: float = 0.0
     centered: bool = False
     maximize: bool = False
-
-    @staticmethod
-    def rule(*, lazy: bool) -> Rule:
-        return RMSprop()
 
 
 class RowRMSprop(RowOptimizer):
@@ -103,13 +100,11 @@ class RowRMSprop(RowOptimizer):
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowRMSprop(layer, lr=0.05)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
     @with_options(RMSpropOptions)

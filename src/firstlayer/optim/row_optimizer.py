@@ -54,9 +54,9 @@ class RowOptimizer:
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
         self.mode = one_of("mode", options.mode, MODES)
-        self.rule = options.rule(lazy=self.mode == "lazy")
+        self.rule = options.rule_class(lazy=self.mode == "lazy")
         self.options = options.hyperparameters()
-        self.rule.check(self.options, exact=self.mode == "exact")
+        self.rule.check(self.options)
         self._tables, self._parameters = layer.embeddings(), layer.parameters()
         for name, value in self._parameters.items():
             if not value.flags.writeable:
@@ -136,7 +136,6 @@ class RowOptimizer:
             self.rule,
             self._table(name),
             options=self.options,
-            exact=self.mode == "exact",
             stochastic_rounding=self.stochastic_rounding and is_bfloat16,
             state=state,
             step=step,
@@ -159,7 +158,7 @@ class RowOptimizer:
         for name, owner in self._tables.items():
             if owner.table_state is not None:
                 owner.table_state.catch_up()
-            owner.table_state = self.table_states[name] if self.mode == "exact" else None
+            owner.table_state = None if self.rule.lazy else self.table_states[name]
 
     def _check_gradient(self, name: str, grad: RowGradient | np.ndarray) -> None:
         state, is_table = self.table_states[name], name in self._tables

@@ -28,13 +28,19 @@ class Rule:
     """Update rule of an optimizer. Stateless.
 
     ``options`` are the hyperparameters of the current step, under torch's names.
+
+    Args:
+        lazy: Whether rows without a gradient do not move.
     """
 
     #: Number of coefficients stored for a missed step.
     num_coefficients: ClassVar[int] = 0
 
-    def check(self, options: Options, *, exact: bool) -> None:
-        """Raise ValueError for invalid options, or for those that cannot be exact."""
+    def __init__(self, *, lazy: bool = False) -> None:
+        self.lazy = lazy
+
+    def check(self, options: Options) -> None:
+        """Raise ValueError for options that are invalid or, unless lazy, not exact."""
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
             if name in options:
                 not_negative_number(name, options[name])
@@ -80,16 +86,13 @@ class Rule:
 class RowOptions:
     """Arguments of a row optimizer besides the parameters it trains, with defaults.
 
-    Subclasses add the hyperparameters of one rule, under torch's names.
+    Subclasses name a rule and add its hyperparameters, under torch's names.
     """
+
+    rule_class: ClassVar[type[Rule]]
 
     mode: Mode = "exact"
     stochastic_rounding: bool = False
-
-    @staticmethod
-    def rule(*, lazy: bool) -> Rule:
-        """Return the rule that these options are for."""
-        raise NotImplementedError
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the options of the rule, by name."""

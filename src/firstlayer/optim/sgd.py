@@ -22,8 +22,8 @@ class SGD(Rule):
 
     num_coefficients: ClassVar[int] = NUM_LINEAR
 
-    def check(self, options: Options, *, exact: bool) -> None:
-        super().check(options, exact=exact)
+    def check(self, options: Options) -> None:
+        super().check(options)
         if options["nesterov"] and (not options["momentum"] or options["dampening"]):
             raise ValueError(
                 "nesterov needs momentum and no dampening, got momentum "
@@ -73,6 +73,7 @@ class SGD(Rule):
 class SGDOptions(RowOptions):
     """Arguments of ``RowSGD``."""
 
+    rule_class: ClassVar[type[Rule]] = SGD
     lr: float = 1e-3
     _: KW_ONLY
     momentum: float = 0.0
@@ -80,10 +81,6 @@ class SGDOptions(RowOptions):
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-
-    @staticmethod
-    def rule(*, lazy: bool) -> Rule:
-        return SGD()
 
 
 class RowSGD(RowOptimizer):
@@ -101,13 +98,11 @@ class RowSGD(RowOptimizer):
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowSGD(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
     @with_options(SGDOptions)

@@ -32,7 +32,6 @@ class TableState:
         rule: Update rule.
         table: Returns the table; its memory may move between calls.
         options: Current options of the rule.
-        exact: Apply the steps that rows without a gradient miss.
         stochastic_rounding: Round a bfloat16 table up or down at random.
         state: Arrays to continue from.
         step: Number of steps that ``state`` has seen.
@@ -44,13 +43,12 @@ class TableState:
         table: Callable[[], Float[np.ndarray, "rows width"]],
         *,
         options: Options,
-        exact: bool = True,
         stochastic_rounding: bool = False,
         state: State | None = None,
         step: int = 0,
     ) -> None:
-        rule.check(options, exact=exact)
-        self.rule, self.table, self.exact = rule, table, exact
+        rule.check(options)
+        self.rule, self.table = rule, table
         self.stochastic_rounding = stochastic_rounding
         weight = table()
         self.shape, self.dtype = weight.shape, np.dtype(compute_dtype(weight.dtype))
@@ -137,7 +135,7 @@ class TableState:
             self._prepare_step(ids, options)
             table, step = self._checked(self.table()), self.step_count + 1
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
-            if self.exact and ids is not None and not is_noop:
+            if ids is not None and not self.rule.lazy and not is_noop:
                 self.rule.record_step(self.missed, options, step)
                 if self.rule.moves_without_gradient(options):
                     self._missed_moves = True
@@ -152,7 +150,7 @@ class TableState:
 
     def _prepare_step(self, ids: np.ndarray | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
-        self.rule.check(options, exact=self.exact)
+        self.rule.check(options)
         frozen = self.rule.frozen_options(options)
         if self.missed.is_full or frozen != self.missed.frozen_options or ids is None:
             self.catch_up()

@@ -81,7 +81,7 @@ class RowOptimizer(torch.optim.Optimizer):
         options = {**self.defaults, **param_group}
         with torch_classes():
             one_of("mode", options["mode"], MODES)
-            self._rule(options).check(options, exact=options["mode"] == "exact")
+            self._new_rule(options).check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
@@ -149,8 +149,8 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._table_states = {}
 
-    def _rule(self, options: dict[str, Any]) -> Rule:
-        return self.options_class.rule(lazy=options["mode"] == "lazy")
+    def _new_rule(self, options: dict[str, Any]) -> Rule:
+        return self.options_class.rule_class(lazy=options["mode"] == "lazy")
 
     def _gradient(
         self, state: ParameterState, grad: Tensor
@@ -182,7 +182,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if parameter in self._table_states:
             return self._table_states[parameter]
         _check_table(parameter)
-        exact, loaded = group["mode"] == "exact", self.state[parameter]
+        rule, loaded = self._new_rule(group), self.state[parameter]
         # Copied: the tensors of a loaded state may belong to another optimizer.
         arrays = {
             name: array_of(
@@ -194,14 +194,13 @@ class RowOptimizer(torch.optim.Optimizer):
         is_bfloat16 = parameter.dtype == torch.bfloat16
         state = ParameterState(
             parameter,
-            self._rule(group),
+            rule,
             options=group,
-            exact=exact,
             stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
             state=arrays or None,
             step=int(loaded.get("step", bool(arrays))),
         )
-        if exact:
+        if not rule.lazy:
             state.attach()
         self._table_states[parameter] = state
         return state
