@@ -11,7 +11,6 @@ from firstlayer.numpy import Embedding
 from tests.support.optim_cases import OPTIONS
 
 NAMES = list(OPTIONS)
-REFERENCE = {"WiseAdagrad": "Adagrad"}
 
 
 def parameters(module, name):
@@ -34,7 +33,7 @@ def test_signatures_list_every_option_in_numpy_and_torch(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Lion"])
 def test_defaults_are_those_of_torch(name):
-    theirs = inspect.signature(getattr(torch.optim, REFERENCE.get(name, name))).parameters
+    theirs = inspect.signature(getattr(torch.optim, name.removeprefix("Wise"))).parameters
     ours = parameters(firstlayer.optim, name)
     for option in ours.keys() - {"layer", "mode", "stochastic_rounding"}:
         assert ours[option].default == theirs[option].default, option
