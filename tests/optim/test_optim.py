@@ -1,4 +1,4 @@
-"""Row optimizers on NumPy layers equal dense ones, at every step and on every row."""
+"""Row optimizers on NumPy layers equal dense optimizers at every step and on every row."""
 
 import copy
 import pickle
@@ -27,22 +27,22 @@ from tests.support.optim_cases import (
     ROWS,
     SCHEDULES,
     WIDTH,
-    close,
+    assert_close,
+    copy_options,
     dense,
-    same_options,
+    draw_ids,
     scheduler,
-    touches,
 )
 
-EVERY = [(name, options) for name, choices in OPTIONS.items() for options in choices]
+ALL_OPTIONS = [(name, options) for name, choices in OPTIONS.items() for options in choices]
 CASES = [
-    (*case, SCHEDULES[number % 4], ("zipf", "uniform")[number % 2])
-    for number, case in enumerate(EVERY)
+    (*case, SCHEDULES[index % 4], ("zipf", "uniform")[index % 2])
+    for index, case in enumerate(ALL_OPTIONS)
 ]
 
 
-class Race:
-    """A layer under a row optimizer beside a table under a dense one."""
+class Pair:
+    """A layer under a row optimizer and an equal table under the dense optimizer."""
 
     def __init__(self, name, options, *, dtype="float64", schedule="constant", steps=1):
         rng = np.random.default_rng(0)
@@ -56,11 +56,11 @@ class Race:
         self.rng, self.sign = rng, -1 if options.get("maximize") else 1
 
     def step(self, ids):
-        """Take a step with both; return what was read of both before it."""
+        """Take a step with both; return the rows of both that were read before it."""
         y, pull = self.layer.vjp(ids)
         want = self.weight.detach().numpy()[ids].copy()
         goal = (self.goals[ids] + self.rng.standard_normal(y.shape)).astype(y.dtype)
-        same_options(self.theirs, self.ours.options)
+        copy_options(self.theirs, self.ours.options)
         self.ours.step(pull(self.sign * (y - goal)))
         self.weight.grad = torch.zeros_like(self.weight)
         self.weight.grad.index_add_(
@@ -72,78 +72,78 @@ class Race:
 
 
 @pytest.mark.parametrize("name, options, schedule, pattern", CASES)
-def test_what_is_read_is_what_the_dense_optimizer_made_at_every_step(
+def test_rows_read_equal_the_dense_optimizer_at_every_step(
     name, options, schedule, pattern
 ):
-    # Adagrad has no steps that could be missed.
+    # Steps without a gradient are no-ops in Adagrad.
     steps = 200 if "Adagrad" in name else 600
-    race = Race(name, options, schedule=schedule, steps=steps)
-    draw = touches(pattern, race.rng)
-    # The drift of AdamW is a polynomial's; all else is exact.
+    pair = Pair(name, options, schedule=schedule, steps=steps)
+    draw = draw_ids(pattern, pair.rng)
+    # Missed updates of Adam are approximated by a polynomial; all others are exact.
     tolerance = 1e-6 if options.get("eps", 0) > 1e-5 and "Adam" in name else 1e-9
     for step in range(steps):
-        got, want = race.step(draw())
-        close(got, want, tolerance, f"step {step}")
-    race.ours.flush()
-    close(race.layer.weight, race.weight.detach(), tolerance, "after flush()")
+        got, want = pair.step(draw())
+        assert_close(got, want, tolerance, f"step {step}")
+    pair.ours.flush()
+    assert_close(pair.layer.weight, pair.weight.detach(), tolerance, "after flush()")
 
 
 @pytest.mark.parametrize("name, number", [("SGD", 2), ("AdamW", 0), ("RMSprop", 1)])
-def test_float32_is_off_by_no_more_than_the_dense_run_itself(name, number):
+def test_float32_error_is_comparable_to_that_of_the_dense_optimizer(name, number):
     options, steps = OPTIONS[name][number], 300
-    exact = Race(name, options, schedule="cosine", steps=steps)
-    race = Race(name, options, dtype="float32", schedule="cosine", steps=steps)
-    draw = touches("zipf", np.random.default_rng(5))
+    exact = Pair(name, options, schedule="cosine", steps=steps)
+    pair = Pair(name, options, dtype="float32", schedule="cosine", steps=steps)
+    draw = draw_ids("zipf", np.random.default_rng(5))
     for _ in range(steps):
         ids = draw()
         exact.step(ids)
-        race.step(ids)
-    race.ours.flush()
-    truth, dense = exact.weight.detach().numpy(), race.weight.detach().numpy()
+        pair.step(ids)
+    pair.ours.flush()
+    truth, dense = exact.weight.detach().numpy(), pair.weight.detach().numpy()
     rounding = np.abs(dense - truth).max()
     assert 1e-8 < rounding < 1e-4
-    close(race.layer.weight, truth, 3 * rounding)
+    assert_close(pair.layer.weight, truth, 3 * rounding)
 
 
 @pytest.mark.parametrize("name, number", [("SGD", 2), ("AdamW", 0)])
-def test_a_row_left_alone_for_ten_thousand_steps(name, number):
-    race = Race(name, OPTIONS[name][number])
+def test_row_that_misses_ten_thousand_steps_catches_up(name, number):
+    pair = Pair(name, OPTIONS[name][number])
     for _ in range(3):
-        race.step(np.array([0, 1, 2]))
-    start, lr = race.layer([1, 2, 30]), race.ours.lr
+        pair.step(np.array([0, 1, 2]))
+    start, lr = pair.layer([1, 2, 30]), pair.ours.lr
     grad = np.ones((1, WIDTH))
-    race.weight.grad = torch.zeros_like(race.weight)
+    pair.weight.grad = torch.zeros_like(pair.weight)
     for step in range(10_000):
-        race.ours.lr = race.theirs.param_groups[0]["lr"] = (
+        pair.ours.lr = pair.theirs.param_groups[0]["lr"] = (
             lr * (1 + np.cos(step / 3000)) / 2
         )
-        # The only row with a gradient is always up to date.
-        grad[:] = race.layer.weight[0] + np.cos(step)
-        race.ours.step({"weight": RowGradient(np.array([0]), grad)})
-        race.weight.grad[0] = torch.from_numpy(grad[0])
-        race.theirs.step()
-    got, want = race.layer([1, 2, 30]), race.weight.detach().numpy()[[1, 2, 30]]
+        # Row 0 has a gradient in every step, so it is never stale.
+        grad[:] = pair.layer.weight[0] + np.cos(step)
+        pair.ours.step({"weight": RowGradient(np.array([0]), grad)})
+        pair.weight.grad[0] = torch.from_numpy(grad[0])
+        pair.theirs.step()
+    got, want = pair.layer([1, 2, 30]), pair.weight.detach().numpy()[[1, 2, 30]]
     assert (np.abs(want - start).max(axis=1) > 0.1).all()
-    close(got, want, 1e-9)
+    assert_close(got, want, 1e-9)
 
 
-def test_only_rows_that_are_read_and_behind_are_written():
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_reading_writes_only_stale_rows():
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for ids in ([1, 2], [3], [4, 2]):
-        race.step(np.array(ids))
-    before = race.layer.weight.copy()
-    first = race.layer([1, 7, 1])
-    written = np.flatnonzero((race.layer.weight != before).any(axis=1))
+        pair.step(np.array(ids))
+    before = pair.layer.weight.copy()
+    first = pair.layer([1, 7, 1])
+    written = np.flatnonzero((pair.layer.weight != before).any(axis=1))
     assert written.tolist() == [1, 7]
-    bits = race.layer.weight.tobytes()
-    assert race.layer([7, 1]).tobytes() == first[[1, 0]].tobytes()
-    assert race.layer.weight.tobytes() == bits
+    bits = pair.layer.weight.tobytes()
+    assert pair.layer([7, 1]).tobytes() == first[[1, 0]].tobytes()
+    assert pair.layer.weight.tobytes() == bits
 
 
-def test_every_way_of_reading_a_table_brings_it_up_to_date(tmp_path):
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_every_way_of_reading_a_table_catches_up(tmp_path):
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
 
-    def written(layer):
+    def saved_and_loaded(layer):
         save(tmp_path / "a", layer)
         return load(tmp_path / "a").weight
 
@@ -154,39 +154,39 @@ def test_every_way_of_reading_a_table_brings_it_up_to_date(tmp_path):
         "deepcopy": lambda layer: copy.deepcopy(layer).weight,
         "pickle": lambda layer: pickle.loads(pickle.dumps(layer)).weight,
         "copy": lambda layer: copy.copy(layer).weight,
-        "file": written,
+        "file": saved_and_loaded,
         "resize": lambda layer: (copy.deepcopy(layer).resize(ROWS), layer.weight)[1],
     }
     for name, read in ways.items():
-        race.step(np.array([1, 2]))
-        race.step(np.array([2, 3]))
-        close(read(race.layer), race.weight.detach(), 1e-12, name)
-    assert copy.deepcopy(race.layer).table_state is None
-    assert pickle.loads(pickle.dumps(race.layer)).table_state is None
-    got, want = race.step(np.array([1, 5]))
-    close(got, want, 1e-12, "the original after all of that")
+        pair.step(np.array([1, 2]))
+        pair.step(np.array([2, 3]))
+        assert_close(read(pair.layer), pair.weight.detach(), 1e-12, name)
+    assert copy.deepcopy(pair.layer).table_state is None
+    assert pickle.loads(pickle.dumps(pair.layer)).table_state is None
+    got, want = pair.step(np.array([1, 5]))
+    assert_close(got, want, 1e-12, "original after copying")
 
 
-def test_a_copy_is_its_own_and_the_original_goes_on():
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_training_after_a_deepcopy_does_not_change_the_copy():
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for _ in range(5):
-        race.step(np.array([1, 2]))
-    twin = copy.deepcopy(race.layer)
-    want = race.weight.detach().numpy().copy()
+        pair.step(np.array([1, 2]))
+    twin = copy.deepcopy(pair.layer)
+    want = pair.weight.detach().numpy().copy()
     for _ in range(5):
-        race.step(np.array([2, 3]))
-    close(twin(np.arange(ROWS)), want, 1e-12)
+        pair.step(np.array([2, 3]))
+    assert_close(twin(np.arange(ROWS)), want, 1e-12)
 
 
-def test_eight_threads_may_read_at_once():
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_eight_threads_read_stale_rows_concurrently():
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for _ in range(5):
-        race.step(np.array([1, 2]))
-    want, wrong = race.weight.detach().numpy(), []
+        pair.step(np.array([1, 2]))
+    want, wrong = pair.weight.detach().numpy(), []
 
     def read(seed):
         ids = np.random.default_rng(seed).permutation(ROWS)
-        wrong.extend(ids[np.abs(race.layer(ids) - want[ids]).max(axis=1) > 1e-12])
+        wrong.extend(ids[np.abs(pair.layer(ids) - want[ids]).max(axis=1) > 1e-12])
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -196,7 +196,7 @@ def test_eight_threads_may_read_at_once():
     assert wrong == []
 
 
-def test_the_complete_layer_trains_all_of_its_parameters():
+def test_embedding_layer_trains_all_of_its_parameters():
     layer = EmbeddingLayer(
         20, 4, max_positions=9, segments=2, layer_norm=True, dtype="float64", rng=0
     )
@@ -223,7 +223,7 @@ def test_the_complete_layer_trains_all_of_its_parameters():
     assert layer.eval().token.table_state.is_caught_up  # pyright: ignore
 
 
-def test_bags_train_by_rows():
+def test_embedding_bag_with_mean_and_padding():
     rng = np.random.default_rng(0)
     bag = EmbeddingBag(ROWS, WIDTH, mode="mean", padding_idx=0, dtype="float64", rng=0)
     weight = torch.nn.Parameter(torch.from_numpy(bag.weight.copy()))
@@ -235,7 +235,7 @@ def test_bags_train_by_rows():
         want = torch.nn.functional.embedding_bag(
             torch.from_numpy(ids), weight, mode="mean", padding_idx=0
         )
-        close(y, want.detach(), 1e-10)
+        assert_close(y, want.detach(), 1e-10)
         goal = rng.standard_normal(y.shape)
         ours.step(pull(y - goal))
         theirs.zero_grad()
@@ -243,20 +243,8 @@ def test_bags_train_by_rows():
         theirs.step()
 
 
-def test_padding_stays_whatever_the_optimizer_does():
-    layer = Embedding(9, 2, padding_idx=0, rng=0)
-    layer.set_padding(3.0)
-    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        y, pull = layer.vjp([0, 4])
-        optimizer.step(pull(np.ones_like(y)))
-    assert (layer([0]) == 3.0).all()
-    optimizer.flush()
-    assert (layer.parameters()["weight"][0] == 3.0).all()
-
-
 @pytest.mark.parametrize("mode", ["exact", "lazy"])
-def test_a_run_that_goes_on_from_a_saved_state_is_the_same_to_the_bit(mode):
+def test_resumed_run_is_bitwise_equal(mode):
     options = {**OPTIONS["AdamW"][2], "mode": mode}
 
     def trained(layer, optimizer, rng, steps):
@@ -285,8 +273,8 @@ def test_a_run_that_goes_on_from_a_saved_state_is_the_same_to_the_bit(mode):
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Lion", "WiseAdagrad"])
-def test_results_are_the_same_bits_for_any_number_of_threads(name):
-    before, found = kernels.get_num_threads(), []
+def test_results_are_bitwise_equal_for_any_number_of_threads(name):
+    before, results = kernels.get_num_threads(), []
     options = {**OPTIONS[name][-1], "maximize": False}
     for threads in (1, 2):
         kernels.set_num_threads(threads)
@@ -295,37 +283,37 @@ def test_results_are_the_same_bits_for_any_number_of_threads(name):
         for _ in range(3):
             y, pull = layer.vjp(rng.integers(0, 3000, 2500))
             optimizer.step(pull(y))
-        found.append((layer.state_dict(), optimizer.state_dict()))
+        results.append((layer.state_dict(), optimizer.state_dict()))
     kernels.set_num_threads(before)
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*results, strict=True):
         assert all(one[key].tobytes() == two[key].tobytes() for key in one)
 
 
-def test_epsilon_may_change_between_steps():
-    race = Race("AdamW", {**OPTIONS["AdamW"][0], "eps": 1e-8})
-    draw = touches("zipf", race.rng)
+def test_eps_may_change_between_steps():
+    pair = Pair("AdamW", {**OPTIONS["AdamW"][0], "eps": 1e-8})
+    draw = draw_ids("zipf", pair.rng)
     for step in range(60):
         if step == 30:
-            race.ours.options["eps"] = race.theirs.param_groups[0]["eps"] = 0.5
-        got, want = race.step(draw())
-        close(got, want, 1e-6, f"step {step}")
+            pair.ours.options["eps"] = pair.theirs.param_groups[0]["eps"] = 0.5
+        got, want = pair.step(draw())
+        assert_close(got, want, 1e-6, f"step {step}")
 
 
-def test_an_array_as_gradient_moves_every_row():
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_dense_gradient_updates_every_row():
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for step in range(12):
         if step % 4 == 3:
-            whole = 0.1 * race.layer.logits(np.eye(WIDTH)).T
-            race.ours.step({"weight": whole})
-            race.weight.grad = torch.from_numpy(whole)
-            race.theirs.step()
+            whole = 0.1 * pair.layer.logits(np.eye(WIDTH)).T
+            pair.ours.step({"weight": whole})
+            pair.weight.grad = torch.from_numpy(whole)
+            pair.theirs.step()
         else:
-            close(*race.step(np.array([1, step])), 1e-12)
-    race.ours.flush()
-    close(race.layer.weight, race.weight.detach(), 1e-12)
+            assert_close(*pair.step(np.array([1, step])), 1e-12)
+    pair.ours.flush()
+    assert_close(pair.layer.weight, pair.weight.detach(), 1e-12)
 
 
-def test_lazy_rows_without_a_gradient_stay():
+def test_lazy_mode_does_not_move_rows_without_a_gradient():
     layer = Embedding(ROWS, WIDTH, rng=0)
     optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.5, mode="lazy")
     start = layer.weight.copy()
@@ -338,7 +326,7 @@ def test_lazy_rows_without_a_gradient_stay():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_rounds_once_and_keeps_a_float32_state(dtype):
+def test_half_precision_update_rounds_once_and_keeps_float32_state(dtype):
     rng = np.random.default_rng(0)
     half = Embedding(ROWS, WIDTH, dtype=dtype, rng=0)
     wide = Embedding(ROWS, WIDTH, weight=half.weight.astype(np.float32))
@@ -346,7 +334,7 @@ def test_half_precision_rounds_once_and_keeps_a_float32_state(dtype):
     for step in range(4):
         ids = np.array([[1, 2], [2, 3], [4, 4], [1, 3]][step])
         grad = RowGradient(np.unique(ids), rng.standard_normal((len(set(ids)), WIDTH)))
-        # What both read is the same, and so is what both make of it, before rounding.
+        # Both read the same rows and compute the same update before rounding.
         wide(ids)
         wide.weight[...] = wide.weight.astype(dtype)
         half(ids)
@@ -362,11 +350,11 @@ def test_half_precision_rounds_once_and_keeps_a_float32_state(dtype):
     )
 
 
-def test_stochastic_rounding_keeps_on_average_what_is_too_small_to_keep():
+def test_stochastic_rounding_keeps_tiny_updates_on_average():
     start = np.ones((2000, 16), ml_dtypes.bfloat16)
     every = {"weight": RowGradient(np.arange(2000), np.ones((2000, 16), np.float32))}
     layers = [Embedding(2000, 16, weight=start.copy()) for _ in range(3)]
-    # A step of a 64th of what lies between 1 and the number below it in bfloat16.
+    # 1/64 of the distance from 1 to the next smaller bfloat16.
     lr = 2.0**-8 / 64
     for layer, random in zip(layers, (True, True, False), strict=True):
         optimizer = RowSGD(layer, lr=lr, stochastic_rounding=random)
@@ -375,21 +363,21 @@ def test_stochastic_rounding_keeps_on_average_what_is_too_small_to_keep():
     first, second, nearest = (layer.weight.astype(float) for layer in layers)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(nearest, 1.0)
-    # 32,000 weights: the standard error of the mean is below a hundredth of the way.
+    # With 32,000 weights, the standard error of the mean is below 1%.
     assert abs((1 - first).mean() / (20 * lr) - 1) < 0.05
     assert len(np.unique(first)) > 2
 
 
-def test_dithered_rounding_leaves_what_needs_no_rounding_and_what_is_no_number():
+def test_stochastic_rounding_keeps_exact_values_infinities_and_nan():
     numbers = np.array([[1.0, -3.5, np.inf, -np.inf, 0.0, np.nan]], np.float32)
     table = np.zeros((1, 6), ml_dtypes.bfloat16)
-    for noise in range(50):
-        kernels.store_rows(numbers, table, np.array([0]), noise=noise)
+    for seed in range(50):
+        kernels.store_rows(numbers, table, np.array([0]), noise=seed)
         np.testing.assert_array_equal(table.astype(np.float32), numbers)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_rows_go_into_half_precision_and_back(dtype):
+def test_half_precision_rows_are_stored_and_upcast(dtype):
     rng = np.random.default_rng(0)
     table, rows = np.zeros((9, 5), dtype), np.array([7, 0, 3])
     values = rng.standard_normal((3, 5)).astype(np.float32)
@@ -402,16 +390,16 @@ def test_rows_go_into_half_precision_and_back(dtype):
     )
 
 
-def test_stale_rows_are_listed_once_in_order_and_marked():
-    last = np.array([5, 3, 5, 0, 2], np.int32)
-    rows, since = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), last, 5)
-    assert rows.tolist() == [4, 1] and since.tolist() == [2, 3]
-    assert last.tolist() == [5, 5, 5, 0, 5]
-    rows, since = kernels.stale_range(2, 5, last, 5)
-    assert rows.tolist() == [3] and since.tolist() == [0] and (last == 5).all()
+def test_stale_rows_are_listed_once_and_marked():
+    row_steps = np.array([5, 3, 5, 0, 2], np.int32)
+    rows, from_step = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), row_steps, 5)
+    assert rows.tolist() == [4, 1] and from_step.tolist() == [2, 3]
+    assert row_steps.tolist() == [5, 5, 5, 0, 5]
+    rows, from_step = kernels.stale_range(2, 5, row_steps, 5)
+    assert rows.tolist() == [3] and from_step.tolist() == [0] and (row_steps == 5).all()
 
 
-def test_polynomials_go_through_their_points():
+def test_interpolation_recovers_polynomial_coefficients():
     points, basis = interpolation()
     coefficients = np.random.default_rng(0).standard_normal(len(points))
     values = np.polynomial.polynomial.polyval(2 * points[:, 0] - 1, coefficients)
@@ -419,88 +407,94 @@ def test_polynomials_go_through_their_points():
     assert points[0] == 0 and points[-1] == 1
 
 
-def refuse(match, make, error: type[Exception] = ValueError):
+def check_raises(match, call, error: type[Exception] = ValueError):
     with pytest.raises(error, match=match):
-        make()
+        call()
 
 
 @pytest.mark.rejects
-def test_options_that_cannot_be_exact_or_mean_nothing_are_refused():
+def test_invalid_options_raise():
     layer = Embedding(5, 2)
     decay = 'weight_decay must be 0 in mode="exact" for .*, got 0.1; use .*mode="lazy"'
     for make in (RowAdam, RowAdagrad, RowRMSprop):
-        refuse(decay, lambda make=make: make(layer, weight_decay=0.1))
+        check_raises(decay, lambda make=make: make(layer, weight_decay=0.1))
         make(layer, weight_decay=0.1, mode="lazy")
     word: Any = "fast"
-    refuse("mode must be 'exact' or 'lazy', got 'fast'", lambda: RowSGD(layer, mode=word))
-    refuse("lr must not be negative, got -1", lambda: RowSGD(layer, -1.0))
-    refuse("lr must be a number, got str", lambda: RowSGD(layer, word), TypeError)
-    refuse(
+    check_raises(
+        "mode must be 'exact' or 'lazy', got 'fast'", lambda: RowSGD(layer, mode=word)
+    )
+    check_raises("lr must not be negative, got -1", lambda: RowSGD(layer, -1.0))
+    check_raises("lr must be a number, got str", lambda: RowSGD(layer, word), TypeError)
+    check_raises(
         r'betas\[1\] must be above 0 in mode="exact" for Lion, .*, got 0; use mode="lazy"',
         lambda: RowLion(layer, betas=(0.9, 0.0)),
     )
-    refuse("eps must not be negative, got -1", lambda: RowAdam(layer, eps=-1.0))
-    refuse(
+    check_raises("eps must not be negative, got -1", lambda: RowAdam(layer, eps=-1.0))
+    check_raises(
         r"betas\[1\] must be in \[0, 1\), got 1.0", lambda: RowLion(layer, betas=(0, 1.0))
     )
-    refuse(r"alpha must be in \[0, 1\), got 2", lambda: RowRMSprop(layer, alpha=2))
-    refuse("nesterov needs momentum", lambda: RowSGD(layer, nesterov=True))
-    refuse(
+    check_raises(r"alpha must be in \[0, 1\), got 2", lambda: RowRMSprop(layer, alpha=2))
+    check_raises("nesterov needs momentum", lambda: RowSGD(layer, nesterov=True))
+    check_raises(
         "initial_accumulator_value must not be negative, got -1",
         lambda: RowAdagrad(layer, initial_accumulator_value=-1),
     )
-    refuse(
+    check_raises(
         r"needs a table in bfloat16, got \['float32'\]",
         lambda: RowSGD(layer, stochastic_rounding=True),
     )
     layer.weight.flags.writeable = False
-    refuse("weight must be writable to be trained, got it read-only", lambda: RowSGD(layer))
+    check_raises(
+        "weight must be writable to be trained, got it read-only", lambda: RowSGD(layer)
+    )
     assert layer.table_state is None
 
 
 @pytest.mark.rejects
-def test_gradients_that_do_not_fit_change_nothing():
+def test_invalid_gradients_raise_and_change_nothing():
     layer = Embedding(5, 2, rng=0)
     optimizer = RowAdamW(layer)
     optimizer.step({"weight": RowGradient(np.array([1]), np.ones((1, 2), np.float32))})
     start = layer.weight.copy()
-    late = RowGradient(np.array([1, 3]), np.ones((2, 2), np.float32))
-    refuse(
+    stale = RowGradient(np.array([1, 3]), np.ones((2, 2), np.float32))
+    check_raises(
         "row 3 was read before it was brought up to date; look it up through its layer",
-        lambda: optimizer.step({"weight": late}),
+        lambda: optimizer.step({"weight": stale}),
     )
-    refuse("row 0 was read before", lambda: optimizer.step({"weight": np.ones((5, 2))}))
-    refuse(
-        r"grads must be of \['weight'\], got \['w'\]", lambda: optimizer.step({"w": late})
+    check_raises(
+        "row 0 was read before", lambda: optimizer.step({"weight": np.ones((5, 2))})
     )
-    refuse(
+    check_raises(
+        r"grads must be of \['weight'\], got \['w'\]", lambda: optimizer.step({"w": stale})
+    )
+    check_raises(
         r"grads\['weight'\] must have shape \(5, 2\), got \(5,\)",
         lambda: optimizer.step({"weight": np.ones(5)}),
     )
-    for ids, values, sentence in (
+    for ids, values, message in (
         ([7], 1, r"grads\['weight'\].ids\[0\] is 7, but the number of rows is 5"),
         ([-1, 2], 2, r"grads\['weight'\].ids\[0\] is -1, but the number of rows is 5"),
         ([1, 1], 2, r"grads\['weight'\].ids must be ascending, each once"),
         ([0, 1], 1, r"must have an id for each of 1 rows, got ids of shape \(2,\)"),
     ):
         bad = RowGradient(np.array(ids), np.ones((values, 2), np.float32))
-        error = IndexError if "number of rows" in sentence else ValueError
-        refuse(sentence, lambda bad=bad: optimizer.step({"weight": bad}), error)
-    assert optimizer.table_state["weight"].now == 1
+        error = IndexError if "number of rows" in message else ValueError
+        check_raises(message, lambda bad=bad: optimizer.step({"weight": bad}), error)
+    assert optimizer.table_states["weight"].step_count == 1
     wide = RowGradient(np.array([1]), np.ones((1, 3)))
-    refuse(
+    check_raises(
         r"must be for rows of \(5, 2\), got values of shape \(1, 3\)",
         lambda: optimizer.step({"weight": wide}),
     )
     assert (layer.weight == start).all()
     layer.resize(7)
-    refuse(
+    check_raises(
         r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\)",
-        lambda: optimizer.step({"weight": late}),
+        lambda: optimizer.step({"weight": stale}),
     )
 
 
-def test_resized_positions_are_up_to_date_and_go_on_learning():
+def test_resizing_a_position_grid_catches_up_and_training_continues():
     weight = np.random.default_rng(0).standard_normal((6, 2))
     tables = []
     for flush in (False, True):
@@ -520,17 +514,17 @@ def test_resized_positions_are_up_to_date_and_go_on_learning():
 
 
 @pytest.mark.rejects
-def test_a_state_that_does_not_fit_changes_nothing():
+def test_invalid_state_raises_and_changes_nothing():
     layer = Embedding(5, 2, rng=0)
     optimizer = RowAdamW(layer)
     state = optimizer.state_dict()
-    refuse(
+    check_raises(
         r"state must have weight.exp_avg, got \['weight.step'\]",
         lambda: optimizer.load_state_dict({"weight.step": state["weight.step"]}),
     )
     state["weight.exp_avg"] = np.zeros((4, 2))
-    refuse(
+    check_raises(
         r"weight.exp_avg must have shape \(5, 2\), got \(4, 2\)",
         lambda: optimizer.load_state_dict(state),
     )
-    assert optimizer.table_state["weight"] is layer.table_state
+    assert optimizer.table_states["weight"] is layer.table_state

@@ -1,8 +1,8 @@
-"""What row optimizers are held against: dense ones, on a loss that pulls weights about.
+"""Options, dense reference optimizers and schedules for tests of row optimizers.
 
-The loss of a row is half its squared distance to a goal that is drawn anew in every step,
-so that gradients depend on the weights (a row that is read too early shows) and never
-vanish (where they do, Adam's direction is noise, and any rounding grows without bound).
+The loss of a row is half its squared distance to a random goal that changes in every step.
+Gradients therefore depend on the weights, so reading a stale row shows, and do not vanish:
+with vanishing gradients Adam's direction is noise, and rounding errors grow without bound.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 ROWS, WIDTH, BATCH = 40, 3, 4
-#: For each optimizer every option at a value that is not its default.
+#: Options of each optimizer, every one of them at a value that is not its default.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
         {"lr": 0.05, "weight_decay": 0.02},
@@ -48,7 +48,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion as in the paper's listing, dense."""
+    """Dense Lion, as in the paper's listing."""
 
     def __init__(
         self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False
@@ -69,11 +69,11 @@ class Lion(torch.optim.Optimizer):
 
 
 class WiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with the sum of mean squares of a row, dense."""
+    """Dense Adagrad with the sum of the mean squares of each row's gradients."""
 
     def __init__(self, params, lr, lr_decay=0.0, eps=1e-10, initial_accumulator_value=0.0):
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "steps": 0}
-        super().__init__(params, {**defaults, "first": initial_accumulator_value})
+        super().__init__(params, {**defaults, "initial": initial_accumulator_value})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -81,8 +81,8 @@ class WiseAdagrad(torch.optim.Optimizer):
             lr = group["lr"] / (1 + group["steps"] * group["lr_decay"])
             group["steps"] += 1
             for p in group["params"]:
-                first = torch.full((len(p), 1), group["first"], dtype=p.dtype)
-                total = self.state[p].setdefault("sum", first)
+                initial = torch.full((len(p), 1), group["initial"], dtype=p.dtype)
+                total = self.state[p].setdefault("sum", initial)
                 total += (p.grad**2).mean(1, keepdim=True)
                 p.sub_(lr * p.grad / (total.sqrt() + group["eps"]))
 
@@ -95,14 +95,14 @@ def dense(name: str, params: Any, **options: Any) -> Any:
     return (DENSE.get(name) or getattr(torch.optim, name))(params, **options)
 
 
-def scheduler(kind: str, optimizer: Any, steps: int) -> Any:
-    """Return one of torch's schedulers: of the learning rate, of momentum too."""
+def scheduler(schedule: str, optimizer: Any, steps: int) -> Any:
+    """Return a torch scheduler of the learning rate; ``one-cycle`` also of momentum."""
     schedulers = torch.optim.lr_scheduler
-    if kind == "cosine":
+    if schedule == "cosine":
         return schedulers.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
-    if kind == "step":
+    if schedule == "step":
         return schedulers.StepLR(optimizer, max(1, steps // 5), gamma=0.6)
-    if kind == "one-cycle":
+    if schedule == "one-cycle":
         lr = optimizer.param_groups[0]["lr"]
         cycles = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
         return schedulers.OneCycleLR(
@@ -114,22 +114,22 @@ def scheduler(kind: str, optimizer: Any, steps: int) -> Any:
 SCHEDULES = ("constant", "cosine", "step", "one-cycle")
 
 
-def touches(kind: str, rng: np.random.Generator) -> Callable[[], np.ndarray]:
-    """Return a function that draws ids, evenly or as words are; one of them never."""
-    if kind == "uniform":
+def draw_ids(pattern: str, rng: np.random.Generator) -> Callable[[], np.ndarray]:
+    """Return a function that draws ids, uniform or Zipf-distributed, never id 0."""
+    if pattern == "uniform":
         return lambda: rng.integers(1, ROWS, BATCH)
-    share = 1.0 / np.arange(1, ROWS)
-    share /= share.sum()
-    return lambda: 1 + rng.choice(ROWS - 1, BATCH, p=share)
+    probability = 1.0 / np.arange(1, ROWS)
+    probability /= probability.sum()
+    return lambda: 1 + rng.choice(ROWS - 1, BATCH, p=probability)
 
 
-def same_options(theirs: Any, ours: dict[str, Any]) -> None:
-    """Give ours what a schedule has made of theirs."""
+def copy_options(theirs: Any, ours: dict[str, Any]) -> None:
+    """Copy the options that a scheduler changed in the torch optimizer."""
     group = theirs.param_groups[0]
     ours.update({key: group[key] for key in ("lr", "momentum", "betas") if key in ours})
 
 
-def close(got: Any, want: Any, tolerance: float, what: str = "") -> None:
-    """Fail unless all of the numbers are that near each other."""
-    worst = float(np.max(np.abs(np.asarray(got) - np.asarray(want)), initial=0.0))
-    assert worst <= tolerance and not math.isnan(worst), f"{what}: {worst:.1e}"
+def assert_close(got: Any, want: Any, tolerance: float, label: str = "") -> None:
+    """Assert that no entry differs by more than an absolute tolerance."""
+    error = float(np.max(np.abs(np.asarray(got) - np.asarray(want)), initial=0.0))
+    assert error <= tolerance and not math.isnan(error), f"{label}: {error:.1e}"

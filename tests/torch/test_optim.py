@@ -1,4 +1,4 @@
-"""Row optimizers on torch equal torch's own on dense gradients, at every step."""
+"""Row optimizers for torch equal torch's own on dense gradients, at every step."""
 
 import copy
 from typing import Any
@@ -19,13 +19,13 @@ from tests.support.optim_cases import (
     ROWS,
     SCHEDULES,
     WIDTH,
-    close,
+    assert_close,
     dense,
+    draw_ids,
     scheduler,
-    touches,
 )
 
-FIRST = [(name, options[-1]) for name, options in OPTIONS.items()]
+ONE_OF_EACH = [(name, options[-1]) for name, options in OPTIONS.items()]
 
 
 def grad_of(parameter) -> Any:
@@ -40,8 +40,8 @@ def loss_of(y, goal, sign=1):
     return sign * 0.5 * (y - goal).square().sum()
 
 
-class Race:
-    """A model with a table under a row optimizer, and its dense twin."""
+class Pair:
+    """A model with a table under a row optimizer, and a twin with dense gradients."""
 
     def __init__(
         self, name, options, *, model=None, ours=None, schedule="constant", steps=1
@@ -62,13 +62,13 @@ class Race:
         self.sign = -1 if options.get("maximize") else 1
 
     def forward(self, *args, **kwargs):
-        """Return what both make of the arguments, which must agree."""
+        """Return the outputs of both models."""
         return self.model(*args, **kwargs), self.twin(*args, **kwargs)
 
     def step(self, *args, tolerance=1e-9, **kwargs):
-        """Take a step with both, towards goals drawn anew."""
+        """Take a step with both towards a random goal; compare the outputs before it."""
         got, want = self.forward(*args, **kwargs)
-        close(got.detach(), want.detach(), tolerance)
+        assert_close(got.detach(), want.detach(), tolerance)
         goal = torch.randn_like(want)
         self.backward(loss_of(got, goal, self.sign), loss_of(want, goal, self.sign))
         return got
@@ -82,67 +82,67 @@ class Race:
             each.step()
 
     def finish(self, tolerance=1e-9):
-        """Compare everything that is saved."""
+        """Compare the state dicts."""
         ours, theirs = self.model.state_dict(), self.twin.state_dict()
         for name, want in theirs.items():
-            close(ours[name], want, tolerance, name)
+            assert_close(ours[name], want, tolerance, name)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_adamw_equals_torchs_at_every_step(schedule):
+def test_adamw_equals_torch_adamw_at_every_step(schedule):
     number = SCHEDULES.index(schedule)
     steps = 600 if schedule == "one-cycle" else 250
-    race = Race("AdamW", OPTIONS["AdamW"][number % 2], schedule=schedule, steps=steps)
-    draw = touches("zipf", np.random.default_rng(1))
+    pair = Pair("AdamW", OPTIONS["AdamW"][number % 2], schedule=schedule, steps=steps)
+    draw = draw_ids("zipf", np.random.default_rng(1))
     for _ in range(steps):
-        race.step(torch.from_numpy(draw()), tolerance=1e-6)
-    race.finish(1e-6)
+        pair.step(torch.from_numpy(draw()), tolerance=1e-6)
+    pair.finish(1e-6)
 
 
-@pytest.mark.parametrize("name, options", FIRST)
-def test_every_optimizer_equals_the_dense_one_under_torchs_schedulers(name, options):
-    race = Race(name, options, schedule="one-cycle", steps=150)
-    draw = touches("uniform", np.random.default_rng(2))
+@pytest.mark.parametrize("name, options", ONE_OF_EACH)
+def test_every_optimizer_equals_the_dense_one_under_one_cycle(name, options):
+    pair = Pair(name, options, schedule="one-cycle", steps=150)
+    draw = draw_ids("uniform", np.random.default_rng(2))
     for _ in range(150):
-        race.step(torch.from_numpy(draw()), tolerance=1e-6)
-    race.finish(1e-6)
+        pair.step(torch.from_numpy(draw()), tolerance=1e-6)
+    pair.finish(1e-6)
 
 
-def test_float32_is_off_by_no_more_than_the_dense_run_itself():
+def test_float32_error_is_comparable_to_that_of_the_dense_optimizer():
     options, runs = OPTIONS["AdamW"][0], []
     for dtype in (torch.float64, torch.float32):
         torch.manual_seed(0)
         start = torch.randn(ROWS, WIDTH).to(dtype)
         layer = Embedding(ROWS, WIDTH, sparse=True, _weight=start)
-        race, rng = Race("AdamW", options, model=layer), np.random.default_rng(3)
-        draw = touches("zipf", rng)
+        pair, rng = Pair("AdamW", options, model=layer), np.random.default_rng(3)
+        draw = draw_ids("zipf", rng)
         for _ in range(300):
             ids = torch.from_numpy(draw())
-            got, want = race.forward(ids)
+            got, want = pair.forward(ids)
             goal = torch.from_numpy(rng.standard_normal(got.shape)).to(dtype)
-            race.backward(loss_of(got, goal), loss_of(want, goal))
-        runs.append((race.model.state_dict()["weight"], race.twin.weight.detach()))
+            pair.backward(loss_of(got, goal), loss_of(want, goal))
+        runs.append((pair.model.state_dict()["weight"], pair.twin.weight.detach()))
     (_, truth), (ours, theirs) = runs
     rounding = float((theirs - truth).abs().max())
     assert 1e-8 < rounding < 1e-4
-    close(ours, truth, 3 * rounding)
+    assert_close(ours, truth, 3 * rounding)
 
 
 def two_layers(table):
     return nn.Sequential(table, nn.Tanh(), nn.Linear(WIDTH, 2, dtype=torch.float64))
 
 
-# Without the row-wise one: what is no table gets torch's own Adagrad there.
-@pytest.mark.parametrize("name, options", FIRST[:-1])
+# Without RowWiseAdagrad, which uses torch's Adagrad for parameters that are not tables.
+@pytest.mark.parametrize("name, options", ONE_OF_EACH[:-1])
 def test_tables_and_dense_parameters_share_an_optimizer(name, options):
     model = two_layers(Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64))
-    race = Race(name, options, model=model)
+    pair = Pair(name, options, model=model)
     for _ in range(40):
-        race.step(torch.randint(0, ROWS, (4,)), tolerance=1e-6)
-    race.finish(1e-6)
+        pair.step(torch.randint(0, ROWS, (4,)), tolerance=1e-6)
+    pair.finish(1e-6)
 
 
-def test_groups_have_options_of_their_own():
+def test_parameter_groups_have_their_own_options():
     model = two_layers(Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64))
 
     def groups(model):
@@ -152,15 +152,15 @@ def test_groups_have_options_of_their_own():
         ]
 
     options = {"lr": 0.01, "fused": True}
-    race = Race("AdamW", options, model=model, ours=groups(model))
-    race.theirs = torch.optim.AdamW(groups(race.twin), **options)
-    race.schedulers = []
+    pair = Pair("AdamW", options, model=model, ours=groups(model))
+    pair.theirs = torch.optim.AdamW(groups(pair.twin), **options)
+    pair.schedulers = []
     for _ in range(40):
-        race.step(torch.randint(0, ROWS, (4,)))
-    race.finish()
+        pair.step(torch.randint(0, ROWS, (4,)))
+    pair.finish()
 
 
-def test_one_optimizer_trains_tables_of_both_modes():
+def test_exact_and_lazy_groups_in_one_optimizer():
     exact, lazy = (Embedding(9, 2, sparse=True) for _ in range(2))
     groups = [{"params": [exact.weight]}, {"params": [lazy.weight], "mode": "lazy"}]
     optimizer = RowAdamW(groups, lr=0.1, weight_decay=0.5)
@@ -173,7 +173,7 @@ def test_one_optimizer_trains_tables_of_both_modes():
     assert moved.nonzero().flatten().tolist() == [1]
 
 
-def test_lazy_adam_is_sparse_adam():
+def test_lazy_adam_equals_sparse_adam():
     torch.manual_seed(0)
     ours, theirs = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -192,50 +192,50 @@ def test_lazy_adam_is_sparse_adam():
     torch.testing.assert_close(ours.weight, theirs.weight, atol=2e-6, rtol=0)
 
 
-def test_two_forwards_in_a_step_see_one_table():
-    race = Race("AdamW", OPTIONS["AdamW"][0])
+def test_two_forwards_before_a_step_read_the_same_table():
+    pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for _ in range(30):
         first, second = (torch.randint(0, ROWS, (3,)) for _ in range(2))
         losses = []
-        for layer in (race.model, race.twin):
+        for layer in (pair.model, pair.twin):
             a, b = layer(first), layer(second)
             losses.append(loss_of(a, 1.0) + loss_of(b, a.detach()))
-        close(losses[0].detach(), losses[1].detach(), 1e-9)
-        race.backward(*losses)
-    race.finish()
+        assert_close(losses[0].detach(), losses[1].detach(), 1e-9)
+        pair.backward(*losses)
+    pair.finish()
 
 
-def test_gradients_accumulate_over_several_backwards():
-    race = Race("AdamW", OPTIONS["AdamW"][2])
+def test_gradient_accumulation_over_several_backwards():
+    pair = Pair("AdamW", OPTIONS["AdamW"][2])
     for _ in range(20):
-        race.ours.zero_grad()
-        race.theirs.zero_grad()
+        pair.ours.zero_grad()
+        pair.theirs.zero_grad()
         for _ in range(3):
-            got, want = race.forward(torch.randint(0, ROWS, (3,)))
-            close(got.detach(), want.detach(), 1e-8)
+            got, want = pair.forward(torch.randint(0, ROWS, (3,)))
+            assert_close(got.detach(), want.detach(), 1e-8)
             goal = torch.randn_like(want)
             loss_of(got, goal).backward()
             loss_of(want, goal).backward()
-        assert grad_of(race.model.weight).is_sparse
-        race.ours.step()
-        race.theirs.step()
-    race.finish(1e-8)
+        assert grad_of(pair.model.weight).is_sparse
+        pair.ours.step()
+        pair.theirs.step()
+    pair.finish(1e-8)
 
 
-def test_a_step_that_a_table_has_no_gradient_in_leaves_it_alone():
+def test_step_without_a_gradient_does_not_change_a_table():
     model = nn.ModuleList([
         Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64) for _ in range(2)
     ])
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=model)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=model)
     for step in range(20):
         ids, goal = torch.randint(0, ROWS, (3,)), torch.randn(3, WIDTH)
-        losses = [loss_of(m[step % 3 % 2](ids), goal) for m in (race.model, race.twin)]
-        close(losses[0].detach(), losses[1].detach(), 1e-9)
-        race.backward(*losses)
-    race.finish()
+        losses = [loss_of(m[step % 3 % 2](ids), goal) for m in (pair.model, pair.twin)]
+        assert_close(losses[0].detach(), losses[1].detach(), 1e-9)
+        pair.backward(*losses)
+    pair.finish()
 
 
-def test_a_closure_is_called_with_gradients_on():
+def test_closure_runs_with_gradients_enabled():
     layer = Embedding(9, 2, sparse=True)
     optimizer = RowSGD(layer.parameters(), lr=0.1)
 
@@ -249,28 +249,28 @@ def test_a_closure_is_called_with_gradients_on():
     assert optimizer.step(closure) < first
 
 
-def test_clipping_is_exact_over_tables_and_dense_parameters_together():
+def test_clip_grad_norm_equals_torch_for_sparse_and_dense_gradients():
     for norm_type in (2.0, 1.0, float("inf")):
         model = two_layers(nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64))
-        race = Race("AdamW", {"lr": 0.1}, model=model, ours=model)
+        pair = Pair("AdamW", {"lr": 0.1}, model=model, ours=model)
         for _ in range(10):
             ids = torch.tensor([1, 1, 2, 3])
-            got, want = race.forward(ids)
-            for optimizer, y in ((race.ours, got), (race.theirs, want)):
+            got, want = pair.forward(ids)
+            for optimizer, y in ((pair.ours, got), (pair.theirs, want)):
                 optimizer.zero_grad()
                 (10 * loss_of(y, 1.0)).backward()
-            ours = clip_grad_norm_(race.model.parameters(), 0.5, norm_type)
-            theirs = nn.utils.clip_grad_norm_(race.twin.parameters(), 0.5, norm_type)
-            close(ours, theirs, 1e-9)
-            for p, q in zip(race.model.parameters(), race.twin.parameters(), strict=True):
-                close(grad_of(p).to_dense(), q.grad, 1e-9)
-            race.ours.step()
-            race.theirs.step()
-        race.finish()
+            ours = clip_grad_norm_(pair.model.parameters(), 0.5, norm_type)
+            theirs = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5, norm_type)
+            assert_close(ours, theirs, 1e-9)
+            for p, q in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+                assert_close(grad_of(p).to_dense(), q.grad, 1e-9)
+            pair.ours.step()
+            pair.theirs.step()
+        pair.finish()
     assert clip_grad_norm_([], 1.0) == 0
 
 
-def test_clipping_sums_an_id_that_occurs_twice_before_it_takes_the_norm():
+def test_clip_grad_norm_sums_repeated_ids_first():
     layer = nn.Embedding(5, 1, sparse=True)
     layer(ids_of(2, 2, 2, 4, 4, 4, 4)).sum().backward()
     assert clip_grad_norm_(layer.weight, 10.0) == 5.0
@@ -281,11 +281,11 @@ def test_clipping_sums_an_id_that_occurs_twice_before_it_takes_the_norm():
 
 
 @pytest.mark.parametrize("norm_type", [2.0, "inf"])
-def test_clipping_of_a_gradient_without_rows(norm_type):
+def test_clip_grad_norm_of_a_gradient_without_rows(norm_type):
     layer = nn.Embedding(5, 1, sparse=True, padding_idx=0)
     layer(ids_of(0)).sum().backward()
     assert clip_grad_norm_(layer.weight, 1.0, norm_type) == 0
-    # Its memory can grow.
+    # Another gradient can still be accumulated into it.
     layer(ids_of(2, 2)).sum().backward()
     other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     other.grad = torch.zeros_like(other)
@@ -293,7 +293,7 @@ def test_clipping_of_a_gradient_without_rows(norm_type):
     assert total == 2 and total.dtype == torch.float64
 
 
-def test_half_gradients_are_clipped_by_a_factor_that_is_not_rounded():
+def test_clip_grad_norm_does_not_round_the_factor_to_half_precision():
     weight = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
     weight.grad = torch.arange(1.0, 65, dtype=torch.bfloat16)
     norm = weight.grad.double().norm()
@@ -302,162 +302,148 @@ def test_half_gradients_are_clipped_by_a_factor_that_is_not_rounded():
     assert torch.equal(weight.grad, want)
 
 
-def test_torchs_own_embedding_is_exact_when_the_model_is_given():
+def test_nn_embedding_is_exact_when_the_model_is_given():
     model = two_layers(nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64))
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=model, ours=model)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=model, ours=model)
     for _ in range(60):
-        race.step(torch.randint(0, ROWS, (4,)))
-    race.finish()
+        pair.step(torch.randint(0, ROWS, (4,)))
+    pair.finish()
 
 
-def test_torchs_own_bags_and_max_norm_are_exact_when_the_model_is_given():
+def test_nn_embedding_bag_and_max_norm_are_exact_when_the_model_is_given():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            kind = {"sparse": True, "dtype": torch.float64}
-            self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", **kind)
-            self.short = nn.Embedding(ROWS, WIDTH, max_norm=1.5, **kind)
+            options = {"sparse": True, "dtype": torch.float64}
+            self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", **options)
+            self.short = nn.Embedding(ROWS, WIDTH, max_norm=1.5, **options)
 
         def forward(self, ids):
             return self.bag(input=ids[None], offsets=None) + self.short(ids).sum(0)
 
     model = Model()
-    race = Race("SGD", OPTIONS["SGD"][3], model=model, ours=model)
+    pair = Pair("SGD", OPTIONS["SGD"][3], model=model, ours=model)
     for _ in range(60):
-        race.step(torch.randint(0, ROWS, (4,)))
-    race.finish()
+        pair.step(torch.randint(0, ROWS, (4,)))
+    pair.finish()
 
 
-def test_max_norm_goes_the_way_of_torchs():
+def test_max_norm_equals_torch():
     torch.manual_seed(0)
     ours = Embedding(ROWS, WIDTH, max_norm=1.0, sparse=True, dtype=torch.float64)
     theirs = nn.Embedding(ROWS, WIDTH, max_norm=1.0, _weight=ours.weight.detach().clone())
-    race = Race("AdamW", {"lr": 0.3, "weight_decay": 0.1}, model=ours)
-    race.twin = theirs
-    race.theirs = torch.optim.AdamW(theirs.parameters(), lr=0.3, weight_decay=0.1)
-    race.schedulers = []
+    pair = Pair("AdamW", {"lr": 0.3, "weight_decay": 0.1}, model=ours)
+    pair.twin = theirs
+    pair.theirs = torch.optim.AdamW(theirs.parameters(), lr=0.3, weight_decay=0.1)
+    pair.schedulers = []
     for _ in range(60):
-        # torch divides by the norm and 1e-7.
-        race.step(torch.randint(0, ROWS, (4,)), tolerance=1e-5)
+        # torch adds 1e-7 to the norm.
+        pair.step(torch.randint(0, ROWS, (4,)), tolerance=1e-5)
 
 
-def test_bags_and_the_complete_layer():
+def test_embedding_bag_and_embedding_layer():
     torch.manual_seed(0)
     bag = EmbeddingBag(ROWS, WIDTH, mode="mean", sparse=True, padding_idx=1)
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=bag.double())
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=bag.double())
     for _ in range(40):
-        race.step(torch.randint(0, ROWS, (2, 3)))
-    race.finish()
+        pair.step(torch.randint(0, ROWS, (2, 3)))
+    pair.finish()
     layer = EmbeddingLayer(
         ROWS, 4, max_positions=6, segments=2, layer_norm=True, sparse=True,
         dtype=torch.float64,
     )  # fmt: skip
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=layer)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=layer)
     for _ in range(40):
         segments = torch.randint(0, 2, (2, 3))
-        race.step(torch.randint(0, ROWS, (2, 3)), segments=segments)
-    race.finish()
+        pair.step(torch.randint(0, ROWS, (2, 3)), segments=segments)
+    pair.finish()
 
 
-def test_partly_frozen_tables():
+def test_partly_frozen_embedding():
     layer = PartlyFrozenEmbedding(
         ROWS, WIDTH, frozen=range(20), padding_idx=30, sparse=True, dtype=torch.float64
     )
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=layer)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=layer)
     for step in range(40):
-        race.step(torch.randint(0, ROWS, (4,)))
+        pair.step(torch.randint(0, ROWS, (4,)))
         if step % 10 == 9:
             x = torch.eye(WIDTH, dtype=torch.float64)
-            close(race.model.logits(x).detach(), race.twin.logits(x).detach(), 1e-9)
-    race.finish()
+            assert_close(pair.model.logits(x).detach(), pair.twin.logits(x).detach(), 1e-9)
+    pair.finish()
 
 
 class Tied(nn.Module):
-    """A language model of one matrix: lookup, and logits by the same table."""
+    """A language model whose head is tied to its embedding."""
 
     def __init__(self, table):
         super().__init__()
-        self.table, self.turn = table, nn.Linear(4, 4, dtype=torch.float64)
+        self.table, self.hidden = table, nn.Linear(4, 4, dtype=torch.float64)
 
     def forward(self, ids):
-        return self.table.logits(self.turn(self.table(ids)).tanh())
+        return self.table.logits(self.hidden(self.table(ids)).tanh())
 
 
-def test_a_tied_head_makes_the_gradient_dense_and_every_row_moves():
+def test_dense_gradient_of_a_tied_head_updates_every_row():
     table = Embedding(ROWS, 4, padding_idx=0, sparse=True, dtype=torch.float64)
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=Tied(table))
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=Tied(table))
     for step in range(30):
         ids, goal = torch.randint(0, ROWS, (5,)), torch.randint(0, ROWS, (5,))
         if step % 3 == 2:
-            # Now and then the head is not used, and the gradient is one of rows.
-            losses = [loss_of(m.turn(m.table(ids)), 1.0) for m in (race.model, race.twin)]
+            # Without the head the gradient is sparse.
+            losses = [loss_of(m.hidden(m.table(ids)), 1.0) for m in (pair.model, pair.twin)]
         else:
-            losses = [cross_entropy(y, goal) for y in race.forward(ids)]
-        close(losses[0].detach(), losses[1].detach(), 1e-9)
-        race.backward(*losses)
-        assert grad_of(race.model.table.weight).is_sparse == (step % 3 == 2)
-    race.finish()
+            losses = [cross_entropy(y, goal) for y in pair.forward(ids)]
+        assert_close(losses[0].detach(), losses[1].detach(), 1e-9)
+        pair.backward(*losses)
+        assert grad_of(pair.model.table.weight).is_sparse == (step % 3 == 2)
+    pair.finish()
 
 
-def test_a_head_of_torchs_own_layers_is_tied_too():
+def test_linear_head_tied_to_an_nn_embedding():
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
     head = nn.Linear(WIDTH, ROWS, bias=False, dtype=torch.float64)
     head.weight = table.weight
     model = nn.Sequential(table, head)
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=model, ours=model)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=model, ours=model)
     for step in range(20):
         ids, goal = torch.randint(0, ROWS, (5,)), torch.randint(0, ROWS, (5,))
         if step % 3 == 2:
-            losses = [loss_of(m[0](ids), 1.0) for m in (race.model, race.twin)]
+            losses = [loss_of(m[0](ids), 1.0) for m in (pair.model, pair.twin)]
         else:
-            losses = [cross_entropy(y, goal) for y in race.forward(ids)]
-        close(losses[0].detach(), losses[1].detach(), 1e-9)
-        race.backward(*losses)
-    race.finish()
+            losses = [cross_entropy(y, goal) for y in pair.forward(ids)]
+        assert_close(losses[0].detach(), losses[1].detach(), 1e-9)
+        pair.backward(*losses)
+    pair.finish()
 
 
-def test_rows_that_other_processes_have_read_are_brought_up_to_date(monkeypatch):
+def test_stale_rows_read_by_other_processes_catch_up(monkeypatch):
     torch.manual_seed(0)
     layer = Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
-    race = Race("AdamW", OPTIONS["AdamW"][0], model=layer)
+    pair = Pair("AdamW", OPTIONS["AdamW"][0], model=layer)
     for _ in range(3):
-        race.step(ids_of(1, 2))
-    # As all processes have it once they have shared their gradients.
+        pair.step(ids_of(1, 2))
+    # The gradient after an all-reduce: row 9 was read by another process.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     grad = torch.randn(2, WIDTH, dtype=torch.float64)
     shape = (ROWS, WIDTH)
-    race.model.weight.grad = torch.sparse_coo_tensor(
+    pair.model.weight.grad = torch.sparse_coo_tensor(
         ids_of(1, 9)[None], grad, shape, check_invariants=True
     )
-    race.twin.weight.grad = race.model.weight.grad.to_dense()
-    race.ours.step()
-    race.theirs.step()
-    race.finish()
+    pair.twin.weight.grad = pair.model.weight.grad.to_dense()
+    pair.ours.step()
+    pair.theirs.step()
+    pair.finish()
 
 
-def test_rows_left_behind_are_shortened_as_what_they_would_be(monkeypatch):
-    # Where several processes must shorten the same rows, which is all of them.
+def test_max_norm_applies_to_stale_rows_in_distributed_runs(monkeypatch):
+    # In a distributed run every process clips all rows.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     layer = Embedding(ROWS, WIDTH, sparse=True, max_norm=1.0, dtype=torch.float64)
-    race = Race("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}, model=layer)
+    pair = Pair("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}, model=layer)
     for _ in range(20):
-        race.step(torch.randint(0, ROWS, (3,)))
-    race.finish()
-
-
-def test_padding_stays_under_decay_and_momentum():
-    torch.manual_seed(0)
-    for make in (RowAdamW, RowLion):
-        layer = Embedding(9, 2, padding_idx=0, sparse=True)
-        layer.set_padding(3.0)
-        optimizer = make(layer.parameters(), lr=0.1, weight_decay=0.5)
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(ids_of(0, 4)).sum().backward()
-            optimizer.step()
-            assert (layer(ids_of(0)) == 3.0).all()
-        assert (layer.state_dict()["weight"][0] == 3.0).all()
+        pair.step(torch.randint(0, ROWS, (3,)))
+    pair.finish()
 
 
 @settings(max_examples=25)
@@ -469,35 +455,35 @@ def test_padding_stays_under_decay_and_momentum():
         ),
         max_size=25,
     ),
-    st.sampled_from(FIRST),
+    st.sampled_from(ONE_OF_EACH),
 )
-def test_whatever_happens_between_steps_the_numbers_are_the_dense_ones(events, case):
+def test_any_sequence_of_events_equals_the_dense_optimizer(events, case):
     name, options = case
     layer = Embedding(8, 2, sparse=True, dtype=torch.float64)
-    race = Race(name, options, model=layer)
+    pair = Pair(name, options, model=layer)
     for event, ids in events:
         if event == "step":
-            race.step(torch.tensor(ids), tolerance=1e-6)
+            pair.step(torch.tensor(ids), tolerance=1e-6)
             continue
         if event == "read":
-            got = race.model(torch.tensor(ids))
-            close(got.detach(), race.twin.weight[ids].detach(), 1e-6)
+            got = pair.model(torch.tensor(ids))
+            assert_close(got.detach(), pair.twin.weight[ids].detach(), 1e-6)
         elif event == "flush":
-            race.ours.flush()
-            close(race.model.weight.detach(), race.twin.weight.detach(), 1e-6)
+            pair.ours.flush()
+            assert_close(pair.model.weight.detach(), pair.twin.weight.detach(), 1e-6)
         elif event == "save":
-            race.ours.load_state_dict(race.ours.state_dict())
+            pair.ours.load_state_dict(pair.ours.state_dict())
         elif event == "eval":
-            race.model.eval()
-            close(race.model.weight.detach(), race.twin.weight.detach(), 1e-6)
+            pair.model.eval()
+            assert_close(pair.model.weight.detach(), pair.twin.weight.detach(), 1e-6)
         else:
-            close(
-                copy.deepcopy(race.model).weight.detach(), race.twin.weight.detach(), 1e-6
+            assert_close(
+                copy.deepcopy(pair.model).weight.detach(), pair.twin.weight.detach(), 1e-6
             )
-    race.finish(1e-6)
+    pair.finish(1e-6)
 
 
-def message(row):
+def stale_row_message(row):
     return (
         f"row {row} was read before it was brought up to date; look it up through "
         'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
@@ -505,7 +491,7 @@ def message(row):
 
 
 @pytest.mark.rejects
-def test_a_row_that_was_read_too_early_is_named_and_nothing_is_changed():
+def test_reading_a_stale_row_raises_at_the_step_and_changes_nothing():
     torch.manual_seed(0)
     layer = nn.Embedding(20, 2, sparse=True)
     other = nn.Parameter(torch.ones(2))
@@ -524,36 +510,38 @@ def test_a_row_that_was_read_too_early_is_named_and_nothing_is_changed():
     ])
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
-    assert str(error.value) == message(17)
+    assert str(error.value) == stale_row_message(17)
     after = layer.weight.detach(), other, optimizer.state[other]["exp_avg"]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
-    # The same through a head that reads the table itself: its first row was behind.
+    # The same for code that reads the whole weight; row 0 is stale.
     optimizer.zero_grad()
     (layer.weight @ other).sum().backward()
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
-    assert str(error.value) == message(0)
+    assert str(error.value) == stale_row_message(0)
     optimizer.flush()
     optimizer.step()
 
 
 @pytest.mark.rejects
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_and_tables_raise():
     layer = Embedding(5, 2, sparse=True)
     parameters = list(layer.parameters())
 
-    def refuse(match, **options):
+    def check_raises(match, **options):
         make = options.pop("make", RowAdamW)
         with pytest.raises(ValueError, match=match):
             make(options.pop("params", parameters), **options)
 
-    refuse("mode must be 'exact' or 'lazy', got 'fast'", mode="fast")
-    refuse(r"weight_decay must be 0 in mode=.exact. for Adam", make=RowAdam, weight_decay=1)
-    refuse("differentiable must be False", differentiable=True)
-    refuse(r"bfloat16, got \['float32'\]", stochastic_rounding=True)
+    check_raises("mode must be 'exact' or 'lazy', got 'fast'", mode="fast")
+    check_raises(
+        r"weight_decay must be 0 in mode=.exact. for Adam", make=RowAdam, weight_decay=1
+    )
+    check_raises("differentiable must be False", differentiable=True)
+    check_raises(r"bfloat16, got \['float32'\]", stochastic_rounding=True)
     groups = [{"params": parameters, "mode": "no"}]
-    refuse("mode must be 'exact' or 'lazy', got 'no'", params=groups)
-    refuse(r"betas\[0\] must be in \[0, 1\), got 1.5", make=RowLion, betas=(1.5, 0.5))
+    check_raises("mode must be 'exact' or 'lazy', got 'no'", params=groups)
+    check_raises(r"betas\[0\] must be in \[0, 1\), got 1.5", make=RowLion, betas=(1.5, 0.5))
     cube = nn.Parameter(torch.ones(5, 2, 2))
     cube.grad = torch.sparse_coo_tensor(
         torch.tensor([[1]]), torch.ones(1, 2, 2), (5, 2, 2), check_invariants=True

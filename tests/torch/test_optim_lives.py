@@ -1,4 +1,4 @@
-"""Row optimizers through a model's life: copies, checkpoints, kills, compilers, scalers."""
+"""Row optimizers with copies, checkpoints, killed runs, torch.compile and GradScaler."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ OPTIONS: Any = {"lr": 0.05, "weight_decay": 0.1}
 
 
 def train(model, optimizer, steps, *, generator=None, scheduler=None):
-    """Train a table of 30 rows, towards goals that the generator draws."""
+    """Train a table of 30 rows towards random goals."""
     for _ in range(steps):
         ids = torch.randint(0, 30, (4,), generator=generator)
         y = model(ids)
@@ -33,8 +33,8 @@ def train(model, optimizer, steps, *, generator=None, scheduler=None):
             scheduler.step()
 
 
-def started(layer=None, *, steps=7, make=RowAdamW, **options):
-    """Return a table that has been trained for a while, and its dense twin."""
+def partly_trained(layer=None, *, steps=7, make=RowAdamW, **options):
+    """Return a table with stale rows, its optimizer, and a dense twin with its own."""
     torch.manual_seed(0)
     if layer is None:
         layer = Embedding(30, 3, sparse=True, dtype=torch.float64)
@@ -46,18 +46,18 @@ def started(layer=None, *, steps=7, make=RowAdamW, **options):
     return layer, optimizer, twin, dense
 
 
-def near(got, want):
+def assert_near(got, want):
     torch.testing.assert_close(got.detach(), want.detach(), atol=1e-10, rtol=0)
 
 
-def saved(layer):
+def torch_saved(layer):
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
     return torch.load(file, weights_only=False).weight
 
 
-def in_a_file(layer, folder):
+def saved_and_loaded(layer, folder):
     save(folder / "a", layer)
     return load(folder / "a").weight
 
@@ -66,12 +66,12 @@ READS = {
     "deepcopy": lambda layer, folder: copy.deepcopy(layer).weight,
     "deepcopy of the parameter": lambda layer, folder: copy.deepcopy(layer.weight),
     "pickle": lambda layer, folder: pickle.loads(pickle.dumps(layer)).weight,
-    "torch.save": lambda layer, folder: saved(layer),
+    "torch.save": lambda layer, folder: torch_saved(layer),
     "state_dict": lambda layer, folder: layer.state_dict()["weight"],
     "eval": lambda layer, folder: layer.eval().weight,
     "logits": lambda layer, folder: layer.logits(torch.eye(3, dtype=torch.float64)).T,
-    "file": in_a_file,
-    "averaged": lambda layer, folder: (
+    "file": saved_and_loaded,
+    "averaged model": lambda layer, folder: (
         torch.optim.swa_utils.AveragedModel(layer).module.weight
     ),
     "another dtype": lambda layer, folder: copy.deepcopy(layer).half().double().weight,
@@ -89,58 +89,66 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_every_way_of_reading_a_table_sees_rows_that_are_up_to_date(name, tmp_path):
-    layer, _, twin, _ = started()
+def test_every_way_of_reading_a_table_catches_up(name, tmp_path):
+    layer, _, twin, _ = partly_trained()
     assert not torch.allclose(layer.weight, twin.weight, atol=1e-3)
     got = READS[name](layer, tmp_path)
     if name == "another dtype":
         torch.testing.assert_close(got, twin.weight, atol=2e-3, rtol=0)
     else:
-        near(got, twin.weight)
+        assert_near(got, twin.weight)
 
 
-STOCK = ["deepcopy", "deepcopy of the parameter", "pickle", "torch.save", "state_dict"]
+NN_EMBEDDING_READS = [
+    "deepcopy",
+    "deepcopy of the parameter",
+    "pickle",
+    "torch.save",
+    "state_dict",
+]
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_torchs_own_embedding_too_when_the_model_is_given(name, tmp_path):
-    stock = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
-    layer, _, twin, _ = started(stock)
-    near(READS[name](layer, tmp_path), twin.weight)
+@pytest.mark.parametrize("name", NN_EMBEDDING_READS)
+def test_copies_of_nn_embedding_catch_up_when_the_model_is_given(name, tmp_path):
+    table = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
+    layer, _, twin, _ = partly_trained(table)
+    assert_near(READS[name](layer, tmp_path), twin.weight)
 
 
 @pytest.mark.parametrize("make", [Embedding, nn.Embedding])
-def test_copies_have_nothing_pending_and_the_original_goes_on(make):
-    layer, optimizer, twin, dense = started(make(30, 3, sparse=True, dtype=torch.float64))
+def test_copies_are_caught_up_and_independent_of_the_original(make):
+    layer, optimizer, twin, dense = partly_trained(
+        make(30, 3, sparse=True, dtype=torch.float64)
+    )
     copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     want = twin.weight.detach().clone()
     for each, trained in ((optimizer, layer), (dense, twin)):
         train(trained, each, 5, generator=torch.Generator().manual_seed(2))
-    near(layer.state_dict()["weight"], twin.weight)
+    assert_near(layer.state_dict()["weight"], twin.weight)
     for other in copies:
         assert "table_state" not in vars(other.weight)
-        near(other(torch.arange(30)), want)
-        # A copy is trained by an optimizer of its own, with the hooks that it came with.
+        assert_near(other(torch.arange(30)), want)
+        # The copy keeps the hooks and can be trained by another optimizer.
         mine = RowAdamW(other.parameters(), **OPTIONS)
         train(other, mine, 3)
-        near(other(torch.arange(30)), other.state_dict()["weight"])
+        assert_near(other(torch.arange(30)), other.state_dict()["weight"])
 
 
-def test_what_users_put_on_a_parameter_is_pickled_along():
-    layer, *_ = started()
+def test_attributes_of_a_parameter_are_pickled():
+    layer, *_ = partly_trained()
     layer.weight.note = "mine"  # pyright: ignore
     assert pickle.loads(pickle.dumps(layer)).weight.note == "mine"
 
 
-def test_loading_a_state_brings_rows_that_stay():
-    layer, *_ = started()
+def test_missed_steps_are_not_applied_to_loaded_rows():
+    layer, *_ = partly_trained()
     other = Embedding(30, 3, dtype=torch.float64)
     layer.load_state_dict(other.state_dict())
-    near(layer(torch.arange(30)), other.weight)
+    assert_near(layer(torch.arange(30)), other.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(dtype):
+def test_resumed_run_is_bitwise_equal(dtype):
     def build(seed):
         torch.manual_seed(seed)
         table = Embedding(30, 3, sparse=True, dtype=dtype)
@@ -152,7 +160,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(dtype):
     model, optimizer, scheduler = build(0)
     generator = torch.Generator().manual_seed(1)
     train(model, optimizer, 20, generator=generator, scheduler=scheduler)
-    # In whichever order a program saves them.
+    # The order in which the parts are saved does not matter.
     parts = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
     parts["scheduler"] = scheduler.state_dict()
     file, again = io.BytesIO(), generator.clone_state()
@@ -175,21 +183,21 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(dtype):
     assert theirs[0]["exp_avg"].dtype == torch.float32
 
 
-def test_checkpoints_of_torchs_adamw_and_ours_continue_each_other():
-    layer, optimizer, twin, dense = started()
+def test_checkpoints_are_interchangeable_with_torch_adamw():
+    layer, optimizer, twin, dense = partly_trained()
     for source, target in ((optimizer, dense), (dense, optimizer)):
-        near(layer.state_dict()["weight"], twin.weight)
+        assert_near(layer.state_dict()["weight"], twin.weight)
         state = copy.deepcopy(source.state_dict())
-        # Whoever loads it may have other ideas of what an option is.
+        # torch's checkpoints have no such option.
         state["param_groups"][0].pop("mode", None)
         target.load_state_dict(state)
         for each, trained in ((optimizer, layer), (dense, twin)):
             train(trained, each, 5, generator=torch.Generator().manual_seed(4))
-        near(layer.state_dict()["weight"], twin.weight)
+        assert_near(layer.state_dict()["weight"], twin.weight)
 
 
-def test_two_optimizers_that_loaded_one_state_do_not_share_it():
-    layer, optimizer, *_ = started()
+def test_optimizers_that_load_the_same_state_do_not_share_it():
+    layer, optimizer, *_ = partly_trained()
     state = optimizer.state_dict()
     other = copy.deepcopy(layer)
     second = RowAdamW(other, **OPTIONS)
@@ -204,12 +212,12 @@ def test_two_optimizers_that_loaded_one_state_do_not_share_it():
 
 
 def test_optimizers_are_copied_and_pickled_with_their_models():
-    layer, optimizer, twin, dense = started()
-    for travel in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
-        layer, optimizer = travel((layer, optimizer))
+    layer, optimizer, twin, dense = partly_trained()
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        layer, optimizer = copied((layer, optimizer))
         for each, trained in ((optimizer, layer), (dense, twin)):
             train(trained, each, 4, generator=torch.Generator().manual_seed(8))
-        near(layer(torch.arange(30)), twin.weight)
+        assert_near(layer(torch.arange(30)), twin.weight)
 
 
 TRAINING = """
@@ -241,7 +249,7 @@ torch.save(layer.state_dict(), os.path.join(folder, "end"))
 """
 
 
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
@@ -256,7 +264,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_compiled_whole_the_rows_are_brought_up_to_date_by_one_operator(backend):
+def test_compiled_lookup_catches_up_without_graph_breaks(backend):
     forget_graphs()
     torch.manual_seed(0)
     layer = Embedding(30, 3, padding_idx=0, sparse=True, dtype=torch.float64)
@@ -267,38 +275,38 @@ def test_compiled_whole_the_rows_are_brought_up_to_date_by_one_operator(backend)
     for step in range(12):
         ids = torch.randint(0, 30, (4,))
         got, want = compiled(ids), twin(ids)
-        near(got, want)
+        assert_near(got, want)
         if step % 3 == 0:
-            # A second forward in the step, by whichever way.
-            near(layer(ids + ids % 2), twin(ids + ids % 2))
+            # A second, eager forward before the same step.
+            assert_near(layer(ids + ids % 2), twin(ids + ids % 2))
         for each, y in ((optimizer, got), (dense, want)):
             each.zero_grad()
             y.tanh().sum().backward()
             each.step()
         assert layer.weight.grad is not None and layer.weight.grad.is_sparse
-    near(layer.state_dict()["weight"], twin.weight)
-    # One graph while nothing is pending, and one that settles, forward and backward.
+    assert_near(layer.state_dict()["weight"], twin.weight)
+    # Forward and backward, before and after table_state is attached.
     assert graphs() <= 4
 
 
-def test_compiled_logits_see_rows_that_are_up_to_date():
+def test_compiled_logits_catch_up():
     forget_graphs()
-    layer, _, twin, _ = started()
+    layer, _, twin, _ = partly_trained()
     logits = torch.compile(layer.logits, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        near(logits(torch.eye(3, dtype=torch.float64)).T, twin.weight)
+        assert_near(logits(torch.eye(3, dtype=torch.float64)).T, twin.weight)
 
 
-def test_a_compiled_model_of_torchs_own_layers_settles_by_its_hooks():
+def test_compiled_nn_embedding_catches_up_by_its_hooks():
     forget_graphs()
-    stock = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
-    layer, _, twin, _ = started(stock)
+    table = nn.Embedding(30, 3, sparse=True, dtype=torch.float64)
+    layer, _, twin, _ = partly_trained(table)
     with torch.no_grad():
         got = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.arange(30))
-    near(got, twin.weight)
+    assert_near(got, twin.weight)
 
 
-def test_a_scaler_skips_what_overflows_and_unscales_rows():
+def test_grad_scaler_unscales_sparse_gradients_and_skips_overflow():
     torch.manual_seed(0)
     layer = Embedding(30, 3, sparse=True)
     twin = nn.Embedding(30, 3, _weight=layer.weight.detach().clone())
@@ -324,8 +332,8 @@ def test_a_scaler_skips_what_overflows_and_unscales_rows():
     )
 
 
-def test_results_are_the_same_bits_for_one_and_two_threads():
-    before, found = torch.get_num_threads(), []
+def test_results_are_bitwise_equal_for_one_and_two_threads():
+    before, results = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -338,15 +346,15 @@ def test_results_are_the_same_bits_for_one_and_two_threads():
             optimizer.zero_grad()
             layer(ids).square().sum().backward()
             optimizer.step()
-        found.append([
+        results.append([
             layer.state_dict()["weight"],
             *optimizer.state[layer.weight].values(),
         ])
     torch.set_num_threads(before)
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_a_step_allocates_nothing_of_the_tables_size():
+def test_step_allocates_no_array_of_the_size_of_the_table():
     run_alone("""
         import torch
         from pathlib import Path
@@ -379,28 +387,28 @@ def test_a_step_allocates_nothing_of_the_tables_size():
     """)
 
 
-def test_bfloat16_tables_have_a_float32_state_and_round_once():
+def test_bfloat16_update_rounds_once_and_keeps_float32_state():
     torch.manual_seed(0)
     half = Embedding(30, 3, sparse=True, dtype=torch.bfloat16)
     wide = Embedding(30, 3, sparse=True, _weight=half.weight.detach().float())
     optimizers = [RowAdamW(layer, **OPTIONS) for layer in (half, wide)]
     ids = torch.tensor([4, 9])
     for layer, optimizer in zip((half, wide), optimizers, strict=True):
-        # A gradient that bfloat16 holds.
+        # This gradient is exact in bfloat16.
         layer(ids).sum().backward()
         optimizer.step()
-    near(half(ids), wide(ids).bfloat16())
+    assert_near(half(ids), wide(ids).bfloat16())
     state = optimizers[0].state[half.weight]
     assert state["exp_avg"].dtype == torch.float32
-    near(state["exp_avg"], optimizers[1].state[wide.weight]["exp_avg"])
+    assert_near(state["exp_avg"], optimizers[1].state[wide.weight]["exp_avg"])
 
 
-def test_rules_that_leave_resting_rows_alone_need_nobody_to_settle():
+def test_rules_that_do_not_move_rows_without_gradient_need_no_hooks():
     for make in (RowAdagrad, RowRMSprop, RowSGD):
         torch.manual_seed(0)
         layer = nn.Embedding(30, 3, sparse=True)
         twin = nn.Embedding(30, 3, _weight=layer.weight.detach().clone())
-        # Not the model: nothing is hooked, and nothing has to be.
+        # Given parameters instead of the model, the optimizer adds no hooks.
         optimizer = make(layer.parameters(), lr=0.05)
         dense = getattr(torch.optim, make.__name__[3:])(twin.parameters(), lr=0.05)
         for each, trained in ((optimizer, layer), (dense, twin)):
@@ -408,7 +416,7 @@ def test_rules_that_leave_resting_rows_alone_need_nobody_to_settle():
         torch.testing.assert_close(layer.weight, twin.weight, atol=1e-6, rtol=0)
 
 
-def test_eval_of_a_model_settles_every_layer_in_it():
+def test_eval_catches_up_every_layer_of_a_model():
     torch.manual_seed(0)
     model: Any = nn.Sequential(EmbeddingLayer(30, 4, max_positions=9, sparse=True))
     optimizer = RowAdamW(model, **OPTIONS)

@@ -247,7 +247,7 @@ class Embedding(Module):
         Args:
             ids: The rows that will be read, None for all.
         """
-        if self.table_state is not None and not self.table_state.is_readable:
+        if self.table_state is not None and self.table_state.has_stale_weights:
             self.table_state.catch_up(None if ids is None else ids.ravel())
         self.repair()
 

@@ -1,12 +1,14 @@
 """Row optimizers: train a table of a million rows at the cost of a batch.
 
 A batch reads a few thousand rows of a table, and only those have a gradient. A dense
-optimizer goes over the whole table nevertheless, for momentum and weight decay move every
-row in every step. Here each step moves the rows that have a gradient; a row that was left
-alone catches up in one pass before it is next read. In ``mode="exact"``, the default, every
-number that is read is what the dense optimizer would have made it, schedules included; in
-``mode="lazy"`` a row without a gradient simply stays, which is what TensorFlow's sparse
-updates and torch's SparseAdam do, and another algorithm.
+optimizer still updates the whole table, because momentum and weight decay move every row in
+every step. A row optimizer updates only the rows that have a gradient. All other rows
+become *stale*, and each catches up in one pass before it is next read.
+
+``mode="exact"`` (the default): every weight that is read is what the dense optimizer would
+have computed, schedules included. ``mode="lazy"``: a row without a gradient does not move
+at all, as in TensorFlow's sparse updates and ``torch.optim.SparseAdam``. This is a
+different algorithm.
 
     >>> import numpy as np
     >>> from firstlayer.numpy import Embedding
@@ -15,17 +17,20 @@ updates and torch's SparseAdam do, and another algorithm.
     >>> y, pull = layer.vjp([[3, 7, 3]])
     >>> optimizer.step(pull(y))
 
-**Who brings a row up to date.** The optimizer puts a :class:`~firstlayer.optim.table_state.TableState`
-on each table, as ``layer.table_state``, and whatever looks rows up, saves or copies them
-settles with it first. Whoever reads or writes ``layer.weight`` itself calls
-:meth:`RowOptimizer.flush` before.
+**Reading the table.** The optimizer puts a ``TableState`` on each table, as
+``layer.table_state``. Lookups, ``logits``, ``parameters()``, saving and copying call
+:meth:`firstlayer.optim.table_state.TableState.catch_up` first. Call
+``optimizer.flush()`` before reading or writing ``layer.weight`` directly.
 
-What can be exact: SGD with momentum and decay, Adagrad, RMSprop and Lion are to rounding,
-and so are AdamW's decay and averages; its drift is to 1e-5 of itself, mostly to rounding.
-What cannot: weight decay that is added to the gradient and then divided (``weight_decay``
-of Adam, Adagrad and RMSprop), for then no row is without a gradient; Adafactor, whose
-averages run over rows; LAMB and LARS, which use the norm of the whole table. Gradients that
-are arrays of a parameter's shape are taken too, and move every row.
+**Accuracy.** SGD with momentum and decay, Adagrad, RMSprop and Lion are exact to rounding,
+and so are AdamW's decay and moments. The weight updates that Adam and AdamW owe to a stale
+row's momentum are exact to a relative error of 1e-5, usually to rounding.
+
+**Not available in exact mode.** Weight decay that is added to the gradient and then
+normalized (``weight_decay`` of Adam, Adagrad and RMSprop), because then every row has a
+gradient. Adafactor averages over rows; LAMB and LARS use the norm of the whole table.
+
+Gradients that are arrays of the parameter's shape are accepted too, and update every row.
 """
 
 from .adagrad import RowAdagrad as RowAdagrad

@@ -1,155 +1,118 @@
-"""Adagrad by rows (Duchi et al. 2011), with a number for each entry or for each row."""
+"""Adagrad on rows (Duchi et al. 2011), with a sum of squares for each entry or each row."""
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
 
 from .. import kernels
 from .._check import not_negative_number
-from .row_optimizer import Mode, RowOptimizer
-from .rule import Chosen, Options, Rule, State, refuse_decay, sign_of
+from ..kernels.optim.row_slice import RowSlice
+from .row_optimizer import RowOptimizer, with_options
+from .rule import Options, RowOptions, Rule, gradient_sign, refuse_coupled_decay
 
 
 class Adagrad(Rule):
-    """Adagrad (Duchi et al. 2011). A row without a gradient stays as it is.
+    """Adagrad. A step without a gradient is a no-op."""
 
-    Args:
-        by_row: Whether a row has one sum, of its gradients' mean squares.
-    """
-
-    def __init__(self, *, by_row: bool = False) -> None:
-        self.by_row = by_row
-
-    def check(self, options: Options, *, exact: bool) -> None:
-        super().check(options, exact=exact)
+    def check(self, options: Options) -> None:
+        super().check(options)
         name = "initial_accumulator_value"
         not_negative_number(name, options[name])
-        if exact:
-            refuse_decay(options, "Adagrad", "")
+        if not self.lazy:
+            refuse_coupled_decay(options, "Adagrad")
 
-    def arrays(self, options: Options) -> dict[str, float]:
+    def initial_state(self, options: Options) -> dict[str, float]:
         return {"sum": float(options["initial_accumulator_value"])}
 
-    def width(self, name: str, width: int) -> int:
-        return 1 if self.by_row else width
-
     def update(
-        self, chosen: Chosen, state: State, *, values: Any, options: Options, step: int
+        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
     ) -> None:
         lr = float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"]))
         decay, eps = float(options["weight_decay"]), float(options["eps"])
-        kernels.adagrad_update(
-            chosen.weight,
-            chosen.places,
-            chosen.rows,
-            values=values,
-            total=state["sum"],
-            numbers=chosen.numbers(sign_of(options), decay, lr, eps),
-        )
+        kernels.adagrad_update(rows, gradient, gradient_sign(options), decay, lr, eps)
+
+
+class WiseAdagrad(Adagrad):
+    """Adagrad with one sum per row, of the mean squares of its gradients."""
+
+    def state_width(self, width: int) -> int:
+        return 1
+
+
+@dataclass
+class AdagradOptions(RowOptions):
+    """Arguments of ``RowAdagrad``."""
+
+    rule_class: ClassVar[type[Rule]] = Adagrad
+    lr: float = 1e-2
+    _: KW_ONLY
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    maximize: bool = False
+
+
+@dataclass
+class WiseAdagradOptions(AdagradOptions):
+    """Arguments of ``RowWiseAdagrad``."""
+
+    rule_class: ClassVar[type[Rule]] = WiseAdagrad
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad by rows. Equals ``torch.optim.Adagrad`` on dense gradients.
+    """Adagrad on rows. Equals ``torch.optim.Adagrad`` on dense gradients.
 
     Args:
-        layer: Whose parameters are trained.
+        layer: Layer whose parameters are trained.
         lr: Learning rate.
-        lr_decay: How fast the learning rate falls with the steps.
-        weight_decay: What part of a weight is added to its gradient; not when exact.
-        initial_accumulator_value: What sums of squares begin with.
-        eps: What is added to the root that a gradient is divided by.
-        maximize: Climb instead.
+        lr_decay: Decay of the learning rate.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        initial_accumulator_value: Initial value of the sums of squares.
+        eps: Term added to the denominator.
+        maximize: Maximize instead of minimize.
         mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowAdagrad(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        lr: float = 1e-2,
-        *,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        maximize: bool = False,
-        mode: Mode = "exact",
-        stochastic_rounding: bool = False,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        rounding = stochastic_rounding
-        super().__init__(
-            layer, Adagrad(), options=options, mode=mode, stochastic_rounding=rounding
-        )
+    @with_options(AdagradOptions)
+    def __init__(self, layer: Any, options: AdagradOptions) -> None:
+        super().__init__(layer, options)
 
 
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one number a row: the sum of the mean squares of its gradients.
+    """Adagrad with one number per row: the sum of the mean squares of its gradients.
 
-    The state of a table of a million rows is 4 MB. Parameters that are no tables get
-    Adagrad with a number for each entry.
+    The state of a table of a million rows takes 4 MB. Parameters that are not tables get
+    Adagrad with a sum for each entry.
 
     Args:
-        layer: Whose parameters are trained.
+        layer: Layer whose parameters are trained.
         lr: Learning rate.
-        lr_decay: How fast the learning rate falls with the steps.
-        weight_decay: What part of a weight is added to its gradient; not when exact.
-        initial_accumulator_value: What sums begin with.
-        eps: What is added to the root that a gradient is divided by.
-        maximize: Climb instead.
+        lr_decay: Decay of the learning rate.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        initial_accumulator_value: Initial value of the sums.
+        eps: Term added to the denominator.
+        maximize: Maximize instead of minimize.
         mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowWiseAdagrad(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        lr: float = 1e-2,
-        *,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        maximize: bool = False,
-        mode: Mode = "exact",
-        stochastic_rounding: bool = False,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        rounding = stochastic_rounding
-        super().__init__(
-            layer,
-            Adagrad(by_row=True),
-            options=options,
-            mode=mode,
-            stochastic_rounding=rounding,
-        )
+    @with_options(WiseAdagradOptions)
+    def __init__(self, layer: Any, options: WiseAdagradOptions) -> None:
+        super().__init__(layer, options)

@@ -1,267 +1,239 @@
-"""Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019) by rows."""
+"""Adam and AdamW on rows (Kingma and Ba 2015, Loshchilov and Hutter 2019)."""
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .. import kernels
 from ..kernels.optim.coefficients import (
-    ADAM_KINDS,
-    FIRST,
-    POINTS,
-    POLY,
-    SCALE,
-    SECOND,
-    SHRINK,
+    FIRST_DECAY,
+    NUM_ADAM,
+    NUM_POINTS,
+    POLYNOMIAL,
+    ROOT_SCALE,
+    SECOND_DECAY,
+    WEIGHT_DECAY,
 )
-from .row_optimizer import Mode, RowOptimizer
-from .rule import Chosen, Options, Past, Rule, State, check_fractions, refuse_decay, sign_of
+from ..kernels.optim.row_slice import RowSlice, StaleRows
+from .missed_steps import MissedSteps
+from .row_optimizer import RowOptimizer, with_options
+from .rule import (
+    Options,
+    RowOptions,
+    Rule,
+    check_fractions,
+    gradient_sign,
+    refuse_coupled_decay,
+)
 
-# What is left of an average that no longer moves a weight by as much as rounding does.
-FADED = 1e-24
+# A first moment that has decayed this far moves weights by less than rounding does.
+NEGLIGIBLE = 1e-24
 
 
 class Adam(Rule):
-    """Adam, whose decay is added to the gradient, or AdamW, whose decay is not.
+    """Adam; see :mod:`firstlayer.kernels.optim.adam` for how missed steps add up.
 
-    Args:
-        decoupled: Whether it is AdamW.
-        hat: Whether ε is added before the bias correction of the root, as SparseAdam and
-            TensorFlow do, and not after it.
+    In lazy mode ε is added to the root before its bias correction, not after it, as in
+    ``SparseAdam`` and TensorFlow.
     """
 
-    kinds: ClassVar[int] = ADAM_KINDS
+    num_coefficients: ClassVar[int] = NUM_ADAM
+    #: Whether weight decay is decoupled, not added to the gradient.
+    decoupled: ClassVar[bool] = False
 
-    def __init__(self, *, decoupled: bool, hat: bool = False) -> None:
-        self.decoupled, self.hat = decoupled, hat
+    def __init__(self, *, lazy: bool = False) -> None:
+        super().__init__(lazy=lazy)
         self._points, self._basis = interpolation()
 
-    def check(self, options: Options, *, exact: bool) -> None:
-        super().check(options, exact=exact)
+    def check(self, options: Options) -> None:
+        super().check(options)
         check_fractions(options["betas"], "betas[0]", "betas[1]")
-        if exact and not self.decoupled:
-            refuse_decay(options, "Adam", "RowAdamW or ")
+        if not self.lazy and not self.decoupled:
+            refuse_coupled_decay(options, "Adam", "RowAdamW or ")
 
-    def arrays(self, options: Options) -> dict[str, float]:
+    def initial_state(self, options: Options) -> dict[str, float]:
         names = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
         return names | ({"max_exp_avg_sq": 0.0} if options["amsgrad"] else {})
 
-    def fixed(self, options: Options) -> tuple[Any, ...]:
+    def frozen_options(self, options: Options) -> tuple[Any, ...]:
         return float(options["eps"]), bool(options["amsgrad"])
 
-    def rests(self, options: Options) -> bool:
+    def is_noop_without_gradient(self, options: Options) -> bool:
         return False
 
-    def moves(self, options: Options) -> bool:
+    def moves_without_gradient(self, options: Options) -> bool:
         return True
 
-    def line(self, options: Options, step: int) -> Any:
-        line = np.zeros(ADAM_KINDS)
-        line[[SHRINK, FIRST, SECOND]] = 1.0
-        line[SCALE] = _scale(options, step)
-        return line
+    def caught_up_coefficients(self, options: Options, step: int) -> Any:
+        coefficients = np.zeros(NUM_ADAM)
+        coefficients[[WEIGHT_DECAY, FIRST_DECAY, SECOND_DECAY]] = 1.0
+        coefficients[ROOT_SCALE] = _root_scale(options, step)
+        return coefficients
 
-    def miss(self, past: Past, options: Options, step: int) -> None:
+    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
         beta1, beta2 = map(float, options["betas"])
         size, unbias = float(options["lr"]) / (1 - beta1**step), 1 / (1 - beta2**step)
-        shrink, lines = self._shrink(options), past.lines
-        lines *= np.array([shrink, beta1, beta2, 1.0] + POINTS * [shrink])[:, None]
-        # The averages of rows that were left before have faded.
-        lines = lines[:, np.searchsorted(lines[FIRST], FADED) :]
-        kept = 1.0 if options["amsgrad"] else lines[SECOND]
-        ratio = np.sqrt(kept * unbias) / lines[SCALE]
-        # With β₂ = 0 there is no polynomial, and its steps are taken one by one.
+        decay, coefficients = self._weight_decay(options), missed.coefficients
+        factors = [decay, beta1, beta2, 1.0] + NUM_POINTS * [decay]
+        coefficients *= np.array(factors)[:, None]
+        # The first moments of rows last updated before these steps are negligible.
+        first = np.searchsorted(coefficients[FIRST_DECAY], NEGLIGIBLE)
+        coefficients = coefficients[:, first:]
+        second_decay = 1.0 if options["amsgrad"] else coefficients[SECOND_DECAY]
+        ratio = np.sqrt(second_decay * unbias) / coefficients[ROOT_SCALE]
+        # β₂ = 0 has no polynomial; the kernel replays such steps one by one.
         with np.errstate(divide="ignore", invalid="ignore"):
-            terms = size * lines[FIRST] / (ratio * (1 - self._points) + self._points)
-            # Infinity would look as sure of itself as a number.
+            denominator = ratio * (1 - self._points) + self._points
+            terms = size * coefficients[FIRST_DECAY] / denominator
+            # The kernel's test of accuracy rejects NaN, but would accept infinity.
             terms[np.isinf(terms)] = np.nan
-            lines[POLY:] += self._basis @ terms
-        past.add(self.line(options, step), (size, beta1, beta2, unbias))
+            coefficients[POLYNOMIAL:] += self._basis @ terms
+        step_values = size, beta1, beta2, unbias
+        missed.append(self.caught_up_coefficients(options, step), step_values)
 
-    def catch_up(
-        self, chosen: Chosen, state: State, *, since: Any, seen: Any, past: Past, fixed: Any
-    ) -> None:
+    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
         kernels.adam_catch_up(
-            chosen.weight,
-            chosen.places,
-            chosen.rows,
-            since=since,
-            lines=past.all_lines,
-            steps=past.all_steps,
-            count=past.count,
-            seen=seen,
-            mean=state["exp_avg"],
-            square=state["exp_avg_sq"],
-            largest=chosen.array(state, "max_exp_avg_sq"),
-            eps=fixed[0],
+            rows,
+            missed.all_coefficients,
+            steps=missed.all_steps,
+            count=missed.count,
+            eps=missed.frozen_options[0],
         )
 
     def update(
-        self, chosen: Chosen, state: State, *, values: Any, options: Options, step: int
+        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
     ) -> None:
         beta1, beta2 = map(float, options["betas"])
         unbias, eps = 1 / math.sqrt(1 - beta2**step), float(options["eps"])
         kernels.adam_update(
-            chosen.weight,
-            chosen.places,
-            chosen.rows,
-            values=values,
-            mean=state["exp_avg"],
-            square=state["exp_avg_sq"],
-            largest=chosen.array(state, "max_exp_avg_sq"),
-            numbers=chosen.numbers(
-                sign_of(options),
-                0.0 if self.decoupled else float(options["weight_decay"]),
-                self._shrink(options),
-                1 - beta1,
-                beta2,
-                1 - beta2,
-                float(options["lr"]) / (1 - beta1**step),
-                unbias,
-                eps * unbias if self.hat else eps,
-            ),
+            rows,
+            gradient,
+            gradient_sign(options),
+            0.0 if self.decoupled else float(options["weight_decay"]),
+            self._weight_decay(options),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            float(options["lr"]) / (1 - beta1**step),
+            unbias,
+            eps * unbias if self.lazy else eps,
         )
 
-    def _shrink(self, options: Options) -> float:
+    def _weight_decay(self, options: Options) -> float:
+        """Return the factor that decoupled weight decay multiplies weights by."""
         decay = float(options["weight_decay"]) if self.decoupled else 0.0
         return 1 - float(options["lr"]) * decay
 
 
-class RowAdam(RowOptimizer):
-    """Adam by rows. Equals ``torch.optim.Adam`` on dense gradients.
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
 
-    In ``mode="lazy"`` it is ``torch.optim.SparseAdam``, which adds ``eps`` before the bias
-    correction.
+    decoupled: ClassVar[bool] = True
+
+
+@dataclass
+class AdamOptions(RowOptions):
+    """Arguments of ``RowAdam``."""
+
+    rule_class: ClassVar[type[Rule]] = Adam
+    lr: float = 1e-3
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+
+
+@dataclass(kw_only=True)
+class AdamWOptions(AdamOptions):
+    """Arguments of ``RowAdamW``."""
+
+    rule_class: ClassVar[type[Rule]] = AdamW
+    weight_decay: float = 1e-2
+
+
+class RowAdam(RowOptimizer):
+    """Adam on rows. Equals ``torch.optim.Adam`` on dense gradients.
+
+    In ``mode="lazy"`` it equals ``torch.optim.SparseAdam``, which adds ``eps`` before the
+    bias correction.
 
     Args:
-        layer: Whose parameters are trained.
+        layer: Layer whose parameters are trained.
         lr: Learning rate.
-        betas: What is kept of the averages of gradients and of their squares.
-        eps: What is added to the root that a gradient is divided by.
-        weight_decay: What part of a weight is added to its gradient; not when exact.
-        amsgrad: Divide by the largest average of squares so far.
-        maximize: Climb instead.
+        betas: Decay rates of the first and second moment.
+        eps: Term added to the denominator.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        amsgrad: Divide by the largest second moment so far.
+        maximize: Maximize instead of minimize.
         mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowAdam(layer, lr=0.5)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.5, 1.0]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        mode: Mode = "exact",
-        stochastic_rounding: bool = False,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
-        rounding = stochastic_rounding
-        super().__init__(
-            layer,
-            Adam(decoupled=False, hat=mode == "lazy"),
-            options=options,
-            mode=mode,
-            stochastic_rounding=rounding,
-        )
+    @with_options(AdamOptions)
+    def __init__(self, layer: Any, options: AdamOptions) -> None:
+        super().__init__(layer, options)
 
 
 class RowAdamW(RowOptimizer):
-    """AdamW by rows. Equals ``torch.optim.AdamW`` on dense gradients.
+    """AdamW on rows. Equals ``torch.optim.AdamW`` on dense gradients.
 
-    In ``mode="lazy"`` without decay it is ``torch.optim.SparseAdam``, which adds ``eps``
-    before the bias correction.
+    In ``mode="lazy"`` without decay it equals ``torch.optim.SparseAdam``, which adds
+    ``eps`` before the bias correction.
 
     Args:
-        layer: Whose parameters are trained.
+        layer: Layer whose parameters are trained.
         lr: Learning rate.
-        betas: What is kept of the averages of gradients and of their squares.
-        eps: What is added to the root that a gradient is divided by.
-        weight_decay: What part of a weight, times ``lr``, a step takes away.
-        amsgrad: Divide by the largest average of squares so far.
-        maximize: Climb instead.
+        betas: Decay rates of the first and second moment.
+        eps: Term added to the denominator.
+        weight_decay: Decoupled weight decay.
+        amsgrad: Divide by the largest second moment so far.
+        maximize: Maximize instead of minimize.
         mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
         stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
-        >>> import numpy as np
         >>> from firstlayer.numpy import Embedding
-        >>> layer = Embedding(5, 1, weight=np.ones((5, 1)))
+        >>> layer = Embedding(5, 2, rng=0)
         >>> optimizer = RowAdamW(layer, lr=0.5, weight_decay=0.1)
-        >>> optimizer.step(layer.vjp([3])[1](np.ones((1, 1))))
-        >>> layer([3, 4]).ravel().round(3).tolist()
-        [0.45, 0.95]
+        >>> y, pull = layer.vjp([3])
+        >>> optimizer.step(pull(y))
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        mode: Mode = "exact",
-        stochastic_rounding: bool = False,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
-        rounding = stochastic_rounding
-        super().__init__(
-            layer,
-            Adam(decoupled=True, hat=mode == "lazy"),
-            options=options,
-            mode=mode,
-            stochastic_rounding=rounding,
-        )
+    @with_options(AdamWOptions)
+    def __init__(self, layer: Any, options: AdamWOptions) -> None:
+        super().__init__(layer, options)
 
 
 def interpolation() -> tuple[np.ndarray, np.ndarray]:
-    """Return points on [0, 1], and for each the polynomial that is 1 there alone.
+    """Return Chebyshev points on [0, 1] and the Lagrange polynomial of each.
 
-    The points are Chebyshev's, both ends among them, one under the other. A polynomial is a
-    column of coefficients of the powers of ``2 u − 1``.
+    The points are a column and include both ends. Column ``k`` of the second array has the
+    coefficients, in powers of ``2 u − 1``, of the polynomial that is 1 at point ``k`` and 0
+    at the others.
     """
-    z = -np.cos(np.pi * np.arange(POINTS) / (POINTS - 1))
+    z = -np.cos(np.pi * np.arange(NUM_POINTS) / (NUM_POINTS - 1))
     return (1 + z[:, None]) / 2, np.linalg.inv(np.vander(z, increasing=True))
 
 
-def _scale(options: Options, step: int) -> float:
-    """Return about what √v is multiplied by in the missed steps that count most.
+def _root_scale(options: Options, step: int) -> float:
+    """Return a typical factor of √v in the missed steps that matter most.
 
-    It need not be right, for it only says where the polynomial looks closely.
+    It determines where the polynomial is most accurate, so an estimate is enough.
     """
     beta1, beta2 = map(float, options["betas"])
-    kept = 1.0 if options["amsgrad"] else beta2
-    # Terms shrink by this from one missed step to the next.
-    ratio = beta1 / math.sqrt(kept) if kept else 1.0
+    second_decay = 1.0 if options["amsgrad"] else beta2
+    # Each missed step's term is this much smaller than the one before.
+    ratio = beta1 / math.sqrt(second_decay) if second_decay else 1.0
     ahead = min(1 / (1 - ratio), 1000.0) if ratio < 1 else 50.0
-    return max(math.sqrt(kept**ahead / (1 - beta2 ** (step + ahead))), 1e-6)
+    return max(math.sqrt(second_decay**ahead / (1 - beta2 ** (step + ahead))), 1e-6)

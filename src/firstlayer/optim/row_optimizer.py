@@ -1,63 +1,76 @@
-"""Row optimizers on the layers of the NumPy face; see :mod:`firstlayer.optim`."""
+"""Base class of the row optimizers for NumPy layers; see :mod:`firstlayer.optim`."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from .._check import ids_in_range, integers, one_of
 from ..embeddings.row_gradient import RowGradient
-from .rule import Rule
+from .rule import MODES, RowOptions
 from .table_state import TableState
 
-Mode = Literal["exact", "lazy"]
-MODES = ("exact", "lazy")
-# What a layer's gradients hold beside those of its parameters.
+# Names in a layer's gradients that are inputs, not parameters.
 INPUTS = ("x", "inputs_embeds", "per_sample_weights")
+
+P = ParamSpec("P")
+Constructor = Callable[Concatenate[Any, Any, P], None]
+
+
+def with_options(
+    options_class: Callable[P, RowOptions],
+) -> Callable[[Callable[..., None]], Constructor[P]]:
+    """Make a constructor ``(self, layer, options)`` take the options as its arguments.
+
+    Its signature, for tools and for type checkers, lists the fields of ``options_class``.
+    """
+
+    def decorate(constructor: Callable[..., None]) -> Constructor[P]:
+        @functools.wraps(constructor)
+        def __init__(self: Any, layer: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+            constructor(self, layer, options_class(*args, **kwargs))
+
+        signature = options_class.constructor_signature("self", "layer")  # pyright: ignore
+        __init__.__signature__ = signature  # pyright: ignore
+        return __init__
+
+    return decorate
 
 
 class RowOptimizer:
-    """Base of the row optimizers for NumPy layers.
+    """Base class of the row optimizers for NumPy layers.
+
+    With ``stochastic_rounding``, updated rows of bfloat16 tables are rounded up or down at
+    random, the nearer value with the higher probability, so that updates too small for
+    bfloat16 are kept on average. Repeated runs round the same way.
 
     Args:
-        layer: Whose parameters are trained.
-        rule: How.
-        options: The rule's options, by torch's names. They may be changed between steps.
-        mode: ``"exact"`` or ``"lazy"``; see the module.
-        stochastic_rounding: Round bfloat16 tables up or down at random, the nearer the
-            likelier, so that updates too small to be kept are kept on average. The same
-            run rounds the same way.
+        layer: Layer whose parameters are trained.
+        options: Arguments of the optimizer. The attribute ``options`` is a dictionary of
+            the hyperparameters, which may be changed between steps.
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        rule: Rule,
-        *,
-        options: dict[str, Any],
-        mode: Mode = "exact",
-        stochastic_rounding: bool = False,
-    ) -> None:
-        one_of("mode", mode, MODES)
-        rule.check(options, exact=mode == "exact")
-        self.rule, self.options, self.mode = rule, options, mode
+    def __init__(self, layer: Any, options: RowOptions) -> None:
+        self.mode = one_of("mode", options.mode, MODES)
+        self.rule = options.rule_class(lazy=self.mode == "lazy")
+        self.options = options.hyperparameters()
+        self.rule.check(self.options)
         self._tables, self._parameters = layer.embeddings(), layer.parameters()
         for name, value in self._parameters.items():
             if not value.flags.writeable:
                 raise ValueError(f"{name} must be writable to be trained, got it read-only")
-        self.stochastic_rounding = stochastic_rounding
-        if stochastic_rounding:
+        self.stochastic_rounding = options.stochastic_rounding
+        if self.stochastic_rounding:
             check_rounding(value.dtype.name for value in self._parameters.values())
-        #: What is kept for each parameter, by name.
-        self.table_state: dict[str, TableState] = {
-            name: self._table_states(name) for name in self._parameters
-        }
-        self._hand_out()
+        #: State of each parameter, by name.
+        self.table_states = {name: self._new_table_state(name) for name in self._parameters}
+        self._attach()
 
     @property
     def lr(self) -> float:
-        """The learning rate. Schedules set it."""
+        """Learning rate. Schedules set it."""
         return self.options["lr"]
 
     @lr.setter
@@ -65,108 +78,105 @@ class RowOptimizer:
         self.options["lr"] = value
 
     def step(self, grads: Mapping[str, RowGradient | np.ndarray]) -> None:
-        """Take a step with what a layer's ``pull(dy)`` returned.
+        """Take a step with the gradients that a layer's ``pull(dy)`` returned.
 
-        Parameters without a gradient stay, as in torch. Gradients of a layer's inputs are
-        passed over. Nothing is changed if a gradient does not fit.
+        Parameters without a gradient do not change, as in torch. Gradients of the layer's
+        inputs are ignored. Nothing changes if a gradient is invalid.
 
         Args:
-            grads: A row gradient, or an array of the parameter's shape, for each name.
+            grads: For each name, a row gradient or an array of the parameter's shape.
         """
-        found = {name: grad for name, grad in grads.items() if name in self.table_state}
-        unknown = sorted(grads.keys() - found.keys() - set(INPUTS))
+        own = {name: grad for name, grad in grads.items() if name in self.table_states}
+        unknown = sorted(grads.keys() - own.keys() - set(INPUTS))
         if unknown:
-            raise ValueError(f"grads must be of {sorted(self.table_state)}, got {unknown}")
-        for name, grad in found.items():
-            self._check(name, grad)
-        for name, grad in found.items():
-            table_state = self.table_state[name]
+            raise ValueError(f"grads must be of {sorted(self.table_states)}, got {unknown}")
+        for name, grad in own.items():
+            self._check_gradient(name, grad)
+        for name, grad in own.items():
+            state = self.table_states[name]
             if isinstance(grad, RowGradient):
-                table_state.step(grad.ids, grad.values, options=self.options)
+                state.step(grad.ids, grad.values, options=self.options)
             else:
-                table_state.step(
-                    None, grad.reshape(table_state.shape), options=self.options
-                )
+                state.step(None, grad.reshape(state.shape), options=self.options)
 
     def flush(self) -> None:
-        """Bring every row up to date, for whoever reads or writes ``weight`` itself."""
-        for table_state in self.table_state.values():
-            table_state.catch_up()
+        """Bring every row up to date; call before using ``weight`` directly."""
+        for state in self.table_states.values():
+            state.catch_up()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return copies of the state's arrays, every row being brought up to date first.
+        """Bring every row up to date and return copies of the state's arrays.
 
-        Names are those of a parameter and of an array, with a dot between, and ``step``.
+        Keys are ``"{parameter}.{array}"`` and ``"{parameter}.step"``.
         """
         self.flush()
-        found = {}
-        for name, table_state in self.table_state.items():
-            found[f"{name}.step"] = np.array(table_state.now)
-            for key, array in table_state.state.items():
-                found[f"{name}.{key}"] = array.copy()
-        return found
+        arrays = {}
+        for name, state in self.table_states.items():
+            arrays[f"{name}.step"] = np.array(state.step_count)
+            for key, array in state.state.items():
+                arrays[f"{name}.{key}"] = array.copy()
+        return arrays
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from a state. Nothing is changed if it does not fit.
+        """Continue from a state. Nothing changes if it does not fit.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: Result of :meth:`state_dict`.
         """
-        loaded = {name: self._loaded(name, state) for name in self.table_state}
+        loaded = {name: self._loaded(name, state) for name in self.table_states}
         self.flush()
-        self.table_state |= loaded
-        self._hand_out()
+        self.table_states |= loaded
+        self._attach()
 
-    def _table_states(
-        self, name: str, state: dict[str, Any] | None = None, *, step: int = 0
+    def _new_table_state(
+        self, name: str, state: dict[str, np.ndarray] | None = None, *, step: int = 0
     ) -> TableState:
-        array = self._parameters[name]
+        is_bfloat16 = self._parameters[name].dtype.name == "bfloat16"
         return TableState(
             self.rule,
             self._table(name),
             options=self.options,
-            exact=self.mode == "exact",
-            dither=self.stochastic_rounding and array.dtype.name == "bfloat16",
+            stochastic_rounding=self.stochastic_rounding and is_bfloat16,
             state=state,
             step=step,
         )
 
     def _table(self, name: str) -> Callable[[], np.ndarray]:
         if name in self._tables:
-            # The layer holds what is pending, which need not hold the layer.
+            # The layer refers to its TableState; a strong reference back would be a cycle.
             owner = weakref.proxy(self._tables[name])
             return lambda: owner.weight
-        # What is no table has no rows: it is one, or an entry is one if each has a number.
+        # Other parameters are treated as one row, or as one row per entry if the rule has
+        # one number per row.
         array, shape = self._parameters[name], (1, -1)
-        if self.rule.width("", 2) == 1:
+        if self.rule.state_width(2) == 1:
             shape = (-1, 1)
         return lambda: array.reshape(shape)
 
-    def _hand_out(self) -> None:
+    def _attach(self) -> None:
+        """Put the states on the layers, which catch up with them before they read rows."""
         for name, owner in self._tables.items():
             if owner.table_state is not None:
                 owner.table_state.catch_up()
-            owner.table_state = self.table_state[name] if self.mode == "exact" else None
+            owner.table_state = None if self.rule.lazy else self.table_states[name]
 
-    def _check(self, name: str, grad: RowGradient | np.ndarray) -> None:
-        table_state = self.table_state[name]
-        shape = (
-            self._parameters[name].shape if name not in self._tables else table_state.shape
-        )
+    def _check_gradient(self, name: str, grad: RowGradient | np.ndarray) -> None:
+        state, is_table = self.table_states[name], name in self._tables
+        shape = state.shape if is_table else self._parameters[name].shape
         if not isinstance(grad, RowGradient):
             if np.shape(grad) != shape:
                 raise ValueError(
                     f"grads[{name!r}] must have shape {shape}, got {np.shape(grad)}"
                 )
-            row = table_state.behind()
+            row = state.first_stale()
         else:
-            if name not in self._tables or grad.values.shape[1:] != shape[1:]:
+            if not is_table or grad.values.shape[1:] != shape[1:]:
                 raise ValueError(
                     f"grads[{name!r}] must be for rows of {shape}, "
                     f"got values of shape {grad.values.shape}"
                 )
             _check_ids(name, grad, rows=shape[0])
-            row = table_state.behind(grad.ids)
+            row = state.first_stale(grad.ids)
         if row is not None:
             raise ValueError(
                 f"row {row} was read before it was brought up to date; "
@@ -174,22 +184,21 @@ class RowOptimizer:
             )
 
     def _loaded(self, name: str, state: Mapping[str, np.ndarray]) -> TableState:
-        mine, arrays = self.table_state[name], {}
-        for key in ("step", *mine.state):
+        current, arrays = self.table_states[name].state, {}
+        for key in ("step", *current):
             if f"{name}.{key}" not in state:
                 raise ValueError(f"state must have {name}.{key}, got {sorted(state)}")
-        for key, array in mine.state.items():
-            given = np.array(state[f"{name}.{key}"], array.dtype)
-            if given.shape != array.shape:
+        for key, array in current.items():
+            arrays[key] = np.array(state[f"{name}.{key}"], array.dtype)
+            if arrays[key].shape != array.shape:
                 raise ValueError(
-                    f"{name}.{key} must have shape {array.shape}, got {given.shape}"
+                    f"{name}.{key} must have shape {array.shape}, got {arrays[key].shape}"
                 )
-            arrays[key] = given
-        return self._table_states(name, arrays, step=int(state[f"{name}.step"]))
+        return self._new_table_state(name, arrays, step=int(state[f"{name}.step"]))
 
 
 def _check_ids(name: str, grad: RowGradient, *, rows: int) -> None:
-    """Refuse ids that are not rows, or not each once: kernels write where they say."""
+    """Raise unless ids are ascending row numbers: kernels write to these rows unchecked."""
     ids = integers(grad.ids, name=f"grads[{name!r}].ids")
     if ids.shape != grad.values.shape[:1]:
         raise ValueError(
@@ -202,7 +211,7 @@ def _check_ids(name: str, grad: RowGradient, *, rows: int) -> None:
 
 
 def check_rounding(dtypes: Iterable[str]) -> None:
-    """Refuse stochastic rounding where nothing is in bfloat16."""
-    found = sorted(set(dtypes))
-    if "bfloat16" not in found:
-        raise ValueError(f"stochastic_rounding needs a table in bfloat16, got {found}")
+    """Raise ValueError for stochastic rounding of parameters none of which is bfloat16."""
+    names = sorted(set(dtypes))
+    if "bfloat16" not in names:
+        raise ValueError(f"stochastic_rounding needs a table in bfloat16, got {names}")

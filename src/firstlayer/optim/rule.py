@@ -1,186 +1,136 @@
-"""What a row optimizer has to know of a rule, and what is kept of the steps rows missed.
+"""Interface between a row optimizer and an update rule such as SGD or Adam.
 
-Dense optimizers move every row in every step, also those without a gradient: weight decay
-shrinks them, momentum carries them on. For most rules many such steps have the effect of
-one, of a few numbers that are the same for every column and depend only on where the row
-was left and where it shall be. :class:`Past` keeps these numbers for each step that a row
-may have been left at, and takes all of them along from step to step, so that schedules of
-learning rate, momentum and decay are followed exactly. Lipton and Elkan 2015
-(https://arxiv.org/abs/1505.06449) do this for SGD with decay.
+A rule updates rows that have a gradient (:meth:`Rule.update`), records what a step does to
+rows without one (:meth:`Rule.record_step`), and applies the recorded steps to stale rows
+(:meth:`Rule.catch_up`). A :class:`RowOptions` dataclass per optimizer holds its arguments
+and their defaults, for NumPy and for torch.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from inspect import Parameter
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float, Float64, Int64
 
 from .._check import not_negative_number, number
-from ..kernels.optim.coefficients import AVERAGE, BB, BW, STEP_KINDS, WB, WW
+from ..kernels.optim.row_slice import RowSlice, StaleRows
+from .missed_steps import MissedSteps
 
+Mode = Literal["exact", "lazy"]
+MODES = ("exact", "lazy")
 Options = Mapping[str, Any]
 State = dict[str, np.ndarray]
 
-# After so many steps all rows are brought up to date. The lines of as many steps take
-# microseconds to take along, and what the rows cost is spread over the steps.
-LIMIT = 8192
-
-
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """Rows to be moved.
-
-    Args:
-        weight: An array with those rows in float32 or float64.
-        places: Where in ``weight`` they are.
-        rows: Where in the state they are.
-    """
-
-    weight: Float[np.ndarray, "any width"]
-    places: Int64[np.ndarray, " rows"]
-    rows: Int64[np.ndarray, " rows"]
-
-    def numbers(self, *values: float) -> tuple[np.floating, ...]:
-        """Return numbers in the dtype of the work, as kernels take them."""
-        kind = self.weight.dtype.type
-        return tuple(kind(value) for value in values)
-
-    def array(self, state: State, name: str) -> np.ndarray:
-        """Return an array of the state, without rows if it is not there."""
-        found = state.get(name)
-        return np.empty((0, 0), self.weight.dtype) if found is None else found
-
-
-class Past:
-    """What became of rows since a step at which all were up to date.
-
-    Args:
-        kinds: How many numbers a line has.
-    """
-
-    def __init__(self, kinds: int) -> None:
-        #: Room for as many lines as can be kept, and for what each step did.
-        self.all_lines = np.empty((kinds, LIMIT + 1))
-        self.all_steps = np.empty((STEP_KINDS, LIMIT + 1))
-        #: How many steps there were.
-        self.count = 0
-
-    @property
-    def lines(self) -> Float64[np.ndarray, "kinds steps"]:
-        """For each step that a row may be at the numbers that take it from there to now."""
-        return self.all_lines[:, : self.count + 1]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further step can be kept."""
-        return self.count == LIMIT
-
-    def begin(self, line: Any) -> None:
-        """Forget all; ``line`` is that of a row which is up to date."""
-        self.count = 0
-        self.all_lines[:, 0] = line
-
-    def add(self, line: Any, step: Any = 0.0) -> None:
-        """Keep one more step, at the end of which the rows that moved have ``line``."""
-        if self.count % 256 == 255:
-            # What has all but vanished would be slow to compute with.
-            lines = self.lines
-            lines[np.abs(lines) < 1e-200] = 0.0
-        self.count += 1
-        self.all_lines[:, self.count] = line
-        self.all_steps[:, self.count] = step
-
-
-def mix(lines: Any, step: Sequence[float]) -> None:
-    """Take lines of SGD or RMSprop one step on, given that step's own line."""
-    bb, bw, wb, ww, average = step
-    buffer, weight = lines[[BB, BW]], lines[[WB, WW]]
-    lines[[BB, BW]] = bb * buffer + bw * weight
-    lines[[WB, WW]] = wb * buffer + ww * weight
-    lines[AVERAGE] *= average
-
 
 class Rule:
-    """How an optimizer moves the rows of a table. Has no state of its own.
+    """Update rule of an optimizer. Stateless.
 
-    ``options`` are torch's, under torch's names, as they are in the step at hand.
+    ``options`` are the hyperparameters of the current step, under torch's names.
+
+    Args:
+        lazy: Whether rows without a gradient do not move.
     """
 
-    #: How many numbers are kept for a missed step.
-    kinds: ClassVar[int] = 0
+    #: Number of coefficients stored for a missed step.
+    num_coefficients: ClassVar[int] = 0
 
-    def check(self, options: Options, *, exact: bool) -> None:
-        """Refuse options that mean nothing, or that no row can be left alone with."""
+    def __init__(self, *, lazy: bool = False) -> None:
+        self.lazy = lazy
+
+    def check(self, options: Options) -> None:
+        """Raise ValueError for options that are invalid or, unless lazy, not exact."""
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
             if name in options:
                 not_negative_number(name, options[name])
 
-    def arrays(self, options: Options) -> dict[str, float]:
-        """Return the names of the state's arrays, and what each begins with."""
+    def initial_state(self, options: Options) -> dict[str, float]:
+        """Return the name and initial value of each array of the state."""
         raise NotImplementedError
 
-    def width(self, name: str, width: int) -> int:
-        """Return how many numbers an array of the state has for a row of that width."""
+    def state_width(self, width: int) -> int:
+        """Return the width of the state's arrays for rows of ``width``."""
         return width
 
-    def fixed(self, options: Options) -> tuple[Any, ...]:
-        """Return what must not change while rows are behind."""
+    def frozen_options(self, options: Options) -> tuple[Any, ...]:
+        """Return the options that must not change while rows are stale."""
         return ()
 
-    def rests(self, options: Options) -> bool:
-        """Tell whether a step without a gradient changes nothing, state included."""
+    def is_noop_without_gradient(self, options: Options) -> bool:
+        """Return whether a step without a gradient changes neither weight nor state."""
         return True
 
-    def moves(self, options: Options) -> bool:
-        """Tell whether a step without a gradient changes weights."""
+    def moves_without_gradient(self, options: Options) -> bool:
+        """Return whether a step without a gradient changes weights."""
         return False
 
-    def line(self, options: Options, step: int) -> Any:
-        """Return the line of a row that is up to date after that step."""
+    def caught_up_coefficients(self, options: Options, step: int) -> Any:
+        """Return the coefficients of a row that is up to date after ``step``."""
         return ()
 
-    def miss(self, past: Past, options: Options, step: int) -> None:
-        """Take ``past`` along by that step, counted from 1."""
+    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
+        """Advance ``missed`` by one step. Steps count from 1."""
 
-    def catch_up(
-        self, chosen: Chosen, state: State, *, since: Any, seen: Any, past: Past, fixed: Any
-    ) -> None:
-        """Bring rows up to date.
-
-        Args:
-            chosen: Which rows.
-            state: The state's arrays.
-            since: For each row its line of ``past``.
-            seen: For each row of the table whether its state may be other than zero.
-            past: What they have missed.
-            fixed: What :meth:`fixed` gave in those steps.
-        """
+    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
+        """Apply the missed steps to stale rows, in place."""
 
     def update(
-        self, chosen: Chosen, state: State, *, values: Any, options: Options, step: int
+        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
     ) -> None:
-        """Take a step with the gradients ``values``, as mode ``"exact"`` does."""
+        """Update rows that are up to date and have a gradient, in place."""
         raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class RowOptions:
+    """Arguments of a row optimizer besides the parameters it trains, with defaults.
+
+    Subclasses name a rule and add its hyperparameters, under torch's names.
+    """
+
+    rule_class: ClassVar[type[Rule]]
+
+    mode: Mode = "exact"
+    stochastic_rounding: bool = False
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the options of the rule, by name."""
+        general = {field.name for field in fields(RowOptions)}
+        return {name: value for name, value in vars(self).items() if name not in general}
+
+    @classmethod
+    def constructor_signature(cls, *first: str, others: str = "") -> inspect.Signature:
+        """Return the signature of a constructor that takes these options.
+
+        Args:
+            first: Names of the arguments before the options.
+            others: Name that collects further keyword arguments, if any.
+        """
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+        parameters += inspect.signature(cls).parameters.values()
+        if others:
+            parameters.append(Parameter(others, Parameter.VAR_KEYWORD))
+        return inspect.Signature(parameters)
 
 
 def check_fractions(values: Sequence[Any], *names: str) -> None:
-    """Refuse what is not in [0, 1)."""
+    """Raise ValueError unless every value is in [0, 1)."""
     for name, value in zip(names, values, strict=True):
         if not 0 <= number(name, value) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
-def refuse_decay(options: Options, rule: str, instead: str) -> None:
-    """Refuse weight decay that is added to the gradient, where rows would need it all."""
+def refuse_coupled_decay(options: Options, rule: str, alternative: str = "") -> None:
+    """Raise ValueError for weight decay that gives every row a gradient."""
     if options["weight_decay"]:
         raise ValueError(
             f'weight_decay must be 0 in mode="exact" for {rule}, which adds it to the '
-            f"gradient, so that no row is without one, got {options['weight_decay']}; "
-            f'use {instead}mode="lazy"'
+            f"gradient of every row, got {options['weight_decay']}; "
+            f'use {alternative}mode="lazy"'
         )
 
 
-def sign_of(options: Options) -> float:
-    """Return what a gradient is multiplied by: −1 to climb."""
+def gradient_sign(options: Options) -> float:
+    """Return the factor of the gradient: −1 to maximize."""
     return -1.0 if options["maximize"] else 1.0

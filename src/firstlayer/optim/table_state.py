@@ -1,44 +1,40 @@
-"""One table under a row optimizer: its state, and how far each row has been brought.
+"""Optimizer state of one table, and the step that each of its rows is at.
 
-A step moves the rows that have a gradient and leaves the others behind. Whoever is about
-to read rows says so (:meth:`TableState.catch_up`), and those that are behind catch up, each in
-one pass however many steps it has missed. Only rows that are behind are written: a row that
-somebody has read stays what it was until the next step.
-
-``last`` holds the step that each row was brought to. At the step ``floor`` all rows were up
-to date, so no row counts as further behind than that.
+A step updates the rows that have a gradient; the other rows become stale. Code that is
+about to read rows calls :meth:`TableState.catch_up`, which applies the missed steps to the
+stale ones among them, in place. Rows that are up to date are not written, so a row keeps
+the value that was read until the next step.
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Float, Int64
 
 from .. import kernels
 from .._array import compute_dtype
-from .rule import Chosen, Options, Past, Rule, State
+from ..kernels.optim.row_slice import RowSlice, StaleRows
+from .missed_steps import MissedSteps
+from .rule import Options, Rule, State
 
-# How many rows are taken at a time when all are: no array has the table's size.
+# Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14
 
 
 class TableState:
-    """What the rows of a table have yet to do.
+    """State of a table under a row optimizer.
 
-    The state's arrays are made here, of the table's shape and full of zeros: memory that
-    takes no room until a row of it is written.
+    Arrays of zeros are allocated in the table's shape; the operating system provides memory
+    for a row when it is first written.
 
     Args:
-        rule: What moves the rows.
-        table: Returns the table, whose memory may move.
-        options: The rule's options, as they are now.
-        exact: Whether rows without a gradient move too, as in a dense optimizer.
-        dither: Whether bfloat16 tables are rounded up or down at random, which keeps on
-            average what is too small to be kept each time.
-        state: Arrays to go on with.
-        step: How many steps were taken with them.
+        rule: Update rule.
+        table: Returns the table; its memory may move between calls.
+        options: Current options of the rule.
+        stochastic_rounding: Round a bfloat16 table up or down at random.
+        state: Arrays to continue from.
+        step: Number of steps that ``state`` has seen.
     """
 
     def __init__(
@@ -47,35 +43,43 @@ class TableState:
         table: Callable[[], Float[np.ndarray, "rows width"]],
         *,
         options: Options,
-        exact: bool = True,
-        dither: bool = False,
+        stochastic_rounding: bool = False,
         state: State | None = None,
         step: int = 0,
     ) -> None:
-        rule.check(options, exact=exact)
-        self.rule, self.table, self.exact, self.dither = rule, table, exact, dither
+        rule.check(options)
+        self.rule, self.table = rule, table
+        self.stochastic_rounding = stochastic_rounding
         weight = table()
         self.shape, self.dtype = weight.shape, np.dtype(compute_dtype(weight.dtype))
+        #: Arrays of the optimizer state, by name.
         self.state: State = {} if state is None else state
-        # What is given may be of rows that have been seen, all of them.
-        self.seen = np.full(self.shape[0], state is not None)
-        self.last = np.zeros(self.shape[0], np.int32)
-        self.now = self.floor = step
-        self.past, self.fixed = Past(rule.kinds), rule.fixed(options)
-        self.has_moved = False
-        self._grow(options)
-        self.past.begin(rule.line(options, step))
+        #: For each row, whether its state may be nonzero.
+        self.has_state = np.full(self.shape[0], state is not None)
+        #: Number of steps taken.
+        self.step_count = step
+        #: For each row, the step it is at; at least ``base_step``, whatever is stored.
+        self.row_steps = np.zeros(self.shape[0], np.int32)
+        #: Step at which every row was last up to date. ``missed`` counts from here.
+        self.base_step = step
+        self.missed = MissedSteps(rule.num_coefficients)
+        self._add_missing_arrays(options)
+        self._restart(options)
         self.lock = threading.RLock()
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether every row is up to date."""
-        return self.floor == self.now
+        """Whether weight and state of every row are up to date."""
+        return self.base_step == self.step_count
 
     @property
-    def is_readable(self) -> bool:
-        """Whether every row can be read: it is up to date, or none of them has moved."""
-        return self.floor == self.now or not self.has_moved
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date.
+
+        False if only the state of rows is stale, as under RMSprop without momentum. Such
+        rows may be read, but must catch up before a step with a gradient.
+        """
+        return self.base_step != self.step_count and self._missed_moves
 
     def catch_up(
         self,
@@ -83,127 +87,124 @@ class TableState:
         *,
         table: Float[np.ndarray, "rows width"] | None = None,
     ) -> None:
-        """Bring rows up to date: those of ``ids``, which may repeat, or all.
+        """Apply the missed steps to stale rows, in place.
 
         Args:
-            ids: Which rows; None is all of them.
-            table: A copy of the table to do it in, which becomes the table.
+            ids: Rows to bring up to date, possibly repeated; None for all.
+            table: Copy of the table to write to, which will replace the table.
         """
         if self.is_caught_up:
             return
         with self.lock:
             table = self._checked(self.table() if table is None else table)
             if ids is not None:
-                self._catch_up(table, *kernels.stale_rows(ids, self.last, self.now))
+                stale = kernels.stale_rows(ids, self.row_steps, self.step_count)
+                self._catch_up_rows(table, *stale)
                 return
             for lo in range(0, self.shape[0], CHUNK):
                 hi = min(lo + CHUNK, self.shape[0])
-                self._catch_up(table, *kernels.stale_range(lo, hi, self.last, self.now))
-            self.floor = self.now
+                stale = kernels.stale_range(lo, hi, self.row_steps, self.step_count)
+                self._catch_up_rows(table, *stale)
+            self.base_step = self.step_count
 
-    def behind(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
-        """Return a row among ``ids``, or among all, that would have been read too early."""
-        if self.is_readable:
+    def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
+        """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
+        if not self.has_stale_weights:
             return None
-        late = np.flatnonzero((self.last if ids is None else self.last[ids]) != self.now)
-        if not late.size:
+        row_steps = self.row_steps if ids is None else self.row_steps[ids]
+        stale = np.flatnonzero(row_steps != self.step_count)
+        if not stale.size:
             return None
-        return int(late[0] if ids is None else ids[late[0]])
+        return int(stale[0] if ids is None else ids[stale[0]])
 
     def step(
         self,
         ids: Int64[np.ndarray, " n"] | None,
-        values: Float[np.ndarray, "n width"],
+        gradient: Float[np.ndarray, "n width"],
         *,
         options: Options,
     ) -> None:
-        """Take a step.
+        """Update the rows that have a gradient, in place; the others become stale.
 
         Args:
-            ids: The rows that have a gradient, each once; None for all rows.
-            values: Their gradients.
-            options: The rule's options in this step.
+            ids: Rows that have a gradient, without repeats; None for all.
+            gradient: Gradient of each of these rows.
+            options: Options of the rule in this step.
         """
         with self.lock:
-            self._prepare(options, ids)
-            table, step = self._checked(self.table()), self.now + 1
-            if self.exact and ids is not None and not self._rests(options):
-                self.rule.miss(self.past, options, step)
-                self.has_moved = self.has_moved or self.rule.moves(options)
+            self._prepare_step(ids, options)
+            table, step = self._checked(self.table()), self.step_count + 1
+            is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
+            if ids is not None and not self.rule.lazy and not is_noop:
+                self.rule.record_step(self.missed, options, step)
+                if self.rule.moves_without_gradient(options):
+                    self._missed_moves = True
             else:
-                # Nobody is left behind.
-                self.floor = step
-            self.now = step
-            for rows, part in _parts(ids, values):
-                self._move(table, rows, part, options=options)
+                # No row becomes stale.
+                self.base_step = step
+            self.step_count = step
+            for rows, part in _chunks(ids, gradient):
+                self._update_rows(table, rows, part, options=options)
             if self.is_caught_up:
-                self._begin(options)
+                self._restart(options)
 
-    def _prepare(self, options: Options, ids: Any) -> None:
-        self.rule.check(options, exact=self.exact)
-        fixed = self.rule.fixed(options)
-        if self.past.is_full or fixed != self.fixed or ids is None:
+    def _prepare_step(self, ids: np.ndarray | None, options: Options) -> None:
+        """Catch up the rows to be updated, and all rows if they cannot stay stale."""
+        self.rule.check(options)
+        frozen = self.rule.frozen_options(options)
+        if self.missed.is_full or frozen != self.missed.frozen_options or ids is None:
             self.catch_up()
         if self.is_caught_up:
-            self.fixed = fixed
-            self._begin(options)
-        self._grow(options)
-        # Where reading needs nobody up to date, this does.
+            self._restart(options)
+        self._add_missing_arrays(options)
+        # Rows with a stale state may have been read without catching up.
         self.catch_up(ids)
 
-    def _begin(self, options: Options) -> None:
-        self.past.begin(self.rule.line(options, self.now))
-        self.has_moved = False
+    def _restart(self, options: Options) -> None:
+        coefficients = self.rule.caught_up_coefficients(options, self.step_count)
+        self.missed.restart(coefficients, self.rule.frozen_options(options))
+        #: Whether a recorded step moves the weights of rows without a gradient.
+        self._missed_moves = False
 
-    def _rests(self, options: Options) -> bool:
-        return self.is_caught_up and self.rule.rests(options)
-
-    def _catch_up(self, table: np.ndarray, rows: np.ndarray, since: np.ndarray) -> None:
+    def _catch_up_rows(
+        self, table: np.ndarray, rows: np.ndarray, row_steps: np.ndarray
+    ) -> None:
         if not rows.size:
             return
-        since = np.maximum(since - self.floor, 0)
+        from_step = np.maximum(row_steps - self.base_step, 0)
+        weight, weight_rows = self._upcast(table, rows)
+        stale = StaleRows(weight, weight_rows, rows, self.state, from_step, self.has_state)
+        self.rule.catch_up(stale, self.missed)
+        self._store(weight, table, rows, rounding_seed=2 * self.step_count)
 
-        def catch_up(chosen: Chosen) -> None:
-            self.rule.catch_up(
-                chosen,
-                self.state,
-                since=since,
-                seen=self.seen,
-                past=self.past,
-                fixed=self.fixed,
-            )
-
-        self._on(table, rows, catch_up, noise=2 * self.now)
-
-    def _move(
-        self, table: np.ndarray, rows: np.ndarray, values: np.ndarray, *, options: Options
+    def _update_rows(
+        self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, *, options: Options
     ) -> None:
-        values = np.ascontiguousarray(values, self.dtype)
+        gradient = np.ascontiguousarray(gradient, self.dtype)
+        self.has_state[rows] = True
+        self.row_steps[rows] = self.step_count
+        weight, weight_rows = self._upcast(table, rows)
+        self.rule.update(
+            RowSlice(weight, weight_rows, rows, self.state),
+            gradient,
+            options=options,
+            step=self.step_count,
+        )
+        self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
 
-        def update(chosen: Chosen) -> None:
-            self.rule.update(
-                chosen, self.state, values=values, options=options, step=self.now
-            )
-
-        self.seen[rows] = True
-        self.last[rows] = self.now
-        self._on(table, rows, update, noise=2 * self.now + 1)
-
-    def _on(
-        self,
-        table: np.ndarray,
-        rows: np.ndarray,
-        do: Callable[[Chosen], None],
-        *,
-        noise: int,
-    ) -> None:
-        """Do something to rows of the table, in the dtype of the work."""
+    def _upcast(self, table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return an array in the compute dtype that contains the rows, and where."""
         if table.dtype == self.dtype:
-            do(Chosen(table, rows, rows))
-            return
-        wide = kernels.upcast_rows(table, rows)
-        do(Chosen(wide, np.arange(rows.size), rows))
-        kernels.store_rows(wide, table, rows, noise=noise if self.dither else None)
+            return table, rows
+        return kernels.upcast_rows(table, rows), np.arange(rows.size)
+
+    def _store(
+        self, weight: np.ndarray, table: np.ndarray, rows: np.ndarray, *, rounding_seed: int
+    ) -> None:
+        """Write rows that were upcast back to the table."""
+        if weight is not table:
+            seed = rounding_seed if self.stochastic_rounding else None
+            kernels.store_rows(weight, table, rows, noise=seed)
 
     def _checked(self, weight: np.ndarray) -> np.ndarray:
         if weight.shape != self.shape or compute_dtype(weight.dtype) != self.dtype.name:
@@ -213,21 +214,22 @@ class TableState:
             )
         return weight
 
-    def _grow(self, options: Options) -> None:
-        """Make the arrays that the state does not have yet."""
+    def _add_missing_arrays(self, options: Options) -> None:
         rows, width = self.shape
-        for name, value in self.rule.arrays(options).items():
+        shape = rows, self.rule.state_width(width)
+        for name, value in self.rule.initial_state(options).items():
             if name not in self.state:
-                shape = rows, self.rule.width(name, width)
-                made = np.full(shape, value, self.dtype) if value else None
-                self.state[name] = np.zeros(shape, self.dtype) if made is None else made
+                zeros = np.zeros(shape, self.dtype)
+                self.state[name] = np.full_like(zeros, value) if value else zeros
 
 
-def _parts(ids: Any, values: np.ndarray) -> Any:
-    """Yield rows and their gradients, few enough at a time."""
+def _chunks(
+    ids: np.ndarray | None, gradient: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows and their gradients, in chunks if every row has one."""
     if ids is not None:
-        yield ids, values
+        yield ids, gradient
         return
-    for lo in range(0, len(values), CHUNK):
-        part = values[lo : lo + CHUNK]
+    for lo in range(0, len(gradient), CHUNK):
+        part = gradient[lo : lo + CHUNK]
         yield np.arange(lo, lo + len(part)), part

@@ -1,1 +1,1 @@
-"""Kernels of the row optimizers."""
+"""Kernels of the row optimizers: updates with a gradient, and catching up stale rows."""

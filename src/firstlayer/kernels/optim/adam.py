@@ -1,16 +1,16 @@
-"""Rows under Adam: a step with a gradient, and any number of steps without one at once.
+"""Adam on rows: a step with a gradient, and any number of missed steps in one pass.
 
-After ``k`` missed steps from step ``s`` a weight is
+After missed steps, a weight is
 
-    w · Π shrinkᵢ  −  m · Σᵢ aᵢ / (bᵢ √v + ε)
+    w · Π decayᵢ  −  m · Σᵢ aᵢ / (bᵢ √v + ε)
 
-with numbers ``aᵢ`` and ``bᵢ`` that are the same for every column. The sum has no closed
-form, but as a function of ``u = ε / (ε + scale · √v)`` it is ``u / ε`` times something
-smooth on [0, 1], which a polynomial of degree 11 through Chebyshev's points matches to
-1e-8 and mostly to rounding. Polynomials add up, so each line of ``lines`` keeps one and
-takes it along from step to step; bringing a row up to date is one pass over it, whatever it
-has missed. Where the polynomial's last terms say that it is not good enough (β₁² > β₂, or
-the very first steps with a large β₁) the steps are taken one by one.
+with ``aᵢ`` and ``bᵢ`` the same for every column. The sum has no closed form, but as a
+function of ``u = ε / (ε + scale · √v)`` it is ``u / ε`` times a function that is smooth on
+[0, 1]. A polynomial of degree 11 through Chebyshev points approximates that function to
+1e-8, usually to rounding. Polynomials add up, so the coefficients of each step contain one,
+and catching up a row is one pass over it. Where the polynomial's highest terms show that it
+is not accurate enough (β₁² > β₂, or the first steps with a large β₁), the missed steps are
+replayed one by one.
 """
 
 import math
@@ -18,195 +18,185 @@ import math
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch_row
-from ..runtime.pool import run
 from ..runtime.share import pieces
-from .coefficients import BETA1, BETA2, FIRST, POLY, SCALE, SECOND, SHRINK, SIZE, UNBIAS
-from .rows import grain_of
+from .coefficients import (
+    BETA1,
+    BETA2,
+    FIRST_DECAY,
+    POLYNOMIAL,
+    ROOT_SCALE,
+    SECOND_CORRECTION,
+    SECOND_DECAY,
+    STEP_SIZE,
+    WEIGHT_DECAY,
+)
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
+# Rows that are prefetched ahead of the current one.
 AHEAD = 2
-# What is smaller is nothing: as float32 it would be a denormal, which is slow.
+# Smaller decay factors count as zero: arithmetic on float32 denormals is slow.
 TINY = 1e-30
-# A term of the sum that is this much smaller than the first changes no bit of it.
-FADED = 1e-18
-# How small the last terms of a polynomial must be, against its first.
-GOOD = 1e-5
+# A term this much smaller than the first changes no bit of the sum.
+NEGLIGIBLE = 1e-18
+# Largest accurate size of a polynomial's highest terms, relative to its constant term.
+ACCURATE = 1e-5
 
 
 def adam_catch_up(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    since: np.ndarray,
-    lines: np.ndarray,
-    steps: np.ndarray,
-    count: int,
-    seen: np.ndarray,
-    mean: np.ndarray,
-    square: np.ndarray,
-    largest: np.ndarray,
-    eps: float,
+    rows: StaleRows, coefficients: np.ndarray, *, steps: np.ndarray, count: int, eps: float
 ) -> None:
-    """Bring rows up to date.
+    """Apply missed steps to stale rows, in place.
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of the other arrays.
-        since: For each row where in ``lines`` it is.
-        lines: Numbers by kind and step; see :mod:`firstlayer.kernels.optim.coefficients`.
-        steps: What each step did, by kind and step.
-        count: How many steps there were.
-        seen: For each row whether its state may be other than zero.
-        mean: Average of gradients.
-        square: Average of their squares.
-        largest: The largest ``square`` so far; no rows if that is not asked for.
-        eps: What is added to the root of the squares.
+        rows: Stale rows.
+        coefficients: See :mod:`firstlayer.kernels.optim.coefficients`.
+        steps: Hyperparameters of each recorded step.
+        count: Number of recorded steps.
+        eps: Term added to the root of the second moment.
     """
-    run(
-        _catch_up_loop,
-        rows.size,
-        places,
+    square, largest = rows.state["exp_avg_sq"], rows.array("max_exp_avg_sq")
+    run_on_rows(
+        _catch_up,
         rows,
-        since,
-        seen,
-        lines,
+        rows.from_step,
+        rows.has_state,
+        coefficients,
         steps,
         count,
-        weight,
-        mean,
+        rows.weight,
+        rows.state["exp_avg"],
         square,
         largest if largest.size else square,
         largest.size > 0,
-        weight.dtype.type(eps),
-        grain=grain_of(weight),
+        rows.weight.dtype.type(eps),
     )
 
 
-def adam_update(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    values: np.ndarray,
-    mean: np.ndarray,
-    square: np.ndarray,
-    largest: np.ndarray,
-    numbers: tuple[np.floating, ...],
-) -> None:
-    """Take a step of Adam with the gradients ``values`` of these rows.
+def adam_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
+    """Take a step of Adam with a gradient for each row, in place.
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of the other arrays.
-        values: A gradient for each row.
-        mean: Average of gradients.
-        square: Average of their squares.
-        largest: The largest ``square`` so far; no rows if that is not asked for.
-        numbers: What the gradient is multiplied by (−1 to climb), weight decay that is
-            added to it, what decoupled decay leaves of a weight, 1 − β₁, β₂, 1 − β₂,
-            learning rate over its bias correction, one over the root of the other bias
-            correction, ε.
+        rows: Rows to update.
+        gradient: Gradient of each row.
+        hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
+            ``1 − lr · decay`` of decoupled weight decay, 1 − β₁, β₂, 1 − β₂,
+            lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), ε.
     """
-    args = places, rows, weight, values, mean, square, largest, numbers
-    run(_update, rows.size, *args, grain=grain_of(weight))
+    mean, square = rows.state["exp_avg"], rows.state["exp_avg_sq"]
+    largest, scalars = rows.array("max_exp_avg_sq"), rows.scalars(*hyperparameters)
+    run_on_rows(_update, rows, rows.weight, gradient, mean, square, largest, scalars)
 
 
 @kernel(reorder=True)
-def _catch_up_loop(
+def _catch_up(
     ticket,
-    places,
-    rows,
-    since,
-    seen,
-    lines,
+    weight_rows,
+    state_rows,
+    from_step,
+    has_state,
+    coefficients,
     steps,
     count,
     weight,
     mean,
     square,
-    used,
+    divisor,
     amsgrad,
     eps,
 ):
-    width, kind = weight.shape[1], type(weight[0, 0])
-    one, two = kind(1), kind(2)
+    width, dtype = weight.shape[1], type(weight[0, 0])
+    one, two = dtype(1), dtype(2)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row, at = places[i], rows[i], since[i]
+            wrow, row, start = weight_rows[i], state_rows[i], from_step[i]
             if i + AHEAD < hi:
-                prefetch_row(weight, places[i + AHEAD])
-                prefetch_row(mean, rows[i + AHEAD])
-                prefetch_row(used, rows[i + AHEAD])
-            shrink = kind(lines[SHRINK, at])
-            if not seen[row]:
-                if shrink != one:
+                prefetch_row(weight, weight_rows[i + AHEAD])
+                prefetch_row(mean, state_rows[i + AHEAD])
+                prefetch_row(divisor, state_rows[i + AHEAD])
+            decay = dtype(coefficients[WEIGHT_DECAY, start])
+            if not has_state[row]:
+                if decay != one:
                     for d in range(width):
-                        weight[place, d] *= shrink
+                        weight[wrow, d] *= decay
                 continue
-            p = lines[POLY:, at]
-            doubt = abs(p[11]) / 1024 + abs(p[10]) / 512
-            # Written so that NaN is doubted too.
-            if doubt <= GOOD * abs(p[0]):
-                scale = kind(lines[SCALE, at])
-                p0, p1, p2, p3 = kind(p[0]), kind(p[1]), kind(p[2]), kind(p[3])
-                p4, p5, p6, p7 = kind(p[4]), kind(p[5]), kind(p[6]), kind(p[7])
-                p8, p9, p10, p11 = kind(p[8]), kind(p[9]), kind(p[10]), kind(p[11])
+            p = coefficients[POLYNOMIAL:, start]
+            error = abs(p[11]) / 1024 + abs(p[10]) / 512
+            # False for NaN too.
+            if error <= ACCURATE * abs(p[0]):
+                scale = dtype(coefficients[ROOT_SCALE, start])
+                p0, p1, p2, p3 = dtype(p[0]), dtype(p[1]), dtype(p[2]), dtype(p[3])
+                p4, p5, p6, p7 = dtype(p[4]), dtype(p[5]), dtype(p[6]), dtype(p[7])
+                p8, p9, p10, p11 = dtype(p[8]), dtype(p[9]), dtype(p[10]), dtype(p[11])
                 for d in range(width):
-                    over = one / (eps + scale * math.sqrt(used[row, d]))
-                    z = two * eps * over - one
+                    inverse = one / (eps + scale * math.sqrt(divisor[row, d]))
+                    z = two * eps * inverse - one
                     y = ((((p11 * z + p10) * z + p9) * z + p8) * z + p7) * z + p6
                     y = (((((y * z + p5) * z + p4) * z + p3) * z + p2) * z + p1) * z + p0
-                    weight[place, d] = shrink * weight[place, d] - mean[row, d] * over * y
+                    weight[wrow, d] = decay * weight[wrow, d] - mean[row, d] * inverse * y
             else:
                 for d in range(width):
-                    weight[place, d] *= shrink
+                    weight[wrow, d] *= decay
                 first, second = 1.0, 1.0
-                for k in range(at + 1, count + 1):
+                for k in range(start + 1, count + 1):
                     first *= steps[BETA1, k]
                     second *= steps[BETA2, k]
                     kept = 1.0 if amsgrad else second
-                    if first <= FADED * math.sqrt(kept):
+                    if first <= NEGLIGIBLE * math.sqrt(kept):
                         break
-                    # What is left of that step's move after the decay of those after it.
-                    size = kind(lines[SHRINK, k] * steps[SIZE, k] * first)
-                    root = kind(math.sqrt(kept * steps[UNBIAS, k]))
+                    # The weight decay of later steps applies to this step's update too.
+                    size = dtype(
+                        coefficients[WEIGHT_DECAY, k] * steps[STEP_SIZE, k] * first
+                    )
+                    root = dtype(math.sqrt(kept * steps[SECOND_CORRECTION, k]))
                     for d in range(width):
-                        under = root * math.sqrt(used[row, d]) + eps
-                        weight[place, d] -= size * mean[row, d] / under
-            first, second = lines[FIRST, at], lines[SECOND, at]
-            first = kind(first if first > TINY else 0.0)
-            second = kind(second if second > TINY else 0.0)
+                        under = root * math.sqrt(divisor[row, d]) + eps
+                        weight[wrow, d] -= size * mean[row, d] / under
+            first, second = (
+                coefficients[FIRST_DECAY, start],
+                coefficients[SECOND_DECAY, start],
+            )
+            first = dtype(first if first > TINY else 0.0)
+            second = dtype(second if second > TINY else 0.0)
             for d in range(width):
                 mean[row, d] *= first
                 square[row, d] *= second
 
 
 @kernel(reorder=True)
-def _update(ticket, places, rows, weight, values, mean, square, largest, numbers):
-    sign, coupled, shrink, share1, beta2, share2, size, unbias, eps = numbers
+def _update(
+    ticket,
+    weight_rows,
+    state_rows,
+    weight,
+    gradient,
+    mean,
+    square,
+    largest,
+    hyperparameters,
+):
+    sign, coupled, decay, share1, beta2, share2, size, unbias, eps = hyperparameters
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
+            wrow, row = weight_rows[i], state_rows[i]
             if i + AHEAD < hi:
-                prefetch_row(weight, places[i + AHEAD])
-                prefetch_row(mean, rows[i + AHEAD])
-                prefetch_row(square, rows[i + AHEAD])
+                prefetch_row(weight, weight_rows[i + AHEAD])
+                prefetch_row(mean, state_rows[i + AHEAD])
+                prefetch_row(square, state_rows[i + AHEAD])
             if not largest.size:
                 for d in range(weight.shape[1]):
-                    w = weight[place, d]
-                    g = sign * values[i, d] + coupled * w
+                    w = weight[wrow, d]
+                    g = sign * gradient[i, d] + coupled * w
                     m = mean[row, d] + share1 * (g - mean[row, d])
                     v = beta2 * square[row, d] + share2 * g * g
                     mean[row, d], square[row, d] = m, v
-                    weight[place, d] = shrink * w - size * m / (math.sqrt(v) * unbias + eps)
+                    weight[wrow, d] = decay * w - size * m / (math.sqrt(v) * unbias + eps)
                 continue
             for d in range(weight.shape[1]):
-                g = sign * values[i, d] + coupled * weight[place, d]
+                g = sign * gradient[i, d] + coupled * weight[wrow, d]
                 mean[row, d] += share1 * (g - mean[row, d])
                 square[row, d] = beta2 * square[row, d] + share2 * g * g
             for d in range(weight.shape[1]):
                 largest[row, d] = max(largest[row, d], square[row, d])
                 under = math.sqrt(largest[row, d]) * unbias + eps
-                weight[place, d] = shrink * weight[place, d] - size * mean[row, d] / under
+                weight[wrow, d] = decay * weight[wrow, d] - size * mean[row, d] / under

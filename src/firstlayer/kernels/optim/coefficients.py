@@ -1,25 +1,42 @@
-"""What is kept for each step that rows may be at: the numbers from there to now.
+"""Row indices into the coefficients of missed steps.
 
-They are float64, ``(kinds, steps)``: what is done to a kind of number is done to all steps
-at once. Each rule has its own kinds, named here.
+Coefficients are float64 of shape ``(num_coefficients, steps)``. Column ``k`` brings a row
+that was last updated at step ``k`` to the present. Below, ``w`` is the weight, ``b`` the
+momentum buffer, ``m`` and ``v`` the first and second moment, each as it was at step ``k``;
+products and sums run over the missed steps ``i = k + 1, …``.
 """
 
-# SGD and RMSprop. Without a gradient, buffer and weight become mixes of the two: buffer
-# from buffer, buffer from weight, weight from buffer, weight from weight. Averages shrink.
-BB, BW, WB, WW, AVERAGE = range(5)
-LINEAR_KINDS = 5
+# SGD and RMSprop:
+#     b ← BUFFER_FROM_BUFFER · b + BUFFER_FROM_WEIGHT · w
+#     w ← WEIGHT_FROM_BUFFER · b + WEIGHT_FROM_WEIGHT · w
+#     each average of gradients or of their squares ← AVERAGE_DECAY · average
+(
+    BUFFER_FROM_BUFFER,
+    BUFFER_FROM_WEIGHT,
+    WEIGHT_FROM_BUFFER,
+    WEIGHT_FROM_WEIGHT,
+    AVERAGE_DECAY,
+) = range(5)
+NUM_LINEAR = 5
 
-# Lion: what the weight shrinks by, how far the sign has moved it, what the mean shrinks by.
-SHRINK, WAY, MEAN = range(3)
-LION_KINDS = 3
+# Lion:
+#     w ← WEIGHT_DECAY · w − SIGN_STEP · sign(m)    WEIGHT_DECAY = Π (1 − lrᵢ · decayᵢ)
+#     m ← MOMENT_DECAY · m                          MOMENT_DECAY = Π β₂ᵢ
+# SIGN_STEP is Σ lrᵢ, each term times the weight decay of the steps after it.
+WEIGHT_DECAY, SIGN_STEP, MOMENT_DECAY = range(3)
+NUM_LION = 3
 
-# Adam: what the weight (SHRINK again), the mean and the square shrink by, the scale of √v,
-# and from there a polynomial in 2 u − 1, lowest power first.
-FIRST, SECOND, SCALE, POLY = range(1, 5)
-#: How many points the polynomial goes through.
-POINTS = 12
-ADAM_KINDS = POLY + POINTS
+# Adam, with u = ε / (ε + ROOT_SCALE · √v):
+#     w ← WEIGHT_DECAY · w − m · (u / ε) · polynomial(2u − 1)
+#     m ← FIRST_DECAY · m                           FIRST_DECAY = Π β₁ᵢ
+#     v ← SECOND_DECAY · v                          SECOND_DECAY = Π β₂ᵢ
+# The polynomial's coefficients start at POLYNOMIAL, lowest power first.
+FIRST_DECAY, SECOND_DECAY, ROOT_SCALE, POLYNOMIAL = range(1, 5)
+#: Number of points through which the polynomial is interpolated.
+NUM_POINTS = 12
+NUM_ADAM = POLYNOMIAL + NUM_POINTS
 
-# What Adam did in a step: learning rate over its bias correction, β₁, β₂, 1 / (1 − β₂ᵗ).
-SIZE, BETA1, BETA2, UNBIAS = range(4)
-STEP_KINDS = 4
+# Hyperparameters of each step t of Adam, for steps that are replayed one by one:
+#     STEP_SIZE = lr / (1 − β₁ᵗ),  BETA1,  BETA2,  SECOND_CORRECTION = 1 / (1 − β₂ᵗ)
+STEP_SIZE, BETA1, BETA2, SECOND_CORRECTION = range(4)
+NUM_STEP_VALUES = 4

@@ -1,111 +1,92 @@
-"""Rows whose missed steps are linear: those of SGD and of RMSprop, momentum included.
+"""SGD on rows, and catching up rules whose missed steps are linear: SGD and RMSprop.
 
-A step without a gradient takes a row's buffer ``b`` and weight ``w`` to a mix of the two,
-the same for every column, so any number of missed steps is one two by two matrix. For each
-step that rows may be at, ``lines`` has that matrix from there to now, and the factor that
-averages of gradients shrink by.
+A step without a gradient replaces a row's momentum buffer ``b`` and weight ``w`` by linear
+combinations of the two, the same for every column. Any number of missed steps is therefore
+one 2 × 2 matrix, and one factor for averages of gradients.
 """
 
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch
-from ..runtime.pool import run
 from ..runtime.share import pieces
-from .coefficients import AVERAGE, BB, BW, WB, WW
-from .rows import grain_of
+from .coefficients import (
+    AVERAGE_DECAY,
+    BUFFER_FROM_BUFFER,
+    BUFFER_FROM_WEIGHT,
+    WEIGHT_FROM_BUFFER,
+    WEIGHT_FROM_WEIGHT,
+)
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
+# Rows that are prefetched ahead of the current one.
 AHEAD = 2
-# What is smaller is nothing: as float32 it would be a denormal, which is slow.
+# Smaller decay factors count as zero: arithmetic on float32 denormals is slow.
 TINY = 1e-30
 
 
-def linear_catch_up(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    since: np.ndarray,
-    lines: np.ndarray,
-    seen: np.ndarray,
-    buffer: np.ndarray,
-    averages: tuple[np.ndarray, np.ndarray],
-) -> None:
-    """Bring rows up to date.
-
-    Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of the other arrays.
-        since: For each row where in ``lines`` it is.
-        lines: Numbers by kind and step; see :mod:`firstlayer.kernels.optim.coefficients`.
-        seen: For each row whether its state may be other than zero.
-        buffer: The momentum; no rows if there is none.
-        averages: Two arrays of averages; no rows if there are none.
-    """
-    run(
-        _catch_up_loop,
-        rows.size,
-        places,
-        rows,
-        since,
-        lines,
-        seen,
-        weight,
-        buffer,
-        *averages,
-        grain=grain_of(weight),
-    )
+def linear_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
+    """Apply missed steps of SGD or RMSprop to stale rows, in place."""
+    state = [rows.array(name) for name in ("momentum_buffer", "square_avg", "grad_avg")]
+    args = rows.from_step, coefficients, rows.has_state, rows.weight, *state
+    run_on_rows(_catch_up, rows, *args)
 
 
 def sgd_update(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    values: np.ndarray,
-    buffer: np.ndarray,
-    numbers: tuple[np.floating, ...],
+    rows: RowSlice, gradient: np.ndarray, *hyperparameters: float, has_momentum: bool
 ) -> None:
-    """Take a step of SGD with the gradients ``values`` of these rows.
+    """Take a step of SGD with a gradient for each row, in place.
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of ``buffer``.
-        values: A gradient for each row.
-        buffer: The momentum; no rows if there is none.
-        numbers: What the gradient is multiplied by (−1 to climb), weight decay, learning
-            rate, momentum, what a gradient adds to the buffer, and what of the gradient
-            and of the buffer moves the weight.
+        rows: Rows to update.
+        gradient: Gradient of each row.
+        hyperparameters: Sign of the gradient (−1 to maximize), weight decay, learning rate,
+            momentum, factor of the gradient in the buffer, and the factors of gradient and
+            buffer in the update of the weight.
+        has_momentum: Whether there is a momentum buffer.
     """
-    args = places, rows, weight, values, buffer, numbers
-    run(_sgd, rows.size, *args, grain=grain_of(weight))
+    buffer = rows.array("momentum_buffer", used=has_momentum)
+    scalars = rows.scalars(*hyperparameters)
+    run_on_rows(_sgd, rows, rows.weight, gradient, buffer, scalars)
 
 
 @kernel(reorder=True)
-def _catch_up_loop(ticket, places, rows, since, lines, seen, weight, buffer, first, second):
-    width, kind = weight.shape[1], type(weight[0, 0])
+def _catch_up(
+    ticket,
+    weight_rows,
+    state_rows,
+    from_step,
+    coefficients,
+    has_state,
+    weight,
+    buffer,
+    first,
+    second,
+):
+    width, dtype = weight.shape[1], type(weight[0, 0])
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row, at = places[i], rows[i], since[i]
+            wrow, row, start = weight_rows[i], state_rows[i], from_step[i]
             if i + AHEAD < hi:
-                prefetch(weight, places[i + AHEAD])
-            ww, bw = kind(lines[WW, at]), kind(lines[BW, at])
-            if not seen[row] and bw == 0 or not buffer.size:
+                prefetch(weight, weight_rows[i + AHEAD])
+            ww = dtype(coefficients[WEIGHT_FROM_WEIGHT, start])
+            bw = dtype(coefficients[BUFFER_FROM_WEIGHT, start])
+            if not has_state[row] and bw == 0 or not buffer.size:
                 if ww != 1:
                     for d in range(width):
-                        weight[place, d] *= ww
+                        weight[wrow, d] *= ww
             else:
-                wb, bb = kind(lines[WB, at]), lines[BB, at]
-                bb = kind(bb if abs(bb) > TINY else 0.0)
-                seen[row] = True
+                wb = dtype(coefficients[WEIGHT_FROM_BUFFER, start])
+                bb = coefficients[BUFFER_FROM_BUFFER, start]
+                bb = dtype(bb if abs(bb) > TINY else 0.0)
+                has_state[row] = True
                 for d in range(width):
-                    w, b = weight[place, d], buffer[row, d]
-                    weight[place, d] = ww * w + wb * b
+                    w, b = weight[wrow, d], buffer[row, d]
+                    weight[wrow, d] = ww * w + wb * b
                     buffer[row, d] = bw * w + bb * b
-            if seen[row]:
-                average = lines[AVERAGE, at]
-                average = kind(average if average > TINY else 0.0)
+            if has_state[row]:
+                average = coefficients[AVERAGE_DECAY, start]
+                average = dtype(average if average > TINY else 0.0)
                 if first.size:
                     for d in range(width):
                         first[row, d] *= average
@@ -115,19 +96,19 @@ def _catch_up_loop(ticket, places, rows, since, lines, seen, weight, buffer, fir
 
 
 @kernel(reorder=True)
-def _sgd(ticket, places, rows, weight, values, buffer, numbers):
-    sign, decay, lr, momentum, gain, direct, through = numbers
+def _sgd(ticket, weight_rows, state_rows, weight, gradient, buffer, hyperparameters):
+    sign, decay, lr, momentum, gain, direct, through = hyperparameters
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
+            wrow, row = weight_rows[i], state_rows[i]
             if buffer.size:
                 for d in range(weight.shape[1]):
-                    w = weight[place, d]
-                    g = sign * values[i, d] + decay * w
+                    w = weight[wrow, d]
+                    g = sign * gradient[i, d] + decay * w
                     b = momentum * buffer[row, d] + gain * g
                     buffer[row, d] = b
-                    weight[place, d] = w - lr * (direct * g + through * b)
+                    weight[wrow, d] = w - lr * (direct * g + through * b)
             else:
                 for d in range(weight.shape[1]):
-                    w = weight[place, d]
-                    weight[place, d] = w - lr * (sign * values[i, d] + decay * w)
+                    w = weight[wrow, d]
+                    weight[wrow, d] = w - lr * (sign * gradient[i, d] + decay * w)

@@ -1,98 +1,80 @@
-"""Rows under Lion: a step with a gradient, and any number of steps without one at once.
+"""Lion on rows: a step with a gradient, and any number of missed steps in one pass.
 
-Without a gradient the average ``m`` only shrinks, so its sign, which is what moves the
-weight, stays: after any number of steps ``w`` is ``shrink · w − way · sign(m)``.
+Without a gradient the moment ``m`` only shrinks. Its sign, which determines the update,
+does not change, so missed steps add up to ``w ← decay · w − step · sign(m)``.
 """
 
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.pool import run
 from ..runtime.share import pieces
-from .coefficients import MEAN, SHRINK, WAY
-from .rows import grain_of
+from .coefficients import MOMENT_DECAY, SIGN_STEP, WEIGHT_DECAY
+from .row_slice import RowSlice, StaleRows
+from .rows import run_on_rows
 
-# An average that shrinks below this stays there: at zero it would lose its sign.
-LEAST = 1e-37
-
-
-def lion_catch_up(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    since: np.ndarray,
-    lines: np.ndarray,
-    seen: np.ndarray,
-    mean: np.ndarray,
-) -> None:
-    """Bring rows up to date.
-
-    Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of the other arrays.
-        since: For each row where in ``lines`` it is.
-        lines: Numbers by kind and step; see :mod:`firstlayer.kernels.optim.coefficients`.
-        seen: For each row whether its state may be other than zero.
-        mean: Average of gradients.
-    """
-    args = places, rows, since, lines, seen, weight, mean, weight.dtype.type(LEAST)
-    run(_catch_up_loop, rows.size, *args, grain=grain_of(weight))
+# Lower bound of a shrinking moment: at zero it would lose its sign.
+SMALLEST = 1e-37
 
 
-def lion_update(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    values: np.ndarray,
-    mean: np.ndarray,
-    numbers: tuple[np.floating, ...],
-) -> None:
-    """Take a step of Lion with the gradients ``values`` of these rows.
+def lion_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
+    """Apply missed steps of Lion to stale rows, in place."""
+    mean, smallest = rows.state["exp_avg"], rows.weight.dtype.type(SMALLEST)
+    args = rows.from_step, coefficients, rows.has_state, rows.weight, mean, smallest
+    run_on_rows(_catch_up, rows, *args)
+
+
+def lion_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
+    """Take a step of Lion with a gradient for each row, in place.
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of ``mean``.
-        values: A gradient for each row.
-        mean: Average of gradients.
-        numbers: What the gradient is multiplied by (−1 to climb), what decay leaves of a
-            weight, learning rate, β₁, β₂.
+        rows: Rows to update.
+        gradient: Gradient of each row.
+        hyperparameters: Sign of the gradient (−1 to maximize), ``1 − lr · decay``,
+            learning rate, β₁, β₂.
     """
-    args = places, rows, weight, values, mean, numbers
-    run(_update, rows.size, *args, grain=grain_of(weight))
+    mean, scalars = rows.state["exp_avg"], rows.scalars(*hyperparameters)
+    run_on_rows(_update, rows, rows.weight, gradient, mean, scalars)
 
 
 @kernel()
-def _catch_up_loop(ticket, places, rows, since, lines, seen, weight, mean, least):
-    width, kind = weight.shape[1], type(weight[0, 0])
+def _catch_up(
+    ticket,
+    weight_rows,
+    state_rows,
+    from_step,
+    coefficients,
+    has_state,
+    weight,
+    mean,
+    smallest,
+):
+    width, dtype = weight.shape[1], type(weight[0, 0])
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row, at = places[i], rows[i], since[i]
-            shrink, way = kind(lines[SHRINK, at]), kind(lines[WAY, at])
-            if not seen[row]:
-                if shrink != 1:
+            wrow, row, start = weight_rows[i], state_rows[i], from_step[i]
+            decay = dtype(coefficients[WEIGHT_DECAY, start])
+            step = dtype(coefficients[SIGN_STEP, start])
+            if not has_state[row]:
+                if decay != 1:
                     for d in range(width):
-                        weight[place, d] *= shrink
+                        weight[wrow, d] *= decay
                 continue
-            less = kind(lines[MEAN, at])
+            moment_decay = dtype(coefficients[MOMENT_DECAY, start])
             for d in range(width):
                 m = mean[row, d]
-                weight[place, d] = shrink * weight[place, d] - way * np.sign(m)
-                mean[row, d] = np.sign(m) * max(abs(m) * less, least)
+                weight[wrow, d] = decay * weight[wrow, d] - step * np.sign(m)
+                mean[row, d] = np.sign(m) * max(abs(m) * moment_decay, smallest)
 
 
 @kernel()
-def _update(ticket, places, rows, weight, values, mean, numbers):
-    sign, shrink, lr, beta1, beta2 = numbers
+def _update(ticket, weight_rows, state_rows, weight, gradient, mean, hyperparameters):
+    sign, decay, lr, beta1, beta2 = hyperparameters
     one = type(lr)(1)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
+            wrow, row = weight_rows[i], state_rows[i]
             for d in range(weight.shape[1]):
-                g, m = sign * values[i, d], mean[row, d]
-                towards = np.sign(beta1 * m + (one - beta1) * g)
-                weight[place, d] = shrink * weight[place, d] - lr * towards
+                g, m = sign * gradient[i, d], mean[row, d]
+                direction = np.sign(beta1 * m + (one - beta1) * g)
+                weight[wrow, d] = decay * weight[wrow, d] - lr * direction
                 mean[row, d] = beta2 * m + (one - beta2) * g

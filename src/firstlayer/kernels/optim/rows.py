@@ -1,4 +1,7 @@
-"""Which rows are behind, and rows on their way into half precision and out of it."""
+"""List stale rows, run loops over rows, and read and write half-precision rows."""
+
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -6,31 +9,32 @@ import numpy as np
 from ..runtime.compile import bits_of, kernel, narrow, widen
 from ..runtime.pool import run
 from ..runtime.share import pieces
+from .row_slice import RowSlice
 
-# About how many entries of work are worth waking a second core for.
+# Number of entries that justify a second thread.
 GRAIN = 1 << 16
 
 
 def stale_rows(
-    ids: np.ndarray, last: np.ndarray, now: int
+    ids: np.ndarray, row_steps: np.ndarray, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows among ``ids`` that are not at step ``now``, and where they are.
+    """Return the rows among ``ids`` that are not at ``step``, and the step each is at.
 
-    Each is listed once, and ``last`` says from then on that it is up to date. Ids out of
-    range are passed over: whoever looks them up says so.
+    Each row is listed once, and marked in ``row_steps`` as being at ``step``. Ids out of
+    range are skipped; the lookup reports them.
     """
-    rows, since = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
-    count = _stale_rows(0, ids.size, ids, last, now, rows, since)
-    return rows[:count], since[:count]
+    rows, from_step = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    count = _stale_rows(0, ids.size, ids, row_steps, step, rows, from_step)
+    return rows[:count], from_step[:count]
 
 
 def stale_range(
-    lo: int, hi: int, last: np.ndarray, now: int
+    lo: int, hi: int, row_steps: np.ndarray, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what :func:`stale_rows` does for the ids from ``lo`` up to ``hi``."""
-    rows, since = np.empty(hi - lo, np.int64), np.empty(hi - lo, np.int64)
-    count = _stale_range(lo, hi, last, now, rows, since)
-    return rows[:count], since[:count]
+    """Do what :func:`stale_rows` does for the ids from ``lo`` up to ``hi``."""
+    rows, from_step = np.empty(hi - lo, np.int64), np.empty(hi - lo, np.int64)
+    count = _stale_range(lo, hi, row_steps, step, rows, from_step)
+    return rows[:count], from_step[:count]
 
 
 def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -60,30 +64,36 @@ def store_rows(
     run(_dither_rows, rows.size, bits, key, rows, bits_of(table), grain=grain_of(table))
 
 
+def run_on_rows(loop: Callable[..., None], rows: RowSlice, *args: Any) -> None:
+    """Run a kernel loop over rows, on several threads if there are enough of them."""
+    size, grain = rows.state_rows.size, grain_of(rows.weight)
+    run(loop, size, rows.weight_rows, rows.state_rows, *args, grain=grain)
+
+
 def grain_of(table: np.ndarray) -> int:
-    """Return how many rows of a table are worth a thread."""
+    """Return the number of rows of a table that justify a second thread."""
     return max(1, GRAIN // max(1, table.shape[1]))
 
 
 @kernel()
-def _stale_rows(lo, hi, ids, last, now, rows, since):
+def _stale_rows(lo, hi, ids, row_steps, step, rows, from_step):
     count = 0
     for i in range(lo, hi):
         row = ids[i]
-        if 0 <= row < last.size and last[row] != now:
-            rows[count], since[count] = row, last[row]
-            last[row] = now
+        if 0 <= row < row_steps.size and row_steps[row] != step:
+            rows[count], from_step[count] = row, row_steps[row]
+            row_steps[row] = step
             count += 1
     return count
 
 
 @kernel()
-def _stale_range(lo, hi, last, now, rows, since):
+def _stale_range(lo, hi, row_steps, step, rows, from_step):
     count = 0
     for row in range(lo, hi):
-        if last[row] != now:
-            rows[count], since[count] = row, last[row]
-            last[row] = now
+        if row_steps[row] != step:
+            rows[count], from_step[count] = row, row_steps[row]
+            row_steps[row] = step
             count += 1
     return count
 

@@ -1,123 +1,113 @@
-"""Steps that divide a gradient by what gradients have been: Adagrad's and RMSprop's."""
+"""Adagrad and RMSprop on rows: steps scaled by the squares of past gradients."""
 
 import math
 
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.pool import run
 from ..runtime.share import pieces
-from .rows import grain_of
+from .row_slice import RowSlice
+from .rows import run_on_rows
 
 
-def adagrad_update(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    values: np.ndarray,
-    total: np.ndarray,
-    numbers: tuple[np.floating, ...],
-) -> None:
-    """Take a step of Adagrad with the gradients ``values`` of these rows.
+def adagrad_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
+    """Take a step of Adagrad with a gradient for each row, in place.
+
+    The state is the sum of squared gradients of each weight. If it has shape ``(rows, 1)``,
+    it is the sum of the mean squares of each row's gradients (row-wise Adagrad).
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of ``total``.
-        values: A gradient for each row.
-        total: Sum of squares: one for each weight, or ``(rows, 1)`` for row-wise Adagrad,
-            which adds up the mean square of a row.
-        numbers: What the gradient is multiplied by (−1 to climb), weight decay that is
-            added to it, learning rate, ε.
+        rows: Rows to update.
+        gradient: Gradient of each row.
+        hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
+            learning rate, ε.
     """
-    loop = _rowwise if total.shape[1] == 1 else _adagrad
-    args = places, rows, weight, values, total, numbers
-    run(loop, rows.size, *args, grain=grain_of(weight))
+    squares, scalars = rows.state["sum"], rows.scalars(*hyperparameters)
+    loop = _rowwise_adagrad if squares.shape[1] == 1 else _adagrad
+    run_on_rows(loop, rows, rows.weight, gradient, squares, scalars)
 
 
 def rmsprop_update(
-    weight: np.ndarray,
-    places: np.ndarray,
-    rows: np.ndarray,
-    *,
-    values: np.ndarray,
-    square: np.ndarray,
-    mean: np.ndarray,
-    buffer: np.ndarray,
-    numbers: tuple[np.floating, ...],
+    rows: RowSlice,
+    gradient: np.ndarray,
+    *hyperparameters: float,
+    is_centered: bool,
+    has_momentum: bool,
 ) -> None:
-    """Take a step of RMSprop with the gradients ``values`` of these rows.
+    """Take a step of RMSprop with a gradient for each row, in place.
 
     Args:
-        weight: Where the rows are, float32 or float64.
-        places: Which rows of ``weight``.
-        rows: Which rows of the other arrays.
-        values: A gradient for each row.
-        square: Average of squared gradients.
-        mean: Average of gradients; no rows if it is not ``centered``.
-        buffer: The momentum; no rows if there is none.
-        numbers: What the gradient is multiplied by (−1 to climb), weight decay that is
-            added to it, learning rate, what is left of the averages, ε, momentum.
+        rows: Rows to update.
+        gradient: Gradient of each row.
+        hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
+            learning rate, α, ε, momentum.
+        is_centered: Whether to subtract the square of the average gradient.
+        has_momentum: Whether there is a momentum buffer.
     """
-    args = places, rows, weight, values, square, mean, buffer, numbers
-    run(_rmsprop, rows.size, *args, grain=grain_of(weight))
+    square, mean = rows.state["square_avg"], rows.array("grad_avg", used=is_centered)
+    buffer = rows.array("momentum_buffer", used=has_momentum)
+    scalars = rows.scalars(*hyperparameters)
+    run_on_rows(_rmsprop, rows, rows.weight, gradient, square, mean, buffer, scalars)
 
 
 @kernel(reorder=True)
-def _adagrad(ticket, places, rows, weight, values, total, numbers):
-    sign, coupled, lr, eps = numbers
+def _adagrad(ticket, weight_rows, state_rows, weight, gradient, squares, hyperparameters):
+    sign, coupled, lr, eps = hyperparameters
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
+            wrow, row = weight_rows[i], state_rows[i]
             for d in range(weight.shape[1]):
-                g = sign * values[i, d] + coupled * weight[place, d]
-                sum_ = total[row, d] + g * g
-                total[row, d] = sum_
-                weight[place, d] -= lr * g / (math.sqrt(sum_) + eps)
+                g = sign * gradient[i, d] + coupled * weight[wrow, d]
+                sum_ = squares[row, d] + g * g
+                squares[row, d] = sum_
+                weight[wrow, d] -= lr * g / (math.sqrt(sum_) + eps)
 
 
 @kernel(reorder=True)
-def _rowwise(ticket, places, rows, weight, values, total, numbers):
-    sign, coupled, lr, eps = numbers
+def _rowwise_adagrad(
+    ticket, weight_rows, state_rows, weight, gradient, squares, hyperparameters
+):
+    sign, coupled, lr, eps = hyperparameters
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
-            squares = type(lr)(0)
+            wrow, row = weight_rows[i], state_rows[i]
+            sum_of_squares = type(lr)(0)
             for d in range(width):
-                g = sign * values[i, d] + coupled * weight[place, d]
-                squares += g * g
-            total[row, 0] += squares / type(lr)(width)
-            size = lr / (math.sqrt(total[row, 0]) + eps)
+                g = sign * gradient[i, d] + coupled * weight[wrow, d]
+                sum_of_squares += g * g
+            squares[row, 0] += sum_of_squares / type(lr)(width)
+            size = lr / (math.sqrt(squares[row, 0]) + eps)
             for d in range(width):
-                w = weight[place, d]
-                weight[place, d] = w - size * (sign * values[i, d] + coupled * w)
+                w = weight[wrow, d]
+                weight[wrow, d] = w - size * (sign * gradient[i, d] + coupled * w)
 
 
 @kernel(reorder=True)
-def _rmsprop(ticket, places, rows, weight, values, square, mean, buffer, numbers):
-    sign, coupled, lr, kept, eps, momentum = numbers
-    width, share = weight.shape[1], type(lr)(1) - kept
-    moves = np.empty(width, weight.dtype)
+def _rmsprop(
+    ticket, weight_rows, state_rows, weight, gradient, square, mean, buffer, hyperparameters
+):
+    sign, coupled, lr, alpha, eps, momentum = hyperparameters
+    width, share = weight.shape[1], type(lr)(1) - alpha
+    updates = np.empty(width, weight.dtype)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            place, row = places[i], rows[i]
+            wrow, row = weight_rows[i], state_rows[i]
             for d in range(width):
-                g = sign * values[i, d] + coupled * weight[place, d]
-                square[row, d] = kept * square[row, d] + share * g * g
-                moves[d] = g
+                g = sign * gradient[i, d] + coupled * weight[wrow, d]
+                square[row, d] = alpha * square[row, d] + share * g * g
+                updates[d] = g
             if mean.size:
                 for d in range(width):
-                    m = mean[row, d] + share * (moves[d] - mean[row, d])
+                    m = mean[row, d] + share * (updates[d] - mean[row, d])
                     mean[row, d] = m
-                    moves[d] /= math.sqrt(square[row, d] - m * m) + eps
+                    updates[d] /= math.sqrt(square[row, d] - m * m) + eps
             else:
                 for d in range(width):
-                    moves[d] /= math.sqrt(square[row, d]) + eps
+                    updates[d] /= math.sqrt(square[row, d]) + eps
             if buffer.size:
                 for d in range(width):
-                    moves[d] += momentum * buffer[row, d]
-                    buffer[row, d] = moves[d]
+                    updates[d] += momentum * buffer[row, d]
+                    buffer[row, d] = updates[d]
             for d in range(width):
-                weight[place, d] -= lr * moves[d]
+                weight[wrow, d] -= lr * updates[d]

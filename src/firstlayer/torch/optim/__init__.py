@@ -1,11 +1,13 @@
 """Row optimizers: train a table of a million rows at the cost of a batch.
 
-Embeddings with ``sparse=True`` have row gradients, which most optimizers refuse. These take
-them, and dense gradients of other parameters beside them. In ``mode="exact"``, the default,
-every number that is read is what torch's optimizer of that name would have made it from
-dense gradients, schedules and decay included; in ``mode="lazy"`` a row without a gradient
-simply stays, which is what SparseAdam does, and another algorithm. What can be exact, and
-why, is said in :mod:`firstlayer.optim`.
+Embeddings with ``sparse=True`` have sparse gradients, which most torch optimizers reject.
+Row optimizers accept them, together with dense gradients of other parameters.
+
+``mode="exact"`` (the default): every weight that is read is what torch's optimizer of that
+name would have computed from dense gradients, schedules and decay included.
+``mode="lazy"``: a row without a gradient does not move at all, as in ``SparseAdam``. This
+is a different algorithm. :mod:`firstlayer.optim` lists what can be exact, and to what
+accuracy.
 
     >>> import torch
     >>> from firstlayer.torch import Embedding
@@ -14,35 +16,34 @@ why, is said in :mod:`firstlayer.optim`.
     >>> layer(torch.tensor([3, 7, 3])).square().sum().backward()
     >>> optimizer.step()
 
-**Who brings a row up to date.** A row that was left alone catches up before it is read. For
-that ``parameter.table_state`` is put on a table with its first step. Firstlayer's layers settle with
-it in lookups, ``logits``, ``state_dict``, ``load_state_dict`` and ``eval``; torch's own do
-in lookups and for state_dicts if the optimizer is given the model, ``RowAdamW(model)``.
-Copies and pickles of a parameter are up to date and have nothing pending. Whatever else
-reads or writes ``weight`` (also ``torch.func`` and ``torch.export``) calls ``flush()``
-before; a row that was read too early is found in ``step()``, which then changes nothing.
+**Reading the table.** Rows without a gradient become stale and catch up before they are
+read. The first step puts ``table_state`` on the parameter for that purpose. Firstlayer's
+layers catch up in lookups, ``logits``, ``state_dict``, ``load_state_dict`` and ``eval``.
+Torch's own layers catch up in lookups and in state dicts if the optimizer is given the
+model: ``RowAdamW(model)``. Copies and pickles of a parameter are up to date and have no
+``table_state``. Call ``optimizer.flush()`` before reading or writing ``weight`` directly,
+also with ``torch.func`` and ``torch.export``. ``step()`` raises, and changes nothing, if a
+row with a gradient was stale when it was read.
 
-Tables are on the CPU, in any float dtype; states of half-precision tables are float32. A
-table whose gradient is dense, as that of a tied head is, has all of its rows moved. Saving
-brings every row up to date, which rounds them once more: two runs are equal to the bit if
-they save at the same steps, and a run that goes on from a checkpoint equals the one that
-wrote it.
+**Limits.** Tables are on the CPU, in any float dtype; the state of a half-precision table
+is float32. A dense gradient, such as that of a tied head, updates every row. Saving brings
+every row up to date, which rounds stale rows once more: two runs are bitwise equal if they
+save at the same steps, and a resumed run equals the run that wrote the checkpoint.
 """
 
 from typing import Any
 
 import torch
 
-from ...optim.adagrad import Adagrad
-from ...optim.adam import Adam
-from ...optim.lion import Lion as LionRule
-from ...optim.rmsprop import RMSprop
-from ...optim.rule import Rule
-from ...optim.sgd import SGD
+from ...optim.adagrad import AdagradOptions, WiseAdagradOptions
+from ...optim.adam import AdamOptions, AdamWOptions
+from ...optim.lion import LionOptions
+from ...optim.rmsprop import RMSpropOptions
+from ...optim.sgd import SGDOptions
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .lion import Lion
 from .row_optimizer import RowOptimizer as RowOptimizer
-from .row_optimizer import step_count
+from .row_optimizer import step_tensor
 
 __all__ = [
     "RowAdagrad",
@@ -58,131 +59,139 @@ __all__ = [
 
 
 class RowSGD(RowOptimizer):
-    """Gradient descent by rows. Equals ``torch.optim.SGD`` on dense gradients.
+    """SGD on rows. Equals ``torch.optim.SGD`` on dense gradients.
 
-    Arguments are those of :class:`RowOptimizer` and of ``torch.optim.SGD``: ``momentum``,
-    ``dampening``, ``weight_decay``, ``nesterov``, ``maximize``.
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, momentum, dampening, weight_decay, nesterov, maximize, torch_options: See
+            ``torch.optim.SGD``.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowSGD(layer, lr=0.1, momentum=0.9, weight_decay=0.01)
     """
 
+    options_class = SGDOptions
     torch_class = torch.optim.SGD
-
-    def rule(self, *, lazy: bool) -> Rule:
-        return SGD()
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad by rows. Equals ``torch.optim.Adagrad`` on dense gradients.
+    """Adagrad on rows. Equals ``torch.optim.Adagrad`` on dense gradients.
 
-    Arguments are those of :class:`RowOptimizer` and of ``torch.optim.Adagrad``:
-    ``lr_decay``, ``initial_accumulator_value``, ``eps``, ``maximize``; ``weight_decay``,
-    which is added to gradients, in ``mode="lazy"`` only.
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
+            ``torch.optim.Adagrad``.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowAdagrad(layer, lr=0.1, initial_accumulator_value=0.1)
     """
 
+    options_class = AdagradOptions
     torch_class = torch.optim.Adagrad
 
-    def rule(self, *, lazy: bool) -> Rule:
-        return Adagrad()
-
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
-        # torch makes this state when it is constructed.
+        # torch.optim.Adagrad creates its state at construction, not at the first step.
         for group in groups:
             for parameter in group["params"]:
-                state, first = self.state[parameter], group["initial_accumulator_value"]
+                state, initial = self.state[parameter], group["initial_accumulator_value"]
                 if not state:
-                    state["step"] = step_count(0)
-                    state["sum"] = torch.full_like(parameter, first)
+                    state["step"] = step_tensor(0)
+                    state["sum"] = torch.full_like(parameter, initial)
         super()._step_dense(groups)
 
 
 class RowWiseAdagrad(RowAdagrad):
-    """Adagrad with one number a row: the sum of the mean squares of its gradients.
+    """Adagrad with one number per row: the sum of the mean squares of its gradients.
 
-    The state of a table of a million rows is 4 MB. Parameters that are no tables get
-    torch's Adagrad. Arguments are those of :class:`RowAdagrad`.
+    The state of a table of a million rows takes 4 MB. Parameters that are not tables get
+    torch's Adagrad.
+
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
+            ``torch.optim.Adagrad``.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowWiseAdagrad(layer, lr=0.1, eps=1e-8)
     """
 
-    def rule(self, *, lazy: bool) -> Rule:
-        return Adagrad(by_row=True)
+    options_class = WiseAdagradOptions
 
 
 class RowAdam(RowOptimizer):
-    """Adam by rows. Equals ``torch.optim.Adam`` on dense gradients.
+    """Adam on rows. Equals ``torch.optim.Adam`` on dense gradients.
 
-    Arguments are those of :class:`RowOptimizer` and of ``torch.optim.Adam``: ``betas``,
-    ``eps``, ``amsgrad``, ``maximize``; ``weight_decay``, which is added to gradients, in
-    ``mode="lazy"`` only. There it is ``torch.optim.SparseAdam``, with ``eps`` before the
+    In ``mode="lazy"`` it equals ``torch.optim.SparseAdam``, which adds ``eps`` before the
     bias correction.
+
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, betas, eps, amsgrad, maximize, torch_options: See ``torch.optim.Adam``.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowAdam(layer, lr=0.1, betas=(0.9, 0.99), mode="lazy")
     """
 
+    options_class = AdamOptions
     torch_class = torch.optim.Adam
-
-    def rule(self, *, lazy: bool) -> Rule:
-        return Adam(decoupled=False, hat=lazy)
 
 
 class RowAdamW(RowOptimizer):
-    """AdamW by rows. Equals ``torch.optim.AdamW`` on dense gradients.
+    """AdamW on rows. Equals ``torch.optim.AdamW`` on dense gradients.
 
-    Arguments are those of :class:`RowOptimizer` and of ``torch.optim.AdamW``: ``betas``,
-    ``eps``, ``weight_decay``, ``amsgrad``, ``maximize``.
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, betas, eps, weight_decay, amsgrad, maximize, torch_options: See
+            ``torch.optim.AdamW``.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.1)
     """
 
+    options_class = AdamWOptions
     torch_class = torch.optim.AdamW
-
-    def rule(self, *, lazy: bool) -> Rule:
-        return Adam(decoupled=True, hat=lazy)
 
 
 class RowRMSprop(RowOptimizer):
-    """RMSprop by rows. Equals ``torch.optim.RMSprop`` on dense gradients.
+    """RMSprop on rows. Equals ``torch.optim.RMSprop`` on dense gradients.
 
-    Arguments are those of :class:`RowOptimizer` and of ``torch.optim.RMSprop``: ``alpha``,
-    ``eps``, ``momentum``, ``centered``, ``maximize``; ``weight_decay``, which is added to
-    gradients, in ``mode="lazy"`` only.
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr, alpha, eps, momentum, centered, maximize, torch_options: See
+            ``torch.optim.RMSprop``.
+        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowRMSprop(layer, lr=0.1, momentum=0.9, centered=True)
     """
 
+    options_class = RMSpropOptions
     torch_class = torch.optim.RMSprop
-
-    def rule(self, *, lazy: bool) -> Rule:
-        return RMSprop()
 
 
 class RowLion(RowOptimizer):
-    """Lion by rows: weights move by the sign of an average of gradients.
+    """Lion on rows: updates weights by the sign of an average of gradients.
 
-    Arguments are those of :class:`RowOptimizer` and ``betas``, what of the average moves a
-    weight and what of it is kept, ``weight_decay``, times ``lr``, and ``maximize``.
+    Args:
+        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        lr: Learning rate.
+        betas: Decay rates of the average: in the update, and in the stored state.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize instead of minimize.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
         >>> optimizer = RowLion(layer, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     """
 
+    options_class = LionOptions
     torch_class = Lion
-
-    def rule(self, *, lazy: bool) -> Rule:
-        return LionRule()

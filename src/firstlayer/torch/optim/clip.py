@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm, row gradients among them."""
+"""Gradient clipping by norm, for sparse and dense gradients."""
 
 from collections.abc import Iterable
 
@@ -16,19 +16,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Shorten gradients in place so that all together they have a norm within a bound.
+    """Clip the norm of all gradients together, in place.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which refuses sparse gradients. Rows that have no
-    gradient add nothing to a norm, so the norm is that of the dense gradients, exactly.
+    Works as ``torch.nn.utils.clip_grad_norm_`` and also accepts sparse gradients. Rows
+    without a gradient add nothing to a norm, so the norm is that of dense gradients.
 
     Args:
-        parameters: Whose gradients; those without one are passed over.
-        max_norm: What the norm shall not exceed.
-        norm_type: The p of the p-norm, ``inf`` for the largest entry.
+        parameters: Parameters whose gradients are clipped; those without one are skipped.
+        max_norm: Maximum norm.
+        norm_type: The p of the p-norm; ``inf`` for the largest entry.
         error_if_nonfinite: Raise if the norm is not finite, and change nothing.
 
     Returns:
-        The norm as it was.
+        Norm of the gradients before clipping.
 
     Example:
         >>> layer = torch.nn.Embedding(9, 1, sparse=True)
@@ -36,9 +36,9 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(layer.parameters(), 1.0)
         tensor(5.)
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    values, p = [_values(p) for p in given if p.grad is not None], float(norm_type)
-    # A gradient without rows is zero everywhere; of no numbers there is no largest.
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    values, p = [_values(x) for x in parameters if x.grad is not None], float(norm_type)
+    # A gradient without rows is zero, and the inf-norm of an empty tensor is an error.
     values = [v for v in values if v.numel()]
     if not values:
         return torch.zeros((), device="cpu")
@@ -48,7 +48,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for part in values:
-        # Not in the dtype of half gradients: a rounded factor would be off for all of them.
+        # Not rounded to the gradient's dtype: the rounding error would affect every entry.
         part.mul_(factor.to(part.device))
     return total
 
@@ -58,6 +58,6 @@ def _values(parameter: Tensor) -> Tensor:
     if grad is None or not grad.is_sparse:
         return grad  # pyright: ignore
     if not grad.is_coalesced():
-        # Of an id that occurs twice the norm is that of the sum.
+        # The norm is that of the sum over repeated ids.
         parameter.grad = grad = coalesced(grad)
     return grad._values()

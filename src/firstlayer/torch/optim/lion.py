@@ -1,4 +1,4 @@
-"""Lion for parameters that are no tables (Chen et al. 2023, arXiv 2302.06675)."""
+"""Lion for parameters that are not tables (Chen et al. 2023, arXiv 2302.06675)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,39 +7,40 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Moves weights by the sign of an average of gradients.
+    """Updates weights by the sign of an average of gradients.
 
     Args:
-        params: Parameters or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        betas: What of the average moves a weight, and what of it is kept.
-        weight_decay: What part of a weight, times ``lr``, a step takes away.
-        maximize: Climb instead.
+        betas: Decay rates of the average: in the update, and in the stored state.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize instead of minimize.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
         *,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        maximize: bool = False,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        maximize: bool,
     ) -> None:
         decay = {"weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {"lr": lr, "betas": betas, **decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         lr, (beta1, beta2), state = group["lr"], group["betas"], self.state[parameter]
-        grad: Any = parameter.grad
         grad = -grad if group["maximize"] else grad
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)

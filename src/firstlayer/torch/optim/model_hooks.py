@@ -1,24 +1,25 @@
-"""Torch's own layers under a row optimizer: hooks that settle before rows are read.
+"""Hooks that make torch's own layers catch up stale rows before they read a table.
 
-The hooks are plain functions that look for what is pending on the parameter when they are
-called, so copies and pickles of a model may keep them: nothing is pending there.
+The hooks are plain functions that look for ``table_state`` on the parameter when they run,
+so copies and pickles of a model may keep them.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._table.padding import Padded
-from ..frozen import PartlyFrozenEmbedding
 from .table_state import catch_up
 
 
 def add_hooks(model: nn.Module) -> None:
-    """Have every module that uses a table which is trained by rows settle before it does.
+    """Add hooks to every module that uses the table of an embedding with ``sparse=True``.
 
-    Tables are the parameters of embeddings with ``sparse=True``. Layers of Firstlayer need no
-    hooks.
+    Firstlayer's layers catch up without hooks.
     """
+    # Imported here: the layers import this package.
+    from .._table.module import Table
+    from ..frozen import PartlyFrozenEmbedding
+
     modules = list(model.modules())
     tables = {
         parameter
@@ -27,23 +28,21 @@ def add_hooks(model: nn.Module) -> None:
         for parameter in module.parameters(recurse=False)
     }
     for module in modules:
-        used = {p for p in module.parameters(recurse=False) if p in tables}
-        if used and not isinstance(module, Padded | PartlyFrozenEmbedding):
-            _add(module)
+        uses_table = any(p in tables for p in module.parameters(recurse=False))
+        if uses_table and not isinstance(module, Table | PartlyFrozenEmbedding):
+            _add_hooks(module)
 
 
-def _add(module: nn.Module) -> None:
+def _add_hooks(module: nn.Module) -> None:
     is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    before_call = _before_lookup if is_lookup else _before_use
-    if before_call not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(before_call, with_kwargs=True)
-        module.register_state_dict_pre_hook(_before_saving)
-        module.register_load_state_dict_pre_hook(_before_loading)
+    before_forward = _catch_up_ids if is_lookup else _catch_up_all
+    if before_forward not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(before_forward, with_kwargs=True)
+        module.register_state_dict_pre_hook(_catch_up_all)
+        module.register_load_state_dict_pre_hook(_catch_up_all)
 
 
-def _before_lookup(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _catch_up_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ids = args[0] if args else kwargs.get("input")
     if isinstance(ids, Tensor) and ids.is_nested:
         ids = ids.values()
@@ -51,14 +50,6 @@ def _before_lookup(
         catch_up(parameter, ids)
 
 
-def _before_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _catch_up_all(module: nn.Module, *_: Any) -> None:
     for parameter in module.parameters(recurse=False):
         catch_up(parameter)
-
-
-def _before_saving(module: nn.Module, *_: Any) -> None:
-    _before_use(module, (), {})
-
-
-def _before_loading(module: nn.Module, *_: Any) -> None:
-    _before_use(module, (), {})

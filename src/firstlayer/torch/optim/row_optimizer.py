@@ -1,21 +1,21 @@
-"""Row optimizers as torch's users know optimizers; see :mod:`firstlayer.torch.optim`.
+"""Base class of the row optimizers; see :mod:`firstlayer.torch.optim`.
 
-A parameter whose gradient is sparse is a table, from its first such gradient on, and moved
-by the core (:mod:`firstlayer.optim`). All other parameters are moved by torch's own optimizer of
-that name, in the same groups. The state has torch's names and shapes, and every row is
-brought up to date before it is handed out: checkpoints of this and of torch's optimizer
-continue each other.
+A parameter is a table from its first sparse gradient on, and is updated by
+:mod:`firstlayer.optim`. All other parameters are updated by torch's own optimizer, with the
+same parameter groups. The state has torch's names and shapes, and saving it brings every
+row up to date, so checkpoints are interchangeable with those of torch's optimizer.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..._check import one_of
-from ...optim.row_optimizer import MODES, Mode, check_rounding
-from ...optim.rule import Rule
+from ...optim.row_optimizer import check_rounding
+from ...optim.rule import MODES, Mode, RowOptions, Rule
 from .._table.lookup import HALF
 from .._tensors.buffers import compute_dtype, name_of
 from .._tensors.errors import torch_classes
@@ -28,20 +28,28 @@ Params = nn.Module | Iterable[Any]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Base of the row optimizers.
+    """Base class of the row optimizers.
 
     Args:
-        params: A model, or what every optimizer of torch takes: parameters or groups.
-        lr: Learning rate; None is torch's default.
+        params: Model, parameters or parameter groups.
+        lr: Learning rate.
         mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.torch.optim`.
-        stochastic_rounding: Round tables in bfloat16 up or down at random, the nearer the
-            likelier, so that updates too small to be kept are kept on average. The same
-            run rounds the same way.
-        options: As torch's optimizer of that name takes them.
+        stochastic_rounding: Round updated rows of bfloat16 tables up or down at random,
+            the nearer value with the higher probability, so that updates too small for
+            bfloat16 are kept on average. Repeated runs round the same way.
+        options: Further arguments of torch's optimizer of that name.
     """
 
-    #: Torch's optimizer of that name, for parameters that are no tables.
+    #: Options of the optimizer, with defaults.
+    options_class: ClassVar[type[RowOptions]]
+    #: Torch's optimizer of that name, for parameters that are not tables.
     torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.__signature__ = cls.options_class.constructor_signature(
+            "params", others="torch_options"
+        )
 
     def __init__(
         self,
@@ -55,28 +63,25 @@ class RowOptimizer(torch.optim.Optimizer):
         for name in ("differentiable", "capturable"):
             if options.get(name):
                 raise ValueError(f"{name} must be False for row optimizers, got True")
-        options |= {} if lr is None else {"lr": lr}
-        # It needs a parameter to be made; it gets others in every step.
-        nothing = torch.zeros(0, device="cpu")
-        self._dense = type(self).torch_class([nothing], **options)
+        options = {**self.options_class().hyperparameters(), **options}
+        if lr is not None:
+            options["lr"] = lr
+        # torch requires a parameter here; _step_dense passes the real ones.
+        placeholder = torch.zeros(0, device="cpu")
+        self._dense = type(self).torch_class([placeholder], **options)
         self._table_states: dict[Tensor, ParameterState] = {}
-        ours = {"mode": mode, "stochastic_rounding": stochastic_rounding}
-        found = params.parameters() if isinstance(params, nn.Module) else params
-        super().__init__(found, {**self._dense.defaults, **ours})
+        parameters = params.parameters() if isinstance(params, nn.Module) else params
+        own = {"mode": mode, "stochastic_rounding": stochastic_rounding}
+        super().__init__(parameters, {**self._dense.defaults, **own})
         if isinstance(params, nn.Module):
             add_hooks(params)
 
-    def rule(self, *, lazy: bool) -> Rule:
-        """Return how rows are moved."""
-        raise NotImplementedError
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, ``mode`` among them."""
+        """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
         with torch_classes():
             one_of("mode", options["mode"], MODES)
-            exact = options["mode"] == "exact"
-            self.rule(lazy=not exact).check(options, exact=exact)
+            self._new_rule(options).check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
@@ -87,39 +92,46 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
-        """Take a step. Nothing is changed if a row was read before it was up to date.
+        """Take a step. Nothing changes if a row with a gradient was read while stale.
 
         Args:
-            closure: Computes the loss and its gradients once more.
+            closure: Computes the loss and its gradients again.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tables, rest = [], []
+        tables, dense_groups = [], []
         for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            tables += [self._taken(p, group) for p in given if self._is_table(p)]
-            rest.append({**group, "params": [p for p in given if not self._is_table(p)]})
-        self._step_dense(rest)
-        for table_state, ids, values, group in tables:
+            dense = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter in self._table_states or parameter.grad.is_sparse:
+                    state = self._table_state(parameter, group)
+                    tables.append((state, *self._gradient(state, parameter.grad), group))
+                else:
+                    dense.append(parameter)
+            dense_groups.append({**group, "params": dense})
+        self._step_dense(dense_groups)
+        for state, ids, gradient, group in tables:
             with threads_of_torch():
-                table_state.step(ids, values, options=group)
-            self._publish(table_state, self.state[table_state.parameter])
+                state.step(ids, gradient, options=group)
+            self._publish(state)
         return loss
 
     def flush(self) -> None:
-        """Bring every row up to date, for whoever reads or writes a table itself."""
-        for table_state in self._table_states.values():
-            table_state.catch_up()
+        """Bring every row up to date; call before using ``weight`` directly."""
+        for state in self._table_states.values():
+            state.catch_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, every row being brought up to date first."""
+        """Bring every row up to date and return the state."""
         self.flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state: of this optimizer, or of torch's of the same name."""
+        """Continue from a state of this optimizer, or of torch's optimizer of that name."""
         for parameter in self._table_states:
             detach(parameter)
         self._table_states = {}
@@ -127,7 +139,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self._widen(state_dict)
+        self._restore_float32(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
@@ -137,84 +149,78 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._table_states = {}
 
-    def _is_table(self, parameter: Tensor) -> bool:
-        grad = parameter.grad
-        return parameter in self._table_states or (grad is not None and grad.is_sparse)
+    def _new_rule(self, options: dict[str, Any]) -> Rule:
+        return self.options_class.rule_class(lazy=options["mode"] == "lazy")
 
-    def _taken(self, parameter: Tensor, group: dict[str, Any]) -> Any:
-        """Return what a table's step needs, or say why it cannot be taken."""
-        table_state = self._table_states.get(parameter)
-        if table_state is None:
-            table_state = self._begun(parameter, group)
-        grad = parameter.grad
-        if grad is None or not grad.is_sparse:
-            self._check(table_state, None)
-            return table_state, None, array_of(grad.contiguous()), group  # pyright: ignore
+    def _gradient(
+        self, state: ParameterState, grad: Tensor
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return the ids and values of a gradient; ids are None if it is dense."""
+        if not grad.is_sparse:
+            self._check_read(state, None)
+            return None, array_of(grad.contiguous())
         rows = rows_of(grad)
-        self._check(table_state, rows.ids)
-        return table_state, rows.ids, rows.values, group
+        self._check_read(state, rows.ids)
+        return rows.ids, rows.values
 
-    def _check(self, table_state: ParameterState, ids: Any) -> None:
-        row = table_state.behind(ids)
+    def _check_read(self, state: ParameterState, ids: np.ndarray | None) -> None:
+        """Raise RuntimeError if one of the rows was stale when it was read."""
+        row = state.first_stale(ids)
         if row is None:
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Gradients of rows that other processes have read.
-            table_state.catch_up(ids)
+            state.catch_up(ids)
             return
         raise RuntimeError(
             f"row {row} was read before it was brought up to date; look it up through "
             'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
         )
 
-    def _begun(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
-        """Make a table of a parameter, with the state that it has, and return its rows."""
-        if not parameter.is_cpu or not parameter.is_contiguous():
-            raise ValueError(
-                "a table must be on the CPU and contiguous, "
-                f"got one on {parameter.device} with strides {parameter.stride()}"
-            )
-        if parameter.dtype not in FLOATS or parameter.dim() != 2:
-            raise ValueError(
-                f"a table must be real and have 2 axes, got {name_of(parameter.dtype)} "
-                f"{tuple(parameter.shape)}"
-            )
-        exact, found = group["mode"] == "exact", self.state[parameter]
-        # Copied: what was loaded may be somebody else's.
+    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
+        """Return the state of a table; create it at the table's first sparse gradient."""
+        if parameter in self._table_states:
+            return self._table_states[parameter]
+        _check_table(parameter)
+        rule, loaded = self._new_rule(group), self.state[parameter]
+        # Copied: the tensors of a loaded state may belong to another optimizer.
         arrays = {
             name: array_of(
                 value.detach().to(compute_dtype(parameter.dtype), copy=True).contiguous()
             )
-            for name, value in found.items()
+            for name, value in loaded.items()
             if isinstance(value, Tensor) and name != "step"
         }
-        table_state = ParameterState(
+        is_bfloat16 = parameter.dtype == torch.bfloat16
+        state = ParameterState(
             parameter,
-            self.rule(lazy=not exact),
+            rule,
             options=group,
-            exact=exact,
-            dither=group["stochastic_rounding"] and parameter.dtype == torch.bfloat16,
+            stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
             state=arrays or None,
-            step=int(found.get("step", bool(arrays))),
+            step=int(loaded.get("step", bool(arrays))),
         )
-        if exact:
-            table_state.attach()
-        self._table_states[parameter] = table_state
-        return table_state
+        if not rule.lazy:
+            state.attach()
+        self._table_states[parameter] = state
+        return state
 
-    def _publish(self, table_state: ParameterState, state: dict[str, Any]) -> None:
+    def _publish(self, table_state: ParameterState) -> None:
+        """Show the arrays of a table's state in ``self.state``."""
+        state = self.state[table_state.parameter]
         for name, array in table_state.state.items():
             if name not in state or state[name].data_ptr() != array.ctypes.data:
                 state[name] = tensor_of(array)
-        state["step"] = step_count(table_state.now)
+        state["step"] = step_tensor(table_state.step_count)
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
+        """Update the parameters that are not tables with torch's optimizer."""
         if any(group["params"] for group in groups):
             self._dense.param_groups, self._dense.state = groups, self.state
             self._dense.step()
 
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        """Put back the float32 states of tables in half precision, which torch rounds."""
+    def _restore_float32(self, state_dict: dict[str, Any]) -> None:
+        """Restore float32 states of half-precision parameters, which torch downcasts."""
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -223,10 +229,23 @@ class RowOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.clone()
 
 
-def step_count(steps: int) -> Tensor:
-    """Return a number of steps as torch's optimizers keep it.
+def step_tensor(steps: int) -> Tensor:
+    """Return a number of steps as torch's optimizers store it.
 
-    Neither on torch's default device, where it would be waited for, nor in its default
-    dtype, of which bfloat16 has no 257.
+    Always on the CPU, where reading it does not synchronize a device, and in float32:
+    bfloat16 cannot represent 257.
     """
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
+def _check_table(parameter: Tensor) -> None:
+    if not parameter.is_cpu or not parameter.is_contiguous():
+        raise ValueError(
+            "a table must be on the CPU and contiguous, "
+            f"got one on {parameter.device} with strides {parameter.stride()}"
+        )
+    if parameter.dtype not in FLOATS or parameter.dim() != 2:
+        raise ValueError(
+            f"a table must be real and have 2 axes, got {name_of(parameter.dtype)} "
+            f"{tuple(parameter.shape)}"
+        )

@@ -1,4 +1,4 @@
-"""Row gradients as torch has them, sparse tensors, summed by id."""
+"""Sparse gradients of torch as row gradients, summed by id."""
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ from .._tensors.memory import array_of, tensor_of, threads_of_torch
 
 
 def rows_of(grad: Tensor) -> RowGradient:
-    """Return a sparse gradient of a table as rows, in the dtype of the work.
+    """Return a sparse gradient of a table as a row gradient in the compute dtype.
 
-    Ids that occur several times are summed in float32 (float64 for float64), in order.
+    Repeated ids are summed in order, in float32 (float64 for float64).
     """
     ids, values = grad._indices(), grad._values().contiguous()
     if ids.shape[0] != 1:
@@ -36,8 +36,8 @@ def coalesced(grad: Tensor) -> Tensor:
     rows = rows_of(grad)
     ids, values = tensor_of(rows.ids)[None], tensor_of(rows.values).to(grad.dtype)
     if not rows.ids.size:
-        # Gradients that are added to none are written into its memory, which grows for
-        # that: NumPy's cannot.
+        # torch resizes an empty gradient in place when it accumulates into it, which
+        # memory owned by NumPy does not allow.
         ids, values = ids.clone(), values.clone()
     return torch.sparse_coo_tensor(
         ids, values, grad.shape, check_invariants=False, is_coalesced=True

@@ -1,9 +1,9 @@
-"""What a row optimizer has yet to do to a parameter, kept on the parameter itself.
+"""State of a row optimizer on the parameter that it trains.
 
-``parameter.table_state`` is there while a row optimizer in ``mode="exact"`` trains a table.
-Whoever is about to read rows calls :func:`catch_up`. Copying and pickling settle first and
-leave it behind: torch asks the parameter itself how that is done, and gets the answer of
-one that is up to date. In compiled code settling is one operator that writes to the table.
+While a row optimizer in ``mode="exact"`` trains a table, ``parameter.table_state`` is a
+:class:`ParameterState`. Code that is about to read rows calls :func:`catch_up`. Copying or
+pickling the parameter catches up first, and the copy has no ``table_state``. In compiled
+code, catching up is one operator that mutates the table.
 """
 
 import itertools
@@ -19,68 +19,74 @@ from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
 from .._tensors.memory import array_of, array_of_table, concrete, threads_of_torch
 
-# What stands on a parameter while it is waited for.
+#: Instance attributes of a parameter that is trained by rows: ``table_state`` is its
+#: ParameterState; ``copy`` and ``pickle`` find the other two on the instance before they
+#: look at its class.
 NAMES = ("table_state", "__deepcopy__", "__reduce_ex__")
 
-# An operator takes numbers and tensors only: it finds what is pending by its number.
-_by_number: "weakref.WeakValueDictionary[int, TablePending]" = weakref.WeakValueDictionary()
+# Module state: every living ParameterState by number. A compiled operator takes only
+# tensors and numbers as arguments, so it finds the state by its number. The references are
+# weak: an entry disappears with its state.
+_by_number: "weakref.WeakValueDictionary[int, ParameterState]"
+_by_number = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class ParameterState(TableState):
-    """What is pending for the rows of a parameter.
+    """State of a parameter under a row optimizer.
 
     Args:
-        parameter: The table. It is not kept alive.
-        rule: What moves its rows.
-        options: The rule's options.
-        how: As in :class:`firstlayer.optim.table_state.TableState`.
+        parameter: Table. Only a weak reference to it is kept.
+        rule: Update rule.
+        options: Current options of the rule.
+        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
     """
 
     def __init__(
-        self, parameter: Tensor, rule: Rule, *, options: Options, **how: Any
+        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
     ) -> None:
-        # Not a method of this: what is pending should go when nobody needs it.
+        # The closure refers to the weak reference, not to ``self``: no reference cycle.
         owner = self._owner = weakref.ref(parameter)
-        super().__init__(rule, lambda: _array_of(owner), options=options, **how)
+        super().__init__(rule, lambda: _array_of(owner), options=options, **arguments)
         self.number = next(_numbers)
         _by_number[self.number] = self
 
     @property
     def parameter(self) -> Tensor:
-        """The table."""
+        """Table."""
         return _alive(self._owner)
 
-    def catch_up(self, ids: Any = None, *, table: Any = None) -> None:
-        """Bring rows up to date: those of ``ids``, or all."""
+    def catch_up(
+        self, ids: np.ndarray | None = None, *, table: np.ndarray | None = None
+    ) -> None:
+        """Do what :meth:`TableState.catch_up` does, with torch's number of threads."""
         if not self.is_caught_up:
             with threads_of_torch():
                 super().catch_up(ids, table=table)
 
     def attach(self) -> None:
-        """Put this on the parameter, in place of what was there."""
+        """Put this state on the parameter, in place of a previous one."""
         parameter = self.parameter
         detach(parameter)
-        # The latter two are what copy and pickle look for on whatever they are given.
-        mine = zip(NAMES, (self, self._copied, self._reduced), strict=True)
-        vars(parameter).update(mine)
+        values = self, self._deepcopy, self._reduce
+        vars(parameter).update(zip(NAMES, values, strict=True))
 
-    def _copied(self, memo: dict[int, Any]) -> Any:
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
         self.catch_up()
         parameter = self.parameter
         return type(parameter).__deepcopy__(parameter, memo)
 
-    def _reduced(self, protocol: Any) -> Any:
+    def _reduce(self, protocol: Any) -> Any:
         self.catch_up()
         parameter = self.parameter
         twin = Parameter(parameter.data, parameter.requires_grad)
-        kept = {key: value for key, value in vars(parameter).items() if key not in NAMES}
-        vars(twin).update(kept)
+        others = {key: value for key, value in vars(parameter).items() if key not in NAMES}
+        vars(twin).update(others)
         return twin.__reduce_ex__(protocol)
 
 
 def detach(parameter: Tensor) -> None:
-    """Bring every row up to date and take what was pending off the parameter."""
+    """Bring every row up to date and remove the state from the parameter."""
     table_state = getattr(parameter, "table_state", None)
     if isinstance(table_state, ParameterState):
         table_state.catch_up()
@@ -89,14 +95,16 @@ def detach(parameter: Tensor) -> None:
 
 
 def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
-    """Bring rows up to date before they are read, if anything is pending for a table.
+    """Bring stale rows of a table up to date before they are read, in place.
+
+    Does nothing if no row optimizer trains the table.
 
     Args:
-        weight: The table.
-        ids: The rows that will be read; None is all of them.
+        weight: Table.
+        ids: Rows that will be read; None for all.
     """
     table_state = getattr(weight, "table_state", None)
-    # A symbol that stands for a table has every attribute.
+    # Not a test for None: a traced proxy of a table has every attribute.
     if not isinstance(table_state, ParameterState):
         return
     if torch.compiler.is_compiling():
@@ -104,14 +112,14 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
         if not torch.compiler.is_exporting():
             with torch.no_grad():
                 torch.ops.firstlayer.catch_up(weight, ids, table_state.number)
-    elif not table_state.is_readable:
+    elif table_state.has_stale_weights:
         table_state.catch_up(_index(ids))
 
 
 def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     parameter = owner()
     if parameter is None:
-        raise ReferenceError("the parameter is gone, and what was pending with it")
+        raise ReferenceError("the parameter of this optimizer state no longer exists")
     return parameter
 
 
@@ -120,21 +128,21 @@ def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
 
 
 def _index(ids: Tensor | None) -> np.ndarray | None:
-    """Return ids as the kernels take them, or None if they cannot be read."""
+    """Return ids as kernels take them, or None if their values cannot be read."""
     if ids is None or not concrete(ids):
         return None
     return np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
 
 
 @torch.library.custom_op("firstlayer::catch_up", mutates_args=("weight",))
-def _catch_up_loop(weight: Tensor, ids: Tensor | None, number: int) -> None:
+def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     table_state = _by_number.get(number)
-    if table_state is not None and not table_state.is_readable:
-        # Of the tensor that is given, which need not be the parameter: what compiled the
-        # code may write to a copy and copy that back.
+    if table_state is not None and table_state.has_stale_weights:
+        # Writes to the given tensor, not to the parameter: compiled code may pass a copy
+        # and copy it back.
         table_state.catch_up(_index(ids), table=array_of_table(weight))
 
 
-@_catch_up_loop.register_fake
+@_catch_up_operator.register_fake
 def _(weight: Tensor, ids: Tensor | None, number: int) -> None:
     return None
