@@ -30,8 +30,9 @@ class Module(eqx.Module):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        dtypes = [value.dtype.name for value in self.parameters().values()]
-        return config_of(self, **{"dtype": dtype for dtype in dtypes[:1]})
+        parameters = list(self.parameters().values())
+        overrides = {"dtype": parameters[0].dtype.name} if parameters else {}
+        return config_of(self, **overrides)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         """Return the trained arrays by name."""

@@ -180,9 +180,7 @@ class TableModule(Module):
         )
 
     def _options(self, *, upcast: bool = False) -> LookupOptions:
-        return LookupOptions(
-            self.max_norm, self.norm_type, self.scale_grad_by_freq, upcast
-        )
+        return LookupOptions(self.max_norm, self.norm_type, self.scale_grad_by_freq, upcast)
 
     def _rows(
         self, checked: CheckedIds, *, upcast: bool = False

@@ -131,9 +131,7 @@ class LearnedPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)
-        at = positions_for_vectors(
-            x, positions=positions, offset=offset, check=self._check
-        )
+        at = positions_for_vectors(x, positions=positions, offset=offset, check=self._check)
         upcast_x, rows = upcast(x), self._rows(at)
         dtype = np.promote_types(upcast_x.dtype, rows.dtype)
         return (upcast_x.astype(dtype) + rows.astype(dtype)).astype(x.dtype)

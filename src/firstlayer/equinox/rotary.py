@@ -270,7 +270,7 @@ class RotaryPositions(Module):
         return checked_vectors(x, self.head_dim, axes=axes, name=name)
 
     def _positions(self, x: Array, positions: Any, offset: Any) -> Shaped[Array, "*seq"]:
-        if positions is None and self.axes is not None and self.given_frequencies is not None:
+        if positions is None and self.axes is not None and self.sections is None:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
         length = x.shape[-2 if self.heads_axis == -3 else -3]
         at = positions_for(length, positions=positions, offset=offset, check=check_reach)

@@ -43,8 +43,8 @@ Donate the model and the state: otherwise XLA copies the table and its moments i
 step.
 
 Quantities that an optimizer computes across rows are computed across the rows of the batch.
-``optax.clip_by_global_norm`` still gets the norm of the complete gradient, because all other
-rows are zero; the trust ratio of LAMB differs. Adafactor is not supported, because part of
+``optax.clip_by_global_norm`` still gets the norm of the complete gradient, because all
+other rows are zero; the trust ratio of LAMB differs. Adafactor is not supported, because part of
 its state is per column; nor is ``optax.MultiSteps``, which would need the rows of earlier
 batches.
 """
@@ -203,9 +203,7 @@ class RowOptimizer:
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
-def _row_subset(
-    weight: Array, checked: CheckedIds, padding_idx: int | None
-) -> RowSubset:
+def _row_subset(weight: Array, checked: CheckedIds, padding_idx: int | None) -> RowSubset:
     end, ids = weight.shape[0], checked.ids
     if checked.has_gradient is not None:
         ids = jnp.where(checked.has_gradient, ids, end)
