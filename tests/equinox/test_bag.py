@@ -98,10 +98,10 @@ def test_gradients_of_bags_equal_finite_differences(mode, form):
             want = central_difference(lambda: float(f(table, weights)[0]), array)
             np.testing.assert_allclose(grad, want, atol=1e-6)
         if (mode, form) in (("mean", "offsets"), ("max", "matrix")):
-            along = rng.standard_normal(table.shape)
-            twice = jax.jit(lambda t: jax.jvp(lambda t: f(t, weights)[1], (t,), (along,)))
+            tangent = rng.standard_normal(table.shape)
+            twice = jax.jit(lambda t: jax.jvp(lambda t: f(t, weights)[1], (t,), (tangent,)))
             (ahead, _), (behind, _) = (
-                f(table + step * along, weights)[1] for step in (1e-6, -1e-6)
+                f(table + step * tangent, weights)[1] for step in (1e-6, -1e-6)
             )
             got = twice(table)[1][0]
             np.testing.assert_allclose(got, (ahead - behind) / 2e-6, atol=1e-6)

@@ -390,10 +390,12 @@ def test_gradients_equal_finite_differences(options):
         if "padding_idx" in options:
             want[2] = 0
         direction = rng.standard_normal(table.shape)
-        both = jax.jit(lambda t: (jax.grad(loss)(t), jax.jvp(loss, (t,), (direction,))[1]))
-        got, along = both(table)
+        derivatives = jax.jit(
+            lambda t: (jax.grad(loss)(t), jax.jvp(loss, (t,), (direction,))[1])
+        )
+        got, tangent = derivatives(table)
         np.testing.assert_allclose(got, want, atol=1e-6)
-        np.testing.assert_allclose(along, (want * direction).sum(), atol=1e-6)
+        np.testing.assert_allclose(tangent, (want * direction).sum(), atol=1e-6)
 
 
 def test_second_derivatives_equal_the_formula():
@@ -405,21 +407,21 @@ def test_second_derivatives_equal_the_formula():
 
     want = np.zeros((10, 4))
     want[1] = 2 * 6 * TABLE[1]
-    along = np.ones((10, 4), "float32")
+    tangent = np.ones((10, 4), "float32")
 
     @jax.jit
     def twice(weight):
-        forward = jax.jvp(jax.grad(cubes), (weight,), (along,))[1]
-        return forward, jax.grad(lambda w: (jax.grad(cubes)(w) * along).sum())(weight)
+        forward = jax.jvp(jax.grad(cubes), (weight,), (tangent,))[1]
+        return forward, jax.grad(lambda w: (jax.grad(cubes)(w) * tangent).sum())(weight)
 
     for got in twice(layer.weight):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_eager_jvp_accepts_a_numpy_tangent():
-    layer, along = build(), np.ones((10, 4), "float32")
-    _, got = jax.jvp(lambda w: build(weight=w)([3, 3]), (layer.weight,), (along,))
-    np.testing.assert_array_equal(got, along[:2])
+    layer, tangent = build(), np.ones((10, 4), "float32")
+    _, got = jax.jvp(lambda w: build(weight=w)([3, 3]), (layer.weight,), (tangent,))
+    np.testing.assert_array_equal(got, tangent[:2])
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -433,16 +435,16 @@ def test_gradient_of_repeated_half_precision_ids_is_summed_in_float32(dtype):
     def derivatives(weight, by):
         each = jax.vmap(jax.grad(total), in_axes=(None, 0))(weight, by)
         # The forward tangent is a lookup and is exact.
-        _, along = jax.jvp(lambda w: build(weight=w)(ids), (weight,), (weight * 2,))
-        return jax.grad(total)(weight, by[0]), each, along
+        _, tangent = jax.jvp(lambda w: build(weight=w)(ids), (weight,), (weight * 2,))
+        return jax.grad(total)(weight, by[0]), each, tangent
 
-    grad, each, along = map(
+    grad, each, tangent = map(
         np.asarray, derivatives(layer.weight, np.array([1, 2], jnp.dtype(dtype)))
     )
     want = np.array([0, 3000, 1, *[0] * 7]).astype(grad.dtype)
     assert grad.dtype == dtype and bits(grad[:, 0]) == bits(want)
     assert bits(each[:, 1, 0]) == bits(np.array([3000, 6000]).astype(grad.dtype))
-    assert bits(along) == bits((2 * np.asarray(layer.weight))[ids])
+    assert bits(tangent) == bits((2 * np.asarray(layer.weight))[ids])
 
 
 def test_scale_grad_by_freq_equals_numpy():

@@ -47,7 +47,8 @@ def positions_for(
         offset = jnp.asarray(offset)
     if isinstance(offset, jax.Array):
         if isinstance(length, int) and length:
-            _check_host_values(offset, lambda seen: [check(seen), check(seen + length - 1)])
+            last = length - 1
+            _check_host_values(offset, lambda first: [check(first), check(first + last)])
         first = upcast(offset) if is_real(offset) else _signed(offset)
         return from_offset(jnp.arange(length, dtype=first.dtype), first)
     host = from_offset(np.arange(length), offset)

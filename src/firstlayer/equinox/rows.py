@@ -44,9 +44,9 @@ step.
 
 Quantities that an optimizer computes across rows are computed across the rows of the batch.
 ``optax.clip_by_global_norm`` still gets the norm of the complete gradient, because all
-other rows are zero; the trust ratio of LAMB differs. Adafactor is not supported, because part of
-its state is per column; nor is ``optax.MultiSteps``, which would need the rows of earlier
-batches.
+other rows are zero; the trust ratio of LAMB differs. Adafactor is not supported, because
+part of its state is per column; nor is ``optax.MultiSteps``, which would need the rows of
+earlier batches.
 """
 
 from collections.abc import Callable
