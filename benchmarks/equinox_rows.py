@@ -1,13 +1,12 @@
-"""One step of Adam on a table in JAX: the rows of a batch, against the whole table.
+"""One Adam step on a table in JAX: lazy row updates against dense updates.
 
-Dense Adam and lazy Adam are not the same rule: a dense step also moves rows that were
-touched before. What they make of a row at the first step that touches it is the same. So
-every batch has rows of its own, and the rows of each batch are compared right after the
-first step on it, when all contestants have taken equally many: their moments are zero
-until then in every one of them. Each starts from the same table and goes on with its own.
+Dense Adam also moves rows without a gradient, so the two rules differ after the first step
+that uses a row. The results are compared right after that step: the batches have no row in
+common, and until a batch is used, the moments of its rows are zero for every
+implementation. All start from the same table and have taken the same number of steps.
 
-All are given the gradient of the looked-up vectors, and go from there to the new table:
-lookup, gradient of the table, step. JAX's are compiled and have their buffers donated.
+Each run starts from the gradient of the looked-up vectors and includes the lookup, the
+gradient of the table and the step. JAX functions are jitted and donate their buffers.
 """
 
 import importlib.util
@@ -37,48 +36,48 @@ def cases() -> Iterator[Case]:
 def _step(rows: int) -> Case:
     ids = _batches(rows)
     table = np.random.default_rng(0).standard_normal((rows, WIDTH), dtype=np.float32)
-    # None near zero, where SparseAdam's other place for ε would show.
+    # Not close to zero, where SparseAdam's different use of ε would be visible.
     gradients = np.random.default_rng(1).uniform(0.5, 1.5, (2, *IDS, WIDTH))
     gradients = gradients.astype(np.float32)
-    given = [(ids[batch], gradients[batch % 2]) for batch in range(BATCHES)]
-    peers = {"optax dense": _when_needed(_dense, table, given)}
+    batches = [(ids[batch], gradients[batch % 2]) for batch in range(BATCHES)]
+    peers = {"optax dense": _lazily(_dense, table, batches)}
     missing: tuple[str, ...] = ()
     if importlib.util.find_spec("torch"):
-        peers["torch SparseAdam"] = _when_needed(_torch, table, given)
+        peers["torch SparseAdam"] = _lazily(_torch, table, batches)
     else:
         missing = ("torch",)
     return Case(
         f"Adam step in JAX {rows:,} × {WIDTH}, 32 × 128 ids",
-        _when_needed(_ours, table, given),
+        _lazily(_ours, table, batches),
         peers,
         {"optax dense": 3.0 if rows == 50_000 else 10.0},
         missing,
         tolerance=1e-5,
         most_rounds=2,
-        flatten=lambda made: np.asarray(made[0][made[1]]),
+        flatten=lambda result: np.asarray(result[0][result[1]]),
     )
 
 
-def _when_needed(make: Callable[..., Run], *args: Any) -> Run:
-    """Return what ``make`` makes, made at its first call: tables and moments are large."""
-    made: list[Run] = []
+def _lazily(make: Callable[..., Run], *args: Any) -> Run:
+    """Call ``make`` at the first run: tables and moments are large."""
+    runs: list[Run] = []
 
     def run(batch: int) -> Any:
-        if not made:
-            made.append(make(*args))
-        return made[0](batch)
+        if not runs:
+            runs.append(make(*args))
+        return runs[0](batch)
 
     return run
 
 
 def _batches(rows: int) -> list[np.ndarray]:
-    """Return batches of ids that have no row in common, some of them repeated in each."""
+    """Return batches of ids without common rows; ids repeat within a batch."""
     rng = np.random.default_rng(2)
-    shares = np.array_split(rng.permutation(rows).astype(np.int32), BATCHES)
-    return [rng.choice(share, IDS) for share in shares]
+    parts = np.array_split(rng.permutation(rows).astype(np.int32), BATCHES)
+    return [rng.choice(part, IDS) for part in parts]
 
 
-def _ours(table: np.ndarray, given: list[Any]) -> Run:
+def _ours(table: np.ndarray, batches: list[Any]) -> Run:
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -98,18 +97,18 @@ def _ours(table: np.ndarray, given: list[Any]) -> Run:
         _, grads = optimizer.value_and_grad(loss, ids)(layer, ids, dy)
         return optimizer.update(grads, state, layer)
 
-    held: list[Any] = [Embedding(*table.shape, weight=table)]
-    held.append(optimizer.init(held[0]))
-    batches = [(jnp.asarray(ids), jnp.asarray(dy)) for ids, dy in given]
+    trained: list[Any] = [Embedding(*table.shape, weight=table)]
+    trained.append(optimizer.init(trained[0]))
+    on_device = [(jnp.asarray(ids), jnp.asarray(dy)) for ids, dy in batches]
 
     def run(batch: int) -> tuple[Any, Any]:
-        held[:] = jax.block_until_ready(step(batches[batch], *held))
-        return held[0].weight, batches[batch][0]
+        trained[:] = jax.block_until_ready(step(on_device[batch], *trained))
+        return trained[0].weight, on_device[batch][0]
 
     return run
 
 
-def _dense(table: np.ndarray, given: list[Any]) -> Run:
+def _dense(table: np.ndarray, batches: list[Any]) -> Run:
     from functools import partial
 
     import jax
@@ -126,26 +125,26 @@ def _dense(table: np.ndarray, given: list[Any]) -> Run:
         updates, state = optimizer.update(jax.grad(loss)(weight, *batch), state)
         return optax.apply_updates(weight, updates), state
 
-    held: list[Any] = [jnp.array(table)]
-    held.append(optimizer.init(held[0]))
-    batches = [(jnp.asarray(ids), jnp.asarray(dy)) for ids, dy in given]
+    trained: list[Any] = [jnp.array(table)]
+    trained.append(optimizer.init(trained[0]))
+    on_device = [(jnp.asarray(ids), jnp.asarray(dy)) for ids, dy in batches]
 
     def run(batch: int) -> tuple[Any, Any]:
-        held[:] = jax.block_until_ready(step(batches[batch], *held))
-        return held[0], batches[batch][0]
+        trained[:] = jax.block_until_ready(step(on_device[batch], *trained))
+        return trained[0], on_device[batch][0]
 
     return run
 
 
-def _torch(table: np.ndarray, given: list[Any]) -> Run:
+def _torch(table: np.ndarray, batches: list[Any]) -> Run:
     import torch
 
     weight = torch.nn.Parameter(torch.from_numpy(table.copy()))
     optimizer = torch.optim.SparseAdam([weight], lr=RATE)
-    batches = [(torch.from_numpy(ids), torch.from_numpy(dy)) for ids, dy in given]
+    tensors = [(torch.from_numpy(ids), torch.from_numpy(dy)) for ids, dy in batches]
 
     def run(batch: int) -> tuple[Any, Any]:
-        ids, dy = batches[batch]
+        ids, dy = tensors[batch]
         weight.grad = None
         torch.nn.functional.embedding(ids, weight, sparse=True).backward(dy)
         optimizer.step()

@@ -75,6 +75,7 @@ NAMES = {
         "SinusoidalPositions",
         "T5Bias",
         "load",
+        "load_leaves",
         "rows",
         "save",
     ],

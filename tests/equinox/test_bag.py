@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from firstlayer.embeddings.bag import MODES
 from firstlayer.equinox.bag import EmbeddingBag
 from firstlayer.numpy.bag import EmbeddingBag as NumpyBag
-from tests.equinox.test_token import bits, demanding
+from tests.equinox.test_token import bits, strict_jax
 from tests.support.gradients import central_difference
-from tests.support.jax_lives import LIVES, built
+from tests.support.jax_lives import ROUND_TRIPS, built
 
 rng = np.random.default_rng(0)
 KEY = jax.random.key(3)
 TABLE = rng.standard_normal((7, 3))
 IDS = np.array([[1, 4, 1], [6, 2, 2], [2, 2, 2], [0, 6, 5]])
 WEIGHTS = rng.uniform(-0.5, 2.0, IDS.shape)
-#: The same ids as a matrix, as bags one after the other, and with an end of their own.
+#: The same ids as a matrix, with offsets, and with the end of the last bag included.
 FORMS = {
     "matrix": (IDS, None, {}),
     "offsets": (IDS.ravel(), np.array([0, 2, 2, 7, 12]), {}),
@@ -27,39 +27,39 @@ FORMS = {
 
 
 def pair(**options):
-    """Return a layer and NumPy's, with the same table, in float64 if JAX has it."""
+    """Return an Equinox and a NumPy layer with the same table, in JAX's default dtype."""
     return (
         EmbeddingBag(7, 3, weight=TABLE, **options),
         NumpyBag(7, 3, weight=TABLE.astype(jnp.result_type(float)), **options),
     )
 
 
-# What a bag gives
+# Output and gradients
 
 
 @pytest.mark.parametrize(
     ("mode", "form"),
     [*((mode, form) for mode in MODES for form in list(FORMS)[:2]), ("mean", "last")],
 )
-def test_bags_and_their_gradients_agree_with_numpy(mode, form):
-    (ids, offsets, last), on = FORMS[form], form != "last"
+def test_bags_and_their_gradients_equal_numpy(mode, form):
+    (ids, offsets, last), is_weighted = FORMS[form], form != "last"
     layer, reference = pair(mode=mode, padding_idx=2, scale_grad_by_freq=True, **last)
-    weights = WEIGHTS.reshape(ids.shape).astype("float32") if on else None
+    weights = WEIGHTS.reshape(ids.shape).astype("float32") if is_weighted else None
     y, pull = reference.vjp(ids, offsets, weights)
     dy = rng.standard_normal(y.shape)
 
-    def loss(trained, ids, offsets):
-        layer, weights = trained
+    def loss(parameters, ids, offsets):
+        layer, weights = parameters
         out = layer(ids, offsets, weights)
         return (out * dy).sum(), out
 
-    made = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))
+    grad_of = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))
     arrays = [None if x is None else jnp.asarray(x) for x in (weights, ids, offsets)]
-    grads, got = made((layer, arrays[0]), *arrays[1:])
+    grads, got = grad_of((layer, arrays[0]), *arrays[1:])
     wanted = pull(dy)
     np.testing.assert_allclose(got, y, atol=1e-6)
     np.testing.assert_allclose(grads[0].weight, wanted["weight"].dense(7), atol=1e-5)
-    if on:
+    if is_weighted:
         np.testing.assert_allclose(grads[1], wanted["per_sample_weights"], atol=1e-5)
 
 
@@ -69,8 +69,8 @@ def test_bags_and_their_gradients_agree_with_numpy(mode, form):
     lengths=st.lists(st.integers(0, 4), min_size=4, max_size=4),
     seed=st.integers(0, 9),
 )
-def test_ragged_bags_of_concrete_ids_agree_with_numpy(mode, lengths, seed):
-    # Of one length in all, for every other one is compiled anew.
+def test_ragged_bags_of_concrete_ids_equal_numpy(mode, lengths, seed):
+    # A constant number of ids, because JAX compiles every length separately.
     ids = np.random.default_rng(seed).integers(0, 7, 16)
     offsets = np.cumsum([0, *lengths])
     layer, reference = pair(mode=mode, padding_idx=0, include_last_offset=True)
@@ -92,23 +92,23 @@ def test_gradients_of_bags_equal_finite_differences(mode, form):
             return (jnp.sin(one(ids, offsets, weights)) * dy).sum()
 
         f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        # Now, and not when JAX comes to it: the arrays are written to below.
+        # Wait for JAX before the arrays are modified below.
         got = jax.block_until_ready(f(table, weights)[1])
         for array, grad in zip((table, weights), got, strict=True):
             want = central_difference(lambda: float(f(table, weights)[0]), array)
             np.testing.assert_allclose(grad, want, atol=1e-6)
         if (mode, form) in (("mean", "offsets"), ("max", "matrix")):
-            along = rng.standard_normal(table.shape)
-            twice = jax.jit(lambda t: jax.jvp(lambda t: f(t, weights)[1], (t,), (along,)))
+            tangent = rng.standard_normal(table.shape)
+            twice = jax.jit(lambda t: jax.jvp(lambda t: f(t, weights)[1], (t,), (tangent,)))
             (ahead, _), (behind, _) = (
-                f(table + step * along, weights)[1] for step in (1e-6, -1e-6)
+                f(table + step * tangent, weights)[1] for step in (1e-6, -1e-6)
             )
             got = twice(table)[1][0]
             np.testing.assert_allclose(got, (ahead - behind) / 2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_empty_bags_padding_and_weights_of_nothing_give_zero(mode):
+def test_empty_bags_padding_and_zero_weights_give_zero(mode):
     layer, _ = pair(mode=mode, padding_idx=2)
     np.testing.assert_array_equal(np.asarray(layer([1, 2, 2], [0, 0, 1]))[[0, 2]], 0)
     np.testing.assert_array_equal(np.asarray(layer(IDS))[2], 0)
@@ -120,7 +120,7 @@ def test_empty_bags_padding_and_weights_of_nothing_give_zero(mode):
 
 
 @pytest.mark.parametrize("form", ["matrix", "offsets"])
-def test_nan_is_larger_than_any_number_and_the_first_of_equals_is_trained(form):
+def test_max_propagates_nan_and_the_first_of_equals_gets_the_gradient(form):
     ids, offsets, _ = FORMS[form]
     table = TABLE.copy()
     table[6] = np.nan
@@ -146,27 +146,27 @@ def test_half_precision_is_rounded_once(mode, dtype):
     np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=ulp, atol=1e-6)
 
 
-def test_half_precision_is_summed_wide():
-    # 3000 ones in bfloat16 would stick at 256.
+def test_half_precision_is_summed_in_float32():
+    # In bfloat16, a sum of ones would stop at 256.
     ones = EmbeddingBag(2, 1, mode="sum", weight=np.ones((2, 1)), dtype="bfloat16")
     ids, want = np.ones((1, 3000), int), np.full(1, 3000, jnp.bfloat16)
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
-    def both(one):
+    def value_and_grad(one):
         return one(ids).sum()
 
-    value, grads = both(ones)
+    value, grads = value_and_grad(ones)
     assert bits(value) == bits(want) == bits(np.asarray(grads.weight)[1])
 
 
-# Ids and offsets that cannot be
+# Invalid ids and offsets
 
 
 @pytest.mark.parametrize(
     ("mode", "form"), [("sum", "offsets"), ("mean", "matrix"), ("max", "offsets")]
 )
-def test_a_bag_with_a_traced_id_out_of_range_is_nan_and_trains_no_row(mode, form):
+def test_bag_with_a_traced_id_out_of_range_is_nan_and_has_no_gradient(mode, form):
     layer = EmbeddingBag(
         7, 3, mode=mode, weight=TABLE, padding_idx=0, max_norm=0.8, scale_grad_by_freq=True
     )
@@ -179,8 +179,8 @@ def test_a_bag_with_a_traced_id_out_of_range_is_nan_and_trains_no_row(mode, form
         out = one(ids, offsets)
         return (out**2).sum(), out
 
-    made = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))
-    grads, out = made(layer, ids, offsets)
+    grad_of = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))
+    grads, out = grad_of(layer, ids, offsets)
     out = np.asarray(out)
     assert np.isnan(out[1:3]).all()
     options = {"mode": mode, "max_norm": 0.8, "scale_grad_by_freq": True}
@@ -191,7 +191,7 @@ def test_a_bag_with_a_traced_id_out_of_range_is_nan_and_trains_no_row(mode, form
     np.testing.assert_allclose(grads.weight, want, atol=1e-6)
 
 
-def test_traced_offsets_that_make_no_bags_are_nan():
+def test_invalid_traced_offsets_give_nan():
     layer, _ = pair(mode="sum")
     call = eqx.filter_jit(lambda offsets: layer(IDS.ravel(), offsets))
     assert np.isfinite(call(jnp.array([0, 3, 5]))).all()
@@ -204,7 +204,7 @@ def test_traced_offsets_that_make_no_bags_are_nan():
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "message"),
     [
         (([[1, 7]],), IndexError, r"^ids\[0, 1\] is 7, but num_embeddings is 7$"),
         ((np.array([[2**32]]),), IndexError, r"^ids\[0, 0\] is 4294967296, but num_emb"),
@@ -224,15 +224,15 @@ def test_traced_offsets_that_make_no_bags_are_nan():
         (([[1]], None, [[True]]), TypeError, "^per_sample_weights must be integers or re"),
     ],
 )
-def test_what_makes_no_bags_is_refused_as_numpy_does(call, error, sentence):
+def test_invalid_arguments_raise_the_same_errors_as_numpy(call, error, message):
     layer, reference = pair()
     for one in (layer, reference):
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(error, match=message):
             one(*call)
 
 
 @pytest.mark.rejects
-def test_traced_offsets_are_refused_for_their_axes_and_dtype():
+def test_traced_offsets_of_wrong_shape_or_dtype_are_an_error():
     layer, _ = pair()
     call = jax.jit(layer.__call__)
     with pytest.raises(ValueError, match=r"^offsets must have 1 axis, got shape \(1, 1\)"):
@@ -245,40 +245,40 @@ def test_traced_offsets_are_refused_for_their_axes_and_dtype():
         EmbeddingBag(7, 3, mode="avg", key=KEY)  # pyright: ignore
 
 
-# The life of a layer
+# Trees and strict modes of JAX
 
 
-@pytest.mark.parametrize("life", ["serialised", "one of a stack"])
-def test_nothing_that_happens_to_a_bag_changes_it(life):
+@pytest.mark.parametrize("trip", ["serialise", "unstack"])
+def test_round_trips_do_not_change_the_bag(trip):
     def make(key):
         return EmbeddingBag(7, 3, mode="sum", padding_idx=2, key=key).set_padding(0.5)
 
-    want, lived = built(make), LIVES[life](make)
-    assert jax.tree.structure(want) == jax.tree.structure(lived)
-    assert bits(lived(IDS)) == bits(want(IDS)) and (lived.padding_row == 0.5).all()
-    assert lived.config() == want.config()
+    want, got = built(make), ROUND_TRIPS[trip](make)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    assert bits(got(IDS)) == bits(want(IDS)) and (got.weight[2] == 0.5).all()
+    assert got.config() == want.config()
 
 
-def test_strict_promotion_ranks_and_nans_are_no_trouble():
+def test_bags_and_gradients_run_in_strict_modes_with_x64():
     flat, offsets = IDS.ravel(), np.array([0, 2, 2, 7])
 
-    def everything(table, weights, ids, bounds):
-        out = []
+    def run(table, weights, ids, bounds):
+        results = []
         for mode in MODES:
             layer = EmbeddingBag(7, 3, mode=mode, weight=table, padding_idx=2, max_norm=2.0)
             for call in ((IDS, None, weights), (ids.ravel(), bounds, weights.ravel())):
 
                 def loss(one, call=call):
-                    made = one(*call)
-                    return made.astype(jnp.float32).sum(), made
+                    out = one(*call)
+                    return out.astype(jnp.float32).sum(), out
 
-                out.append(eqx.filter_grad(loss, has_aux=True)(layer))
-        return out
+                results.append(eqx.filter_grad(loss, has_aux=True)(layer))
+        return results
 
-    with jax.enable_x64(True), demanding():
+    with jax.enable_x64(True), strict_jax():
         table = jnp.asarray(TABLE, jnp.bfloat16)
-        made = jax.jit(everything)(table, jnp.asarray(WEIGHTS), IDS, offsets)
-    for k, (grads, out) in enumerate(made):
+        results = jax.jit(run)(table, jnp.asarray(WEIGHTS), IDS, offsets)
+    for k, (grads, out) in enumerate(results):
         options = {"mode": MODES[k // 2], "padding_idx": 2, "max_norm": 2.0}
         reference = NumpyBag(7, 3, weight=np.asarray(table), **options)
         call = (flat, offsets, WEIGHTS.ravel()) if k % 2 else (IDS, None, WEIGHTS)

@@ -1,4 +1,4 @@
-"""Schemes on attention scores on Equinox: formulas, gradients, positions of any kind."""
+"""Attention biases in the Equinox front end: formulas, gradients, position dtypes."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from firstlayer.equinox.fire import FireBias
 from firstlayer.equinox.kerple import KerpleBias
 from firstlayer.equinox.shaw import ShawScores
 from firstlayer.equinox.t5 import T5Bias
-from tests.support.jax_lives import built, compiled_quickly, key
+from tests.support.jax_lives import built, fast_compilation, key
 
 Q = np.array([[0, 7, 40], [900, 3, 12]])
 K = np.array([0, 1, 5, 12, 41, 900])
@@ -38,8 +38,8 @@ SHAW = ShawScores(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quickly():
-    with compiled_quickly():
+def _fast_compilation():
+    with fast_compilation():
         yield
 
 
@@ -59,60 +59,60 @@ def score(layer, q, k, q_positions, k_positions):
 
 
 def distance(q: Any = Q, k: Any = K):
-    """How far each key is after each query."""
+    """Return the distance from each query to each key."""
     return np.asarray(k, np.float64)[..., None, :] - np.asarray(q, np.float64)[..., None]
 
 
-# ----------------------------------------------------------------- right numbers
+# Values
 
 
 def by_hand(name, q: Any = Q, k: Any = K):
-    """Each scheme by its formula in float64, ``(batch, heads, q, k)``."""
-    layer, apart = LAYERS[name], distance(q, k)[:, None]
-    far = np.abs(apart)
+    """Return the bias of a scheme by its formula in float64, ``(batch, heads, q, k)``."""
+    layer, signed = LAYERS[name], distance(q, k)[:, None]
+    far = np.abs(signed)
     if name == "alibi":
         slopes = 2.0 ** (-4.0 * np.arange(1, 5) / 4) / 3
         return -slopes[:, None, None] * far
     if name == "t5":
-        return np.moveaxis(TABLE[bucket(-apart[:, 0])], -1, -3)
-    wide = {n: np.asarray(v, np.float64) for n, v in layer.parameters().items()}
+        return np.moveaxis(TABLE[bucket(-signed[:, 0])], -1, -3)
+    values = {n: np.asarray(v, np.float64) for n, v in layer.parameters().items()}
     if name == "kerple":
-        r1, r2 = wide["r1"][:, None, None], wide["r2"][:, None, None]
+        r1, r2 = values["r1"][:, None, None], values["r2"][:, None, None]
         return -r1 * far**r2
     own = np.maximum(np.asarray(q, np.float64), 30.0)[:, None, :, None]
     share = np.log1p(0.75 * far) / (np.log1p(0.75 * own) + 1e-3)
-    hidden = share[:, 0, ..., None] * wide["hidden_weight"] + wide["hidden_bias"]
-    out = np.maximum(hidden, 0) @ wide["head_weight"].T + wide["head_bias"]
+    hidden = share[:, 0, ..., None] * values["hidden_weight"] + values["hidden_bias"]
+    out = np.maximum(hidden, 0) @ values["head_weight"].T + values["head_bias"]
     return np.moveaxis(out, -1, -3)
 
 
 def bucket(before):
-    """T5's decoder buckets, ten of them up to 30: five exact, five by logarithm."""
+    """Return the decoder bucket of a distance: five exact, five logarithmic up to 30."""
     before = np.maximum(before, 0)
-    wide = 5 + np.floor(np.log(np.maximum(before, 5) / 5) / np.log(30 / 5) * 5)
-    return np.where(before < 5, before, np.minimum(wide, 9)).astype(int)
+    logarithmic = 5 + np.floor(np.log(np.maximum(before, 5) / 5) / np.log(30 / 5) * 5)
+    return np.where(before < 5, before, np.minimum(logarithmic, 9)).astype(int)
 
 
-def test_biases_are_their_formulas():
-    whole = biases(LAYERS, jnp.asarray(Q), jnp.asarray(K))
+def test_biases_equal_their_formulas():
+    batched = biases(LAYERS, jnp.asarray(Q), jnp.asarray(K))
     step = biases(LAYERS, jnp.asarray(Q[:1, 2:]), jnp.asarray(K))
-    alone = biases(LAYERS, jnp.asarray(Q[0]), jnp.asarray(K))
+    unbatched = biases(LAYERS, jnp.asarray(Q[0]), jnp.asarray(K))
     for name in LAYERS:
         want = by_hand(name)
         close = {"rtol": 2e-6, "atol": 1e-6, "err_msg": name}
-        np.testing.assert_allclose(whole[name], want, **close)
-        # A step of decoding is a row of the whole.
+        np.testing.assert_allclose(batched[name], want, **close)
+        # One step of decoding.
         np.testing.assert_allclose(step[name][0, :, 0], want[0, :, 2], **close)
-        np.testing.assert_allclose(alone[name], want[0], **close)
+        np.testing.assert_allclose(unbatched[name], want[0], **close)
 
 
-def test_positions_may_be_lists_and_a_layer_may_be_called():
+def test_calling_the_layer_with_lists_equals_bias():
     want = by_hand("alibi", Q[:1])[0]
     np.testing.assert_allclose(LAYERS["alibi"](Q[0].tolist(), range(6)).shape, want.shape)
     np.testing.assert_allclose(LAYERS["alibi"](Q[0].tolist(), K), want, rtol=1e-6)
 
 
-def test_shaw_compares_queries_with_a_vector_by_distance():
+def test_shaw_scores_equal_their_formula():
     q, k = RNG.standard_normal((2, 3, 3, 6)), RNG.standard_normal((2, 3, 6, 6))
     rows = np.clip(distance(), -5, 2).astype(int) + 5
     vectors = np.asarray(SHAW.weight, np.float64)[rows]
@@ -122,7 +122,7 @@ def test_shaw_compares_queries_with_a_vector_by_distance():
     np.testing.assert_allclose(got, want / math.sqrt(6), atol=2e-6)
 
 
-def test_alibi_is_exact_near_the_diagonal_in_half_precision():
+def test_alibi_in_bfloat16_is_exact_near_the_diagonal():
     layer = AlibiBias(6, max_bias=5.0)
     got = bias(layer, jnp.array([4095]), jnp.array([4094, 4095]), jnp.bfloat16)[:, 0]
     np.testing.assert_array_equal(got[:, 0], -layer.slopes.astype(jnp.bfloat16))
@@ -131,9 +131,9 @@ def test_alibi_is_exact_near_the_diagonal_in_half_precision():
 
 def test_half_precision_is_rounded_once():
     q, k = jnp.asarray(Q), jnp.asarray(K)
-    wide, half = biases(LAYERS, q, k), biases(LAYERS, q, k, jnp.bfloat16)
+    full, half = biases(LAYERS, q, k), biases(LAYERS, q, k, jnp.bfloat16)
     for name in LAYERS:
-        want = np.asarray(wide[name]).astype(jnp.bfloat16)
+        want = np.asarray(full[name]).astype(jnp.bfloat16)
         np.testing.assert_array_equal(half[name], want, err_msg=name)
 
 
@@ -141,16 +141,16 @@ def test_half_precision_is_rounded_once():
     st.lists(st.integers(-(2**29), 2**29), min_size=3, max_size=3),
     st.lists(st.integers(-(2**29), 2**29), min_size=6, max_size=6),
 )
-def test_only_the_distance_counts_at_any_position(q, k):
+def test_alibi_and_t5_equal_their_formulas_at_any_position(q, k):
     for name in ("alibi", "t5"):
         got = bias(LAYERS[name], jnp.array([q, q]), jnp.array(k))
         np.testing.assert_allclose(got[0], by_hand(name, [q], k)[0], rtol=1e-6)
 
 
-# ------------------------------------------------------------- positions of any kind
+# Positions of any dtype
 
 
-def test_real_positions_count_as_what_they_are():
+def test_real_positions_equal_the_formulas():
     q, k = Q + 0.25, K + 0.25
     got = biases(LAYERS, jnp.asarray(q, "float32"), jnp.asarray(k, "float32"))
     for name in LAYERS:
@@ -158,7 +158,7 @@ def test_real_positions_count_as_what_they_are():
         np.testing.assert_allclose(got[name], want, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-def test_traced_positions_that_are_nan_make_nan_and_nothing_else():
+def test_only_traced_positions_that_are_nan_give_nan():
     q, k = Q.astype("float32"), K.astype("float32")
     q[0, 1], k[4] = np.nan, np.nan
     want = np.zeros((2, 4, 3, 6), bool)
@@ -177,7 +177,7 @@ def test_unsigned_positions_have_negative_distances():
     np.testing.assert_allclose(got, by_hand("alibi"), rtol=1e-6)
 
 
-def test_with_64_bits_positions_may_be_any():
+def test_positions_beyond_32_bits_with_x64():
     with jax.enable_x64(True):
         far = 2**40
         got = LAYERS["t5"].bias([far], np.array([far, far - 2, 0]))
@@ -188,7 +188,7 @@ def test_with_64_bits_positions_may_be_any():
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", LAYERS)
-def test_concrete_positions_that_cannot_be_meant_are_refused(name):
+def test_invalid_concrete_positions_are_an_error(name):
     layer = LAYERS[name]
     with pytest.raises(ValueError, match="k_positions must be finite, got nan"):
         layer.bias([1.0], [2.0, math.nan])
@@ -237,15 +237,15 @@ WRONG = {
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("message", WRONG)
-def test_arguments_that_make_no_sense_are_refused(message):
+def test_invalid_arguments_are_an_error(message):
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
 
 
-# ------------------------------------------------------------------- what is learned
+# Parameters
 
 
-def test_gradients_of_all_parameters_are_right():
+def test_gradients_of_all_parameters_equal_finite_differences():
     q, k = RNG.standard_normal((1, 3, 6)), RNG.standard_normal((1, 6, 6))
     with jax.enable_x64(True):
         layers = {
@@ -254,19 +254,19 @@ def test_gradients_of_all_parameters_are_right():
             "log": KerpleBias(2, r1=[0.5, 2.0], r2=[0.1, 1.0]),
         }
         del layers["alibi"]
-        wide = {
+        values = {
             name: {n: jnp.asarray(v, "float64") for n, v in layer.parameters().items()}
             for name, layer in layers.items()
         }
         near = jnp.asarray(Q[0]), jnp.asarray(K[:4])
 
         @jax.jit
-        def run(wide, q, k):
+        def run(values, q, k):
             own = {
                 name: eqx.tree_at(
-                    lambda layer, n=name: [getattr(layer, own) for own in wide[n]],
+                    lambda layer, n=name: [getattr(layer, name) for name in values[n]],
                     layers[name],
-                    list(wide[name].values()),
+                    list(values[name].values()),
                 )
                 for name in layers
             }
@@ -274,10 +274,10 @@ def test_gradients_of_all_parameters_are_right():
             return [*out, *(jnp.tanh(layer.bias(*near)) for layer in own.values())]
 
         queries = jnp.asarray(q), jnp.asarray(k[:, :3])
-        check_grads(run, (wide, *queries), order=1, eps=1e-6, atol=1e-5, rtol=1e-5)
+        check_grads(run, (values, *queries), order=1, eps=1e-6, atol=1e-5, rtol=1e-5)
 
 
-def test_a_bucket_met_often_in_bfloat16_has_its_whole_gradient():
+def test_gradient_of_repeated_bfloat16_buckets_is_summed_in_float32():
     layer = T5Bias(2, weight=jnp.zeros((32, 2), jnp.bfloat16))
 
     @eqx.filter_jit
@@ -290,12 +290,12 @@ def test_a_bucket_met_often_in_bfloat16_has_its_whole_gradient():
     assert not np.delete(np.asarray(got), 15, axis=0).any()
 
 
-def test_kerple_is_used_within_its_limits_and_projected_to_them():
+def test_kerple_parameters_are_clipped_in_use_and_by_projected():
     numbers: Any = {"r1": [-1.0, 0.5], "r2": [3.0, 1.0]}
     layer = KerpleBias(2, form="power", **numbers)
-    kept = layer.projected()
-    np.testing.assert_allclose(kept.r1, [0.01, 0.5], rtol=1e-6)
-    np.testing.assert_array_equal(kept.r2, [2.0, 1.0])
+    clipped = layer.projected()
+    np.testing.assert_allclose(clipped.r1, [0.01, 0.5], rtol=1e-6)
+    np.testing.assert_array_equal(clipped.r2, [2.0, 1.0])
     np.testing.assert_array_equal(layer.r1, numbers["r1"])
 
     @eqx.filter_jit
@@ -305,23 +305,23 @@ def test_kerple_is_used_within_its_limits_and_projected_to_them():
 
     value, grad = run(layer, jnp.array([3]), jnp.array([0, 3]))
     assert grad.r1[0] == 0 == grad.r2[0] and grad.r1[1] and grad.r2[1]
-    same, slope = run(kept, jnp.array([3]), jnp.array([0, 3]))
-    assert same == value and slope.r1[0] and slope.r2[0]
+    same, grad = run(clipped, jnp.array([3]), jnp.array([0, 3]))
+    assert same == value and grad.r1[0] and grad.r2[0]
 
 
-def test_tables_are_drawn_with_the_key():
+def test_new_parameters_have_the_distributions_of_the_papers():
     layers = [T5Bias(200, key=key(seed)) for seed in (0, 0, 1)]
     first, again, other = (np.asarray(layer.weight) for layer in layers)
     np.testing.assert_array_equal(first, again)
     assert (first != other).mean() > 0.9
     assert 0.015 < first.std() < 0.02 and np.abs(first).max() <= 0.04
-    for form, most in (("log", (2.0, 1.0)), ("power", (1.0, 2.0))):
+    for form, limits in (("log", (2.0, 1.0)), ("power", (1.0, 2.0))):
         drawn = KerpleBias(500, form=form, key=key(0))  # pyright: ignore[reportArgumentType]
-        for numbers, limit in zip((drawn.r1, drawn.r2), most, strict=True):
+        for numbers, limit in zip((drawn.r1, drawn.r2), limits, strict=True):
             assert 0.9 * limit < numbers.max() <= limit and 0.01 <= numbers.min() < 0.1
 
 
-def test_matrices_are_multiplied_in_full_precision_on_any_device():
+def test_matrix_products_use_full_precision_on_any_device():
     q = jnp.ones((3, 6), jnp.bfloat16)
     for run in (
         lambda: SHAW.scores(q, q, Q[0], Q[0]),

@@ -16,9 +16,9 @@ from firstlayer.equinox.sinusoidal import SinusoidalPositions
 from firstlayer.numpy.layer import EmbeddingLayer as NumpyLayer
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.numpy.sinusoidal import SinusoidalPositions as NumpyPositions
-from tests.equinox.test_token import bits, demanding
+from tests.equinox.test_token import bits, strict_jax
 from tests.support.gradients import central_difference
-from tests.support.jax_lives import LIVES, built, compiled_quickly
+from tests.support.jax_lives import ROUND_TRIPS, built, fast_compilation
 
 rng = np.random.default_rng(0)
 KEY = jax.random.key(5)
@@ -28,7 +28,7 @@ PLACES = np.array([[3, 0, 1, 8], [2, 2, 5, 0]])
 
 
 def build(**options: Any) -> EmbeddingLayer:
-    """Return a small layer in which no parameter has a value that hides a mistake."""
+    """Return a small layer with random values in every parameter."""
     options = {"padding_idx": 0, "init": "zeros", "key": KEY, **options}
     if options.get("position", "learned") == "learned":
         table = np.zeros((9, 6), jnp.dtype(options.get("dtype", jnp.result_type(float))))
@@ -43,7 +43,7 @@ def build(**options: Any) -> EmbeddingLayer:
 
 @eqx.filter_jit
 def run(layer, ids, **options):
-    """Call a layer, compiled whole: else JAX compiles one operation after the other."""
+    """Call a jitted layer: eager JAX would compile every operation separately."""
     return layer(ids, **options)
 
 
@@ -53,7 +53,7 @@ def in_numpy(layer: EmbeddingLayer) -> NumpyLayer:
     return other
 
 
-# A few of all; tests/test_agreement.py has more.
+# tests/test_agreement.py has more.
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"position": "learned", "layer_norm": True, "norm_eps": 0.01, "segments": 3},
     {"position": "sinusoidal", "layer_norm": True, "zero_padding": True, "segments": 3},
@@ -62,7 +62,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
-def test_outputs_and_all_gradients_agree_with_numpy(options):
+def test_outputs_and_all_gradients_equal_numpy(options):
     layer = build(**options)
     reference = in_numpy(layer)
     segments = None if layer.segment is None else SEGMENTS
@@ -73,15 +73,15 @@ def test_outputs_and_all_gradients_agree_with_numpy(options):
         out = layer(ids, positions=positions, segments=segments)
         return (out * dy).sum(), out
 
-    made = eqx.filter_grad(loss, has_aux=True)
+    grad_of = eqx.filter_grad(loss, has_aux=True)
 
     @eqx.filter_jit
-    def both(layer, *traced):
-        return made(layer, IDS, PLACES, segments), made(layer, *traced)
+    def concrete_and_traced(layer, *traced):
+        return grad_of(layer, IDS, PLACES, segments), grad_of(layer, *traced)
 
     traced = [None if x is None else jnp.asarray(x) for x in (IDS, PLACES, segments)]
     wanted = pull(dy)
-    for grads, got in both(layer, *traced):
+    for grads, got in concrete_and_traced(layer, *traced):
         np.testing.assert_allclose(got, y, atol=4e-6)
         parameters = gradients_of(grads, layer)
         assert parameters.keys() == wanted.keys()
@@ -92,14 +92,14 @@ def test_outputs_and_all_gradients_agree_with_numpy(options):
 
 
 def gradients_of(grads, layer):
-    found = {"token.weight": grads.token.weight}
+    gradients = {"token.weight": grads.token.weight}
     if isinstance(layer.position, LearnedPositions):
-        found["position.weight"] = grads.position.weight
+        gradients["position.weight"] = grads.position.weight
     if layer.segment is not None:
-        found["segment.weight"] = grads.segment.weight
+        gradients["segment.weight"] = grads.segment.weight
     if layer.norm is not None:
-        found |= {"norm.weight": grads.norm.weight, "norm.bias": grads.norm.bias}
-    return found
+        gradients |= {"norm.weight": grads.norm.weight, "norm.bias": grads.norm.bias}
+    return gradients
 
 
 def test_gradients_of_inputs_embeds_equal_finite_differences():
@@ -116,11 +116,11 @@ def test_gradients_of_inputs_embeds_equal_finite_differences():
         np.testing.assert_allclose(f(x)[1], want, atol=1e-6)
 
 
-def test_positions_are_counted_from_the_offset():
+def test_positions_count_from_the_offset():
     layer, ids = build(), np.array([[1, 2, 3, 4]])
 
     @jax.jit
-    def everything(ids, offset):
+    def outputs(ids, offset):
         def decode(offset, token):
             return offset + 1, layer(token[None], offset=offset)[0]
 
@@ -134,17 +134,17 @@ def test_positions_are_counted_from_the_offset():
             layer(ids.T, offset=[0, 1, 2, 3]).swapaxes(0, 1),
         )
 
-    whole = in_numpy(layer)(ids)
-    for got in everything(ids, np.array(2)):
-        np.testing.assert_allclose(got, whole, atol=1e-6)
+    want = in_numpy(layer)(ids)
+    for got in outputs(ids, np.array(2)):
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_a_layer_may_be_given_its_positions():
+def test_position_may_be_a_layer():
     ids = [1, 2, 3]
-    waves = build(position=SinusoidalPositions(6, base=50.0))
-    plain = build(position="sinusoidal")
-    token = np.asarray(waves.token.weight)[ids]
-    for layer, base in ((waves, 50.0), (plain, 1e4)):
+    given = build(position=SinusoidalPositions(6, base=50.0))
+    named = build(position="sinusoidal")
+    token = np.asarray(given.token.weight)[ids]
+    for layer, base in ((given, 50.0), (named, 1e4)):
         want = NumpyPositions(6, base=base).encode(range(3))
         np.testing.assert_allclose(np.asarray(run(layer, ids)) - token, want, atol=1e-6)
     shared = LearnedPositions(5, 6, scale=3.0, init="zeros", key=KEY)
@@ -152,23 +152,23 @@ def test_a_layer_may_be_given_its_positions():
     assert layer.position is shared and layer.config()["position"]["scale"] == 3.0
 
 
-def test_tables_are_drawn_as_said():
+def test_new_tables_have_the_default_distributions():
     @jax.jit
-    def drawn(key):
+    def draw(key):
         options: Any = {"max_positions": 500, "segments": 400, "padding_idx": 3}
         scaled = EmbeddingLayer(2000, 64, position=None, scale=True, key=key)
         layer = EmbeddingLayer(2000, 64, key=key, **options)
         return layer.parameters(), scaled.token.weight
 
-    found, scaled = drawn(KEY)
-    found = {name: np.asarray(value) for name, value in found.items()}
-    for value in found.values():
+    tables, scaled = draw(KEY)
+    tables = {name: np.asarray(value) for name, value in tables.items()}
+    for value in tables.values():
         assert value.std() == pytest.approx(0.02, rel=0.05)
-    assert not found["token.weight"][3].any() and np.asarray(scaled).all()
-    assert not (found["token.weight"][:400] == found["segment.weight"]).any()
+    assert not tables["token.weight"][3].any() and np.asarray(scaled).all()
+    assert not (tables["token.weight"][:400] == tables["segment.weight"]).any()
     assert np.asarray(scaled).std() == pytest.approx(1 / 8, rel=0.05)
-    other, _ = drawn(jax.random.key(1))
-    assert not (np.asarray(other["position.weight"]) == found["position.weight"]).any()
+    other, _ = draw(jax.random.key(1))
+    assert not (np.asarray(other["position.weight"]) == tables["position.weight"]).any()
     zeros = EmbeddingLayer(9, 4, position=None, init="zeros", dtype="bfloat16", key=KEY)
     assert not np.asarray(zeros.token.weight).any() and zeros.dtype == jnp.bfloat16
 
@@ -176,38 +176,37 @@ def test_tables_are_drawn_as_said():
 # Dropout
 
 
-def test_dropout_is_asked_for_with_a_key_and_off_in_inference():
+def test_dropout_needs_a_key_and_is_off_in_inference():
     layer = build(dropout=0.25, position=None, layer_norm=True)
     ids = np.ones((50, 40), int)
-    calm = np.asarray(run(layer, ids, inference=True))
+    want = np.asarray(run(layer, ids, inference=True))
     keys = (jax.random.key(seed) for seed in (0, 0, 1))
     a, b, c = (np.asarray(run(layer, ids, key=key)) for key in keys)
     assert bits(a) == bits(b) != bits(c)
     assert (a == 0).mean() == pytest.approx(0.25, abs=0.02)
-    np.testing.assert_allclose(a[a != 0], (calm / 0.75)[a != 0], rtol=1e-5)
-    still = eqx.nn.inference_mode(layer)
-    assert bits(run(still, ids)) == bits(calm)
+    np.testing.assert_allclose(a[a != 0], (want / 0.75)[a != 0], rtol=1e-5)
+    assert bits(run(eqx.nn.inference_mode(layer), ids)) == bits(want)
     with pytest.raises(RuntimeError, match="Dropout requires a key"):
         layer(ids)
 
 
-def test_dropping_everything_divides_by_nothing():
+def test_dropout_of_1_gives_zeros_without_nan():
     layer = build(dropout=1.0, position=None)
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
-    def both(one):
-        still = eqx.nn.inference_mode(one)
-        return one([1, 2, 0], key=KEY).sum() + still([1], key=KEY, inference=False).sum()
+    def value_and_grad(one):
+        off = eqx.nn.inference_mode(one)
+        return one([1, 2, 0], key=KEY).sum() + off([1], key=KEY, inference=False).sum()
 
     with jax.debug_nans(True):
-        value, grads = both(layer)
+        value, grads = value_and_grad(layer)
     assert float(value) == 0 and not np.asarray(grads.token.weight).any()
     assert np.asarray(run(layer, [1, 2, 0], inference=True)).any()
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
-def test_config_and_parameters_build_an_equal_layer(options):
+def test_config_and_parameters_rebuild_the_layer(options):
     layer = build(**options)
     other = EmbeddingLayer(**layer.config(), key=KEY)
     other = other.with_parameters(layer.parameters())
@@ -217,47 +216,60 @@ def test_config_and_parameters_build_an_equal_layer(options):
 # Padding
 
 
-def test_padding_trains_nothing_and_no_optimizer_moves_it():
+def test_zero_padding_passes_no_gradient_to_any_parameter():
     layer = build(zero_padding=True, layer_norm=True, segments=2, scale=True)
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def grad_of(layer, ids):
+        return (layer(ids) ** 3).sum()
+
+    grads = grad_of(layer, jnp.asarray(IDS))
+    positions = np.asarray(grads.position.weight)
+    assert not np.asarray(grads.token.weight)[0].any()
+    # All ids at the last position are padding.
+    assert not positions[3].any() and positions[2].any()
+    assert not np.asarray(run(layer, jnp.asarray(IDS)))[IDS == 0].any()
+    grads = grad_of(layer, jnp.zeros((2, 4), int))
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
+def test_adamw_decays_the_padding_row_like_any_row_without_gradient():
+    layer = build(layer_norm=True)
     optimizer = optax.adamw(0.05, weight_decay=0.3)
-    state = optimizer.init(eqx.filter(layer, eqx.is_inexact_array))
-    kept = np.asarray(layer.token.weight)[0]
+    state = optimizer.init(eqx.filter(layer, eqx.is_array))
+    before = np.asarray(layer.token.weight)
 
     @eqx.filter_jit
     def step(layer, state, ids):
         grads = eqx.filter_grad(lambda one: (one(ids) ** 3).sum())(layer)
-        params = eqx.filter(layer, eqx.is_inexact_array)
-        updates, state = optimizer.update(grads, state, params)
-        return eqx.apply_updates(layer, updates), state, grads
+        updates, state = optimizer.update(grads, state, eqx.filter(layer, eqx.is_array))
+        return eqx.apply_updates(layer, updates), state
 
     for _ in range(3):
-        layer, state, grads = step(layer, state, jnp.asarray(IDS))
-        positions = np.asarray(grads.position.weight)
-        assert not np.asarray(grads.token.weight)[0].any()
-        # The last place has nothing but padding.
-        assert not positions[3].any() and positions[2].any()
-    assert not np.asarray(run(layer, jnp.asarray(IDS)))[IDS == 0].any()
-    assert bits(layer.token(0)) == bits(kept) and kept.all()
-    assert (np.asarray(layer.token.weight)[0] != kept).all()
-    *_, alone = step(layer, state, jnp.zeros((2, 4), int))
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(alone))
+        layer, state = step(layer, state, jnp.asarray(IDS))
+    # Rows 0 (padding) and 3 (unused) have no gradient.
+    decayed = (1 - 0.05 * 0.3) ** 3 * before[[0, 3]]
+    assert decayed.all()
+    np.testing.assert_allclose(layer.token([0, 3]), decayed, rtol=1e-5)
+    assert (np.abs(np.asarray(layer.token([1])) - before[1]) > 0.05).any()
 
 
 @pytest.mark.parametrize("norm_eps", [1e-5, 0.0])
-def test_a_mask_says_what_is_padding(norm_eps):
+def test_mask_marks_padding_and_ignores_its_values(norm_eps):
     layer = build(zero_padding=True, layer_norm=True, norm_eps=norm_eps)
     mask = np.array([[True, False, True, True], [False, True, True, False]])
-    # What is not there may be anything.
+    # Masked vectors may hold anything.
     embeds = np.where(mask[..., None], 1.0, np.nan) * rng.standard_normal((2, 4, 6))
 
     @eqx.filter_jit
-    def everything(layer, mask):
+    def output_and_grads(layer, mask):
         def loss(one):
             return (one(inputs_embeds=embeds, mask=mask) ** 2).sum()
 
         return layer(IDS, mask=mask), eqx.filter_grad(loss)(layer)
 
-    out, grads = everything(layer, mask)
+    out, grads = output_and_grads(layer, mask)
     assert not np.asarray(out)[~mask].any() and np.asarray(out)[mask].all()
     np.testing.assert_array_equal(layer.mask(IDS), IDS != 0)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
@@ -265,10 +277,10 @@ def test_a_mask_says_what_is_padding(norm_eps):
     assert np.asarray(grads.norm.weight).any()
 
 
-# Ids that cannot be
+# Invalid arguments
 
 
-def test_a_traced_id_or_segment_out_of_range_is_nan_and_trains_nothing():
+def test_traced_id_or_segment_out_of_range_is_nan_and_has_no_gradient():
     layer = build(layer_norm=True, segments=3, scale=True, zero_padding=True)
     ids, segments = IDS.copy(), SEGMENTS.copy()
     ids[0, 1], ids[1, 0], segments[0, 2] = 7, -1, 3
@@ -279,24 +291,24 @@ def test_a_traced_id_or_segment_out_of_range_is_nan_and_trains_nothing():
         out = one(ids, segments=segments)
         return (out**3).sum(), out
 
-    def counted(one):
+    def loss_without_wrong(one):
         return jnp.where(wrong[..., None], 0, one(IDS, segments=SEGMENTS) ** 3).sum()
 
     @eqx.filter_jit
-    def made(layer, ids, segments):
-        wanted = eqx.filter_grad(counted)(layer)
+    def gradients(layer, ids, segments):
+        wanted = eqx.filter_grad(loss_without_wrong)(layer)
         return eqx.filter_grad(loss, has_aux=True)(layer, ids, segments), wanted
 
-    (grads, out), want = made(layer, jnp.asarray(ids), jnp.asarray(segments))
-    lost = np.isnan(np.asarray(out))
-    np.testing.assert_array_equal(lost, np.broadcast_to(wrong[..., None], lost.shape))
+    (grads, out), want = gradients(layer, jnp.asarray(ids), jnp.asarray(segments))
+    is_nan = np.isnan(np.asarray(out))
+    np.testing.assert_array_equal(is_nan, np.broadcast_to(wrong[..., None], is_nan.shape))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "message"),
     [
         ({"ids": [[1, 7]]}, IndexError, r"^ids\[0, 1\] is 7, but num_embeddings is 7$"),
         ({"ids": np.array([2**33])}, IndexError, r"^ids\[0\] is 8589934592, but num_emb"),
@@ -327,91 +339,92 @@ def test_a_traced_id_or_segment_out_of_range_is_nan_and_trains_nothing():
         ({"ids": [1] * 10}, ValueError, "^positions must be smaller than max_positions 9"),
     ],
 )
-def test_what_makes_no_sense_is_refused_as_numpy_does(call, error, sentence):
+def test_invalid_calls_raise_the_same_errors_as_numpy(call, error, message):
     layer = build(segments=3, zero_padding=True)
     for one in (layer, in_numpy(layer)):
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(error, match=message):
             one(**call)
 
 
 @pytest.mark.rejects
-def test_bad_arguments_are_refused_by_name():
-    def refused(sentence, error: Any = ValueError, **options):
-        with pytest.raises(error, match=sentence):
+def test_constructor_rejects_invalid_arguments():
+    def rejects(message, error: Any = ValueError, **options):
+        with pytest.raises(error, match=message):
             EmbeddingLayer(7, 6, **{"position": None, "key": KEY, **options})
 
-    refused("^position='learned' needs max_positions, got None", position="learned")
-    refused("^max_positions is for position='learned', got 4 with None", max_positions=4)
-    refused("^position must be 'learned' or 'sinusoidal', got 'rotary'", position="rotary")
-    refused("^position must be 'learned', 'sinusoi", TypeError, position=AlibiBias(2))
-    refused("^position must have embedding_dim 6, got 8", position=SinusoidalPositions(8))
-    refused("^zero_padding needs padding_idx, got None", zero_padding=True)
-    refused("^norm_eps must not be negative, got -1", norm_eps=-1.0)
-    # Before anything is drawn, for which a key would be missing.
-    refused("^dropout must be between 0 and 1, got 1.5", dropout=1.5, key=None)
-    refused(r"^position\['class'\] must be 'LearnedPositions' or", position={"class": "x"})
-    refused("^segments must be positive, got 0", segments=0)
-    refused("^key must be given to draw parameters, got None", key=None)
+    rejects("^position='learned' needs max_positions, got None", position="learned")
+    rejects("^max_positions is for position='learned', got 4 with None", max_positions=4)
+    rejects("^position must be 'learned' or 'sinusoidal', got 'rotary'", position="rotary")
+    rejects("^position must be 'learned', 'sinusoi", TypeError, position=AlibiBias(2))
+    rejects("^position must have embedding_dim 6, got 8", position=SinusoidalPositions(8))
+    rejects("^zero_padding needs padding_idx, got None", zero_padding=True)
+    rejects("^norm_eps must not be negative, got -1", norm_eps=-1.0)
+    # Checked before tables are drawn, so the missing key is not reported.
+    rejects("^dropout must be between 0 and 1, got 1.5", dropout=1.5, key=None)
+    rejects(r"^position\['class'\] must be 'LearnedPositions' or", position={"class": "x"})
+    rejects("^segments must be positive, got 0", segments=0)
+    rejects("^key must be given to draw parameters, got None", key=None)
     with pytest.raises(ValueError, match="^embedding_dim must be positive, got 0"):
         EmbeddingLayer(7, 0, position=None, key=KEY)
     with pytest.raises(ValueError, match="^segments were given, but the layer was made w"):
         EmbeddingLayer(7, 6, position=None, key=KEY)([1], segments=[0])
 
 
-# The life of a layer
+# Precision, trees and strict modes of JAX
 
 
 def test_half_precision_is_rounded_once():
     layer = build(layer_norm=True, segments=3, scale=True, dtype="bfloat16")
-    wide = jax.tree.map(lambda x: np.asarray(x).astype("float32"), layer)
-    wide = eqx.tree_at(lambda one: one.token.padding_bits, wide, layer.token.padding_bits)
+    full = jax.tree.map(lambda x: np.asarray(x).astype("float32"), layer)
     call = {"segments": SEGMENTS, "positions": PLACES}
-    got, want = (np.asarray(run(one, IDS, **call)) for one in (layer, wide))
+    got, want = (np.asarray(run(one, IDS, **call)) for one in (layer, full))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(float), want, rtol=2**-8, atol=1e-6)
     assert (got == want.astype(jnp.bfloat16)).mean() > 0.95
 
 
-@pytest.mark.parametrize("life", ["serialised", "one of a stack"])
-def test_nothing_that_happens_to_a_layer_changes_it(life):
+@pytest.mark.parametrize("trip", ["serialise", "unstack"])
+def test_round_trips_do_not_change_the_layer(trip):
     def make(key):
         return EmbeddingLayer(
             7, 6, position="sinusoidal", padding_idx=0, segments=2, layer_norm=True, key=key
         )
 
-    want, lived = built(make), LIVES[life](make)
-    assert jax.tree.structure(want) == jax.tree.structure(lived)
-    assert bits(run(lived, IDS)) == bits(run(want, IDS))
+    want, got = built(make), ROUND_TRIPS[trip](make)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    assert bits(run(got, IDS)) == bits(run(want, IDS))
 
 
-def test_the_tied_head_and_plain_jax_work():
-    layer = build(padding_idx=None)
+def test_plain_jax_grad_of_the_tied_head_is_that_of_lookup_and_head():
+    layer = build()
 
-    # Nothing but reals in the tree: jax.grad and jax.jit take it as it is.
+    # All leaves are floating-point arrays, so jax.grad and jax.jit accept the layer.
     @jax.jit
     @jax.grad
-    def made(one):
+    def grad_of(one):
         return one.logits(one(IDS)).sum()
 
     out, table = np.asarray(run(layer, IDS)), np.asarray(layer.token.weight)
-    grads = np.asarray(made(layer).token.weight)
+    grads = np.asarray(grad_of(layer).token.weight)
     want = np.tile(out.reshape(-1, 6).sum(axis=0), (7, 1))
-    want += np.bincount(IDS.ravel(), minlength=7)[:, None] * table.sum(axis=0)
+    counts = np.bincount(IDS.ravel(), minlength=7)
+    counts[0] = 0  # the lookup passes padding no gradient, the head does
+    want += counts[:, None] * table.sum(axis=0)
     np.testing.assert_allclose(grads, want, atol=1e-4)
 
 
-def test_strict_promotion_and_64_bits_are_no_trouble():
-    def everything(layers, ids, segments):
-        out = []
+def test_layers_and_gradients_run_in_strict_modes_with_x64():
+    def run(layers, ids, segments):
+        results = []
         for layer in layers:
 
             def loss(one):
-                made = one(ids, segments=segments, offset=1, key=KEY)
-                return made.astype(jnp.float32).sum(), made
+                out = one(ids, segments=segments, offset=1, key=KEY)
+                return out.astype(jnp.float32).sum(), out
 
-            grads, made = eqx.filter_grad(loss, has_aux=True)(layer)
-            out += [made, grads.token.weight]
-        return out
+            grads, out = eqx.filter_grad(loss, has_aux=True)(layer)
+            results += [out, grads.token.weight]
+        return results
 
     options: dict[str, Any] = {"segments": 3, "layer_norm": True, "dtype": "bfloat16"}
     with jax.enable_x64(True):
@@ -419,23 +432,23 @@ def test_strict_promotion_and_64_bits_are_no_trouble():
         other = build(position="sinusoidal", dropout=0.5, **options)
         call = [layer, other], jnp.asarray(IDS), jnp.asarray(SEGMENTS)
         with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
-            made = eqx.filter_jit(everything)(*call)
-    assert all(one.dtype == jnp.bfloat16 and np.asarray(one).any() for one in made)
+            results = eqx.filter_jit(run)(*call)
+    assert all(one.dtype == jnp.bfloat16 and np.asarray(one).any() for one in results)
     want = in_numpy(layer)(IDS, segments=SEGMENTS, offset=1)
     np.testing.assert_allclose(
-        np.asarray(made[0], float), want.astype(float), rtol=2**-7, atol=1e-6
+        np.asarray(results[0], float), want.astype(float), rtol=2**-7, atol=1e-6
     )
 
 
-def test_no_rank_is_promoted_without_positions():
+def test_layer_without_positions_runs_in_strict_modes():
     layer = build(position=None, segments=3, layer_norm=True, zero_padding=True)
-    with demanding():
+    with strict_jax():
         got = np.asarray(eqx.filter_jit(layer)(jnp.asarray(IDS), segments=SEGMENTS))
     want = in_numpy(layer)(IDS, segments=SEGMENTS)
     np.testing.assert_allclose(got, want, atol=4e-6)
 
 
-def test_programs_are_exported_for_any_batch_and_length():
+def test_layers_export_with_symbolic_batch_and_length():
     rows = rng.standard_normal((9, 4)).astype("float32")
     layer = LearnedPositions(5, 4, weight=rows[:5])
     bag = EmbeddingBag(9, 4, mode="sum", weight=rows)
@@ -446,12 +459,12 @@ def test_programs_are_exported_for_any_batch_and_length():
 
     sizes = jax.export.symbolic_shape("batch, length")
     ids = np.array([[4, 0, 8, 1, 1, 3, 2], [5, 5, 2, 7, 0, 0, 1]], "int32")
-    with compiled_quickly():
-        whole = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(sizes, "int32"))
-        got = np.asarray(whole.call(ids))
+    with fast_compilation():
+        program = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(sizes, "int32"))
+        got = np.asarray(program.call(ids))
     x = rows[ids].sum(axis=1, keepdims=True) + rows[0] * ids[..., None]
     x = NumpyPositions(4)(x[:, :5] + rows[:5])
     want = NumpyRotary(4)(x, offset=2)
     np.testing.assert_allclose(got[:, :5], want, atol=1e-5)
-    # What the table has no row for cannot be refused here.
+    # Positions beyond the table cannot raise in an exported program.
     assert np.isnan(got[:, 5:]).all()

@@ -1,4 +1,4 @@
-"""Positions added to vectors on Equinox, and what holds for every scheme of the face."""
+"""Additive positions in the Equinox front end, and properties of every scheme."""
 
 from functools import partial
 from typing import Any
@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from firstlayer.equinox._constant import Constant
-from firstlayer.equinox._positions.arguments import positions_for
+from firstlayer.equinox._positions import positions_for
 from firstlayer.equinox.fourier import FourierFeatures
 from firstlayer.equinox.learned import LearnedPositions
 from firstlayer.equinox.sinusoidal import SinusoidalPositions
 from firstlayer.positions import learned
 from tests.support.jax_lives import (
     LEARNED,
-    LIVES,
+    ROUND_TRIPS,
     SCHEMES,
+    all_schemes,
     built,
-    called,
+    call_scheme,
     cast,
-    compiled_quickly,
-    everything,
+    fast_compilation,
     key,
     stacked,
 )
@@ -44,8 +44,8 @@ def draw(*shape, dtype: Any = "float32", seed=0):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quickly():
-    with compiled_quickly():
+def _fast_compilation():
+    with fast_compilation():
         yield
 
 
@@ -59,46 +59,46 @@ def encode(layer, positions):
     return layer.encode(positions)
 
 
-def waves(positions):
-    """The waves of SINUSOIDAL, by the paper's formula."""
+def sinusoids(positions):
+    """Return the vectors of SINUSOIDAL by the paper's formula."""
     angles = np.asarray(positions, np.longdouble)[..., None]
     angles = angles * np.longdouble(500.0) ** (-np.arange(0, 6, 2) / np.longdouble(6))
     pairs = np.stack([np.sin(angles), np.cos(angles)], axis=-1)
     return 0.5 * pairs.reshape(*pairs.shape[:-2], 6).astype(np.float64)
 
 
-# ----------------------------------------------------------------- right numbers
+# Values
 
 
-def test_waves_are_right_far_out():
+def test_sinusoids_are_accurate_at_large_positions():
     got = encode(SINUSOIDAL, jnp.array(EDGES))
-    np.testing.assert_allclose(got, waves(EDGES), atol=1.3e-7)
+    np.testing.assert_allclose(got, sinusoids(EDGES), atol=1.3e-7)
     other = encode(SinusoidalPositions(6), jnp.array(EDGES))
     assert np.abs(got - other)[1:].max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_waves_of_real_positions_are_those_between(dtype):
+def test_sinusoids_of_real_positions_equal_the_formula(dtype):
     positions = np.array([0.5, -3.25, 1000.75, 7.0]).astype(jnp.dtype(dtype))
     got = encode(SINUSOIDAL, jnp.asarray(positions))
-    np.testing.assert_allclose(got, waves(positions.astype(float)), atol=2e-7)
+    np.testing.assert_allclose(got, sinusoids(positions.astype(float)), atol=2e-7)
 
 
-def test_waves_are_added():
+def test_sinusoids_are_added_to_the_vectors():
     x = draw(2, 5, 6)
     got = add(SINUSOIDAL, x, jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])) - x
-    want = waves([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    want = sinusoids([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_layers_stand_in_a_sequence_of_equinox():
+def test_layers_work_in_eqx_nn_sequential():
     x = draw(5, 6)
     run = eqx.filter_jit(eqx.nn.Sequential([SINUSOIDAL, ROBERTA]))
-    want = np.asarray(x) + waves(range(5)) + TABLE[2:7]
+    want = np.asarray(x) + sinusoids(range(5)) + TABLE[2:7]
     np.testing.assert_allclose(run(x, key=key(0)), want, atol=1e-6)
 
 
-def test_several_axes_share_the_features():
+def test_each_axis_gets_its_share_of_the_features():
     layer, half = SinusoidalPositions(8, axes=2), SinusoidalPositions(4)
     positions = jnp.array([[3, 1, 4], [1, 5, 9]])
     want = np.concatenate(np.asarray(encode(half, positions)), axis=-1)
@@ -107,7 +107,7 @@ def test_several_axes_share_the_features():
     np.testing.assert_allclose(got, np.stack([want, want]), atol=1e-7)
 
 
-def test_fourier_features_are_waves_of_the_coordinates():
+def test_fourier_features_and_their_derivatives_equal_the_formula():
     matrix = np.array([[0.5, 30.0], [-7.0, 0.25], [900.0, 0.0]])
     v = np.random.default_rng(0).uniform(-3, 3, (4, 2)).astype(np.float32)
     angles = 2 * np.pi * v.astype(float) @ matrix.T
@@ -119,7 +119,7 @@ def test_fourier_features_are_waves_of_the_coordinates():
     np.testing.assert_allclose(slope[:, 3:] / rates, np.cos(angles), atol=1e-5)
 
 
-def test_fourier_frequencies_are_drawn_with_the_key_and_kept_to_the_bit():
+def test_fourier_frequencies_depend_on_the_key_and_are_stored_exactly():
     def make(seed):
         return FourierFeatures.gaussian(200, axes=3, std=10.0, key=key(seed))
 
@@ -132,7 +132,7 @@ def test_fourier_frequencies_are_drawn_with_the_key_and_kept_to_the_bit():
     assert not jax.tree.leaves(eqx.filter(layer, eqx.is_inexact_array))
 
 
-def test_learned_rows_are_those_of_the_positions():
+def test_learned_positions_return_their_rows():
     at = np.array([[0, 39], [-2, 7]])
     np.testing.assert_array_equal(ROBERTA.encode(at), TABLE[at + 2])
     np.testing.assert_array_equal(encode(ROBERTA, jnp.array([5, -1])), TABLE[[7, 1]])
@@ -146,7 +146,7 @@ def test_learned_rows_are_those_of_the_positions():
     np.testing.assert_array_equal(got, x + TABLE[[5, 2, 5, 0, 11]])
 
 
-def test_a_learned_table_is_resized_as_the_core_does():
+def test_resize_equals_the_core_functions():
     longer = ROBERTA.resize(100, align="centres")
     want = learned.resize_linear(TABLE[2:], 100, align="centres")
     np.testing.assert_array_equal(longer.weight, np.concatenate([TABLE[:2], want]))
@@ -160,11 +160,11 @@ def test_a_learned_table_is_resized_as_the_core_does():
     assert got.max_positions == 13
 
 
-# ------------------------------------------------------------ positions and offsets
+# Positions and offsets
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_offset_is_how_many_came_before(name):
+def test_offset_shifts_the_positions(name):
     layer, x = ADDED[name], draw(2, 5, 6)
     want = add(layer, x, jnp.arange(7, 12))
     got = jax.jit(lambda x: layer(x, offset=[7, 7]))(x)
@@ -175,20 +175,20 @@ def test_offset_is_how_many_came_before(name):
 @pytest.mark.parametrize(
     "offset",
     [7, np.int64(7), [7, 7], np.array([7, 7], np.uint64), jnp.array([7, 7]), 7.0, [[7]]],
-    ids=["int", "numpy", "list", "uint64", "jax", "real", "deep"],
+    ids=["int", "numpy", "list", "uint64", "jax", "real", "nested"],
 )
-def test_offsets_may_be_numbers_or_arrays_of_any_kind(offset):
-    seen = []
-    found = positions_for(5, positions=None, offset=offset, check=seen.append)
+def test_offsets_may_be_numbers_or_arrays_of_any_dtype(offset):
+    checked = []
+    got = positions_for(5, positions=None, offset=offset, check=checked.append)
     want = np.asarray(offset)[..., None] + np.arange(5) if np.ndim(offset) else None
     want = np.arange(7, 12) if want is None else want
-    np.testing.assert_array_equal(found, want)
-    np.testing.assert_array_equal(seen, want[None])
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(checked, want[None])
 
 
 @pytest.mark.parametrize("name", ADDED)
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "bfloat16"])
-def test_traced_offsets_count_from_each_row(name, dtype):
+def test_traced_offsets_shift_each_row(name, dtype):
     layer, x = ADDED[name], draw(2, 5, 6)
     got = add(layer, x, offset=jnp.array([3, 20], dtype))
     want = add(layer, x, jnp.stack([jnp.arange(3, 8), jnp.arange(20, 25)]))
@@ -196,7 +196,7 @@ def test_traced_offsets_count_from_each_row(name, dtype):
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_a_scan_decodes_what_one_call_gives(name):
+def test_decoding_with_scan_equals_one_call(name):
     layer, x, start = ADDED[name], draw(2, 5, 6), jnp.array([0, 11])
 
     def step(offset, x):
@@ -210,16 +210,16 @@ def test_a_scan_decodes_what_one_call_gives(name):
 
 
 @given(st.lists(st.integers(-(2**24) + 1, 2**24 - 1), min_size=4, max_size=4))
-def test_waves_of_any_position_are_right(positions):
+def test_sinusoids_of_any_position_equal_the_formula(positions):
     got = encode(SINUSOIDAL, jnp.array(positions))
-    np.testing.assert_allclose(got, waves(positions), atol=1.3e-7)
+    np.testing.assert_allclose(got, sinusoids(positions), atol=1.3e-7)
 
 
-# -------------------------------------------------------------------- out of reach
+# Positions out of reach
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_traced_positions_out_of_reach_are_nan_and_alone(dtype):
+def test_only_traced_positions_out_of_reach_are_nan(dtype):
     far = [3, 2**24, -(2**24), 2**31 - 256, -(2**31)]
     got = np.isnan(encode(SINUSOIDAL, jnp.array(far, dtype))).all(axis=1)
     assert got.tolist() == [False, True, True, True, True]
@@ -238,7 +238,7 @@ def test_traced_offsets_that_overflow_are_nan(name):
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("position", [2**24, -(2**24), 2**32 + 3, float("nan"), 2.0**24])
-def test_concrete_positions_out_of_reach_are_refused(position):
+def test_concrete_positions_out_of_reach_are_an_error(position):
     with pytest.raises(ValueError, match=f"smaller than 16777216 in size, got {position}"):
         SINUSOIDAL.encode(np.array([1, position]))
     with pytest.raises(ValueError, match="coordinates must be smaller than 16777216"):
@@ -247,7 +247,7 @@ def test_concrete_positions_out_of_reach_are_refused(position):
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", ADDED)
-def test_what_jax_would_cut_to_32_bits_is_looked_at_before(name):
+def test_positions_are_checked_before_jax_truncates_them_to_32_bits(name):
     layer, far, x = ADDED[name], np.array([3, 2**32 + 3]), jnp.zeros((2, 1, 6))
     for run in (
         lambda: layer(x[:, 0], far),
@@ -268,7 +268,7 @@ def test_what_jax_would_cut_to_32_bits_is_looked_at_before(name):
         ([-3], "at least -2 for row_offset 2, got -3"),
     ],
 )
-def test_concrete_positions_without_a_row_are_refused(positions, message):
+def test_concrete_positions_without_a_row_are_an_error(positions, message):
     for call in (ROBERTA.encode, lambda at: ROBERTA(jnp.zeros((1, 6)), at)):
         with pytest.raises(ValueError, match=message):
             call(positions)
@@ -302,16 +302,16 @@ WRONG = {
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("message", WRONG)
-def test_arguments_that_make_no_sense_are_refused(message):
+def test_invalid_arguments_are_an_error(message):
     is_type = "must be real" in message or "integers or reals" in message
     with pytest.raises(TypeError if is_type else ValueError, match=message):
         WRONG[message]()
 
 
-# ------------------------------------------------------------- gradients and padding
+# Gradients and padding
 
 
-def test_gradients_of_positions_and_tables_are_right():
+def test_gradients_of_positions_and_tables_equal_finite_differences():
     x, at = np.random.default_rng(0).standard_normal((2, 3, 6)), [2.25, 7.5, 30.75]
     with jax.enable_x64(True):
         table = jnp.asarray(TABLE, jnp.float64)
@@ -326,7 +326,7 @@ def test_gradients_of_positions_and_tables_are_right():
         check_grads(run, (jnp.asarray(x), table, jnp.array(at)), order=1, eps=1e-5)
 
 
-def test_no_row_is_trained_by_a_position_out_of_reach():
+def test_positions_out_of_reach_pass_no_gradient_to_the_table():
     def loss(weight, at):
         own = ROBERTA.with_parameters({"weight": weight})
         return jnp.nansum(own.encode(at) * jnp.arange(6.0))
@@ -338,33 +338,33 @@ def test_no_row_is_trained_by_a_position_out_of_reach():
         assert not np.delete(got, 7, axis=0).any()
 
 
-def test_a_row_met_often_in_bfloat16_has_its_whole_gradient():
+def test_gradient_of_repeated_bfloat16_rows_is_summed_in_float32():
     layer = LearnedPositions(4, 2, weight=jnp.zeros((4, 2), jnp.bfloat16))
-    x, slope = jnp.zeros((3072, 1, 2)), 1 + 2**-8.1
+    x, factor = jnp.zeros((3072, 1, 2)), 1 + 2**-8.1
 
     @eqx.filter_jit
     @eqx.filter_grad
     def grad(layer, at):
-        return (layer(x, at) * slope).sum()
+        return (layer(x, at) * factor).sum()
 
-    # A slope is 1 in bfloat16: rounded before they are added they would make 3072.
+    # The factor rounds to 1 in bfloat16: terms rounded before the sum would give 3072.
     got = grad(layer, jnp.ones((3072, 1), int)).weight[1]
     np.testing.assert_array_equal(got.astype("float32"), [3088.0, 3088.0])
 
 
-def test_learned_padding_outlives_optimizers_and_gets_no_gradient():
-    layer, at = built(everything)["learned"], jnp.array([-1, 0, -1])
-    grad = eqx.filter_jit(eqx.filter_grad(lambda layer: layer.encode(at).sum()))(layer)
-    assert not grad.weight[1].any() and (grad.weight[2] == 1).all()
-    moved = eqx.tree_at(lambda layer: layer.weight, layer, layer.weight + 1)
-    for kind in (at, at + 0.0):
-        before, after = encode(layer, kind), encode(moved, kind)
-        np.testing.assert_array_equal(after, before + np.array([[0], [1], [0]]))
-        assert not before[0].any()
-    kept = moved.set_padding(7.0)
-    assert (encode(kept, at)[0] == 7).all()
-    for saved in (kept, kept.resize(9)):
-        assert (saved.parameters()["weight"][1] == 7).all()
+def test_padding_row_of_learned_positions_gets_no_gradient_and_keeps_what_is_written():
+    layer, at = built(all_schemes)["learned"], jnp.array([-1, 0, -1])
+    assert not encode(layer, at)[0].any()  # a new table has a zero row for padding
+    for positions in (at, at + 0.0):
+        grad_of = eqx.filter_jit(eqx.filter_grad(lambda one, at: one.encode(at).sum()))
+        grad = grad_of(layer, positions).weight
+        assert not grad[1].any() and (grad[2] == 1).all()
+    moved = eqx.tree_at(lambda layer: layer.table.weight, layer, layer.weight + 1)
+    np.testing.assert_array_equal(encode(moved, at), encode(layer, at) + 1)
+    written = moved.set_padding(7.0)
+    for resized in (written, written.resize(9)):
+        assert (encode(resized, at)[0] == 7).all()
+        assert (resized.parameters()["weight"][1] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -377,23 +377,23 @@ def test_half_precision_is_rounded_once(dtype):
         np.testing.assert_array_equal(got.view("uint16"), want.view("uint16"))
 
 
-def test_all_positions_differ_in_bfloat16():
+def test_positions_are_distinct_after_a_cast_to_bfloat16():
     rows = encode(cast(SINUSOIDAL, "bfloat16"), jnp.arange(4096))
     assert len(np.unique(rows, axis=0)) == 4096
 
 
-# --------------------------------------------------------------- every scheme's life
+# Properties of every scheme
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_nothing_that_happens_to_a_layer_changes_it(life):
-    lived, want = LIVES[life](everything), built(everything)
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_round_trips_do_not_change_the_layers(trip):
+    got, want = ROUND_TRIPS[trip](all_schemes), built(all_schemes)
     for name in SCHEMES:
-        assert eqx.tree_equal(lived[name], want[name], typematch=True), name
-    assert hash(jax.tree.structure(lived)) == hash(jax.tree.structure(want))
+        assert eqx.tree_equal(got[name], want[name], typematch=True), name
+    assert hash(jax.tree.structure(got)) == hash(jax.tree.structure(want))
 
 
-def test_constants_are_equal_by_what_they_hold_and_never_written():
+def test_constants_are_equal_by_bytes_and_read_only():
     one = Constant(np.array([1.0, np.nan]))
     assert one == Constant(one.array.copy()) and hash(one) == hash(Constant(one.array))
     for other in (np.array([0.0, np.nan]), one.array.view(np.int64), one.array[None]):
@@ -403,23 +403,25 @@ def test_constants_are_equal_by_what_they_hold_and_never_written():
         one.array[0] = 2.0
 
 
-def test_what_is_real_is_what_is_trained():
-    for name, layer in built(everything).items():
+def test_floating_point_leaves_are_the_parameters():
+    for name, layer in built(all_schemes).items():
         real = jax.tree.leaves(eqx.filter(layer, eqx.is_inexact_array))
         shapes = [value.shape for value in layer.parameters().values()]
         assert [leaf.shape for leaf in real] == shapes, name
         assert bool(real) == (name in LEARNED)
 
 
-def test_adamw_over_all_arrays_moves_what_learns_and_nothing_precomputed():
-    # optax' Adam takes no integers at all: neither drawn frequencies nor padding rows.
-    layers = dict(built(everything), learned=LearnedPositions(40, 6, weight=TABLE[:40]))
+def test_adamw_over_all_arrays_updates_the_parameters_only():
+    # optax' Adam rejects the int32 leaves of FourierFeatures.
+    layers = dict(built(all_schemes))
     del layers["fourier"]
     x, positions = draw(9, 6), jnp.array([0.0, 3, 5, 5, 7, 9.5, 12, 20, 33])
 
     def loss(model):
         layers, head = model
-        runs = (called(name, layer, x @ head, positions) for name, layer in layers.items())
+        runs = (
+            call_scheme(name, layer, x @ head, positions) for name, layer in layers.items()
+        )
         return sum(jnp.mean(jnp.square(out)) for out in runs)
 
     @eqx.filter_jit
@@ -430,7 +432,7 @@ def test_adamw_over_all_arrays_moves_what_learns_and_nothing_precomputed():
         updates, _ = optimizer.update(gradients, optimizer.init(arrays), arrays)
         return eqx.apply_updates(model, updates), gradients
 
-    with jax.debug_nans(True):  # nor is anything NaN on the way
+    with jax.debug_nans(True):
         (after, _), (gradients, _) = step((layers, jnp.eye(6)))
     for name, layer in layers.items():
         before, now = (
@@ -438,86 +440,90 @@ def test_adamw_over_all_arrays_moves_what_learns_and_nothing_precomputed():
         )
         assert eqx.tree_equal(before[1], now[1]), name
         old, new = jax.tree.leaves(before[0]), jax.tree.leaves(now[0])
-        for was, became, slope in zip(
-            old, new, jax.tree.leaves(gradients[name]), strict=True
-        ):
-            assert (was != became).any() and slope.any(), name
+        for a, b, grad in zip(old, new, jax.tree.leaves(gradients[name]), strict=True):
+            assert (a != b).any() and grad.any(), name
 
 
-def test_a_cast_rounds_parameters_and_no_position():
+def test_cast_to_bfloat16_rounds_parameters_but_not_positions():
     x, positions = draw(9, 6), jnp.array([0, 3, 5, 6, 7, 9, 12, 20, 39])
 
     @eqx.filter_jit
     def run(layers):
         return {
-            name: called(name, layer, x, positions * (1 if name == "learned" else 400_000))
+            name: call_scheme(
+                name, layer, x, positions * (1 if name == "learned" else 400_000)
+            )
             for name, layer in layers.items()
         }
 
-    # The others have nothing that a cast could touch.
-    layers = {name: built(everything)[name] for name in ("fourier", *LEARNED)}
+    # The other schemes have no leaves.
+    layers = {name: built(all_schemes)[name] for name in ("fourier", *LEARNED)}
     want, got = run(layers), run(cast(layers, "bfloat16"))
     for name in layers:
-        kept = want[name].astype(got[name].dtype)
-        assert np.isfinite(kept.astype("float32")).all()
-        np.testing.assert_array_equal(got[name], kept, err_msg=name)
+        rounded = want[name].astype(got[name].dtype)
+        assert np.isfinite(rounded.astype("float32")).all()
+        np.testing.assert_array_equal(got[name], rounded, err_msg=name)
 
 
 def test_stacks_of_layers_run_under_vmap_and_scan():
     x, positions, names = draw(9, 6), jnp.arange(9) * 4, ("learned", "rotary", "t5", "fire")
-    arrays, rest = eqx.partition(stacked(everything), eqx.is_array)
+    arrays, rest = eqx.partition(stacked(all_schemes), eqx.is_array)
 
     def one(arrays):
         layers = eqx.combine(arrays, rest)
-        return {name: called(name, layers[name], x, positions) for name in names}
+        return {name: call_scheme(name, layers[name], x, positions) for name in names}
 
     mapped = jax.jit(jax.vmap(one))(arrays)
     _, scanned = jax.lax.scan(lambda carry, own: (carry, one(own)), 0, arrays)
     for name in names:
         np.testing.assert_allclose(mapped[name], scanned[name], atol=1e-6, err_msg=name)
-        differ = len(np.unique(mapped[name], axis=0))
-        assert differ == (3 if name in LEARNED else 1), name
-    made = eqx.filter_eval_shape(eqx.filter_vmap(everything), jax.random.split(key(0), 3))
-    assert [leaf.shape for leaf in jax.tree.leaves(made)] == [
+        distinct = len(np.unique(mapped[name], axis=0))
+        assert distinct == (3 if name in LEARNED else 1), name
+    built_by_vmap = eqx.filter_eval_shape(
+        eqx.filter_vmap(all_schemes), jax.random.split(key(0), 3)
+    )
+    assert [leaf.shape for leaf in jax.tree.leaves(built_by_vmap)] == [
         leaf.shape for leaf in jax.tree.leaves(arrays)
     ]
 
 
-# ------------------------------------------------------------------ modes of JAX
+# Modes of JAX
 
 
 @pytest.mark.parametrize(
-    ("x64", "dtype", "own"),
+    ("x64", "dtype", "layer_dtype"),
     [
         (False, "bfloat16", "float32"),
         (True, "float64", "float32"),
         (True, "float32", "float64"),
     ],
 )
-def test_strict_promotion_and_64_bits_change_no_dtype(x64, dtype, own):
+def test_output_dtypes_in_strict_mode(x64, dtype, layer_dtype):
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         x, host = jnp.zeros((4, 6), dtype), [0, 3, 5, 6]
-        layers = eqx.filter_eval_shape(lambda key: cast(everything(key), own), key(0))
-        for positions in (jnp.asarray(host, kind) for kind in ("int8", "uint32", dtype)):
+        layers = eqx.filter_eval_shape(
+            lambda key: cast(all_schemes(key), layer_dtype), key(0)
+        )
+        for positions in (jnp.asarray(host, d) for d in ("int8", "uint32", dtype)):
             for name, layer in layers.items():
-                got = eqx.filter_eval_shape(called, name, layer, x, positions)
-                want = own if name in ("t5", "kerple", "fire") else dtype
+                got = eqx.filter_eval_shape(call_scheme, name, layer, x, positions)
+                want = layer_dtype if name in ("t5", "kerple", "fire") else dtype
                 assert got.dtype == ("float32" if name == "alibi" else want), name
 
 
-def test_debug_nans_names_what_is_out_of_reach():
+def test_debug_nans_reports_positions_out_of_reach():
     with jax.debug_nans(True):
         encode(SINUSOIDAL, jnp.arange(4))
-        # JAX runs what was compiled again, step by step, to find where the NaN is from.
+        # JAX reruns the program eagerly to find the NaN, and the eager check raises.
         with pytest.raises(ValueError, match="must be smaller than 16777216 in size"):
             encode(SINUSOIDAL, jnp.array([0, 1, 2, 2**24]))
 
 
-def test_float64_is_worked_on_in_float64():
+def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         x = jnp.zeros((1, 6))
-        got = add(SINUSOIDAL, x, jnp.array([1000.3]))  # float32 would move it by 1e-5
-        np.testing.assert_allclose(got[0], waves(1000.3), atol=1.3e-7)
+        got = add(SINUSOIDAL, x, jnp.array([1000.3]))  # the error in float32 is 1e-5
+        np.testing.assert_allclose(got[0], sinusoids(1000.3), atol=1.3e-7)
         table = TABLE.astype(np.float64) + 1e-12
         layer = LearnedPositions(42, 6, weight=table)
         got = add(layer, jnp.ones((1, 6)), jnp.array([3]))

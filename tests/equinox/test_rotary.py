@@ -1,4 +1,4 @@
-"""RotaryPositions on Equinox: right numbers, traced or not, in Equinox' own attention."""
+"""RotaryPositions in the Equinox front end: values, tracing, use in Equinox attention."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.positions.rotary import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, YaRN
-from tests.support.jax_lives import compiled_quickly, key
+from tests.support.jax_lives import fast_compilation, key
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 LAYER = RotaryPositions(8, base=500.0)
@@ -26,18 +26,18 @@ def draw(*shape, dtype: Any = "float32", seed=0):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quickly():
-    with compiled_quickly():
+def _fast_compilation():
+    with fast_compilation():
         yield
 
 
 @eqx.filter_jit
-def turn(layer, x, positions=None, offset: Any = 0):
+def rotate(layer, x, positions=None, offset: Any = 0):
     return layer(x, positions, offset=offset)
 
 
-def turned(x, positions, *, base=500.0, layout="half"):
-    """The definition in float64, one complex number a pair."""
+def rotated(x, positions, *, base=500.0, layout="half"):
+    """Return the rotation in float64, with one complex number for each pair."""
     x, size = np.asarray(x, np.float64), x.shape[-1]
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(0, size, 2) / size)
     halves = np.split(x, 2, axis=-1)
@@ -48,21 +48,21 @@ def turned(x, positions, *, base=500.0, layout="half"):
     return np.concatenate([z.real, z.imag], -1)
 
 
-# ----------------------------------------------------------------- right numbers
+# Values
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotation_is_a_complex_product(layout):
+def test_rotation_equals_a_complex_product(layout):
     x, positions = draw(2, 3, 4, 8), jnp.array([0, -7, 300, 70_000])
-    got = turn(RotaryPositions(8, base=500.0, layout=layout), x, positions)
-    np.testing.assert_allclose(got, turned(x, positions, layout=layout), atol=1e-6)
+    got = rotate(RotaryPositions(8, base=500.0, layout=layout), x, positions)
+    np.testing.assert_allclose(got, rotated(x, positions, layout=layout), atol=1e-6)
 
 
 @given(st.lists(st.integers(-(2**24) + 1, 2**24 - 1), min_size=4, max_size=4))
-def test_any_position_keeps_the_norm_and_has_its_angle(positions):
+def test_rotation_by_any_position_keeps_the_norm(positions):
     x = draw(2, 3, 4, 8)
-    got = np.asarray(turn(LAYER, x, jnp.array(positions)), np.float64)
-    np.testing.assert_allclose(got, turned(x, positions), atol=4e-6)
+    got = np.asarray(rotate(LAYER, x, jnp.array(positions)), np.float64)
+    np.testing.assert_allclose(got, rotated(x, positions), atol=4e-6)
     sizes = [np.linalg.norm(y, axis=-1) for y in (got, np.asarray(x))]
     np.testing.assert_allclose(*sizes, rtol=1e-6)
 
@@ -72,7 +72,7 @@ def test_scores_depend_on_relative_position_only():
 
     def scores(positions):
         x = jnp.asarray(np.broadcast_to(np.stack([q, k]), (2, 3, 2, 8)))
-        a, b = np.asarray(turn(LAYER, x, jnp.array(positions)))[0, 0]
+        a, b = np.asarray(rotate(LAYER, x, jnp.array(positions)))[0, 0]
         return a @ b
 
     assert scores([7, 3]) == pytest.approx(scores([10_000_007, 10_000_003]), abs=1e-5)
@@ -80,7 +80,7 @@ def test_scores_depend_on_relative_position_only():
     assert abs(scores([7, 3]) - scores([7, 4])) > 0.01
 
 
-def test_turns_are_right_far_out():
+def test_phases_are_accurate_at_large_positions():
     positions = np.array([0, 255, 256, 65_536, 2**24 - 1, -9_999_999])
     cos, sin = eqx.filter_jit(LAYER.phases)(jnp.asarray(positions))
     angles = positions[:, None].astype(np.longdouble) * 500.0 ** (-np.arange(0, 8, 2) / 8)
@@ -88,53 +88,53 @@ def test_turns_are_right_far_out():
     np.testing.assert_allclose(sin, np.sin(angles).astype(float), atol=2.5e-7)
 
 
-def test_real_positions_are_between():
+def test_real_positions_equal_the_formula():
     x, positions = draw(2, 3, 4, 8), np.array([0.5, -3.25, 1000.75, 7.0])
     for dtype in ("float32", "bfloat16"):
-        got = turn(LAYER, x, jnp.asarray(positions, dtype))
+        got = rotate(LAYER, x, jnp.asarray(positions, dtype))
         at = np.asarray(positions.astype(jnp.dtype(dtype)), np.float64)
-        np.testing.assert_allclose(got, turned(x, at), atol=1e-6)
+        np.testing.assert_allclose(got, rotated(x, at), atol=1e-6)
 
 
-def test_two_bases_alive_at_once_differ_whatever_was_called_before():
+def test_two_layers_with_different_bases_do_not_interfere():
     x, other = draw(2, 3, 4, 8), RotaryPositions(8, base=77.0)
 
     @eqx.filter_jit
-    def both(a, b, x):
+    def run(a, b, x):
         return a(x), b(jnp.concat([x, x], axis=-2)), a(x), b(x)
 
-    first, _, again, theirs = both(LAYER, other, x)
+    first, _, again, theirs = run(LAYER, other, x)
     np.testing.assert_array_equal(first, again)
-    np.testing.assert_allclose(first, turned(x, range(4)), atol=1e-6)
-    np.testing.assert_allclose(theirs, turned(x, range(4), base=77.0), atol=1e-6)
+    np.testing.assert_allclose(first, rotated(x, range(4)), atol=1e-6)
+    np.testing.assert_allclose(theirs, rotated(x, range(4), base=77.0), atol=1e-6)
     assert np.abs(first - theirs).max() > 0.1
 
 
-def test_batched_positions_skip_the_heads_axis_even_when_sizes_coincide():
+def test_batched_positions_do_not_broadcast_along_the_heads_axis():
     x, positions = draw(3, 3, 3, 8), np.arange(9).reshape(3, 3)
-    got = turn(LAYER, x, jnp.asarray(positions))
-    np.testing.assert_allclose(got, turned(x, positions[:, None]), atol=1e-6)
-    last = turn(RotaryPositions(8, base=500.0, heads_axis=-2), x, jnp.asarray(positions))
-    np.testing.assert_allclose(last, turned(x, positions[:, :, None]), atol=1e-6)
+    got = rotate(LAYER, x, jnp.asarray(positions))
+    np.testing.assert_allclose(got, rotated(x, positions[:, None]), atol=1e-6)
+    last = rotate(RotaryPositions(8, base=500.0, heads_axis=-2), x, jnp.asarray(positions))
+    np.testing.assert_allclose(last, rotated(x, positions[:, :, None]), atol=1e-6)
 
 
-def test_several_coordinates_turn_their_own_pairs():
+def test_each_coordinate_rotates_its_section_of_pairs():
     layer, x = RotaryPositions(8, base=500.0, sections=[2, 1, 1]), draw(2, 4, 8)
     positions = np.arange(24).reshape(3, 2, 4)
-    got = turn(layer, x, jnp.asarray(positions))
-    by_axis = [turned(x, positions[axis]).reshape(2, 4, 2, 4) for axis in range(3)]
+    got = rotate(layer, x, jnp.asarray(positions))
+    by_axis = [rotated(x, positions[axis]).reshape(2, 4, 2, 4) for axis in range(3)]
     want = np.stack([by_axis[axis][..., i] for i, axis in enumerate([0, 0, 1, 2])], -1)
     np.testing.assert_allclose(got, want.reshape(x.shape), atol=1e-6)
-    # Text has one coordinate in all of them.
+    # Text has the same position on every axis.
     np.testing.assert_allclose(
-        turn(layer, x, None, 5), turned(x, np.arange(5, 9)), atol=1e-6
+        rotate(layer, x, None, 5), rotated(x, np.arange(5, 9)), atol=1e-6
     )
     image = RotaryPositions(8, frequencies=qwen_axial_frequencies(8))
     assert (image.axes, layer.axes, LAYER.axes) == (2, 3, None)
     np.testing.assert_array_equal(image.frequencies, qwen_axial_frequencies(8))
 
 
-def test_rules_are_made_for_a_length():
+def test_at_length_equals_numpy():
     rule = DynamicNTK(factor=2.0, original_length=16)
     layer, theirs = RotaryPositions(8, scaling=rule), NumpyRotary(8, scaling=rule)
     for n in (16, 40):
@@ -146,7 +146,7 @@ def test_rules_are_made_for_a_length():
     assert RotaryPositions(8, scaling=yarn).attention_factor == yarn.attention_factor > 1
 
 
-def test_configs_of_transformers_are_read_as_on_numpy():
+def test_from_hf_equals_numpy():
     config = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -160,7 +160,7 @@ def test_configs_of_transformers_are_read_as_on_numpy():
     assert eqx.tree_equal(RotaryPositions(**layer.config()), layer)
 
 
-def test_rerotate_moves_cached_keys():
+def test_rerotate_shifts_cached_keys():
     rule = YaRN(factor=4.0, original_length=64)
     layer = RotaryPositions(8, layout="interleaved_to_half", scaling=rule)
     k = draw(2, 3, 4, 8)
@@ -177,36 +177,36 @@ def test_rerotate_moves_cached_keys():
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-# --------------------------------------------------------------- in a model of Equinox
+# Equinox attention
 
 
 class TransformerBlock(eqx.Module):
-    """The example in the document of ``eqx.nn.RotaryPositionalEmbedding``."""
+    """The example in the documentation of ``eqx.nn.RotaryPositionalEmbedding``."""
 
     rope_embeddings: Any
     mha_attention: eqx.nn.MultiheadAttention
 
     def __call__(self, x):
         def process_heads(query_heads, key_heads, value_heads):
-            turn = jax.vmap(self.rope_embeddings, in_axes=1, out_axes=1)
-            return turn(query_heads), turn(key_heads), value_heads
+            rotate = jax.vmap(self.rope_embeddings, in_axes=1, out_axes=1)
+            return rotate(query_heads), rotate(key_heads), value_heads
 
         return self.mha_attention(x, x, x, process_heads=process_heads)
 
 
 class HeadsBlock(TransformerBlock):
-    """The same without vmap: the layer is told where the heads are."""
+    """The same without vmap: ``heads_axis`` gives the axis of the heads."""
 
     def __call__(self, x):
         def process_heads(query_heads, key_heads, value_heads):
-            turn = self.rope_embeddings
-            return turn(query_heads), turn(key_heads), value_heads
+            rotate = self.rope_embeddings
+            return rotate(query_heads), rotate(key_heads), value_heads
 
         return self.mha_attention(x, x, x, process_heads=process_heads)
 
 
 def attend(mha, x, *, base):
-    """The attention of ``mha`` in float64, head by head."""
+    """Return the attention of ``mha`` in float64, head by head."""
     q, k, v, out = (
         np.asarray(getattr(mha, f"{name}_proj").weight, np.float64)
         for name in ("query", "key", "value", "output")
@@ -214,7 +214,7 @@ def attend(mha, x, *, base):
     x, heads = np.asarray(x, np.float64), []
 
     def rotary(x):
-        return turned(x, range(len(x)), base=base)
+        return rotated(x, range(len(x)), base=base)
 
     for head in range(mha.num_heads):
         own = slice(8 * head, 8 * head + 8)
@@ -225,7 +225,7 @@ def attend(mha, x, *, base):
     return np.concatenate(heads, axis=1) @ out.T
 
 
-def test_the_transformer_of_the_equinox_document_runs():
+def test_attention_of_the_equinox_documentation_equals_the_formula():
     mha = eqx.filter_jit(lambda key: eqx.nn.MultiheadAttention(2, 16, key=key))(key(0))
     x = draw(6, 16)
     want = attend(mha, x, base=10_000.0)
@@ -236,53 +236,53 @@ def test_the_transformer_of_the_equinox_document_runs():
     assert np.abs(attend(mha, x, base=10.0) - want).max() > 1e-3
 
 
-def test_rotation_takes_the_place_of_that_of_equinox():
-    # equinox 0.13.8, whose angles are float32 products: near, they are as good.
+def test_rotation_equals_equinox_at_small_positions():
+    # equinox 0.13.8 computes angles as float32 products.
     x = draw(6, 8)
     theirs = eqx.filter_jit(eqx.nn.RotaryPositionalEmbedding(8))(x)
-    np.testing.assert_allclose(turn(RotaryPositions(8), x), theirs, atol=1e-6)
+    np.testing.assert_allclose(rotate(RotaryPositions(8), x), theirs, atol=1e-6)
 
 
-# ------------------------------------------------------------ positions and offsets
+# Positions and offsets
 
 
-def test_a_scan_decodes_with_a_cache_what_one_call_gives():
+def test_decoding_with_scan_equals_one_call():
     layer, q, start = LAYER, draw(2, 3, 4, 8), jnp.array([0, 100_000])
 
     def step(offset, q):
         return offset + 1, layer(q[:, :, None], offset=offset)[:, :, 0]
 
     _, got = jax.lax.scan(step, start, jnp.moveaxis(q, 2, 0))
-    want = turn(layer, q, offset=start)
+    want = rotate(layer, q, offset=start)
     np.testing.assert_allclose(jnp.moveaxis(got, 0, 2), want, atol=1e-6)
     at = np.arange(4) + np.array([[0], [100_000]])
-    np.testing.assert_allclose(want, turned(q, at[:, None]), atol=1e-6)
+    np.testing.assert_allclose(want, rotated(q, at[:, None]), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "float16"])
-def test_offsets_and_positions_of_any_dtype_are_the_same_positions(dtype):
+def test_offsets_and_positions_may_have_any_dtype(dtype):
     x, offset = draw(2, 3, 4, 8), jnp.array([3, 100], dtype)
     at = np.arange(4) + np.array([[3], [100]])
-    got = turn(LAYER, x, offset=offset)
-    np.testing.assert_allclose(got, turned(x, at[:, None]), atol=1e-6)
-    got = turn(LAYER, x, jnp.asarray(at, dtype))
-    np.testing.assert_allclose(got, turned(x, at[:, None]), atol=1e-6)
+    got = rotate(LAYER, x, offset=offset)
+    np.testing.assert_allclose(got, rotated(x, at[:, None]), atol=1e-6)
+    got = rotate(LAYER, x, jnp.asarray(at, dtype))
+    np.testing.assert_allclose(got, rotated(x, at[:, None]), atol=1e-6)
 
 
-def test_a_half_precision_offset_is_not_added_in_half_precision():
+def test_half_precision_offset_is_added_in_float32():
     x = draw(1, 3000, 8)
-    got = turn(LAYER, x, offset=jnp.array([0.5], "bfloat16"))
-    np.testing.assert_allclose(got[0], turned(x[0], np.arange(3000) + 0.5), atol=2e-6)
+    got = rotate(LAYER, x, offset=jnp.array([0.5], "bfloat16"))
+    np.testing.assert_allclose(got[0], rotated(x[0], np.arange(3000) + 0.5), atol=2e-6)
 
 
-def test_traced_positions_out_of_reach_are_nan_and_alone():
+def test_only_traced_positions_out_of_reach_are_nan():
     x = jnp.ones((5, 8))
     for dtype in ("int32", "float32"):
         far = jnp.array([3, 2**24, -(2**24), 2**31 - 256, -(2**31)], dtype)
-        got = np.isnan(turn(LAYER, x, far))
+        got = np.isnan(rotate(LAYER, x, far))
         assert got.all(axis=1).tolist() == [False, True, True, True, True]
         assert not got[0].any()
-    assert np.isnan(turn(LAYER, x, jnp.full(5, jnp.nan))).all()
+    assert np.isnan(rotate(LAYER, x, jnp.full(5, jnp.nan))).all()
 
 
 @pytest.mark.rejects
@@ -296,9 +296,9 @@ def test_traced_positions_out_of_reach_are_nan_and_alone():
         lambda: jax.vmap(LAYER.phases)(np.array([1, 2**32 + 3])),
         lambda: jax.jit(lambda x: LAYER(x, offset=2**32 + 3))(jnp.ones((1, 8))),
     ],
-    ids=["positions", "offset", "turns", "delta", "eager vmap", "constant in jit"],
+    ids=["positions", "offset", "phases", "delta", "eager vmap", "constant in jit"],
 )
-def test_concrete_positions_out_of_reach_are_refused(run):
+def test_concrete_positions_out_of_reach_are_an_error(run):
     with pytest.raises(ValueError, match="smaller than 16777216 in size, got 429496729"):
         run()
 
@@ -329,25 +329,25 @@ WRONG = {
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("message", WRONG)
-def test_arguments_that_make_no_sense_are_refused(message):
+def test_invalid_arguments_are_an_error(message):
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
 
 
 @pytest.mark.rejects
-def test_what_is_not_real_is_refused():
+def test_inputs_that_are_not_real_are_a_type_error():
     with pytest.raises(TypeError, match="x must be real, got int64"):
         LAYER(np.ones((4, 8), int))
     with pytest.raises(TypeError, match="delta must be integers or reals, got bool"):
         LAYER.rerotate(X, True)
     with pytest.raises(TypeError, match="positions must be integers or reals, got bool"):
-        turn(LAYER, X, jnp.ones(4, bool))
+        rotate(LAYER, X, jnp.ones(4, bool))
 
 
-# ------------------------------------------------------------------ JAX's own ways
+# Gradients, precision and trees
 
 
-def test_gradients_and_tangents_are_right():
+def test_gradients_and_tangents_equal_finite_differences():
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8)))
         layer = RotaryPositions(8, layout="interleaved", rotary_dim=6)
@@ -363,12 +363,12 @@ def test_gradients_and_tangents_are_right():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_rounded_once(dtype):
     x = draw(2, 3, 4, 8, dtype=dtype)
-    got = turn(LAYER, x, jnp.array([0, 900, 4_000_000, 3]))
-    want = turn(LAYER, x.astype("float32"), jnp.array([0, 900, 4_000_000, 3]))
+    got = rotate(LAYER, x, jnp.array([0, 900, 4_000_000, 3]))
+    want = rotate(LAYER, x.astype("float32"), jnp.array([0, 900, 4_000_000, 3]))
     np.testing.assert_array_equal(got.view("uint16"), want.astype(dtype).view("uint16"))
 
 
-def test_there_is_nothing_to_train_cast_or_save_in_it():
+def test_layer_has_no_leaves_and_equal_layers_have_equal_hashes():
     assert not jax.tree.leaves(LAYER)
     assert not LAYER.parameters()
     same = RotaryPositions(8, base=500.0)

@@ -1,4 +1,4 @@
-"""Row updates: what the touched rows become, and that nothing else is touched."""
+"""Lazy row updates: the rows of a batch are stepped, all other rows stay the same."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ TARGETS = rng.standard_normal((3, 4)).astype("float32")
 
 
 def distance(layer, ids):
-    """Return a loss whose gradient depends on the rows, and on all that an id is in."""
+    """Return a loss whose gradient depends on the rows and sums repeated ids."""
     return ((layer(ids) - TARGETS) ** 2).sum()
 
 
@@ -62,7 +62,7 @@ def layer_of(**options: Any) -> Embedding:
     return Embedding(12, 4, weight=TABLE, **options)
 
 
-# What the touched rows become
+# Updated rows
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def layer_of(**options: Any) -> Embedding:
             optax.clip_by_global_norm(0.5), optax.sgd(optax.linear_schedule(0.3, 0.1, 4))
         ),
     ],
-    ids=["adagrad", "sgd, clipped by its norm and scheduled"],
+    ids=["adagrad", "sgd, clipped by global norm and scheduled"],
 )
-def test_what_leaves_rows_without_gradient_alone_is_what_it_is_densely(optimizer):
+def test_optimizers_without_row_memory_equal_their_dense_updates(optimizer):
     model, _ = trained(RowOptimizer(optimizer), layer_of())
     want = trained_densely(optimizer, layer_of())
     np.testing.assert_allclose(model.weight, want.weight, atol=1e-6)
 
 
-def test_adam_is_lazy_adam_as_torch_has_it():
+def test_adam_equals_torch_sparse_adam_and_not_dense_adam():
     # torch.optim.SparseAdam, torch 2.13.0.
     weight = torch.nn.Parameter(torch.from_numpy(TABLE.copy()))
     theirs = torch.optim.SparseAdam([weight], lr=0.1, betas=(0.8, 0.9), eps=1e-6)
@@ -100,30 +100,30 @@ def test_adam_is_lazy_adam_as_torch_has_it():
     assert not np.allclose(model.weight, dense.weight, atol=1e-2)
 
 
-def test_rows_that_no_id_touched_stay_to_the_bit_and_so_do_their_moments():
+def test_rows_without_gradient_and_their_moments_do_not_change():
     optimizer = RowOptimizer(optax.adamw(0.1, weight_decay=0.5))
     step, model = stepper(optimizer), layer_of()
     state = optimizer.init(model)
     model, state, _ = step(jnp.array([[1, 5, 5]]), model, state)
     before, moments = np.array(model.weight), np.array(state.rows[0].nu)
     model, state, _ = step(jnp.array([[5, 2, 2]]), model, state)
-    still, weight = np.delete(np.arange(12), [2, 5]), np.asarray(model.weight)
-    assert bits(weight[still]) == bits(before[still])
-    assert bits(np.asarray(state.rows[0].nu)[still]) == bits(moments[still])
+    others, weight = np.delete(np.arange(12), [2, 5]), np.asarray(model.weight)
+    assert bits(weight[others]) == bits(before[others])
+    assert bits(np.asarray(state.rows[0].nu)[others]) == bits(moments[others])
     assert (weight[[2, 5]] != before[[2, 5]]).all() and moments[[1, 5]].all()
     assert int(state.rows[0].count) == 2
-    # Nor does a traced id that is not a row touch any.
+    # A traced id out of range updates no row.
     model, state, _ = step(jnp.array([[-1, -1, 40]]), model, state)
     assert bits(model.weight) == bits(weight)
     model, state, _ = step(jnp.array([[12, 3, -1]]), model, state)
-    still, after = np.delete(np.arange(12), 3), np.asarray(model.weight)
-    assert bits(after[still]) == bits(weight[still])
+    others, after = np.delete(np.arange(12), 3), np.asarray(model.weight)
+    assert bits(after[others]) == bits(weight[others])
     assert np.isfinite(after).all() and (after[3] != weight[3]).all()
     assert np.isfinite(np.asarray(state.rows[0].mu)).all()
 
 
 def counting() -> optax.GradientTransformation:
-    """Count steps, steps of each row, and steps in each column; move by the second."""
+    """Count the steps in total, of each row and of each column; add the row's count."""
 
     def init(table):
         rows, columns = table.shape
@@ -137,8 +137,8 @@ def counting() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyright: ignore
 
 
-def test_a_state_is_by_row_where_it_grows_with_the_table():
-    # As many rows as columns: only the shape for another table tells them apart.
+def test_state_arrays_that_grow_with_the_table_are_updated_by_row():
+    # A square table: the shape alone does not tell rows from columns.
     model = Embedding(4, 4, weight=TABLE[:4])
     batches = [np.array([[3, 1, 3]]), np.array([[1, 1, 1]])]
     model, state = trained(RowOptimizer(counting()), model, batches=batches)
@@ -149,7 +149,7 @@ def test_a_state_is_by_row_where_it_grows_with_the_table():
     np.testing.assert_allclose(moved[:, 0], [0, 1 + 2, 0, 1], atol=1e-6)
 
 
-def test_half_precision_rows_are_those_of_a_dense_step():
+def test_half_precision_rows_equal_those_of_a_dense_step():
     layer = layer_of(dtype="bfloat16")
     ids = np.full((1, 3), 4)
     model, _ = trained(RowOptimizer(optax.sgd(0.125)), layer, batches=[ids])
@@ -157,7 +157,7 @@ def test_half_precision_rows_are_those_of_a_dense_step():
     assert model.weight.dtype == jnp.bfloat16 and bits(model.weight) == bits(want.weight)
 
 
-# Everything around them
+# Models, bags and padding
 
 
 class Model(eqx.Module):
@@ -168,7 +168,7 @@ class Model(eqx.Module):
         return jax.vmap(jax.vmap(self.head))(self.embed(ids))
 
 
-def test_the_rest_of_a_model_is_trained_as_ever():
+def test_the_rest_of_a_model_is_updated_densely():
     def layer():
         options: Any = {"max_positions": 3, "layer_norm": True, "padding_idx": 5}
         return EmbeddingLayer(12, 4, key=KEY, **options)
@@ -189,7 +189,7 @@ def test_the_rest_of_a_model_is_trained_as_ever():
     assert np.asarray(got.parameters()["norm.bias"]).all()
 
 
-def test_bags_are_trained_too():
+def test_bags_equal_dense_updates():
     def bag():
         return EmbeddingBag(12, 4, mode="max", padding_idx=5, max_norm=1.5, weight=TABLE)
 
@@ -202,11 +202,11 @@ def test_bags_are_trained_too():
     assert (np.asarray(got.weight) != TABLE).any()
 
 
-def test_padding_takes_no_place_and_what_is_not_named_is_left_alone():
+def test_padding_row_and_parameters_without_optimizer_do_not_change():
     table = TABLE.copy()
     table[5] = 2.0
     head = eqx.nn.Linear(4, 4, key=KEY)
-    kept = np.array(head.weight)
+    head_weight = np.array(head.weight)
     model = Model(Embedding(12, 4, weight=table, padding_idx=5), head)
     optimizer = RowOptimizer(
         optax.adamw(0.1, weight_decay=0.9), table=lambda model: model.embed
@@ -215,18 +215,18 @@ def test_padding_takes_no_place_and_what_is_not_named_is_left_alone():
     np.testing.assert_array_equal(np.asarray(model.embed.weight)[5], [2.0] * 4)
     moments = np.asarray(state.rows[0].mu)
     assert not moments[5].any() and moments[1].all()
-    assert state.rest is None and bits(model.head.weight) == bits(kept)
+    assert state.rest is None and bits(model.head.weight) == bits(head_weight)
 
 
-def test_more_comes_back_beside_the_loss_if_asked():
+def test_has_aux_returns_auxiliary_data():
     optimizer = RowOptimizer(optax.sgd(0.1))
 
     def loss(layer, ids, *, scale):
         rows = layer(ids)
         return scale * rows.sum(), rows
 
-    made = eqx.filter_jit(optimizer.value_and_grad(loss, [3, 3, 1], has_aux=True))
-    (value, rows), grads = made(layer_of(), [3, 1], scale=2.0)
+    value_and_grad = eqx.filter_jit(optimizer.value_and_grad(loss, [3, 3, 1], has_aux=True))
+    (value, rows), grads = value_and_grad(layer_of(), [3, 1], scale=2.0)
     assert bits(rows) == bits(TABLE[[3, 1]])
     np.testing.assert_allclose(value, 2 * TABLE[[3, 1]].sum(), rtol=1e-5)
     ids, values = map(np.asarray, (grads.weight.ids, grads.weight.values))
@@ -234,25 +234,26 @@ def test_more_comes_back_beside_the_loss_if_asked():
     np.testing.assert_array_equal(values, [[2.0] * 4, [2.0] * 4, [0.0] * 4])
 
 
-# Ids that cannot be
+# Invalid ids
 
 
-def test_an_id_that_was_not_announced_is_nan_and_never_a_neighbour():
+def test_id_without_a_row_in_the_subset_is_nan():
     @jax.jit
-    def looked_up(weight, announced, ids):
+    def lookup(weight, subset, ids):
         table = Embedding(12, 4, weight=weight, padding_idx=6)
-        none = touched(table, announced[:0])
-        return touched(table, announced)(ids), none(ids)
+        return touched(table, subset)(ids), touched(table, subset[:0])(ids)
 
-    out, none = map(np.asarray, looked_up(TABLE, np.array([8, 3, 3, 11]), np.arange(12)))
-    kept = [3, 6, 8, 11]
-    assert bits(out[kept]) == bits(TABLE[kept]) and bits(none[6]) == bits(TABLE[6])
-    assert np.isnan(np.delete(out, kept, axis=0)).all()
-    assert np.isnan(np.delete(none, 6, axis=0)).all()
+    out, empty = map(np.asarray, lookup(TABLE, np.array([8, 3, 3, 11]), np.arange(12)))
+    present = [3, 6, 8, 11]
+    assert bits(out[present]) == bits(TABLE[present])
+    assert np.isnan(np.delete(out, present, axis=0)).all()
+    # The padding row is always there.
+    assert bits(empty[6]) == bits(TABLE[6])
+    assert np.isnan(np.delete(empty, 6, axis=0)).all()
 
 
 @pytest.mark.rejects
-def test_what_cannot_be_trained_by_row_is_refused():
+def test_touched_rejects_invalid_ids_and_layers():
     with pytest.raises(IndexError, match=r"^ids\[1\] is 12, but num_embeddings is 12$"):
         touched(layer_of(), [3, 12])
     with pytest.raises(
@@ -263,7 +264,7 @@ def test_what_cannot_be_trained_by_row_is_refused():
         touched(layer_of(), [3]).logits(np.ones(4))
 
 
-# What it costs
+# Memory
 
 
 def compiled_step(rows: int) -> Any:
@@ -284,10 +285,10 @@ def compiled_step(rows: int) -> Any:
     return lowered.compile().memory_analysis()
 
 
-def test_memory_is_that_of_the_batch_and_the_table_is_written_in_place():
+def test_step_writes_in_place_and_needs_memory_for_the_batch_only():
     small, large = compiled_step(1_000), compiled_step(100_000)
     table = 100_000 * 32 * 4
-    # Weight and two moments come out where they went in.
+    # The weight and both moments are updated in place.
     assert large.alias_size_in_bytes >= 3 * table
     assert large.output_size_in_bytes - large.alias_size_in_bytes < 1000
     assert large.temp_size_in_bytes <= small.temp_size_in_bytes + 1000 < table / 10

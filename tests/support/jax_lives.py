@@ -1,7 +1,7 @@
-"""What may happen to a layer of the Equinox face after which its numbers are the same.
+"""Equinox layers to test, and round trips that must not change them.
 
-A life takes a function that builds a layer with a key and returns one that has lived. A
-layer is a pure function of its tree, so lives are compared leaf by leaf, on bits.
+A round trip takes a function that builds a layer from a key and returns the layer after the
+trip. Layers are pure functions of their trees, so the leaves are compared bit by bit.
 """
 
 import copy
@@ -32,8 +32,8 @@ Build = Callable[[Any], Any]
 
 
 @contextmanager
-def compiled_quickly() -> Generator[None]:
-    """Compile without optimising inside, which takes longer than what is run."""
+def fast_compilation() -> Generator[None]:
+    """Compile without optimizations, which take longer than these tests run."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
@@ -41,7 +41,7 @@ def compiled_quickly() -> Generator[None]:
         jax.config.update("jax_disable_most_optimizations", False)
 
 
-#: Every scheme, each built with a key.
+#: A builder for every position scheme.
 SCHEMES: dict[str, Build] = {
     "sinusoidal": lambda key: SinusoidalPositions(6, base=500.0),
     "fourier": lambda key: FourierFeatures([[0.5, 3.0], [7.0, 0.25]]),
@@ -56,22 +56,22 @@ SCHEMES: dict[str, Build] = {
     "fire": lambda key: FireBias(3, width=4, threshold=8.0, key=key),
     "shaw": lambda key: ShawScores(6, max_left=3, max_right=2, init="uniform", key=key),
 }
-#: Those that have something to train.
+#: The schemes with parameters.
 LEARNED = ("learned", "t5", "kerple", "fire", "shaw")
 
 
 def key(seed: int) -> Any:
-    """Return a key of the kind that compiles fastest."""
+    """Return a random key of the implementation that compiles fastest."""
     return jax.random.key(seed, impl="rbg")
 
 
-def everything(key: Any) -> dict[str, Any]:
-    """Return all of them, a tree like any other."""
+def all_schemes(key: Any) -> dict[str, Any]:
+    """Return one layer of every scheme, as one tree."""
     return {name: build(key) for name, build in SCHEMES.items()}
 
 
-def called(name: str, layer: Any, x: Any, positions: Any) -> Any:
-    """Return the output of a scheme for vectors ``x`` at ``positions``, one for each."""
+def call_scheme(name: str, layer: Any, x: Any, positions: Any) -> Any:
+    """Return the output of a scheme for vectors ``x`` at ``positions``."""
     if name == "fourier":
         return layer(x[..., :2])
     if name == "shaw":
@@ -83,30 +83,29 @@ def called(name: str, layer: Any, x: Any, positions: Any) -> Any:
     return layer(x, positions)
 
 
-def is_real(leaf: Any) -> bool:
-    """Tell what a cast of a model rounds."""
-    return eqx.is_inexact_array(leaf)
-
-
 def cast(tree: Any, dtype: Any) -> Any:
-    """Return a tree whose real leaves are in another dtype."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_real(leaf) else leaf, tree)
-
-
-def rounded(tree: Any) -> Any:
-    """Return a tree whose real leaves half precision can hold."""
-    return jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(np.round(np.asarray(leaf) * 64) / 64) if is_real(leaf) else leaf
-        ),
-        tree,
-    )
+    """Return a tree with its floating-point leaves in another dtype."""
+    return _map_real(lambda leaf: leaf.astype(dtype), tree)
 
 
 @functools.cache
 def built(build: Build, *, seed: int = 0) -> Any:
-    """Return a layer whose parameters depend on the seed alone, and survive a cast."""
-    return rounded(eqx.filter_jit(build)(key(seed)))
+    """Return a layer whose parameters depend on the seed only and are exact in bfloat16."""
+    layer = eqx.filter_jit(build)(key(seed))
+    return _map_real(lambda leaf: jnp.asarray(np.round(np.asarray(leaf) * 64) / 64), layer)
+
+
+@functools.cache
+def stacked(build: Build) -> Any:
+    """Return three layers stacked in one tree, as in an ensemble."""
+    layers = (built(build, seed=seed) for seed in (2, 0, 1))
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *layers)
+
+
+def _map_real(function: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: function(leaf) if eqx.is_inexact_array(leaf) else leaf, tree
+    )
 
 
 def _serialised(build: Build, like: Any) -> Any:
@@ -116,25 +115,16 @@ def _serialised(build: Build, like: Any) -> Any:
     return eqx.tree_deserialise_leaves(file, like)
 
 
-@functools.cache
-def stacked(build: Build) -> Any:
-    """Return three layers in one tree, as an ensemble has them."""
-    layers = (built(build, seed=seed) for seed in (2, 0, 1))
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *layers)
-
-
-def _on_numpy(layer: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), layer)
-
-
-LIVES: dict[str, Callable[[Build], Any]] = {
-    "deepcopied": lambda build: copy.deepcopy(built(build)),
-    "pickled": lambda build: pickle.loads(pickle.dumps(built(build))),
-    "serialised": lambda build: _serialised(build, built(build, seed=1)),
-    "serialised, like a shape": lambda build: _serialised(
+ROUND_TRIPS: dict[str, Callable[[Build], Any]] = {
+    "deepcopy": lambda build: copy.deepcopy(built(build)),
+    "pickle": lambda build: pickle.loads(pickle.dumps(built(build))),
+    "serialise": lambda build: _serialised(build, built(build, seed=1)),
+    "serialise, like a shape": lambda build: _serialised(
         build, eqx.filter_eval_shape(build, key(1))
     ),
-    "to bfloat16 and back": lambda build: cast(cast(built(build), "bfloat16"), "float32"),
-    "one of a stack": lambda build: jax.tree.map(lambda leaf: leaf[1], stacked(build)),
-    "its leaves on the host": lambda build: _on_numpy(built(build)),
+    "bfloat16 and back": lambda build: cast(cast(built(build), "bfloat16"), "float32"),
+    "unstack": lambda build: jax.tree.map(lambda leaf: leaf[1], stacked(build)),
+    "to the host and back": lambda build: jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf)), built(build)
+    ),
 }

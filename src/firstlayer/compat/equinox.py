@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from .._array import compute_dtype
 from .._check import not_negative
-from ..equinox._positions.arguments import Offset, in_reach, positions_for
-from ..equinox._table.parameters import Key, table_dtype
+from ..equinox._parameters import Key, table_dtype
+from ..equinox._positions import Offset, check_reach, positions_for
 from ..positions.rotary import rotate
 
 __all__ = ["Embedding", "RotaryPositionalEmbedding"]
@@ -138,7 +138,7 @@ class RotaryPositionalEmbedding(eqx.Module):
             )
         if self.rotary is None:
             return x
-        at = positions_for(x.shape[-2], positions=None, offset=offset, check=in_reach)
+        at = positions_for(x.shape[-2], positions=None, offset=offset, check=check_reach)
         phases = self.rotary.phases(at, dtype=compute_dtype(self.dtype))
         cos, sin = (part.astype(self.dtype) for part in phases)
         return rotate(x, cos, sin, layout="half").astype(x.dtype)

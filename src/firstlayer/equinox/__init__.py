@@ -1,8 +1,8 @@
-"""The Equinox face: layers as ``eqx.Module``s, for JAX.
+"""Equinox front end: layers as ``eqx.Module``s, for JAX.
 
-Ids may have any shape; one id under ``jax.vmap``, as Equinox has it, is one of them. What
-changes a layer returns another. :mod:`firstlayer.equinox.rows` trains large tables at the cost
-of a batch.
+Ids may have any shape, including a single id under ``jax.vmap``. Methods that change a
+layer return a new one. :mod:`firstlayer.equinox.rows` updates only the rows of a large
+table that a batch uses.
 """
 
 try:
@@ -25,6 +25,7 @@ from .fourier import FourierFeatures as FourierFeatures
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
+from .leaves import load_leaves as load_leaves
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
@@ -45,6 +46,7 @@ __all__ = [
     "SinusoidalPositions",
     "T5Bias",
     "load",
+    "load_leaves",
     "rows",
     "save",
 ]

@@ -1,9 +1,7 @@
-"""Precomputed numbers that are part of a layer's structure, and of no optimizer's world.
+"""Precomputed arrays as static fields of a layer.
 
-A table that the layer's options make again is no leaf of its tree. No cast, no weight decay
-and no ``eqx.filter`` finds it, no checkpoint stores it, a stack of layers has it once; and
-``optax.adam`` runs over ``eqx.filter(model, eqx.is_array)``, which it refuses to do over
-arrays of integers.
+A table that can be recomputed from the layer's options is not a leaf of its tree: casts,
+weight decay, ``eqx.filter`` and checkpoints ignore it, and a stack of layers holds it once.
 """
 
 from typing import Any
@@ -13,10 +11,10 @@ from jaxtyping import Shaped
 
 
 class Constant:
-    """An array for a static field. It is never written to.
+    """Read-only array for a static field.
 
-    Two are equal if they hold the same bytes, so that layers made alike have one structure
-    and share a compiled program.
+    Two constants are equal if they hold the same bytes, so layers with equal options have
+    equal tree structures and share compiled programs.
 
     Example:
         >>> Constant(np.ones(3)) == Constant(np.ones(3)) != Constant(np.zeros(3))
@@ -24,7 +22,7 @@ class Constant:
     """
 
     def __init__(self, array: Shaped[np.ndarray, "..."]) -> None:
-        #: The array itself.
+        #: The array, read-only.
         self.array = np.array(array, order="C")
         self.array.flags.writeable = False
         self._hash = hash((self.array.shape, self.array.dtype, self.array.tobytes()))
@@ -32,16 +30,16 @@ class Constant:
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Constant) or self._hash != other._hash:
             return False
-        mine, theirs = self.array, other.array
-        alike = (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        # As bytes: NaN is equal to itself here, and 0 is not -0.
-        return self is other or (alike and mine.tobytes() == theirs.tobytes())
+        a, b = self.array, other.array
+        same_form = (a.shape, a.dtype) == (b.shape, b.dtype)
+        # Bytes, not values: NaN equals itself, and 0.0 differs from -0.0.
+        return self is other or (same_form and a.tobytes() == b.tobytes())
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> Any:
-        # Another process hashes the same bytes to another number.
+        # Hashes of bytes differ between processes, so the hash is not pickled.
         return Constant, (self.array,)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""ALiBi for Equinox: a penalty on scores in proportion to distance."""
+"""ALiBi for Equinox: a penalty on attention scores proportional to distance."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from jaxtyping import Array, Float, Float64
 
 from .._array import compute_dtype
 from ..positions.alibi import alibi_bias, alibi_slopes
-from ._positions.arguments import Positions
-from ._positions.bias import Bias, checked_pair
-from ._table.parameters import table_dtype
+from ._bias import Bias, checked_pair
+from ._parameters import table_dtype
+from ._positions import Positions
 
 
 class AlibiBias(Bias):
-    """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
+    """Penalizes attention scores by ``slope * distance``. Has no parameters.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
+        num_heads: Number of heads; see :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
-        max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
-        factor: How many times longer than in training sequences are; divides the slopes.
+        max_bias: Exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        factor: Ratio of the sequence length to that in training; divides the slopes.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
@@ -30,8 +30,8 @@ class AlibiBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
           has it
 
-    BLOOM, Falcon and MPT add ``slope * k`` instead: under a causal mask the same attention.
-    The layer has no arrays: its slopes are made of its options.
+    BLOOM, Falcon and MPT add ``slope * k`` instead, which gives the same attention under a
+    causal mask.
 
     Example:
         >>> layer = AlibiBias(2, max_bias=2.0)
@@ -60,7 +60,7 @@ class AlibiBias(Bias):
 
     @property
     def slopes(self) -> Float64[np.ndarray, " num_heads"]:
-        """The slope of each head, in float64."""
+        """Slope of each head, in float64."""
         return alibi_slopes(self.num_heads, max_bias=self.max_bias, factor=self.factor)
 
     def bias(
@@ -69,21 +69,11 @@ class AlibiBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, float32 if None. Half precision is rounded once, from
-                float32.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, float32 if None. Half precision is rounded once.
         """
         pair = checked_pair(q_positions, k_positions)
-        found = table_dtype(jnp.float32 if dtype is None else dtype)
-        slopes = jnp.asarray(self.slopes.astype(compute_dtype(found)))
-        return alibi_bias(*pair, slopes=slopes, symmetric=self.symmetric).astype(found)
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "symmetric": self.symmetric,
-            "max_bias": self.max_bias,
-            "factor": self.factor,
-        }
+        dtype = table_dtype(jnp.float32 if dtype is None else dtype)
+        slopes = jnp.asarray(self.slopes.astype(compute_dtype(dtype)))
+        return alibi_bias(*pair, slopes=slopes, symmetric=self.symmetric).astype(dtype)

@@ -1,4 +1,4 @@
-"""Bags for Equinox: the sum, mean or maximum of rows by id."""
+"""Embedding bag for Equinox: the sum, mean or maximum of rows."""
 
 from typing import Any
 
@@ -8,43 +8,43 @@ from jaxtyping import Array, Bool, Float, Integer, Real
 
 from .._check import one_of
 from ..embeddings.bag import MODES, Mode
-from ._table.bags import Ragged, checked_offsets, checked_weights, pool_matrix
-from ._table.lookup import Found, both, nan_outside
-from ._table.module import Ids, Table
-from ._table.parameters import Init, Key
+from ._bags import RaggedBags, checked_offsets, checked_weights, pool_matrix
+from ._lookup import CheckedIds, mask_and, nan_if_invalid
+from ._parameters import Init, Key
+from ._table import Ids, TableModule
 
 
-class EmbeddingBag(Table):
-    """Looks up rows of a table and pools them, a row of output for each bag of ids.
+class EmbeddingBag(TableModule):
+    """Looks up rows of a table and pools them, one output row for each bag of ids.
 
-    What a bag gives, in every mode, with padding and weights, is said in
-    :mod:`firstlayer.embeddings.bag`. The rest is as in :class:`firstlayer.equinox.Embedding`.
+    :mod:`firstlayer.embeddings.bag` defines the result for each mode, for padding and for
+    weights. Everything else is as in :class:`firstlayer.equinox.Embedding`.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of each row.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        padding_idx: The id that is padding and does not count; negative counts from the
-            end.
-        max_norm: Rows longer than this are shortened to it before they are pooled.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
+        padding_idx: Padding id, left out of every bag; negative counts from the end.
+        max_norm: Longer rows are scaled down to this norm before pooling.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
         include_last_offset: Whether the last offset is the end of the last bag.
-        weight: The table to use.
-        init: How a new table is drawn; as in :class:`firstlayer.equinox.Embedding`.
+        weight: The table to use, as it is.
+        init: Distribution of a new table; as in :class:`firstlayer.equinox.Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default, or the dtype of
             ``weight``.
-        key: What a new table is drawn with. Not needed with ``weight``.
+        key: Random key for a new table.
 
     Shape:
-        - ids: ``(bags, length)``, or ``(n,)`` with offsets; any integer dtype, lists too
-        - offsets: ``(bags,)``, where each bag begins: 0 first, never decreasing;
+        - ids: ``(bags, length)``, or ``(n,)`` with offsets; any integer dtype, nested lists
+          too
+        - offsets: ``(bags,)``, the start of each bag: 0 first, never decreasing;
           ``(bags + 1,)`` with ``include_last_offset``
         - per_sample_weights: as ``ids``
         - output: ``(bags, embedding_dim)``, in the table's dtype
 
-    Where ids are traced and nothing can be raised, a bag with an id that is not a row is
-    NaN and trains nothing. Traced offsets that are not such make every bag NaN.
+    A bag with a traced id out of range is NaN and passes no gradient. Invalid traced
+    offsets make every bag NaN.
 
     Example:
         >>> table = [[1.0], [2.0], [4.0], [8.0]]
@@ -97,67 +97,63 @@ class EmbeddingBag(Table):
         *,
         key: Key | None = None,
     ) -> Float[Array, "bags embedding_dim"]:
-        """Return a row for each bag.
+        """Return one row for each bag.
 
         Args:
-            ids: Which rows.
-            offsets: Where each bag begins, for ids of one axis.
-            per_sample_weights: What each row is multiplied by.
-            key: Ignored; for :class:`equinox.nn.Sequential`.
+            ids: Ids of the rows.
+            offsets: Start of each bag, for ids of one axis.
+            per_sample_weights: Factor of each row.
+            key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        found = self._find(ids)
-        shape = found.ids.shape
+        checked = self._check_ids(ids)
+        shape = checked.ids.shape
         bounds = checked_offsets(
             shape, offsets, include_last_offset=self.include_last_offset
         )
         weights = checked_weights(shape, per_sample_weights)
-        return _pooled(self, found, bounds, weights)
+        return _pool(self, checked, bounds, weights)
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            **super().config(),
-            "mode": self.mode,
-            "include_last_offset": self.include_last_offset,
-        }
-
-    def _of_matrix(
-        self, found: Found, weights: Array | None
+    def _pool_matrix(
+        self, checked: CheckedIds, weights: Array | None
     ) -> tuple[Array, Bool[Array, " bags"] | None]:
-        """Return the bags of 2-D ids, and which of them are right."""
-        rows, counted = self._counted(found)
+        """Return the bags of 2-D ids, and which of them are valid."""
+        rows, counted = self._counted_rows(checked)
         weights = None if weights is None else weights.astype(rows.dtype)
         out = pool_matrix(rows, counted, weights=weights, mode=self.mode)
-        return out, None if found.inside is None else jnp.all(found.inside, axis=1)
+        return out, None if checked.valid is None else jnp.all(checked.valid, axis=1)
 
-    def _of_ragged(
-        self, found: Found, weights: Array | None, bags: Ragged
+    def _pool_ragged(
+        self, checked: CheckedIds, weights: Array | None, bags: RaggedBags
     ) -> tuple[Array, Bool[Array, " bags"]]:
-        """Return the bags that offsets tell, and which of them are right."""
+        """Return the bags of ids with offsets, and which of them are valid."""
+        valid = jnp.broadcast_to(bags.valid, (bags.count,))
+        if checked.valid is not None:
+            valid = valid & ~bags.any(~checked.valid)
         in_a_bag = bags.numbers < bags.count
-        right = jnp.broadcast_to(bags.valid, (bags.count,))
-        if found.inside is not None:
-            right = right & ~bags.anywhere(~found.inside)
-        found = found._replace(inside=both(in_a_bag, found.inside))
-        rows, counted = self._counted(found)
+        checked = checked._replace(valid=mask_and(in_a_bag, checked.valid))
+        rows, counted = self._counted_rows(checked)
         weights = None if weights is None else weights.astype(rows.dtype)
-        return bags.pooled(rows, counted, weights=weights, mode=self.mode), right
+        return bags.pool(rows, counted, weights=weights, mode=self.mode), valid
 
-    def _counted(self, found: Found) -> tuple[Array, Bool[Array, "*batch"]]:
-        rows = self._rows(found, self._how(wide=True))
-        if found.trains is None:
-            return rows, jnp.ones(found.ids.shape, bool)
-        return rows, found.trains
+    def _counted_rows(self, checked: CheckedIds) -> tuple[Array, Bool[Array, "*batch"]]:
+        """Return the rows in the compute dtype, and which of them count in their bag."""
+        rows = self._rows(checked, upcast=True)
+        if checked.has_gradient is None:
+            return rows, jnp.ones(checked.ids.shape, bool)
+        return rows, checked.has_gradient
 
 
-# Everything that is left once the arguments have been checked, so that an eager call is one
-# operation.
+# Compiled, so that an eager call is one operation after its arguments are checked.
 @eqx.filter_jit
-def _pooled(
-    layer: EmbeddingBag, found: Found, bounds: Array | None, weights: Array | None
+def _pool(
+    layer: EmbeddingBag,
+    checked: CheckedIds,
+    bounds: Array | None,
+    weights: Array | None,
 ) -> Float[Array, "bags embedding_dim"]:
     if bounds is None:
-        out, right = layer._of_matrix(found, weights)
+        out, valid = layer._pool_matrix(checked, weights)
     else:
-        out, right = layer._of_ragged(found, weights, Ragged(bounds, found.ids.size))
-    return nan_outside(out.astype(layer.weight.dtype), right)
+        bags = RaggedBags(bounds, checked.ids.size)
+        out, valid = layer._pool_ragged(checked, weights, bags)
+    return nan_if_invalid(out.astype(layer.weight.dtype), valid)

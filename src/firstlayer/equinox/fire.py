@@ -1,4 +1,4 @@
-"""FIRE for Equinox: a small network's bias for the share of the way back to a key."""
+"""FIRE for Equinox: a small network maps relative distance to a bias."""
 
 from functools import partial
 from typing import Any
@@ -10,27 +10,26 @@ from jaxtyping import Array, Float
 
 from .._check import number, positive, positive_number
 from ..positions.fire import fire_bias, fire_share
+from ._bias import Bias, checked_pair
 from ._module import upcast
-from ._positions.arguments import Positions
-from ._positions.bias import Bias, checked_pair
-from ._table.parameters import Key, drawn, table_dtype
+from ._parameters import Key, draw_parameter, table_dtype
+from ._positions import Positions
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """Adds a learned function of relative distance to the score of every query and key.
+    """Adds a learned function of relative distance to attention scores.
 
     Args:
-        num_heads: Outputs of the network. Positive.
-        width: Hidden units of the network. Positive.
-        c: What the parameter ``c`` begins with: how strongly far distances are drawn
-            together.
-        threshold: Query positions below this, times the parameter ``multiplier``, count as
-            this. Positive.
-        eps: Keeps a denominator from zero. Positive.
+        num_heads: Number of heads. Positive.
+        width: Number of hidden units of the network. Positive.
+        c: Initial value of the parameter ``c``, which compresses long distances.
+        threshold: Query positions below ``threshold * multiplier`` are replaced by it.
+            Positive.
+        eps: Added to a denominator. Positive.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What the network is drawn with, as torch draws its linear layers.
+        key: Random key for the network, initialized like torch's linear layers.
 
     Shape:
         - c, multiplier: ``()``
@@ -41,13 +40,14 @@ class FireBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
           has it
 
-    Positions are counted from the start of the text: they matter beyond ``threshold``. The
-    network works in float32, on devices too that multiply matrices in less by default.
+    Positions must count from the start of the text, because the bias depends on absolute
+    query positions beyond ``threshold``. Matrix products use full float32 precision on
+    every device.
 
     Example:
         >>> layer = FireBias(8, key=jax.random.key(0))
-        >>> whole = layer.bias(range(20), range(20))
-        >>> bool(jnp.allclose(layer.bias([19], range(20))[:, 0], whole[:, -1], atol=1e-6))
+        >>> prefill = layer.bias(range(20), range(20))[:, -1]
+        >>> bool(jnp.allclose(layer.bias([19], range(20))[:, 0], prefill, atol=1e-6))
         True
     """
 
@@ -76,15 +76,15 @@ class FireBias(Bias):
         self.num_heads = positive("num_heads", num_heads)
         self.width = positive("width", width)
         self.threshold = positive_number("threshold", threshold)
-        self.eps, found = positive_number("eps", eps), table_dtype(dtype)
-        self.c, self.multiplier = jnp.array(number("c", c), found), jnp.array(1.0, found)
+        self.eps, dtype = positive_number("eps", eps), table_dtype(dtype)
+        self.c, self.multiplier = jnp.array(number("c", c), dtype), jnp.array(1.0, dtype)
         keys = (None,) * 4 if key is None else jax.random.split(key, 4)
         self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
-            drawn(
+            draw_parameter(
                 shape,
                 init=partial(jax.random.uniform, minval=-limit, maxval=limit),
                 key=own,
-                dtype=found,
+                dtype=dtype,
             )
             for shape, limit, own in zip(
                 ((width,), (width,), (num_heads, width), (num_heads,)),
@@ -100,29 +100,19 @@ class FireBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
-                float64 for float64 parameters, and rounded once.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the parameters' if None. Computed in float32
+                (float64 for float64 parameters) and rounded once.
         """
         pair = checked_pair(q_positions, k_positions)
-        wide = {name: upcast(value) for name, value in self.parameters().items()}
-        threshold = wide["multiplier"] * self.threshold
-        share = fire_share(*pair, c=wide["c"], threshold=threshold, eps=self.eps)
+        values = {name: upcast(value) for name, value in self.parameters().items()}
+        threshold = values["multiplier"] * self.threshold
+        share = fire_share(*pair, c=values["c"], threshold=threshold, eps=self.eps)
         with jax.default_matmul_precision("highest"):
-            out = fire_bias(share, **{name: wide[name] for name in NETWORK})
+            out = fire_bias(share, **{name: values[name] for name in NETWORK})
         return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         """Return ``c``, ``multiplier`` and the four arrays of the network."""
         return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "width": self.width,
-            "threshold": self.threshold,
-            "eps": self.eps,
-            "dtype": self.c.dtype.name,
-        }

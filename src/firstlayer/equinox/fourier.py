@@ -17,19 +17,20 @@ from ..positions.fourier import (
 )
 from ..positions.phases import LIMIT
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
-from ._module import Module, bits_of, concrete, floats_of, upcast
-from ._table.parameters import Key
+from ._module import Module, is_concrete, upcast
+from ._parameters import Key
 
 
 class FourierFeatures(Module):
-    """Turns coordinates into waves of fixed frequencies. Has no parameters.
+    """Maps coordinates to sines and cosines of fixed frequencies. Has no parameters.
 
-    Frequencies that were drawn cannot be made again, so their bits are leaves of the tree:
-    ``eqx.tree_serialise_leaves`` brings them back. No optimizer moves integers; give it
-    ``eqx.filter(model, eqx.is_inexact_array)``, for optax' Adam does not take them at all.
+    Drawn frequencies cannot be recomputed, so they are leaves of the tree and
+    ``eqx.tree_serialise_leaves`` stores them. They are stored as int32 bit patterns, which
+    casts and optimizers skip. optax' Adam rejects integer leaves: initialize it with
+    ``eqx.filter(model, eqx.is_inexact_array)``.
 
     Args:
-        matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
+        matrix: Cycles per unit of each frequency along each coordinate, ``(pairs, axes)``.
         layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
         cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
 
@@ -37,7 +38,7 @@ class FourierFeatures(Module):
         - coordinates: ``(..., axes)``
         - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
 
-    A coordinate of 2^24 or more in size is a ValueError, and NaN where it is traced.
+    A coordinate of magnitude 2^24 or more is a ValueError, or NaN if it is traced.
 
     Example:
         >>> layer = FourierFeatures.gaussian(64, axes=2, std=10.0, key=jax.random.key(0))
@@ -47,7 +48,7 @@ class FourierFeatures(Module):
         [1.0, 0.0, 0.0, -1.0]
     """
 
-    #: The float64 frequencies, the turns made of them, and their float32 rates.
+    #: Bits of the float64 frequencies, of their phases and of their float32 rates.
     matrix_bits: Int32[Array, "pairs axes 2"]
     bits: Int32[Array, "parts 2 3 256 pairs"]
     rate_bits: Int32[Array, "parts pairs"]
@@ -58,28 +59,28 @@ class FourierFeatures(Module):
     def __init__(
         self, matrix: Any, *, layout: Layout = "half", cos_first: bool = True
     ) -> None:
-        found = np.array(matrix, np.float64)
-        if found.ndim != 2 or not found.size:
-            raise ValueError(f"matrix must have shape (pairs, axes), got {found.shape}")
-        if not np.isfinite(found).all():
+        matrix = np.array(matrix, np.float64)
+        if matrix.ndim != 2 or not matrix.size:
+            raise ValueError(f"matrix must have shape (pairs, axes), got {matrix.shape}")
+        if not np.isfinite(matrix).all():
             raise ValueError("matrix must be finite, got NaN or infinity in it")
         one_of("layout", layout, LAYOUTS)
         self.layout, self.cos_first = layout, bool(cos_first)
-        self.axes, self.matrix_bits = found.shape[1], bits_of(found)
-        tables, rates = fourier_tables(found)
-        self.bits, self.rate_bits = bits_of(tables), bits_of(rates)
+        self.axes, self.matrix_bits = matrix.shape[1], _to_bits(matrix)
+        tables, rates = fourier_tables(matrix)
+        self.bits, self.rate_bits = _to_bits(tables), _to_bits(rates)
 
     @classmethod
     def gaussian(cls, pairs: int, *, axes: int, std: float, key: Key) -> "FourierFeatures":
-        """Return features of randomly drawn frequencies, as Tancik et al. have them.
+        """Return features of random frequencies, as in Tancik et al.
 
         Args:
-            pairs: How many waves; there are twice as many features.
-            axes: How many coordinates a point has.
+            pairs: Number of frequencies; there are twice as many features.
+            axes: Number of coordinates of a point.
             std: Standard deviation of the frequencies, in cycles per unit.
-            key: What is drawn with. It must be concrete, for tables are made on the host.
+            key: Random key. It must be concrete, because tables are made on the host.
         """
-        if not concrete(key):
+        if not is_concrete(key):
             raise ValueError(
                 "key must be concrete: draw frequencies outside of jit, vmap and eval_shape"
             )
@@ -89,11 +90,11 @@ class FourierFeatures(Module):
 
     @classmethod
     def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
-        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate.
 
         Args:
-            octaves: How many frequencies each coordinate has.
-            axes: How many coordinates a point has.
+            octaves: Number of frequencies of each coordinate.
+            axes: Number of coordinates of a point.
         """
         matrix = octave_matrix(octaves, axes=axes)
         return cls(matrix, layout="interleaved", cos_first=False)
@@ -104,48 +105,54 @@ class FourierFeatures(Module):
         *,
         key: Key | None = None,
     ) -> Float[Array, "*batch features"]:
-        """Return the waves at ``coordinates``.
+        """Return the features of ``coordinates``.
 
         Args:
             coordinates: Points, one number for each axis.
-            key: Ignored; for :class:`equinox.nn.Sequential`.
+            key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        given = self._checked(coordinates)
-        wide = upcast(given)
-        cos, sin = fourier_phases(
-            wide, floats_of(self.bits, wide.dtype), floats_of(self.rate_bits, wide.dtype)
-        )
+        points = self._checked(coordinates)
+        x = upcast(points)
+        tables, rates = (_from_bits(b).astype(x.dtype) for b in (self.bits, self.rate_bits))
+        cos, sin = fourier_phases(x, tables, rates)
         return encode(
             cos,
             sin,
             embedding_dim=2 * cos.shape[-1],
             layout=self.layout,
             cos_first=self.cos_first,
-        ).astype(given.dtype)
+        ).astype(points.dtype)
 
     @property
     def matrix(self) -> Float64[np.ndarray, "pairs axes"]:
         """The frequencies, in float64."""
         return np.asarray(self.matrix_bits).view(np.float64)[..., 0]
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "matrix": self.matrix.tolist(),
-            "layout": self.layout,
-            "cos_first": self.cos_first,
-        }
-
     def _checked(self, coordinates: Any) -> Float[Array, "*batch axes"]:
-        found = (
-            coordinates if isinstance(coordinates, jax.Array) else np.asarray(coordinates)
-        )
-        if found.dtype.name not in FLOATS:
-            raise TypeError(f"coordinates must be real, got {found.dtype.name}")
-        if found.shape[-1:] != (self.axes,):
+        if not isinstance(coordinates, jax.Array):
+            coordinates = np.asarray(coordinates)
+        if coordinates.dtype.name not in FLOATS:
+            raise TypeError(f"coordinates must be real, got {coordinates.dtype.name}")
+        if coordinates.shape[-1:] != (self.axes,):
             raise ValueError(
-                f"coordinates must have shape (..., {self.axes}), got {found.shape}"
+                f"coordinates must have shape (..., {self.axes}), got {coordinates.shape}"
             )
-        if concrete(found):
-            positions_in_reach(np.asarray(found), LIMIT, name="coordinates")
-        return jnp.asarray(found)
+        if is_concrete(coordinates):
+            positions_in_reach(np.asarray(coordinates), LIMIT, name="coordinates")
+        return jnp.asarray(coordinates)
+
+
+def _to_bits(x: Float[np.ndarray, "*shape"]) -> Int32[Array, "*bits"]:
+    """Return the bit patterns of float32 numbers, or of float64 numbers as pairs of int32.
+
+    Example:
+        >>> _to_bits(np.array([0.0, 1.0], np.float32)).tolist()
+        [0, 1065353216]
+    """
+    pair = (2,) if x.dtype.itemsize == 8 else ()
+    return jnp.array(np.ascontiguousarray(x).view(np.int32).reshape(*x.shape, *pair))
+
+
+def _from_bits(bits: Int32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the float32 numbers of these bit patterns."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -9,22 +9,22 @@ from jaxtyping import Array, Float
 
 from .._check import one_of, positive
 from ..positions.kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited
-from ._module import replaced, upcast
-from ._positions.arguments import Positions
-from ._positions.bias import Bias, checked_pair
-from ._table.parameters import Key, drawn, given, table_dtype
+from ._bias import Bias, checked_pair
+from ._module import replace_fields, upcast
+from ._parameters import Key, draw_parameter, given_parameter, table_dtype
+from ._positions import Positions
 
 
 class KerpleBias(Bias):
-    """Takes a learned function of distance off the score of every query and key.
+    """Penalizes attention scores by a learned function of distance.
 
     Args:
-        num_heads: Pairs of numbers, one for each head. Positive.
+        num_heads: Number of heads. Positive.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: The numbers to use; drawn as published if None.
-        r2: Likewise.
+        r1: First parameter of each head; drawn as in the paper if None.
+        r2: Second parameter of each head; drawn as in the paper if None.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What is drawn with.
+        key: Random key for new parameters.
 
     Shape:
         - r1, r2: ``(num_heads,)``
@@ -33,8 +33,8 @@ class KerpleBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
           has it
 
-    Numbers below 0.01, and powers above 2, are used as 0.01 and 2 and then get no gradient;
-    go on with :meth:`projected` after an optimizer step.
+    Parameters below 0.01 and powers above 2 are clipped to 0.01 and 2, and then get no
+    gradient. Use :meth:`projected` after an optimizer step.
 
     Example:
         >>> layer = KerpleBias(1, form="power", r1=[3.0], r2=[2.0])
@@ -60,19 +60,19 @@ class KerpleBias(Bias):
         one_of("form", form, FORMS)
         self.form, self.num_heads = form, positive("num_heads", num_heads)
         keys = (None, None) if key is None else jax.random.split(key)
-        # The factor of the logarithm and the power reach 2, as published.
-        most = (2.0, 1.0) if form == "log" else (1.0, 2.0)
+        # Upper limits of the paper.
+        limits = (2.0, 1.0) if form == "log" else (1.0, 2.0)
         self.r1, self.r2 = (
-            drawn(
+            draw_parameter(
                 (num_heads,),
                 init=partial(jax.random.uniform, minval=LEAST, maxval=limit),
                 key=own,
                 dtype=dtype,
             )
             if value is None
-            else given(value, (num_heads,), dtype=dtype, name=name)
+            else given_parameter(value, (num_heads,), dtype=dtype, name=name)
             for name, value, limit, own in zip(
-                ("r1", "r2"), (r1, r2), most, keys, strict=True
+                ("r1", "r2"), (r1, r2), limits, keys, strict=True
             )
         )
         if self.r1.dtype != self.r2.dtype:
@@ -86,10 +86,10 @@ class KerpleBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
-                float64 for float64 parameters, and rounded once.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the parameters' if None. Computed in float32
+                (float64 for float64 parameters) and rounded once.
         """
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
@@ -100,23 +100,15 @@ class KerpleBias(Bias):
         return out.astype(self.r1.dtype if dtype is None else table_dtype(dtype))
 
     def projected(self) -> Self:
-        """Return a layer whose numbers are within their limits, after an optimizer step.
+        """Return a layer with clipped parameters. Call it after an optimizer step.
 
         Example:
             >>> KerpleBias(1, r1=[-1.0], r2=[0.5]).projected().r1.round(4).tolist()
             [0.009999999776482582]
         """
         r1, r2 = kerple_limited(self.r1, self.r2, form=self.form)
-        return replaced(self, r1=r1, r2=r2)
+        return replace_fields(self, r1=r1, r2=r2)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return the numbers under the names ``r1`` and ``r2``."""
+        """Return ``r1`` and ``r2``."""
         return {"r1": self.r1, "r2": self.r2}
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "form": self.form,
-            "dtype": self.r1.dtype.name,
-        }

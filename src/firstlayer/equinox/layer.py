@@ -1,4 +1,4 @@
-"""The complete layer for Equinox: ids in, position-aware vectors out."""
+"""Complete embedding layer for Equinox: ids in, position-aware vectors out."""
 
 from typing import Any, Self
 
@@ -11,14 +11,13 @@ from jaxtyping import Array, Bool, Float
 from .._array import compute_dtype
 from .._check import not_negative_number, positive, probability
 from ..embeddings.layer import combine, zero_where
-from ._layer.arguments import Call, checked_call
-from ._layer.norm import normalised
-from ._layer.position import position_layer
-from ._module import Module, replaced
-from ._positions.arguments import Offset, Positions
-from ._table.lookup import both, nan_outside
-from ._table.module import Ids
-from ._table.parameters import Init, Key, small_normal, table_dtype
+from ..files.layer_configs import config_of
+from ._layer import LayerArguments, check_arguments, layer_norm, position_layer
+from ._lookup import mask_and, nan_if_invalid
+from ._module import Module, replace_fields
+from ._parameters import Init, Key, small_normal, table_dtype
+from ._positions import Offset, Positions
+from ._table import Ids
 from .token import Embedding
 
 
@@ -26,37 +25,37 @@ class EmbeddingLayer(Module):
     """Token rows, positions, segments, LayerNorm and dropout, in this order.
 
     Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm if
-    asked → dropout if asked → zero at padding if asked.
+    ``layer_norm`` → dropout → zero at padding if ``zero_padding``.
 
     Args:
-        num_embeddings: How many ids there are.
-        embedding_dim: Width of a vector.
+        num_embeddings: Number of token rows.
+        embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
             module that adds positions. Rotary, ALiBi and T5 act on attention, not here.
-        max_positions: Rows of a learned position table; nothing else has one.
-        scale: Multiply token rows by √embedding_dim, as the original Transformer does.
-        segments: How many segments (BERT's token types) there are; None is no such table.
-        layer_norm: Normalise the sum.
-        norm_eps: What the norm adds to the variance; BERT's is 1e-12.
-        dropout: Probability that an entry is dropped while training: give calls a ``key``,
-            or ``inference=True``, or use :func:`equinox.nn.inference_mode`.
-        padding_idx: The id that is padding; negative counts from the end.
-        zero_padding: Make the output zero at padding, last of all. Padding then trains
-            nothing, positions and the norm included.
-        init: How new token and segment rows are drawn; None is normal with standard
+        max_positions: Number of learned positions; only for ``"learned"``.
+        scale: Multiply token rows by √embedding_dim, as in the original Transformer.
+        segments: Number of segments (BERT's token types); None adds no segment table.
+        layer_norm: Normalize the sum.
+        norm_eps: Added to the variance; 1e-12 in BERT.
+        dropout: Probability of dropping an entry. Calls need a ``key``, or
+            ``inference=True``, or :func:`equinox.nn.inference_mode`.
+        padding_idx: Padding id; negative counts from the end. A new table has a zero row
+            there, and a lookup passes the row no gradient.
+        zero_padding: Make the output zero at padding, after dropout. Padding then passes
+            no gradient to any parameter.
+        init: Distribution of new token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What the tables are drawn with.
+        key: Random key for the tables.
 
     Shape:
         - ids: ``(..., length)`` integers
-        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` moved on by
-          ``offset``
+        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` plus ``offset``
         - output: ``(..., length, embedding_dim)``
 
-    Everything is worked out in float32, float64 for float64, and rounded to the layer's
-    dtype once. Where a traced id or segment is not a row, the output is NaN and trains
-    nothing, positions and the norm included.
+    The layer computes in float32 (float64 for float64) and rounds to its dtype once. Where
+    a traced id or segment is out of range, the output is NaN and passes no gradient to any
+    parameter.
 
     Example:
         >>> layer = EmbeddingLayer(
@@ -105,8 +104,9 @@ class EmbeddingLayer(Module):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         dtype = table_dtype(dtype)
         if init is None:
-            unit = jax.nn.initializers.normal(embedding_dim**-0.5)
-            init = unit if scale else small_normal
+            # Scaled rows have standard deviation 1.
+            scaled = jax.nn.initializers.normal(embedding_dim**-0.5)
+            init = scaled if scale else small_normal
         tables = {"init": init, "dtype": dtype}
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, key=keys[0], **tables
@@ -120,12 +120,11 @@ class EmbeddingLayer(Module):
         )
         self.segment = None
         if segments is not None:
-            rows = positive("segments", segments)
-            self.segment = Embedding(rows, embedding_dim, key=keys[2], **tables)
+            positive("segments", segments)
+            self.segment = Embedding(segments, embedding_dim, key=keys[2], **tables)
         self.norm = None
         if layer_norm:
-            width = self.embedding_dim
-            self.norm = eqx.nn.LayerNorm(width, self.norm_eps, dtype=dtype)
+            self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
 
     def __call__(
@@ -143,35 +142,35 @@ class EmbeddingLayer(Module):
         """Return the vectors of ``ids``.
 
         Args:
-            ids: May be None if ``inputs_embeds`` is given.
-            positions: Where each token stands.
-            offset: How many positions came before, a number or one per row.
-            segments: Which segment each token is in, 0 if None.
-            inputs_embeds: Token rows that were looked up elsewhere; ``ids`` then only tell
-                what is padding.
-            mask: False at padding; None reads it off the ids.
-            key: What is dropped is drawn with; not needed without dropout.
-            inference: Whether nothing is dropped; None is what the layer says.
+            ids: Token ids; may be None if ``inputs_embeds`` is given.
+            positions: Position of each token.
+            offset: Number of positions before the first: a number, or one per row.
+            segments: Segment of each token, 0 if None.
+            inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
+                padding.
+            mask: False at padding; None derives it from the ids.
+            key: Random key for dropout.
+            inference: Whether dropout is off; None uses the layer's own setting.
         """
-        call = checked_call(
+        arguments = check_arguments(
             self, ids, segments=segments, inputs_embeds=inputs_embeds, mask=mask
         )
-        total = self._total(call, positions=positions, offset=offset)
-        return _finished(self, total, call, key, inference)
+        total = self._sum(arguments, positions=positions, offset=offset)
+        return _finish(self, total, arguments, key, inference)
 
     @property
     def num_embeddings(self) -> int:
-        """How many ids there are."""
+        """Number of token rows."""
         return self.token.num_embeddings
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the token table and of the output."""
+        """Dtype of the token table and of the output."""
         return self.token.weight.dtype
 
     @property
     def padding_idx(self) -> int | None:
-        """The id that is padding, counted from the front, or None."""
+        """Padding id, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch length"]:
@@ -185,39 +184,37 @@ class EmbeddingLayer(Module):
         return self.token.logits(x)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return every trained array, by the names that files have them under."""
-        found = {}
+        """Return the trained arrays by their names in files."""
+        parameters = {}
         for part in ("token", "position", "segment"):
             layer = getattr(self, part)
             if isinstance(layer, Module):
                 for name, value in layer.parameters().items():
-                    found[f"{part}.{name}"] = value
+                    parameters[f"{part}.{name}"] = value
         for name in ("weight", "bias"):
             value = getattr(self.norm, name, None)
             if value is not None:
-                found[f"norm.{name}"] = value
-        return found
+                parameters[f"norm.{name}"] = value
+        return parameters
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
+        """Return the constructor arguments that rebuild this layer, as plain values."""
         position = self.position
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "position": position,
-            "scale": self.scale,
-            "segments": None if self.segment is None else self.segment.num_embeddings,
-            "layer_norm": self.norm is not None,
-            "norm_eps": self.norm_eps,
-            "dropout": 0.0 if self.dropout is None else self.dropout.p,
-            "padding_idx": self.padding_idx,
-            "zero_padding": self.zero_padding,
-            "dtype": self.dtype.name,
-        }
+        config = config_of(
+            self,
+            position=position,
+            max_positions=None,
+            segments=None if self.segment is None else self.segment.num_embeddings,
+            layer_norm=self.norm is not None,
+            dropout=0.0 if self.dropout is None else self.dropout.p,
+            dtype=self.dtype.name,
+        )
+        del config["max_positions"]  # contained in position
+        return config
 
-    def _filled(self, parameters: dict[str, Float[Array, "..."]]) -> Self:
+    def _replace_parameters(self, parameters: dict[str, Float[Array, "..."]]) -> Self:
         parts: dict[str, Any] = {}
         for part in ("token", "position", "segment", "norm"):
             own = {
@@ -229,26 +226,26 @@ class EmbeddingLayer(Module):
             if own and isinstance(layer, Module):
                 parts[part] = layer.with_parameters(own)
             elif own:
-                parts[part] = replaced(layer, **own)
-        return replaced(self, **parts)
+                parts[part] = replace_fields(layer, **own)
+        return replace_fields(self, **parts)
 
-    def _total(
-        self, call: Call, *, positions: Positions | None, offset: Offset
+    def _sum(
+        self, arguments: LayerArguments, *, positions: Positions | None, offset: Offset
     ) -> Float[Array, "*batch length embedding_dim"]:
-        """Return the sum of rows in the dtype of the work."""
-        rows: Any = call.embeds
-        work = compute_dtype(self.dtype)
-        if call.ids is not None and rows is None:
-            rows = self.token._rows(call.ids, self.token._how(wide=True))
-        total = combine(rows.astype(work), scale=self.scale)
+        """Return the sum of token, position and segment rows in the compute dtype."""
+        rows: Any = arguments.embeds
+        dtype = compute_dtype(self.dtype)
+        if arguments.ids is not None and rows is None:
+            rows = self.token._rows(arguments.ids, upcast=True)
+        total = combine(rows.astype(dtype), scale=self.scale)
         if self.position is not None:
-            total = self.position(total, positions, offset=offset).astype(work)
-        if self.segment is not None and call.segments is not None:
-            rows = self.segment._rows(call.segments, self.segment._how(wide=True))
-            total = total + jnp.broadcast_to(rows.astype(work), total.shape)
+            total = self.position(total, positions, offset=offset).astype(dtype)
+        if self.segment is not None and arguments.segments is not None:
+            rows = self.segment._rows(arguments.segments, upcast=True)
+            total = total + jnp.broadcast_to(rows.astype(dtype), total.shape)
         return total
 
-    def _dropped(
+    def _drop(
         self,
         x: Float[Array, "*batch embedding_dim"],
         *,
@@ -258,22 +255,23 @@ class EmbeddingLayer(Module):
         if self.dropout is None:
             return x
         if self.dropout.p == 1.0 and key is not None:
-            # Equinox would divide by zero.
+            # eqx.nn.Dropout would divide by zero.
             off = self.dropout.inference if inference is None else inference
             return x if off else jnp.zeros_like(x)
         return self.dropout(x, key=key, inference=inference)
 
 
-# All that needs no check, so that it is one operation of an eager call.
+# Compiled, so that everything after the sum is one operation of an eager call.
 @eqx.filter_jit
-def _finished(
+def _finish(
     layer: EmbeddingLayer,
     total: Float[Array, "*batch embedding_dim"],
-    call: Call,
+    arguments: LayerArguments,
     key: Key | None,
     inference: bool | None,
 ) -> Float[Array, "*batch embedding_dim"]:
-    out = normalised(total, layer.norm, used=both(call.mask, call.inside))
-    out = layer._dropped(out, key=key, inference=inference)
-    out = nan_outside(out.astype(layer.dtype), call.inside)
-    return out if call.mask is None else zero_where(out, call.mask)
+    valid = arguments.valid
+    out = layer_norm(total, layer.norm, mask=mask_and(arguments.mask, valid))
+    out = layer._drop(out, key=key, inference=inference)
+    out = nan_if_invalid(out.astype(layer.dtype), valid)
+    return out if arguments.mask is None else zero_where(out, arguments.mask)

@@ -17,41 +17,45 @@ from ..positions.learned import (
     resize_grid,
     resize_linear,
 )
-from ._module import Module, replaced, upcast
-from ._positions.arguments import Offset, Positions, arrived, checked, positions_of, vectors
-from ._table.lookup import How, find, nan_outside, rows_at
-from ._table.parameters import Init, Key, small_normal, table_dtype
+from ._lookup import nan_if_invalid
+from ._module import Module, replace_fields, upcast
+from ._parameters import Init, Key, small_normal, table_dtype
+from ._positions import (
+    Offset,
+    Positions,
+    checked_positions,
+    checked_vectors,
+    positions_for_vectors,
+)
 from .token import Embedding
 
 
 class LearnedPositions(Module):
-    """Adds to each vector the row of its position.
+    """Adds the row of its position to each vector.
 
     Args:
-        max_positions: How many positions there are. One that is not smaller is a
-            ValueError that names both, and NaN where it is traced.
-        embedding_dim: Width of a row.
-        row_offset: How many rows come before that of position 0; OPT and RoBERTa have 2.
-        padding_idx: One of those rows, for padding: it is zero, gets no gradient, and
-            whatever an optimizer makes of it is not read. RoBERTa's is 1, which position
-            -1 reads.
-        scale: What a row is multiplied by when it is added; x-transformers takes
-            ``embedding_dim ** -0.5``.
-        weight: The table to use, of ``max_positions + row_offset`` rows. A padding row in
-            it stays.
-        init: How a new table is drawn, as for :class:`firstlayer.equinox.Embedding`; normal with
-            standard deviation 0.02 by default.
+        max_positions: Number of positions. A larger position is a ValueError that names
+            both, or NaN if it is traced.
+        embedding_dim: Width of each row.
+        row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
+        padding_idx: One of the rows before position 0, for padding: a new table has a zero
+            row there, and a lookup passes the row no gradient. RoBERTa's is 1, the row of
+            position -1.
+        scale: Factor of the added rows; ``embedding_dim ** -0.5`` in x-transformers.
+        weight: The table to use, as it is, of ``max_positions + row_offset`` rows.
+        init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`;
+            normal with standard deviation 0.02 by default.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What a new table is drawn with.
+        key: Random key for a new table.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
-        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which mix the
-          two rows around them; None is ``0, 1, …`` moved on by ``offset``
+        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which
+          interpolate between two rows; None is ``0, 1, …`` plus ``offset``
         - output: as ``x``, in the dtype of ``x``
 
-    Rows are added in float32, float64 for float64, and the sum is rounded to the dtype of
-    ``x`` once; a row's gradient is summed in float32 too.
+    Rows are added in float32 (float64 for float64) and the sum is rounded once. Gradients
+    of a row are summed in float32 too.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -102,8 +106,13 @@ class LearnedPositions(Module):
 
     @property
     def weight(self) -> Float[Array, "rows embedding_dim"]:
-        """The table, ``max_positions + row_offset`` rows."""
+        """The table, of ``max_positions + row_offset`` rows."""
         return self.table.weight
+
+    @property
+    def padding_idx(self) -> int | None:
+        """Row of padding, or None."""
+        return self.table.padding_idx
 
     def __call__(
         self,
@@ -113,19 +122,19 @@ class LearnedPositions(Module):
         offset: Offset = 0,
         key: Key | None = None,
     ) -> Float[Array, "*batch length embedding_dim"]:
-        """Return ``x`` with its rows added.
+        """Return ``x`` plus the rows of its positions.
 
         Args:
             x: The vectors.
-            positions: Where they stand.
-            offset: How many positions came before, a number or one per row.
-            key: Ignored; for :class:`equinox.nn.Sequential`.
+            positions: Position of each vector.
+            offset: Number of positions before the first: a number, or one per row.
+            key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        x = vectors(x, self.embedding_dim)
-        found = positions_of(x, positions=positions, offset=offset, check=self._check)
-        wide, rows = upcast(x), self._rows(found)
-        work = np.promote_types(wide.dtype, rows.dtype)
-        return (wide.astype(work) + rows.astype(work)).astype(x.dtype)
+        x = checked_vectors(x, self.embedding_dim)
+        at = positions_for_vectors(x, positions=positions, offset=offset, check=self._check)
+        upcast_x, rows = upcast(x), self._rows(at)
+        dtype = np.promote_types(upcast_x.dtype, rows.dtype)
+        return (upcast_x.astype(dtype) + rows.astype(dtype)).astype(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: Any = None
@@ -134,23 +143,23 @@ class LearnedPositions(Module):
 
         Args:
             positions: Integers or reals of any shape.
-            dtype: What the vectors are rounded to, the table's dtype by default.
+            dtype: Dtype of the result, the table's by default.
         """
-        rows = self._rows(checked(arrived(positions), self._check))
+        rows = self._rows(checked_positions(positions, self._check))
         return rows.astype(self.weight.dtype if dtype is None else table_dtype(dtype))
 
     def resize(self, max_positions: int, *, align: Align = "ends") -> Self:
         """Return a layer with another number of positions, by linear interpolation.
 
-        Rows before position 0 are kept. Happens on the host, not in ``jit``.
+        Rows before position 0 are kept. Runs on the host, not under ``jit``.
 
         Args:
-            max_positions: How many positions there shall be.
-            align: Where new rows lie among the old; see
+            max_positions: New number of positions.
+            align: Alignment of new rows with old ones; see
                 :func:`firstlayer.positions.learned.resize_linear`.
         """
-        before, rows = np.split(self._host(), [self.row_offset])
-        return self._with(before, resize_linear(rows, max_positions, align=align))
+        before, rows = np.split(np.asarray(self.weight), [self.row_offset])
+        return self._with_rows(before, resize_linear(rows, max_positions, align=align))
 
     def resize_grid(
         self,
@@ -161,16 +170,16 @@ class LearnedPositions(Module):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> Self:
-        """Return a layer for another grid of an image's patches, bicubically.
+        """Return a layer for another grid of image patches, by bicubic interpolation.
 
         Args:
-            new_grid: Height and width in patches that it shall have.
-            grid: Height and width that it has.
-            class_tokens: How many positions come before the patches, and are kept.
+            new_grid: New height and width in patches.
+            grid: Present height and width in patches.
+            class_tokens: Number of positions before the patches; their rows are kept.
             antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: Likewise.
+            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
         """
-        before, rows = np.split(self._host(), [self.row_offset])
+        before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         resized = resize_grid(
             rows,
             new_grid,
@@ -179,31 +188,20 @@ class LearnedPositions(Module):
             antialias=antialias,
             nudge=nudge,
         )
-        return self._with(before, resized)
+        return self._with_rows(before, resized)
 
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer whose padding row is ``value``."""
-        return replaced(self, table=self.table.set_padding(value))
+        """Return a layer with ``value`` written into the padding row."""
+        return replace_fields(self, table=self.table.set_padding(value))
 
     def parameters(self) -> dict[str, Float[Array, "rows embedding_dim"]]:
-        """Return the table under the name ``weight``, its padding row as it is read."""
+        """Return the table under the name ``weight``."""
         return self.table.parameters()
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "max_positions": self.max_positions,
-            "embedding_dim": self.embedding_dim,
-            "row_offset": self.row_offset,
-            "padding_idx": self.table.padding_idx,
-            "scale": self.scale,
-            "dtype": self.weight.dtype.name,
-        }
-
-    def _filled(self, parameters: dict[str, Float[Array, "..."]]) -> Self:
-        return replaced(self, table=self.table.with_parameters(parameters))
+    def _replace_parameters(self, parameters: dict[str, Float[Array, "..."]]) -> Self:
+        return replace_fields(self, table=self.table.with_parameters(parameters))
 
     def _check(self, positions: Shaped[np.ndarray, "..."]) -> None:
         check_positions(
@@ -211,34 +209,23 @@ class LearnedPositions(Module):
         )
 
     def _rows(self, positions: Shaped[Array, "*seq"]) -> Float[Array, "*seq width"]:
-        """Return the rows as they are added, in the dtype they are worked on in."""
+        """Return the rows to add, in the compute dtype."""
         ends = {"first": -self.row_offset, "last": self.max_positions - 1}
         if is_real(positions):
-            inside, low, high, share = neighbours(positions, **ends)
-            a, b = self._at(low), self._at(high)
+            valid, low, high, share = neighbours(positions, **ends)
+            a, b = self._lookup(low), self._lookup(high)
             share = share.astype(a.dtype)[..., None]
-            rows = nan_outside(a * (1 - share) + b * share, inside)
+            rows = nan_if_invalid(a * (1 - share) + b * share, valid)
         else:
-            inside, near = whole_inside(positions, **ends)
-            rows = nan_outside(self._at(near), inside)
+            valid, positions = whole_inside(positions, **ends)
+            rows = nan_if_invalid(self._lookup(positions), valid)
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def _at(self, positions: Shaped[Array, "*seq"]) -> Float[Array, "*seq width"]:
-        table = self.table
-        found = find(
-            positions + self.row_offset,
-            table.weight,
-            num_embeddings=table.num_embeddings,
-            padding_idx=table.padding_idx,
-        )
-        how = How(wide=True)
-        return rows_at(found, table.weight, how=how, padding=table.padding_row)
+    def _lookup(self, positions: Shaped[Array, "*seq"]) -> Float[Array, "*seq width"]:
+        checked = self.table._check_ids(positions + self.row_offset)
+        return self.table._rows(checked, upcast=True)
 
-    def _host(self) -> np.ndarray:
-        return np.asarray(self.parameters()["weight"])
-
-    def _with(self, before: np.ndarray, rows: np.ndarray) -> Self:
+    def _with_rows(self, before: np.ndarray, rows: np.ndarray) -> Self:
         weight = np.concatenate([before, rows])
-        padding_idx = self.table.padding_idx
-        table = Embedding(*weight.shape, padding_idx=padding_idx, weight=weight)
-        return replaced(self, table=table, max_positions=len(rows))
+        table = Embedding(*weight.shape, padding_idx=self.padding_idx, weight=weight)
+        return replace_fields(self, table=table, max_positions=len(rows))

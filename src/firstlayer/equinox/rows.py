@@ -1,10 +1,15 @@
-"""Row updates: train the rows that a batch touched, at the cost of the batch.
+"""Lazy row updates: optax steps on only the rows of a table that a batch uses.
 
-JAX has no sparse gradients. The gradient of a table of a million rows is an array of a
-million rows, and an optimizer goes over all of them, and over its moments of them, for
-the few thousand that a batch looked up. Here the rows of a batch are taken out of the
-table first, the loss is differentiated with respect to those, and the optimizer sees
-nothing else:
+**The updates are lazy, not exact.** Rows without a gradient do not move; this differs from
+the dense optimizer, which moves every row in every step. Moments of such a row do not
+decay, momentum does not move it, and weight decay does not shrink it. This is the rule of
+``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``. Step counts, for bias correction
+and schedules, count every step. SGD without momentum and Adagrad do not move rows without a
+gradient anyway, so they give the same result as dense updates.
+
+JAX has no sparse gradients: the gradient of a table has the size of the table, and a dense
+optimizer reads and writes all of its rows and moments. Here the rows of a batch are
+gathered first, and the loss is differentiated with respect to those rows alone:
 
 >>> import equinox as eqx, jax, optax
 >>> from firstlayer.equinox import Embedding, rows
@@ -34,21 +39,14 @@ nothing else:
 >>> losses[-1] < 0.5 * losses[0]
 True
 
-Donating the model and the state is what makes it cheap: otherwise XLA copies the table
-and the moments before it writes into them.
+Donate the model and the state: otherwise XLA copies the table and its moments in every
+step.
 
-**What it means for an optimizer with a memory.** A row that no id touched is left alone,
-and so are its moments: they do not decay while the row waits, momentum does not carry it
-on, and weight decay does not reach it. This is *lazy* Adam, the rule of
-``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``; it is not dense Adam, which
-moves every row at every step. What counts steps, for bias correction and schedules,
-counts all of them. SGD without momentum and Adagrad leave rows without gradient alone
-anyway, and give what they give densely.
-
-What an optimizer works out across rows it works out across those of the batch. The norm
-that ``optax.clip_by_global_norm`` takes is that of the whole gradient all the same, for
-the others are zero; LAMB's trust ratio is not. Adafactor does not fit, for it has a state
-by column; nor does ``optax.MultiSteps``: rows of earlier batches would wait for their turn.
+Quantities that an optimizer computes across rows are computed across the rows of the batch.
+``optax.clip_by_global_norm`` still gets the norm of the complete gradient, because all
+other rows are zero; the trust ratio of LAMB differs. Adafactor is not supported, because
+part of its state is per column; nor is ``optax.MultiSteps``, which would need the rows of
+earlier batches.
 """
 
 from collections.abc import Callable
@@ -61,21 +59,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PyTree
 
-from ._module import replaced
-from ._table.lookup import SomeRows
-from ._table.module import Ids, Table
+from ._lookup import CheckedIds, RowSubset
+from ._module import replace_fields
+from ._table import Ids, TableModule
 
-AnyTable = TypeVar("AnyTable", bound=Table)
-# True of what `_each_once` returns, and lets XLA write row after row.
-_PLACES = {"indices_are_sorted": True, "unique_indices": True}
+AnyTable = TypeVar("AnyTable", bound=TableModule)
+# True of the ids of a RowSubset; lets XLA write rows in order.
+_INDEX_HINTS = {"indices_are_sorted": True, "unique_indices": True}
 
 
 class RowState(NamedTuple):
-    """What a :class:`RowOptimizer` remembers.
+    """State of a :class:`RowOptimizer`.
 
     Args:
-        rows: The state for the table, of all its rows.
-        rest: The state for everything else, or None.
+        rows: Optimizer state of the table, for all of its rows.
+        rest: Optimizer state of the other parameters, or None.
     """
 
     rows: PyTree
@@ -83,16 +81,16 @@ class RowState(NamedTuple):
 
 
 def touched(table: AnyTable, ids: Ids) -> AnyTable:
-    """Return a layer that has the rows of ``ids`` in place of its table.
+    """Return a layer that holds only the rows of ``ids``.
 
-    It looks up any of these ids as the table does, bags and ``max_norm`` included, at the
-    cost of these rows; its gradient has their size. An id that is not among them is a NaN
-    row. ``weight.ids`` says which rows they are.
+    Lookups of these ids give the same result as with the complete table, bags and
+    ``max_norm`` included, and gradients have the size of these rows. An id without a row is
+    a NaN row. ``weight.ids`` are the ids of the rows.
 
     Args:
         table: An ``Embedding`` or ``EmbeddingBag``.
-        ids: All ids that will be looked up, of any shape. Those that repeat, padding, and
-            traced ones that are not rows take no place of their own.
+        ids: All ids that will be looked up, of any shape. Repeated ids share a row. The
+            padding row is always included.
 
     Example:
         >>> from firstlayer.equinox import Embedding
@@ -101,65 +99,70 @@ def touched(table: AnyTable, ids: Ids) -> AnyTable:
         >>> small.weight.ids[:2].tolist(), bool((small([3, 7]) == table([3, 7])).all())
         ([3, 7], True)
     """
-    if not isinstance(table, Table):
+    if not isinstance(table, TableModule):
         raise TypeError(
             f"table must be an Embedding or EmbeddingBag, got {type(table).__name__}"
         )
-    found = table._find(ids)
-    return replaced(table, weight=_some_rows(table.weight, found.ids, found.trains))
+    subset = _row_subset(table.weight, table._check_ids(ids), table.padding_idx)
+    return replace_fields(table, weight=subset)
 
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """Trains the rows of one table by batch, and the rest of a model as ever.
+    """Updates the rows of one table lazily, and the rest of a model densely.
+
+    Rows without a gradient do not move; this differs from the dense optimizer, which moves
+    every row in every step. See the module for what that means for stateful optimizers.
 
     Args:
-        rows: The optax transformation for touched rows; see the module for what that means
-            to one with a memory. It is given the rows as one array.
-        table: Where in the model the ``Embedding`` or ``EmbeddingBag`` is; the model itself
-            if it is one. For an ``EmbeddingLayer``: ``lambda layer: layer.token``.
-        rest: The optax transformation for every other real array; None leaves them as
-            they are.
+        rows: The optax transformation for the rows of a batch. It gets them as one array.
+        table: Function that returns the ``Embedding`` or ``EmbeddingBag`` of a model; by
+            default the model itself. For an ``EmbeddingLayer``: ``lambda layer:
+            layer.token``.
+        rest: The optax transformation for all other floating-point arrays; None does not
+            update them.
     """
 
     rows: Any
-    table: Callable[[Any], Table] = lambda model: model
+    table: Callable[[Any], TableModule] = lambda model: model
     rest: Any = None
 
     def init(self, model: PyTree) -> RowState:
-        """Return the state to begin with; it has the table's size if the optimizer's has.
+        """Return the initial state, which covers every row of the table.
 
         Args:
-            model: What will be trained.
+            model: The model to train.
         """
         rest = None
         if self.rest is not None:
-            rest = self.rest.init(eqx.filter(self._without(model), eqx.is_inexact_array))
+            rest = self.rest.init(
+                eqx.filter(self._without_weight(model), eqx.is_inexact_array)
+            )
         return RowState(self.rows.init(self.table(model).weight), rest)
 
     def value_and_grad(
         self, loss: Callable[..., Any], ids: Ids, *, has_aux: bool = False
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """Return a function of a model and more to a loss and its gradients, by row.
+        """Return a function that computes the loss and its gradients by row.
 
-        The loss is given a model with :func:`touched` rows in place of its table, so its
-        code stays what it is.
+        The loss gets a model whose table is replaced by :func:`touched`; its code does not
+        change.
 
         Args:
-            loss: A function of a model and anything else to a number, and something more
-                if ``has_aux``.
-            ids: The ids that the loss looks up, all of them.
+            loss: Function of a model and other arguments that returns a number, or a number
+                and auxiliary data if ``has_aux``.
+            ids: All ids that the loss looks up.
             has_aux: As in :func:`equinox.filter_value_and_grad`.
         """
 
-        def of(model: PyTree, *args: Any, **options: Any) -> tuple[Any, PyTree]:
+        def run(model: PyTree, *args: Any, **options: Any) -> tuple[Any, PyTree]:
             small = eqx.tree_at(self.table, model, touched(self.table(model), ids))
-            made = eqx.filter_value_and_grad(loss, has_aux=has_aux)
-            value, grads = made(small, *args, **options)
-            rows = SomeRows(self._weight(small).ids, self._weight(grads).values)
+            differentiated = eqx.filter_value_and_grad(loss, has_aux=has_aux)
+            value, grads = differentiated(small, *args, **options)
+            rows = RowSubset(self._weight(small).ids, self._weight(grads).values)
             return value, eqx.tree_at(self._weight, grads, rows)
 
-        return of
+        return run
 
     def update(
         self, gradients: PyTree, state: RowState, model: PyTree
@@ -168,80 +171,87 @@ class RowOptimizer:
 
         Args:
             gradients: From :meth:`value_and_grad`.
-            state: From :meth:`init`, or from the step before.
-            model: As it was when the gradients were taken.
+            state: From :meth:`init`, or from the previous step.
+            model: The model that the gradients were computed for.
         """
         gradient, weight = self._weight(gradients), self._weight(model)
-        weight, rows = self._stepped(gradient, state.rows, weight)
+        weight, rows = self._step_rows(gradient, state.rows, weight)
         rest = state.rest
         if self.rest is not None:
-            others = eqx.filter(self._without(model), eqx.is_inexact_array)
-            updates, rest = self.rest.update(self._without(gradients), rest, others)
+            others = eqx.filter(self._without_weight(model), eqx.is_inexact_array)
+            updates, rest = self.rest.update(self._without_weight(gradients), rest, others)
             model = eqx.apply_updates(model, updates)
         return eqx.tree_at(self._weight, model, weight), RowState(rows, rest)
 
     def _weight(self, model: PyTree) -> Any:
         return self.table(model).weight
 
-    def _without(self, model: PyTree) -> PyTree:
+    def _without_weight(self, model: PyTree) -> PyTree:
         return eqx.tree_at(self._weight, model, None)
 
-    def _stepped(
-        self, gradient: SomeRows, state: PyTree, weight: Float[Array, "rows width"]
+    def _step_rows(
+        self, gradient: RowSubset, state: PyTree, weight: Float[Array, "rows width"]
     ) -> tuple[Float[Array, "rows width"], PyTree]:
-        """Return the table and the state after a step on the rows of ``gradient``."""
-        at, axes = gradient.ids, _row_axes(self.rows, weight)
-        rows = _taken(weight, 0, at=at)
-        few = jax.tree.map(lambda leaf, axis: _taken(leaf, axis, at=at), state, axes)
-        updates, few = self.rows.update(gradient.values, few, rows)
-        new = eqx.apply_updates(rows, updates)
-        state = jax.tree.map(partial(_put, at=at), state, axes, few)
-        return _put(weight, 0, new, at=at), state
+        """Return the table and its state after a step on the rows of ``gradient``."""
+        ids, axes = gradient.ids, _row_axes(self.rows, weight)
+        rows = _gather(weight, 0, ids=ids)
+        own = jax.tree.map(partial(_gather, ids=ids), state, axes)
+        updates, own = self.rows.update(gradient.values, own, rows)
+        rows = eqx.apply_updates(rows, updates)
+        state = jax.tree.map(partial(_scatter, ids=ids), state, axes, own)
+        return _scatter(weight, 0, rows, ids=ids), state
 
 
-@partial(jax.jit, inline=True)
-def _some_rows(weight: Array, ids: Array, trains: Array | None) -> SomeRows:
-    """Return the rows of the ids that are to be trained."""
-    beyond = weight.shape[0]
-    ids = ids if trains is None else jnp.where(trains, ids, beyond)
-    unique = _each_once(ids.reshape(-1), beyond=beyond)
-    return SomeRows(unique, _taken(weight, 0, at=unique))
+@partial(jax.jit, static_argnums=2, inline=True)
+def _row_subset(weight: Array, checked: CheckedIds, padding_idx: int | None) -> RowSubset:
+    end, ids = weight.shape[0], checked.ids
+    if checked.has_gradient is not None:
+        ids = jnp.where(checked.has_gradient, ids, end)
+    ids = _unique_ids(ids.reshape(-1), end=end)
+    values = _gather(weight, 0, ids=ids)
+    if padding_idx is not None:
+        # Under a number that is no id: the padding row is read but not updated.
+        ids = jnp.append(ids, jnp.array([end + ids.size], jnp.int32))
+        values = jnp.concatenate([values, weight[padding_idx][None]])
+    return RowSubset(ids, values)
 
 
-def _each_once(ids: Int32[Array, " n"], *, beyond: int) -> Int32[Array, " rows"]:
-    """Return the ids below ``beyond``, ascending, each once, and then what is no id."""
+def _unique_ids(ids: Int32[Array, " n"], *, end: int) -> Int32[Array, " rows"]:
+    """Return the unique ids below ``end``, ascending, padded with ascending numbers from
+    ``end``.
+    """
     if ids.size == 0:
-        return jnp.array([beyond], jnp.int32)
-    unique = jnp.unique(ids, size=ids.size, fill_value=beyond)
+        return jnp.array([end], jnp.int32)
+    unique = jnp.unique(ids, size=ids.size, fill_value=end)
     steps = jnp.arange(ids.size, dtype=jnp.int32)
-    return jnp.where(unique < beyond, unique, beyond + steps)
+    return jnp.where(unique < end, unique, end + steps)
 
 
 def _row_axes(transformation: Any, weight: Float[Array, "rows width"]) -> PyTree:
-    """Return which axis of each array of a state counts rows, -1 where none does."""
+    """Return the row axis of each array of the optimizer state, -1 if it has none."""
     rows, width = weight.shape
 
     def shapes(rows: int) -> PyTree:
         table = jax.ShapeDtypeStruct((rows, width), weight.dtype)
         return jax.eval_shape(transformation.init, table)
 
-    def axis(one: Any, other: Any) -> int:
-        pairs = zip(one.shape, other.shape, strict=True)
-        return next((at for at, (a, b) in enumerate(pairs) if a != b), -1)
+    def axis(a: Any, b: Any) -> int:
+        sizes = enumerate(zip(a.shape, b.shape, strict=True))
+        return next((at for at, (one, other) in sizes if one != other), -1)
 
-    # What grows with the table has a row for each of its rows.
+    # The row axis is the one that grows with the table.
     return jax.tree.map(axis, shapes(rows), shapes(rows + 1))
 
 
-def _taken(leaf: Any, axis: int, *, at: Int32[Array, " rows"]) -> Any:
+def _gather(leaf: Any, axis: int, *, ids: Int32[Array, " rows"]) -> Any:
     if axis < 0:
         return leaf
-    where = (*(slice(None),) * axis, at)
-    return leaf.at[where].get(mode="fill", fill_value=0, **_PLACES)
+    index = (*(slice(None),) * axis, ids)
+    return leaf.at[index].get(mode="fill", fill_value=0, **_INDEX_HINTS)
 
 
-def _put(leaf: Any, axis: int, new: Any, *, at: Int32[Array, " rows"]) -> Any:
+def _scatter(leaf: Any, axis: int, new: Any, *, ids: Int32[Array, " rows"]) -> Any:
     if axis < 0:
         return new
-    where = (*(slice(None),) * axis, at)
-    return leaf.at[where].set(new.astype(leaf.dtype), mode="drop", **_PLACES)
+    index = (*(slice(None),) * axis, ids)
+    return leaf.at[index].set(new.astype(leaf.dtype), mode="drop", **_INDEX_HINTS)

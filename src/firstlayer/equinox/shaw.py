@@ -1,4 +1,4 @@
-"""Shaw's relative keys for Equinox: queries are also compared with a vector by distance."""
+"""Shaw's relative keys for Equinox: a learned key vector for each distance."""
 
 from typing import Any, ClassVar
 
@@ -10,23 +10,23 @@ from jaxtyping import Array, Float
 
 from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
+from ._bias import checked_pair
 from ._module import Module
-from ._positions.arguments import Positions, vectors
-from ._positions.bias import checked_pair
-from ._table.parameters import Init, Key, drawn, given
+from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._positions import Positions, checked_vectors
 
 
 class ShawScores(Module):
-    """Scores queries and keys, with a learned vector for the distance between them.
+    """Computes attention scores with a learned key vector for each distance.
 
     Args:
         head_dim: Size of the last axis of queries and keys. Positive.
-        max_left: The farthest distance before the query with a vector of its own.
-        max_right: The farthest distance after the query with a vector of its own.
+        max_left: Farthest distance before the query with a vector of its own.
+        max_right: Farthest distance after the query with a vector of its own.
         weight: The table to use.
-        init: How a new table is drawn, as for :class:`firstlayer.equinox.Embedding`.
+        init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What a new table is drawn with.
+        key: Random key for a new table.
 
     Shape:
         - weight: ``(max_left + max_right + 1, head_dim)``, farthest before first
@@ -36,8 +36,8 @@ class ShawScores(Module):
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
         - output: ``(..., q_length, k_length)``, divided by √head_dim, in the dtype of ``q``
 
-    Products are made in float32 (float64 if any side is), on devices too that use less by
-    default, and rounded once.
+    Products use full float32 precision on every device (float64 if any input is), and the
+    result is rounded once.
 
     Example:
         >>> layer = ShawScores(4, max_left=64, max_right=8, key=jax.random.key(0))
@@ -69,9 +69,9 @@ class ShawScores(Module):
         self.max_right = not_negative("max_right", max_right)
         shape = (self.max_left + self.max_right + 1, self.head_dim)
         if weight is None:
-            self.weight = drawn(shape, init=init, key=key, dtype=dtype)
+            self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)
         else:
-            self.weight = given(weight, shape, dtype=dtype)
+            self.weight = given_parameter(weight, shape, dtype=dtype)
 
     def scores(
         self,
@@ -85,16 +85,17 @@ class ShawScores(Module):
         Args:
             q: The queries, without positions.
             k: The keys, without positions.
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
-        q, k = vectors(q, self.head_dim, name="q"), vectors(k, self.head_dim, name="k")
-        wide_q, wide_k, weight = _widened_together(q, k, self.weight)
+        q = checked_vectors(q, self.head_dim, name="q")
+        k = checked_vectors(k, self.head_dim, name="k")
+        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight)
         with jax.default_matmul_precision("highest"):
             out = shaw_scores(
-                wide_q,
-                wide_k,
+                q_upcast,
+                k_upcast,
                 q_positions=q_positions,
                 k_positions=k_positions,
                 weight=weight,
@@ -115,16 +116,7 @@ class ShawScores(Module):
         """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "head_dim": self.head_dim,
-            "max_left": self.max_left,
-            "max_right": self.max_right,
-            "dtype": self.weight.dtype.name,
-        }
 
-
-def _widened_together(*arrays: Array) -> list[Array]:
-    double = any(x.dtype == jnp.float64 for x in arrays)
-    return [x.astype(jnp.float64 if double else jnp.float32) for x in arrays]
+def _upcast_together(*arrays: Array) -> list[Array]:
+    is_float64 = any(x.dtype == jnp.float64 for x in arrays)
+    return [x.astype(jnp.float64 if is_float64 else jnp.float32) for x in arrays]

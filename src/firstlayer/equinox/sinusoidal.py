@@ -23,43 +23,43 @@ from ..positions.sinusoidal import (
 )
 from ._constant import Constant
 from ._module import Module, upcast
-from ._positions.arguments import (
+from ._parameters import Key, table_dtype
+from ._positions import (
     Offset,
     Positions,
-    arrived,
-    checked,
-    in_reach,
-    positions_of,
-    vectors,
+    check_reach,
+    checked_positions,
+    checked_vectors,
+    positions_for_vectors,
 )
-from ._table.parameters import Key, table_dtype
 
 
 class SinusoidalPositions(Module):
-    """Adds to each vector the sines and cosines of its position. Has no parameters.
+    """Adds the sines and cosines of its position to each vector. Has no parameters.
 
     Args:
-        embedding_dim: Width of a vector. A multiple of ``axes``.
+        embedding_dim: Width of each vector. A multiple of ``axes``.
         base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
-        shift: What the exponents' denominator is smaller by, 0 or 1; see
+        layout: ``"interleaved"`` or ``"half"``; see
+            :func:`firstlayer.positions.sinusoidal.encode`.
+        shift: Subtracted from the exponents' denominator, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
         cos_first: Swap sines and cosines.
-        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
+        scale: Factor of the added vectors; ``(2 / embedding_dim) ** 0.5`` in MLX.
         odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: How many coordinates a position has. Each gets an equal share of the
+        axes: Number of coordinates of a position. Each gets an equal share of the
             features, in the order of the axes.
-        frequency_scale: What every frequency is multiplied by.
+        frequency_scale: Factor of every frequency.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
         - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
-          …`` moved on by ``offset``. With several axes the coordinates come first,
+          …`` plus ``offset``. With several axes the coordinates are the first axis,
           ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
         - output: as ``x``, in the dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError, and NaN
-    where it is traced. Reals are float32 unless JAX has 64 bits.
+    There is no maximum length. A position of magnitude 2^24 or more is a ValueError, or NaN
+    if it is traced. Reals are float32 unless ``jax_enable_x64`` is set.
 
     Example:
         >>> layer = SinusoidalPositions(4)
@@ -71,7 +71,8 @@ class SinusoidalPositions(Module):
 
     prefix: ClassVar[str] = "position."
 
-    #: The turns of each digit of a position, and their rates; see :mod:`firstlayer.positions.phases`.
+    #: Phases of each digit of a position, and their rates; see
+    #: :mod:`firstlayer.positions.phases`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
@@ -105,7 +106,7 @@ class SinusoidalPositions(Module):
             )
         one_of("layout", layout, LAYOUTS)
         self.layout, self.odd, self.cos_first = layout, odd, bool(cos_first)
-        found = frequencies(
+        rates = frequencies(
             embedding_dim // axes,
             base=base,
             shift=shift,
@@ -115,12 +116,12 @@ class SinusoidalPositions(Module):
         self.base, self.shift = float(base), float(shift)
         self.scale = number("scale", scale)
         self.frequency_scale = float(frequency_scale)
-        tables, rates = phase_tables(found, scale=scale)
+        tables, rates = phase_tables(rates, scale=scale)
         self.tables, self.rates = Constant(tables), Constant(rates)
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+        """Return the positions of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
 
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
@@ -130,7 +131,7 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+        """Return the positions of Marian and Pegasus; with ``axes=2``, of ViT-MAE.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0]).tolist()
@@ -140,9 +141,9 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+        """Return the timestep embedding of DiT and Stable Diffusion.
 
-        Give ``shift=1, cos_first=False`` for the first diffusion models.
+        Use ``shift=1, cos_first=False`` for DDPM.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
@@ -158,19 +159,19 @@ class SinusoidalPositions(Module):
         offset: Offset = 0,
         key: Key | None = None,
     ) -> Float[Array, "*batch length embedding_dim"]:
-        """Return ``x`` with the waves of its positions added.
+        """Return ``x`` plus the vectors of its positions.
 
         Args:
             x: The vectors.
-            positions: Where they stand.
-            offset: How many positions came before, a number or one per row.
-            key: Ignored; for :class:`equinox.nn.Sequential`.
+            positions: Position of each vector.
+            offset: Number of positions before the first: a number, or one per row.
+            key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        x = vectors(x, self.embedding_dim)
-        found = positions_of(
-            x, positions=positions, offset=offset, axes=self.axes, check=in_reach
+        x = checked_vectors(x, self.embedding_dim)
+        at = positions_for_vectors(
+            x, positions=positions, offset=offset, axes=self.axes, check=check_reach
         )
-        return (upcast(x) + self._features(found, x.dtype)).astype(x.dtype)
+        return (upcast(x) + self._features(at, x.dtype)).astype(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: Any = None
@@ -179,35 +180,21 @@ class SinusoidalPositions(Module):
 
         Args:
             positions: Integers or reals of any shape; with several axes, the coordinates
-                come first.
-            dtype: What the vectors are rounded to, float32 by default.
+                are the first axis.
+            dtype: Dtype of the result, float32 by default.
         """
-        found = checked(arrived(positions), in_reach)
+        at = checked_positions(positions, check_reach)
         if self.axes > 1:
-            check_axes(found, self.axes)
+            check_axes(at, self.axes)
         dtype = table_dtype(jnp.float32 if dtype is None else dtype)
-        return self._features(found, dtype).astype(dtype)
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "embedding_dim": self.embedding_dim,
-            "base": self.base,
-            "layout": self.layout,
-            "shift": self.shift,
-            "cos_first": self.cos_first,
-            "scale": self.scale,
-            "odd": self.odd,
-            "axes": self.axes,
-            "frequency_scale": self.frequency_scale,
-        }
+        return self._features(at, dtype).astype(dtype)
 
     def _features(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> Float[Array, "*seq width"]:
-        work = compute_dtype(dtype)
+        dtype = compute_dtype(dtype)
         tables, rates = (
-            jnp.asarray(constant.array, work) for constant in (self.tables, self.rates)
+            jnp.asarray(constant.array, dtype) for constant in (self.tables, self.rates)
         )
         features = encode(
             *phases(positions, tables, rates),

@@ -1,4 +1,4 @@
-"""T5's relative bias for Equinox: a learned number for each bucket of distances."""
+"""T5's relative bias for Equinox: a learned bias for each bucket of distances."""
 
 from typing import Any
 
@@ -8,29 +8,29 @@ from jaxtyping import Array, Float
 
 from .._check import positive
 from ..positions.t5 import t5_bias, t5_buckets
+from ._bias import Bias, checked_pair
 from ._constant import Constant
 from ._module import upcast
-from ._positions.arguments import Positions
-from ._positions.bias import Bias, checked_pair
-from ._table.parameters import Init, Key, drawn, given, table_dtype
+from ._parameters import Init, Key, draw_parameter, given_parameter, table_dtype
+from ._positions import Positions
 
 
 class T5Bias(Bias):
-    """Adds a learned number to the score of every query and key, by their distance.
+    """Adds a learned bias to attention scores, by the distance of query and key.
 
     Args:
-        num_heads: Numbers for each bucket. Positive.
-        num_buckets: Rows of the table: even and at least 4, or at least 2 if not
+        num_heads: Number of heads. Positive.
+        num_buckets: Number of rows: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: From here on all distances share a bucket. Greater than the number of
-            distances with a bucket of their own: ``num_buckets`` by 4, or by 2 if not
-            ``bidirectional``.
-        bidirectional: Whether keys after the query are told apart: True in T5's encoder,
-            False in its decoder.
+        max_distance: All distances from here on share a bucket. Greater than the number of
+            distances with a bucket of their own: ``num_buckets / 4``, or ``num_buckets /
+            2`` if not ``bidirectional``.
+        bidirectional: Whether keys after the query have buckets of their own: True in T5's
+            encoder, False in its decoder.
         weight: The table to use.
-        init: How a new table is drawn, as for :class:`firstlayer.equinox.Embedding`.
+        init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
-        key: What a new table is drawn with.
+        key: Random key for a new table.
 
     Shape:
         - weight: ``(num_buckets, num_heads)``
@@ -39,21 +39,21 @@ class T5Bias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
           has it
 
-    T5 does not divide its scores by the root of head_dim, and one table serves all layers.
-    If ``bidirectional``, the first row of the second half is never used, as in T5. The
-    table's gradient is summed in float32, whatever its dtype.
+    T5 does not divide its scores by √head_dim, and shares one table among all layers. If
+    ``bidirectional``, the first row of the second half is never used, as in T5. The table's
+    gradient is summed in float32 for every dtype but float64.
 
     Example:
         >>> import jax
         >>> layer = T5Bias(8, key=jax.random.key(0))
-        >>> whole = layer.bias(range(200), range(200))
+        >>> prefill = layer.bias(range(200), range(200))
         >>> step = layer.bias([199], range(200))
-        >>> step.shape, bool((step[:, 0] == whole[:, -1]).all())
+        >>> step.shape, bool((step[:, 0] == prefill[:, -1]).all())
         ((8, 1, 200), True)
     """
 
     weight: Float[Array, "num_buckets num_heads"]
-    #: The bucket of each distance, from the farthest before the query onwards.
+    #: Bucket of each distance, starting with the farthest before the query.
     buckets: Constant = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_buckets: int = eqx.field(static=True)
@@ -81,9 +81,9 @@ class T5Bias(Bias):
         self.bidirectional = bool(bidirectional)
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
-            self.weight = drawn(shape, init=init, key=key, dtype=dtype)
+            self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)
         else:
-            self.weight = given(weight, shape, dtype=dtype)
+            self.weight = given_parameter(weight, shape, dtype=dtype)
 
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
@@ -91,9 +91,9 @@ class T5Bias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the table's if None.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the table's if None.
         """
         out = t5_bias(
             *checked_pair(q_positions, k_positions),
@@ -106,13 +106,3 @@ class T5Bias(Bias):
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         """Return the table under the name ``weight``."""
         return {"weight": self.weight}
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "num_buckets": self.num_buckets,
-            "max_distance": self.max_distance,
-            "bidirectional": self.bidirectional,
-            "dtype": self.weight.dtype.name,
-        }

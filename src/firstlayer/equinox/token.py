@@ -1,44 +1,42 @@
-"""Token embeddings for Equinox: rows of a table by id."""
+"""Token embedding for Equinox."""
 
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from ._table.lookup import nan_outside
-from ._table.module import Ids, Table
-from ._table.parameters import Init, Key
+from ._lookup import nan_if_invalid
+from ._parameters import Init, Key
+from ._table import Ids, TableModule
 
 
-class Embedding(Table):
+class Embedding(TableModule):
     """Looks up rows of a table by id.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
-        padding_idx: The id that is padding; negative counts from the end. Its row gets no
-            gradient, and whatever an optimizer makes of it is not what is read: only
-            :meth:`set_padding` and :meth:`with_parameters` change padding. Where it is not
-            zero, give optax ``eqx.filter(model, eqx.is_inexact_array)``.
-        max_norm: Rows longer than this are shortened to it in the output; the table is
-            left as it is until :meth:`projected`.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        weight: The table to use. A padding row in it stays.
-        init: How a new table is drawn: ``"normal"`` (standard deviation 1), ``"uniform"``
-            (within 0.05), ``"xavier"``, ``"truncated_normal"`` (standard deviation 0.02),
-            ``"zeros"``, or what ``jax.nn.initializers`` makes.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of each row.
+        padding_idx: Padding id; negative counts from the end. A new table has a zero row
+            there, and a lookup passes the row no gradient.
+        max_norm: Longer rows are scaled down to this norm in the output. The table is
+            unchanged until :meth:`projected`.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
+        weight: The table to use, as it is.
+        init: Distribution of a new table: ``"normal"`` (standard deviation 1),
+            ``"uniform"`` (within 0.05), ``"xavier"``, ``"truncated_normal"`` (standard
+            deviation 0.02), ``"zeros"``, or a function from ``jax.nn.initializers``.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default, or the dtype of
             ``weight``.
-        key: What a new table is drawn with. Not needed with ``weight``.
+        key: Random key for a new table.
 
     Shape:
-        - ids: any shape, any integer dtype, lists too; one id under ``jax.vmap``
+        - ids: any shape, any integer dtype, nested lists too; one id under ``jax.vmap``
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
-    An id that is not a row, a negative one included, is an IndexError that names it. Where
-    ids are traced nothing can be raised: the row is NaN, and no row gets its gradient. Of
-    NumPy's int64 ids that are arguments of a jitted function JAX drops the high bits before
-    anyone can look; eager calls, an eager ``vmap`` included, see all of them.
+    An id out of range, negative ids included, is an IndexError that names it. Traced ids
+    cannot raise: the row is NaN and passes no gradient. JAX drops the high bits of NumPy
+    int64 ids when they are arguments of a jitted function; eager calls and an eager
+    ``vmap`` check all bits.
 
     Example:
         >>> import jax
@@ -84,8 +82,8 @@ class Embedding(Table):
         """Return the rows of ``ids``.
 
         Args:
-            ids: Which rows.
-            key: Ignored; for :class:`equinox.nn.Sequential`.
+            ids: Ids of the rows.
+            key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        found = self._find(ids)
-        return nan_outside(self._rows(found, self._how()), found.inside)
+        checked = self._check_ids(ids)
+        return nan_if_invalid(self._rows(checked), checked.valid)

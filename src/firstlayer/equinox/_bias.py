@@ -1,4 +1,4 @@
-"""What the schemes on attention scores share: checked positions of queries and keys."""
+"""Base class of the layers that add to attention scores, and their position arguments."""
 
 from typing import Any, ClassVar
 
@@ -6,18 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from ..._array import is_real
-from ..._check import positions_in_reach
-from .._module import Module, upcast
-from .._table.lookup import on_host
-from .arguments import Positions, arrived
+from .._array import is_real
+from .._check import positions_in_reach
+from ._lookup import host_values
+from ._module import Module, upcast
+from ._positions import Positions, as_positions
 
-#: Where JAX has 32 bits, the difference of two positions must fit into them.
+#: With 32-bit integers, the difference of two positions must fit into 32 bits.
 LIMIT = 2**30
 
 
 class Bias(Module):
-    """Base of the layers whose output is added to attention scores.
+    """Base class of the layers whose output is added to attention scores.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
@@ -31,7 +31,7 @@ class Bias(Module):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return what is added to the score of every query and key."""
+        """Return the bias of every query and key."""
         raise NotImplementedError
 
     def __call__(
@@ -43,25 +43,25 @@ class Bias(Module):
 def checked_pair(
     q_positions: Positions, k_positions: Positions
 ) -> tuple[Shaped[Array, "*#batch q_length"], Shaped[Array, "*#batch k_length"]]:
-    """Return both positions as integers or as reals of 32 bits or more."""
+    """Return both positions as integers or as reals of at least 32 bits."""
     return _checked("q_positions", q_positions), _checked("k_positions", k_positions)
 
 
-def _checked(name: str, positions: Any) -> Shaped[Array, "*batch length"]:
-    found = arrived(positions, name=name)
-    seen = on_host(found)
-    if seen is not None:
-        _check(name, np.asarray(seen))
-    if is_real(found):
-        return upcast(jnp.asarray(found))
-    return jnp.asarray(found.astype(np.dtype(jnp.result_type(int))))
+def _checked(name: str, value: Any) -> Shaped[Array, "*batch length"]:
+    positions = as_positions(value, name=name)
+    values = host_values(positions)
+    if values is not None:
+        _check_values(name, np.asarray(values))
+    if is_real(positions):
+        return upcast(jnp.asarray(positions))
+    return jnp.asarray(positions.astype(np.dtype(jnp.result_type(int))))
 
 
-def _check(name: str, positions: Shaped[np.ndarray, "*batch length"]) -> None:
+def _check_values(name: str, positions: Shaped[np.ndarray, "*batch length"]) -> None:
     if not is_real(positions):
         if jnp.result_type(int) == jnp.int32:
             positions_in_reach(positions, LIMIT, name=name)
         return
-    known = np.isfinite(positions)
-    if not known.all():
-        raise ValueError(f"{name} must be finite, got {positions[~known].flat[0]}")
+    finite = np.isfinite(positions)
+    if not finite.all():
+        raise ValueError(f"{name} must be finite, got {positions[~finite].flat[0]}")

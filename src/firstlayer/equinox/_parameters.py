@@ -1,4 +1,4 @@
-"""How the parameters of a layer come to be: given by the caller, or drawn with a key."""
+"""Parameters of a layer: converted from the caller's arrays, or drawn with a key."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,79 +8,80 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..._array import compute_dtype
-from ..._check import check_real, float_dtype, one_of
+from .._array import compute_dtype
+from .._check import check_real, float_dtype, one_of
 
 Key = PRNGKeyArray | Any
-#: A name, or what ``jax.nn.initializers`` makes: a function of key, shape and dtype.
+#: A name, or a function of key, shape and dtype as in ``jax.nn.initializers``.
 Init = str | Callable[[Any, tuple[int, ...], Any], Any]
 
-#: With standard deviation 0.02, as GPT-2 and BERT draw their positions.
+#: Standard deviation 0.02, as in GPT-2 and BERT.
 small_normal = jax.nn.initializers.normal(0.02)
 
 
 def table_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype a table shall have; None is JAX's default, float32 or float64.
+    """Return ``dtype`` as a NumPy dtype; None is JAX's default, float32 or float64.
 
     Example:
         >>> table_dtype(jnp.bfloat16).name
         'bfloat16'
     """
-    found = np.dtype(jnp.result_type(float)) if dtype is None else float_dtype(dtype)
-    if found == np.float64 and jnp.result_type(float) != found:
+    checked = np.dtype(jnp.result_type(float)) if dtype is None else float_dtype(dtype)
+    if checked == np.float64 and jnp.result_type(float) != checked:
         raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
-    return found
+    return checked
 
 
-def given(
+def given_parameter(
     value: Float[Any, "..."], shape: tuple[int, ...], *, dtype: Any, name: str = "weight"
 ) -> Float[Array, "..."]:
-    """Return ``value`` as a parameter of that shape; NumPy's memory is copied.
+    """Return the caller's array as a parameter. NumPy arrays are copied.
 
     Args:
-        value: What the caller gave.
-        shape: The shape it must have.
-        dtype: None keeps the one it has, or the nearest that JAX has.
-        name: What it is called in the sentence.
+        value: Array or nested lists.
+        shape: Required shape.
+        dtype: None keeps the array's dtype, or the closest one that JAX has enabled.
+        name: Name in error messages.
     """
     array = value if isinstance(value, jax.Array) else np.array(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     check_real(array, name=name, whole=dtype is not None)
     if isinstance(array, np.ndarray):
-        # JAX takes no bytes in another machine's order.
+        # JAX rejects non-native byte order.
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return jnp.asarray(array, None if dtype is None else table_dtype(dtype))
 
 
-def drawn(
+def draw_parameter(
     shape: tuple[int, ...], *, init: Init, key: Key | None, dtype: Any
 ) -> Float[Array, "..."]:
     """Return a new parameter.
 
     Args:
-        shape: Of the parameter.
+        shape: Shape of the parameter.
         init: ``"normal"`` (standard deviation 1), ``"uniform"`` (within 0.05),
             ``"xavier"``, ``"truncated_normal"`` (standard deviation 0.02), ``"zeros"``, or
-            a function of key, shape and dtype, as ``jax.nn.initializers`` makes them.
-        key: What is drawn with.
+            a function of key, shape and dtype as in ``jax.nn.initializers``.
+        key: Random key.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
 
     Example:
-        >>> drawn((3, 2), init="xavier", key=jax.random.key(0), dtype="float16").dtype
+        >>> key = jax.random.key(0)
+        >>> draw_parameter((3, 2), init="xavier", key=key, dtype="float16").dtype
         dtype('float16')
     """
-    make = INITS[one_of("init", init, tuple(INITS))] if isinstance(init, str) else init
-    if not callable(make):
+    draw = INITS[one_of("init", init, tuple(INITS))] if isinstance(init, str) else init
+    if not callable(draw):
         raise TypeError(f"init must be a name or a function, got {type(init).__name__}")
-    found = table_dtype(dtype)
+    dtype = table_dtype(dtype)
     if key is None:
         raise ValueError("key must be given to draw parameters, got None")
-    # Drawn wide and rounded once, as everything is.
-    table = jnp.asarray(make(key, shape, jnp.dtype(compute_dtype(found))))
+    # Half precision is drawn in float32 and rounded once.
+    table = jnp.asarray(draw(key, shape, jnp.dtype(compute_dtype(dtype))))
     if table.shape != shape:
         raise ValueError(f"init must return an array of shape {shape}, got {table.shape}")
-    return table.astype(found)
+    return table.astype(dtype)
 
 
 def _uniform(key: Any, shape: tuple[int, ...], dtype: Any, limit: float = 0.05) -> Array:
@@ -91,7 +92,7 @@ def _xavier(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     return _uniform(key, shape, dtype, limit=float(np.sqrt(6.0 / max(1, sum(shape)))))
 
 
-def _truncated(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+def _truncated_normal(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * 0.02
 
 
@@ -103,6 +104,6 @@ INITS = {
     "normal": jax.random.normal,
     "uniform": _uniform,
     "xavier": _xavier,
-    "truncated_normal": _truncated,
+    "truncated_normal": _truncated_normal,
     "zeros": _zeros,
 }

@@ -1,0 +1,149 @@
+"""Pooling of bags in JAX, for 2-D ids and for ids with offsets.
+
+The rules are in :mod:`firstlayer.embeddings.bag`. A bag with a traced id out of range is
+NaN and passes no gradient to any of its rows, because the gradient of NaN is NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from .._check import FLOATS
+from ..embeddings.bag import Mode, divided, pool
+from ..embeddings.ragged import bag_numbers, bounds_of
+from ._lookup import host_values, traced_integers
+
+
+def checked_offsets(
+    shape: tuple[int, ...], offsets: Any, *, include_last_offset: bool
+) -> Int32[Array, " bounds"] | None:
+    """Return the start of each bag and the end of the last one, or None for 2-D ids.
+
+    Args:
+        shape: Shape of the ids.
+        offsets: The caller's offsets, or None.
+        include_last_offset: Whether the last offset is the end of the last bag.
+    """
+    if offsets is None and len(shape) == 2:
+        return None
+    values = None if offsets is None else host_values(offsets)
+    if offsets is None or values is not None:
+        bounds = bounds_of(shape, values, include_last_offset=include_last_offset)
+        return jnp.asarray(bounds.astype(np.int32))
+    # Traced offsets: check the axes of the ids against offsets that are known to be right.
+    bounds_of(shape if len(shape) != 1 else (0,), [0])
+    offsets = traced_integers(offsets, name="offsets")
+    if offsets.ndim != 1:
+        raise ValueError(f"offsets must have 1 axis, got shape {offsets.shape}")
+    # Replaced before the cast to int32, which would turn 2 ** 32 into 0.
+    invalid = (offsets < 0) | (offsets > shape[0])
+    offsets = jnp.where(invalid, shape[0] + 1, offsets).astype(jnp.int32)
+    if include_last_offset:
+        return offsets
+    return jnp.concatenate([offsets, jnp.full((1,), shape[0], jnp.int32)])
+
+
+def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
+    """Return ``per_sample_weights`` as an array of the shape of the ids, or None."""
+    if weights is None:
+        return None
+    weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+    if weights.dtype.kind not in "iu" and weights.dtype.name not in FLOATS:
+        raise TypeError(
+            f"per_sample_weights must be integers or reals, got {weights.dtype.name}"
+        )
+    if weights.shape != shape:
+        raise ValueError(
+            f"per_sample_weights must have the shape {shape} of ids, got {weights.shape}"
+        )
+    return jnp.asarray(weights)
+
+
+def pool_matrix(
+    rows: Float[Array, "bags length embedding_dim"],
+    counted: Bool[Array, "bags length"],
+    *,
+    weights: Float[Array, "bags length"] | None,
+    mode: Mode,
+) -> Float[Array, "bags embedding_dim"]:
+    """Pool each bag of 2-D ids with :func:`firstlayer.embeddings.bag.pool`."""
+    steps = jnp.arange(rows.shape[1])
+
+    def pool_one(rows: Array, counted: Array, weights: Array | None) -> Array:
+        return pool(rows, counted, steps=steps, weights=weights, mode=mode)
+
+    return jax.vmap(pool_one, in_axes=(0, 0, None if weights is None else 0))(
+        rows, counted, weights
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBags:
+    """Bags of different lengths, stored one after the other.
+
+    Args:
+        bounds: Start of each bag, and the end of the last one.
+        size: Number of ids. Ids after the last bag belong to no bag.
+    """
+
+    bounds: Int32[Array, " bounds"]
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Number of bags."""
+        return self.bounds.shape[0] - 1
+
+    @property
+    def numbers(self) -> Int[Array, " ids"]:
+        """Bag number of each id; ``count`` for ids in no bag."""
+        return bag_numbers(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
+
+    @property
+    def valid(self) -> Bool[Array, ""]:
+        """Whether the bounds start at 0, do not decrease and stay within the ids."""
+        ascending = jnp.all(self.bounds[1:] >= self.bounds[:-1])
+        return (self.bounds[0] == 0) & ascending & (self.bounds[-1] <= self.size)
+
+    def pool(
+        self,
+        rows: Float[Array, "ids embedding_dim"],
+        counted: Bool[Array, " ids"],
+        *,
+        weights: Float[Array, " ids"] | None,
+        mode: Mode,
+    ) -> Float[Array, "bags embedding_dim"]:
+        """Pool rows by bag, with the rules of :func:`firstlayer.embeddings.bag.pool`."""
+        ones = counted.astype(rows.dtype)
+        factors = ones if weights is None else jnp.where(counted, weights, 0.0)
+        terms = jnp.where(counted[:, None], rows * factors[:, None], 0.0)
+        if mode == "max" and self.size:
+            return self._max(terms, counted)
+        sums = self._sum(terms)
+        if mode == "mean":
+            return divided(sums, self._sum(factors)[:, None])
+        return sums
+
+    def any(self, flags: Bool[Array, " ids"]) -> Bool[Array, " bags"]:
+        """Return which bags have an id whose flag is True."""
+        return self._sum(flags.astype(jnp.int32)) > 0
+
+    def _sum(self, terms: Array) -> Array:
+        return jax.ops.segment_sum(terms, self.numbers, self.count)
+
+    def _max(self, terms: Array, counted: Array) -> Array:
+        """Return the largest term of each bag; the first of equals gets the gradient."""
+        numbers, segments = self.numbers, self.count + 1
+        values = jnp.where(counted[:, None], jax.lax.stop_gradient(terms), -float("inf"))
+        top = jax.ops.segment_max(values, numbers, segments)[numbers]
+        is_top = (values == top) | (jnp.isnan(values) & jnp.isnan(top))
+        steps = jnp.arange(self.size, dtype=jnp.int32)[:, None]
+        steps = jnp.where(counted[:, None] & is_top, steps, self.size)
+        first = jax.ops.segment_min(steps, numbers, segments)[: self.count]
+        index = jnp.minimum(first, self.size - 1)
+        largest = jnp.take_along_axis(terms, index, axis=0)
+        return jnp.where(first >= self.size, 0.0, largest)

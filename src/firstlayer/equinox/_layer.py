@@ -1,0 +1,154 @@
+"""Parts of the complete layer: checked arguments, its position layer, its LayerNorm."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..embeddings.layer import (
+    check_adds,
+    check_mask,
+    check_segments,
+    described_position,
+    lead_of,
+    standardise,
+    zero_where,
+)
+from ._lookup import CheckedIds, mask_and
+from ._parameters import Key
+from ._positions import checked_vectors
+from ._table import TableModule
+from .learned import LearnedPositions
+from .sinusoidal import SinusoidalPositions
+
+
+class LayerArguments(NamedTuple):
+    """Arguments of one call of the complete layer, checked against each other.
+
+    Args:
+        lead: Shape of the output without its last axis.
+        ids: Token ids, or None if only ``embeds`` were given.
+        embeds: Token vectors that replace the lookup, or None.
+        segments: Segment of each token or of each place; None without segments.
+        mask: False where the output is zero, or None.
+    """
+
+    lead: tuple[int, ...]
+    ids: CheckedIds | None
+    embeds: Float[Array, "*batch length embedding_dim"] | None
+    segments: CheckedIds | None
+    mask: Bool[Array, "*batch length"] | None
+
+    @property
+    def valid(self) -> Bool[Array, "*batch length"] | None:
+        """Mask of places whose ids are all in range; None if all are."""
+        valid = None
+        for ids in (self.ids, self.segments):
+            if ids is not None and ids.valid is not None:
+                valid = mask_and(valid, jnp.broadcast_to(ids.valid, self.lead))
+        return valid
+
+
+def check_arguments(
+    layer: Any, ids: Any, *, segments: Any, inputs_embeds: Any, mask: Any
+) -> LayerArguments:
+    """Return the checked arguments of a call. Traced values are checked by shape only."""
+    embeds = inputs_embeds
+    if embeds is not None:
+        embeds = checked_vectors(embeds, layer.embedding_dim, name="inputs_embeds")
+    ids = None if ids is None else layer.token._check_ids(ids)
+    lead = lead_of(
+        None if ids is None else ids.ids, embeds, has_positions=layer.position is not None
+    )
+    segments = _checked_segments(layer.segment, lead, segments)
+    return LayerArguments(
+        lead, ids, embeds, segments, _checked_mask(layer, ids, lead, mask)
+    )
+
+
+def _checked_segments(
+    table: TableModule | None, lead: tuple[int, ...], segments: Any
+) -> CheckedIds | None:
+    if table is None:
+        if segments is not None:
+            raise ValueError("segments were given, but the layer was made without them")
+        return None
+    if segments is None:
+        return table._check_ids(0)
+    ids = table._check_ids(segments, name="segments", bound="the number of segments")
+    check_segments(ids.ids.shape, lead)
+    return ids
+
+
+def _checked_mask(
+    layer: Any, ids: CheckedIds | None, lead: tuple[int, ...], mask: Any
+) -> Bool[Array, "*batch length"] | None:
+    if not layer.zero_padding:
+        return None
+    if mask is None:
+        if ids is None:
+            raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
+        return None if ids.is_padding is None else ~ids.is_padding
+    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    check_mask(mask.dtype.name, mask.shape, lead)
+    return jnp.asarray(mask)
+
+
+def position_layer(
+    position: Any,
+    *,
+    max_positions: int | None,
+    embedding_dim: int,
+    dtype: Any,
+    key: Key | None,
+) -> Any:
+    """Return the layer that ``position`` names or describes, or ``position`` itself."""
+    described = described_position(
+        position, max_positions=max_positions, embedding_dim=embedding_dim
+    )
+    if described is not None:
+        name, options = described
+        if name == "LearnedPositions":
+            position = LearnedPositions(**{"dtype": dtype, "key": key, **options})
+        else:
+            position = SinusoidalPositions(**options)
+    if position is not None:
+        check_adds(position, embedding_dim)
+    return position
+
+
+def layer_norm(
+    x: Float[Array, "*batch embedding_dim"],
+    norm: eqx.nn.LayerNorm | None,
+    *,
+    mask: Bool[Array, "*batch"] | None,
+) -> Float[Array, "*batch embedding_dim"]:
+    """Apply a LayerNorm that ignores masked rows. Returns ``x`` if ``norm`` is None.
+
+    Args:
+        x: Rows in float32 or float64.
+        norm: The LayerNorm; its parameters may have another dtype.
+        mask: False for rows that pass no gradient to ``x`` or ``norm``. None masks none.
+
+    Example:
+        >>> norm = eqx.nn.LayerNorm(2, eps=0.0)
+        >>> layer_norm(jnp.array([[1.0, 3.0]]), norm, mask=None).tolist()
+        [[-1.0, 1.0]]
+    """
+    if norm is None:
+        return x
+    if mask is None:
+        y, _ = standardise(x, eps=norm.eps)
+    else:
+        # Masked before and after: a row of zeros is NaN after standardising if eps is 0.
+        y, _ = standardise(zero_where(x, mask), eps=norm.eps)
+        y = zero_where(y, mask)
+    weight, bias = (
+        None if row is None else jnp.broadcast_to(row.astype(y.dtype), y.shape)
+        for row in (norm.weight, norm.bias)
+    )
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias

@@ -1,1 +1,0 @@
-"""Parts shared by the position layers for Equinox."""

@@ -1,0 +1,218 @@
+"""Base class of the layers with one table: padding, norms, the tied head, resizing.
+
+``max_norm``: lookups return scaled-down rows and leave the table unchanged, so a tied head
+and the lookups share one weight. :meth:`TableModule.projected` scales the stored rows down
+after an optimizer step.
+"""
+
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer
+
+from .._array import compute_dtype
+from .._check import check_real, integers, not_negative, padding_index
+from ..embeddings.token import Resized, check_norm, resized
+from ._lookup import (
+    CheckedIds,
+    LookupOptions,
+    RowSubset,
+    check_ids,
+    gather_rows,
+    limit_norm,
+    traced_integers,
+)
+from ._module import Module, replace_fields
+from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
+
+Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int | Any
+
+
+class TableModule(Module):
+    """Base class of the layers with one table of rows."""
+
+    prefix: ClassVar[str] = "token."
+
+    weight: Float[Array, "num_embeddings embedding_dim"]
+    num_embeddings: int = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+    padding_idx: int | None = eqx.field(static=True)
+    max_norm: float | None = eqx.field(static=True)
+    norm_type: float = eqx.field(static=True)
+    scale_grad_by_freq: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        weight: Any,
+        init: Init,
+        dtype: Any,
+        key: Key | None,
+    ) -> None:
+        self.num_embeddings = not_negative("num_embeddings", num_embeddings)
+        self.embedding_dim = not_negative("embedding_dim", embedding_dim)
+        self.padding_idx = padding_index(padding_idx, num_embeddings)
+        self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
+        self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        shape = (self.num_embeddings, self.embedding_dim)
+        if weight is not None:
+            self.weight = given_parameter(weight, shape, dtype=dtype)
+        else:
+            self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)
+            if self.padding_idx is not None:
+                self.weight = _set_row(self.weight, self.padding_idx, 0.0)
+
+    def logits(
+        self, x: Float[Array, "*batch embedding_dim"] | Float[np.ndarray, "..."]
+    ) -> Float[Array, "*batch num_embeddings"]:
+        """Return the product of ``x`` with every row: an output head tied to this table.
+
+        Sums are float32 (float64 for float64); the result has the dtype of ``x``. Every
+        row gets a gradient, the padding row included.
+        """
+        check_real(x, name="x", whole=False)
+        x = jnp.asarray(x)
+        if isinstance(self.weight, RowSubset):
+            raise TypeError("logits needs every row of the table, got those of a batch")
+        if x.shape[-1:] != (self.embedding_dim,):
+            raise ValueError(
+                f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
+            )
+        return _products(x, self.weight)
+
+    def projected(self, ids: Ids | None = None) -> Self:
+        """Return a layer whose stored rows are scaled down to ``max_norm``.
+
+        Call it after an optimizer step, so that lookups and a tied head use the same rows.
+        Traced ids out of range change nothing.
+
+        Args:
+            ids: Rows to scale; None is all. If the buffers are donated to the surrounding
+                ``jit``, only these rows are read and written.
+        """
+        if self.max_norm is None:
+            return self
+        index = valid = None
+        if ids is not None:
+            _, index, valid, _ = self._check_ids(ids)
+        weight = _projected(self._options(), self.weight, index, valid)
+        return replace_fields(self, weight=weight)
+
+    def resize(
+        self,
+        num_embeddings: int,
+        *,
+        init: Init | Float[np.ndarray, "new embedding_dim"] | Array = "mean",
+        key: Key | None = None,
+    ) -> tuple[Self, Resized]:
+        """Return a layer with another number of rows, and which rows were kept.
+
+        Ids keep their rows. Runs on the host, not under ``jit``.
+
+        Args:
+            num_embeddings: New number of rows.
+            init: New rows: ``"mean"`` uses the mean of the old rows, ``"gaussian"`` draws
+                them with the mean and covariance of the old rows; an array holds them;
+                otherwise as for a new table.
+            key: Random key.
+        """
+        added = not_negative("num_embeddings", num_embeddings) - self.num_embeddings
+        rng = None
+        if callable(init) or (isinstance(init, str) and init in INITS):
+            shape = (max(added, 0), self.embedding_dim)
+            init = draw_parameter(shape, init=init, key=key, dtype=self.weight.dtype)
+        elif isinstance(init, str) and init == "gaussian":
+            if key is None:
+                raise ValueError("key must be given to draw parameters, got None")
+            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        table, changes = resized(
+            np.asarray(self.weight),
+            num_embeddings,
+            init=np.asarray(init) if isinstance(init, jax.Array) else init,
+            rng=rng,
+            padding_idx=self.padding_idx,
+        )
+        new = replace_fields(self, weight=jnp.asarray(table), num_embeddings=len(table))
+        return new, changes
+
+    def set_padding(
+        self, value: Float[Any, " embedding_dim"] | list[float] | float
+    ) -> Self:
+        """Return a layer with ``value`` written into the padding row."""
+        if self.padding_idx is None:
+            raise ValueError("set_padding needs a layer with padding_idx, got None")
+        row = np.asarray(value) if isinstance(value, list) else value
+        return replace_fields(self, weight=_set_row(self.weight, self.padding_idx, row))
+
+    def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
+        """Return True where ``ids`` is a token and False where it is padding."""
+        ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)
+        if self.padding_idx is None:
+            return jnp.ones(ids.shape, bool)
+        if ids.dtype.itemsize < 4:
+            ids = ids.astype(np.int32)  # padding_idx may not fit into int8
+        return jnp.asarray(ids != self.padding_idx)
+
+    def parameters(self) -> dict[str, Float[Array, "num_embeddings embedding_dim"]]:
+        """Return the table under the name ``weight``."""
+        return {"weight": self.weight}
+
+    def _check_ids(
+        self, ids: Ids, *, name: str = "ids", bound: str = "num_embeddings"
+    ) -> CheckedIds:
+        return check_ids(
+            ids,
+            self.weight,
+            num_embeddings=self.num_embeddings,
+            padding_idx=self.padding_idx,
+            name=name,
+            bound=bound,
+        )
+
+    def _options(self, *, upcast: bool = False) -> LookupOptions:
+        return LookupOptions(self.max_norm, self.norm_type, self.scale_grad_by_freq, upcast)
+
+    def _rows(
+        self, checked: CheckedIds, *, upcast: bool = False
+    ) -> Float[Array, "*batch embedding_dim"]:
+        return gather_rows(self.weight, checked, self._options(upcast=upcast))
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _projected(
+    options: LookupOptions, weight: Array, index: Array | None, valid: Array | None
+) -> Array:
+    if index is None:
+        return limit_norm(weight, options).astype(weight.dtype)
+    rows = limit_norm(weight[index], options).astype(weight.dtype)
+    if valid is not None:
+        index = jnp.where(valid, index, weight.shape[0])
+    return weight.at[index].set(rows, mode="drop")
+
+
+@jax.jit
+def _set_row(weight: Array, index: int, row: Any) -> Array:
+    return weight.at[index].set(jnp.asarray(row, weight.dtype))
+
+
+@jax.jit
+def _products(
+    x: Float[Array, "*batch width"], weight: Float[Array, "rows width"]
+) -> Float[Array, "*batch rows"]:
+    """Return the product of ``x`` with every row, summed in the compute dtype of ``x``."""
+    dtype, accumulator = x.dtype, jnp.dtype(compute_dtype(x.dtype))
+    if weight.dtype != dtype:
+        x, weight = x.astype(accumulator), weight.astype(accumulator)
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, weight, axes, preferred_element_type=accumulator)
+    return out.astype(dtype)

@@ -1,1 +1,0 @@
-"""Lookups in one table, and the base class of layers with a table."""
