@@ -11,8 +11,7 @@ import math
 import numpy as np
 
 from .runtime.compile import kernel, prefetch
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.pool import pieces, run
 
 #: Words of noise at a place, and how many places in a row have the same.
 NOISE = 16

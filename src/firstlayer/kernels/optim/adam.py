@@ -17,11 +17,10 @@ import math
 
 import numpy as np
 
+from ..row_io import grain_of
 from ..runtime.compile import kernel, prefetch_row
-from ..runtime.pool import run
-from ..runtime.share import pieces
+from ..runtime.pool import pieces, run
 from .coefficients import BETA1, BETA2, FIRST, POLY, SCALE, SECOND, SHRINK, SIZE, UNBIAS
-from .rows import grain_of
 
 AHEAD = 2
 # What is smaller is nothing: as float32 it would be a denormal, which is slow.

@@ -8,11 +8,10 @@ averages of gradients shrink by.
 
 import numpy as np
 
+from ..row_io import grain_of
 from ..runtime.compile import kernel, prefetch
-from ..runtime.pool import run
-from ..runtime.share import pieces
+from ..runtime.pool import pieces, run
 from .coefficients import AVERAGE, BB, BW, WB, WW
-from .rows import grain_of
 
 AHEAD = 2
 # What is smaller is nothing: as float32 it would be a denormal, which is slow.

@@ -6,11 +6,10 @@ weight, stays: after any number of steps ``w`` is ``shrink · w − way · sign(
 
 import numpy as np
 
+from ..row_io import grain_of
 from ..runtime.compile import kernel
-from ..runtime.pool import run
-from ..runtime.share import pieces
+from ..runtime.pool import pieces, run
 from .coefficients import MEAN, SHRINK, WAY
-from .rows import grain_of
 
 # An average that shrinks below this stays there: at zero it would lose its sign.
 LEAST = 1e-37

@@ -1,23 +1,17 @@
-"""Which rows are behind, and rows on their way into half precision and out of it."""
+"""Rows that have missed optimizer steps."""
 
-import numba
 import numpy as np
 
-from ..runtime.compile import bits_of, kernel, narrow, widen
-from ..runtime.pool import run
-from ..runtime.share import pieces
-
-# About how many entries of work are worth waking a second core for.
-GRAIN = 1 << 16
+from ..runtime.compile import kernel
 
 
 def stale_rows(
     ids: np.ndarray, last: np.ndarray, now: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows among ``ids`` that are not at step ``now``, and where they are.
+    """Return the rows among ``ids`` that are not at step ``now``, and the step of each.
 
-    Each is listed once, and ``last`` says from then on that it is up to date. Ids out of
-    range are passed over: whoever looks them up says so.
+    Each is listed once, and ``last`` marks it as up to date. Ids out of range are ignored;
+    the lookup reports them.
     """
     rows, since = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     count = _stale_rows(0, ids.size, ids, last, now, rows, since)
@@ -31,38 +25,6 @@ def stale_range(
     rows, since = np.empty(hi - lo, np.int64), np.empty(hi - lo, np.int64)
     count = _stale_range(lo, hi, last, now, rows, since)
     return rows[:count], since[:count]
-
-
-def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return rows of a half-precision table as float32."""
-    out = np.empty((rows.size, table.shape[1]), np.float32)
-    run(_widen_rows, rows.size, bits_of(table), rows, out, grain=grain_of(table))
-    return out
-
-
-def store_rows(
-    values: np.ndarray, table: np.ndarray, rows: np.ndarray, *, noise: int | None
-) -> None:
-    """Write rows to a table, float32 ones to one in half precision too.
-
-    Args:
-        values: What to write.
-        table: Where.
-        rows: Which rows.
-        noise: None rounds to nearest. A number rounds up or down at random, up the more
-            often the nearer that is; the same number, row and column round the same way.
-            For bfloat16.
-    """
-    if noise is None:
-        run(_narrow_rows, rows.size, values, rows, bits_of(table), grain=grain_of(table))
-        return
-    bits, key = values.view(np.uint32), np.uint32(noise & 0xFFFFFFFF)
-    run(_dither_rows, rows.size, bits, key, rows, bits_of(table), grain=grain_of(table))
-
-
-def grain_of(table: np.ndarray) -> int:
-    """Return how many rows of a table are worth a thread."""
-    return max(1, GRAIN // max(1, table.shape[1]))
 
 
 @kernel()
@@ -86,44 +48,3 @@ def _stale_range(lo, hi, last, now, rows, since):
             last[row] = now
             count += 1
     return count
-
-
-@kernel()
-def _widen_rows(ticket, table, rows, out):
-    for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            row = rows[i]
-            for d in range(out.shape[1]):
-                out[i, d] = widen(table[row, d])
-
-
-@kernel()
-def _narrow_rows(ticket, values, rows, table):
-    for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            row = rows[i]
-            for d in range(values.shape[1]):
-                table[row, d] = narrow(values[i, d], table[row, d])
-
-
-@numba.njit(inline="always")
-def _mixed(x):
-    """Return 32 bits of which each depends on every bit of ``x`` (Murmur3's finish)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-@kernel()
-def _dither_rows(ticket, bits, key, rows, table):
-    for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            row = rows[i]
-            start = _mixed(np.uint32(row) ^ _mixed(key))
-            for d in range(bits.shape[1]):
-                noise = _mixed(np.uint32(start + np.uint32(d))) & np.uint32(0xFFFF)
-                x = bits[i, d]
-                # Noise would turn some NaNs into infinities; a quiet one keeps no payload.
-                is_nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                up = np.uint32(0x7FC0) if is_nan else np.uint32(x + noise) >> np.uint32(16)
-                table[row, d] = np.uint16(up)

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 
+from ..row_io import grain_of
 from ..runtime.compile import kernel
-from ..runtime.pool import run
-from ..runtime.share import pieces
-from .rows import grain_of
+from ..runtime.pool import pieces, run
 
 
 def adagrad_update(
