@@ -31,7 +31,7 @@ from numba.extending import intrinsic
 from .system import HAS_POSIX_THREADS
 
 #: Versions of Numba whose call check has passed.
-KNOWN_VERSIONS = frozenset({"0.68"})
+KNOWN_VERSIONS = frozenset(f"0.{minor}" for minor in range(61, 69))
 
 #: Shared-memory address, size of the range, size of a piece, number of helpers that may
 #: join, and 1 if the kernel is to be offered to helpers.
