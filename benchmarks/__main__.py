@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from . import correctness
 from .timing import Case, Result, keep_freed_memory, measure
 
-MODULES = ("lookup", "layer", "rotary", "bag", "torch_layers", "optim", "equinox_rows")
+MODULES = (
+    "lookup",
+    "layer",
+    "rotary",
+    "bag",
+    "torch_layers",
+    "optim",
+    "equinox_rows",
+    "threads",
+)
 
 
 def main() -> None:

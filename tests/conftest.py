@@ -1,4 +1,4 @@
-"""How every run of the tests is set up: nothing skipped, nothing random, nothing stale."""
+"""Setup of every test run: no skipped tests, fixed random seeds, fresh kernels."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-A_DAY = 24 * 60 * 60
+SECONDS_PER_DAY = 24 * 60 * 60
 KERNELS = Path(__file__).parent.parent / "src" / "firstlayer" / "kernels"
 
 hypothesis.settings.register_profile("firstlayer", deadline=None, derandomize=True)
@@ -19,24 +19,25 @@ hypothesis.settings.load_profile("firstlayer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(NothingIsSkipped())
-    # What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
+    config.pluginmanager.register(FailOnSkip())
+    # A shell's background jobs ignore Ctrl-C, and their child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Processes of one run share what is compiled, and the next run finds it again.
-    # Numba does not notice every edit of a cached function: a folder serves one source.
-    os.environ.setdefault("NUMBA_CACHE_DIR", _kept(config, f"numba-{_source()}"))
-    # JAX looks programs up by what they are, so its folder serves any source.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _kept(config, "jax"))
+    # Compiled code is shared by the processes of a run and by later runs. Numba does not
+    # notice edits in functions that a cached kernel calls: each source has its own folder.
+    numba_folder = _cache_folder(config, f"numba-{_hash_of_kernels()}")
+    os.environ.setdefault("NUMBA_CACHE_DIR", numba_folder)
+    # JAX's cache is keyed by program, so one folder serves any source.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_folder(config, "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def _kept(config: pytest.Config, name: str) -> str:
-    """Return a folder in pytest's cache, which ``pytest --cache-clear`` empties."""
+def _cache_folder(config: pytest.Config, name: str) -> str:
+    """Return a folder in pytest's cache, and delete those of kernels not used for a day."""
     if config.pluginmanager.has_plugin("cacheprovider"):
         folder = config.cache.mkdir(name)  # pyright: ignore[reportOptionalMemberAccess]
         os.utime(folder)
         for other in folder.parent.glob("numba-*"):
-            if time.time() - other.stat().st_mtime > A_DAY:
+            if time.time() - other.stat().st_mtime > SECONDS_PER_DAY:
                 shutil.rmtree(other, ignore_errors=True)
         return str(folder)
     folder = tempfile.TemporaryDirectory(prefix=f"firstlayer-{name}-")
@@ -44,16 +45,16 @@ def _kept(config: pytest.Config, name: str) -> str:
     return folder.name
 
 
-def _source() -> str:
-    """Return a name for the kernels as they are written now."""
+def _hash_of_kernels() -> str:
+    """Return a hash of the kernels' source."""
     text = b"".join(path.read_bytes() for path in sorted(KERNELS.rglob("*.py")))
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-class NothingIsSkipped:
-    """Turns a test that is skipped, or expected to fail, into one that fails.
+class FailOnSkip:
+    """Plugin that fails tests that are skipped or expected to fail.
 
-    A plugin and not hooks of this file, which would be deaf to the doctests in ``src``.
+    Hooks in this file would not see the doctests in ``src``.
     """
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -67,8 +68,8 @@ class NothingIsSkipped:
 
 def _failed_if_skipped(report):
     if report.skipped or hasattr(report, "wasxfail"):
-        why = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "xfail"
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "xfail"
         report.outcome = "failed"
-        report.longrepr = f"no test may be skipped or expected to fail: {why}"
+        report.longrepr = f"no test may be skipped or expected to fail: {reason}"
         vars(report).pop("wasxfail", None)
     return report

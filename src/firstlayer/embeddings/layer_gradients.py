@@ -1,8 +1,7 @@
-"""The gradients of the complete layer's tables and norm, by the kernels.
+"""Gradients of the complete layer's tables and norm, computed by the kernels.
 
-A token table is large and its ids mostly differ, so its gradient is a sum by id
-(:class:`firstlayer.embeddings.row_gradient.RowGradient`): a row whose id occurs once is written where it belongs at once,
-and those of repeated ids are summed by blocks first, then over them.
+Tables are large and a batch reads few of their rows, so the gradients of the token and the
+position table are :class:`firstlayer.embeddings.row_gradient.RowGradient`.
 """
 
 from typing import NamedTuple
@@ -14,23 +13,24 @@ from .. import kernels
 from .._check import all_in_range, out_of_range
 from .row_gradient import RowGradient
 
-Part = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " of_places"]]
-# How many times as much memory as it needs a gradient may keep.
-WASTE = 4
+#: A table and the rows of it that are read.
+TableRows = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " read"]]
+# Copy a gradient if the buffer it is a view of exceeds this many times its size.
+MAX_BUFFER_RATIO = 4
 
 
 class LayerGradients(NamedTuple):
-    """What each part of the layer gets.
+    """Gradients of the layer's parameters; None for what the layer does not have.
 
     Args:
-        token: Of the token table; or, if not asked by id, one row for each place.
-        position: Of the position table, or None.
-        segment: Of the segment table, every row of it, or None.
-        norm_weight: Of the norm's weight, or None.
-        norm_bias: Of its bias, or None.
+        token: Gradient of the token table, or of each token's row if not by id.
+        position: Gradient of the position table.
+        segment: Gradient of the segment table, all rows.
+        norm_weight: Gradient of the norm's weight.
+        norm_bias: Gradient of the norm's bias.
     """
 
-    token: RowGradient | Float[np.ndarray, "places embedding_dim"]
+    token: RowGradient | Float[np.ndarray, "tokens embedding_dim"]
     position: RowGradient | None
     segment: Float[np.ndarray, "rows embedding_dim"] | None
     norm_weight: Float[np.ndarray, " embedding_dim"] | None
@@ -38,72 +38,75 @@ class LayerGradients(NamedTuple):
 
 
 def layer_gradients(
-    token: Part,
+    token: TableRows,
     *,
-    position: Part | None = None,
-    segment: Part | None = None,
+    position: TableRows | None = None,
+    segment: TableRows | None = None,
     scale: float,
     norm: tuple[np.ndarray, float] | None,
-    dy: Float[np.ndarray, "places embedding_dim"],
+    dy: Float[np.ndarray, "tokens embedding_dim"],
     by_id: bool = True,
     token_padding: int | None = None,
     position_padding: int | None = None,
-    mask: Bool[np.ndarray, " places"] | None = None,
+    mask: Bool[np.ndarray, " tokens"] | None = None,
 ) -> LayerGradients:
-    """Return the gradients of all that an output row is made of.
+    """Return the gradients of the layer's parameters, given that of its output.
 
     Args:
-        token: A table and its row for each place.
-        position: A table and its row for each place, or None. Fewer rows than there are
-            places are repeated from the first.
-        segment: Likewise.
-        scale: What token rows were multiplied by.
+        token: Token table and the id of each token.
+        position: Position table and the row of each token, or None. An array of fewer rows
+            than tokens is repeated.
+        segment: Segment table and the row of each token, or None. Repeated too.
+        scale: Factor of token rows.
         norm: Weight and epsilon of the LayerNorm, or None.
         dy: Gradient of the output.
         by_id: Whether the gradient of token rows is summed by id.
-        token_padding: The row of the token table that gets no gradient, or None.
-        position_padding: The row of the position table that gets none, or None.
-        mask: False at places that give nobody a gradient, whatever is there.
+        token_padding: Row of the token table that gets no gradient, or None.
+        position_padding: Row of the position table that gets no gradient, or None.
+        mask: False for tokens whose ``dy`` is ignored, NaN included.
     """
-    places = np.arange(len(dy)) if mask is None else np.flatnonzero(mask)
-    if token[1].size != len(dy):
+    token_table, ids = token
+    num_tokens = len(dy)
+    if ids.size != num_tokens:
         raise ValueError(
-            f"there must be an id for each of {len(dy)} rows, got {token[1].size}"
+            f"there must be an id for each of {num_tokens} rows, got {ids.size}"
         )
-    # Again, for they may have been written to since they were looked up.
+    # Checked again: the caller may have changed the arrays since the forward.
     for name, pair in (("positions", position), ("segments", segment)):
         if pair is not None:
             _check_rows(name, *pair)
-    route = kernels.plan_backward(
-        token[1] if by_id else None,
+    plan = kernels.plan_backward(
+        ids if by_id else None,
         None if position is None else position[1],
-        places=places,
-        size=len(dy),
+        tokens=np.arange(num_tokens) if mask is None else np.flatnonzero(mask),
+        num_tokens=num_tokens,
         skip=token_padding,
-        shared=2 + (0 if segment is None else len(segment[0])),
+        shared_rows=2 + (0 if segment is None else len(segment[0])),
     )
     if by_id:
-        _check_rows("ids", token[0], route.ids[-1:])
-    values, dposition, dshared = kernels.layer_backward(
+        _check_rows("ids", token_table, plan.ids[-1:])
+    buffer, dposition, dshared = kernels.layer_backward(
         token,
         position=position,
         segment=segment,
         scale=scale,
         norm=norm,
         dy=dy,
-        route=route,
+        plan=plan,
     )
     if not by_id and mask is not None:
-        values[~mask] = 0
-    weight, bias = (None, None) if norm is None else dshared[:2]
+        buffer[~mask] = 0
+    dweight, dbias = (None, None) if norm is None else dshared[:2]
     return LayerGradients(
-        _summed(values, route) if by_id else values,
+        _token_gradient(buffer, plan) if by_id else buffer,
         None
-        if route.sums is None
-        else _without(RowGradient(route.rows, dposition), position_padding),
+        if position is None
+        else _without_row(
+            RowGradient(plan.unique_position_rows, dposition), position_padding
+        ),
         None if segment is None else dshared[2:],
-        weight,
-        bias,
+        dweight,
+        dbias,
     )
 
 
@@ -112,20 +115,20 @@ def _check_rows(name: str, table: np.ndarray, rows: np.ndarray) -> None:
         raise out_of_range(rows, len(table), name=name, bound="the number of rows")
 
 
-def _summed(
-    values: Float[np.ndarray, "slots embedding_dim"], route: "kernels.Route"
+def _token_gradient(
+    buffer: Float[np.ndarray, "buffer_rows embedding_dim"], plan: "kernels.BackwardPlan"
 ) -> RowGradient:
-    """Return one row for each id."""
-    size = route.ids.size
-    if route.several.size:
-        kernels.sum_runs(values, route.starts, into=route.several)
-    # A view keeps all of the values alive, which are many where ids are few.
-    few = len(values) > WASTE * size
-    return RowGradient(route.ids, values[:size].copy() if few else values[:size])
+    """Return the gradient by id, after summing the partial rows in ``buffer``."""
+    if plan.repeated.size:
+        kernels.sum_runs(buffer, plan.partial_starts, into=plan.repeated)
+    values = buffer[: plan.ids.size]
+    # A view keeps the whole buffer alive, which is large if most ids are repeated.
+    is_wasteful = len(buffer) > MAX_BUFFER_RATIO * len(values)
+    return RowGradient(plan.ids, values.copy() if is_wasteful else values)
 
 
-def _without(rows: RowGradient, skip: int | None) -> RowGradient:
-    if skip is None or skip not in rows.ids:
-        return rows
-    kept = rows.ids != skip
-    return RowGradient(rows.ids[kept], rows.values[kept])
+def _without_row(gradient: RowGradient, row: int | None) -> RowGradient:
+    if row is None or row not in gradient.ids:
+        return gradient
+    kept = gradient.ids != row
+    return RowGradient(gradient.ids[kept], gradient.values[kept])

@@ -1,9 +1,8 @@
-"""Row gradients: which rows of a table got a gradient, and what it is.
+"""Row gradients: the gradient of a table as the ids that were read and a row for each.
 
-A batch of 4096 ids touches at most 4096 rows of a table of a million. Its gradient is kept
-as those ids, each once and in ascending order, with the sum of what arrived for it. Sums
-are made in float32 (float64 for float64) whatever the table's dtype: an id seen 3000 times
-in bfloat16 gets 3000, where a sum in bfloat16 sticks at 256.
+A batch of 4096 ids reads at most 4096 rows of a table of a million. Sums are float32
+(float64 for float64) in any table dtype: an id that occurs 3000 times in bfloat16 gets
+3000, while a sum in bfloat16 stops at 256.
 """
 
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from .. import kernels
 
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    """The gradient of a table, by row.
+    """Gradient of a table, by row.
 
     Args:
-        ids: The rows that have a gradient, ascending, each once.
-        values: Their gradients, float32 or float64.
+        ids: Rows that have a gradient, ascending, each once.
+        values: Gradient of each of those rows, float32 or float64.
 
     Example:
         >>> grad = sum_by_id(np.array([4, 1, 4]), np.ones((3, 2), np.float32))
@@ -32,13 +31,13 @@ class RowGradient:
     values: Float[np.ndarray, "rows *width"]
 
     def dense(self, num_embeddings: int) -> Float[np.ndarray, "num_embeddings *width"]:
-        """Return the gradient as an array of the table's shape, zero where nothing came."""
+        """Return the gradient in the table's shape, zero for rows without a gradient."""
         out = np.zeros((num_embeddings, *self.values.shape[1:]), self.values.dtype)
         out[self.ids] = self.values
         return out
 
-    def __add__(self, other: "Rows") -> "Rows":
-        """Return the sum of two gradients of one table, as accumulating batches asks."""
+    def __add__(self, other: "RowGradient") -> "RowGradient":
+        """Return the sum of two gradients of one table, to accumulate batches."""
         return sum_by_id(
             np.concatenate([self.ids, other.ids]),
             np.concatenate([self.values, other.values]),
@@ -52,13 +51,13 @@ def sum_by_id(
     skip: int | None = None,
     mean: bool = False,
 ) -> RowGradient:
-    """Return what arrived for each id, summed in the order it came.
+    """Return the sum of the values of each id, added in order.
 
     Args:
-        ids: Not negative, any shape.
+        ids: Ids in any shape, not negative.
         values: One row for each id, in any float dtype.
-        skip: An id that gets no gradient, as padding does.
-        mean: Divide each sum by how often its id occurs.
+        skip: Id that gets no gradient, such as the padding row.
+        mean: Whether to divide each sum by the number of times its id occurs.
     """
     flat = ids.reshape(-1).astype(np.int64, copy=False)
     values = np.ascontiguousarray(values).reshape(flat.size, values.shape[-1])

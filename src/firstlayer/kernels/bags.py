@@ -1,20 +1,19 @@
 """Sums and maxima of rows over ragged bags.
 
-Bag ``b`` holds ``ids[bounds[b]:bounds[b + 1]]``. One thread works on a bag and takes its
-ids in order, so that results are the same bits for any number of threads. Work is in
-float32 (float64 for float64); ids must have been checked.
+Bag ``b`` holds ``ids[bounds[b]:bounds[b + 1]]``. One thread processes a bag and takes its
+ids in order, so that results have the same bits for any number of threads. The compute
+dtype is float64 for float64, else float32. Ids must have been checked.
 """
 
 import numpy as np
 
-from .runtime.compile import bits_of, kernel, narrow, prefetch, widen
-from .runtime.lanes import WIDTH, fetch, load, store, zeros
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.compile import bits_of, downcast, kernel, prefetch, upcast
+from .runtime.lanes import LANES_BYTES, load, prefetch_lanes, store, zeros
+from .runtime.pool import grain_for, pieces, run
 
-# Rows are asked for this many ids before they are needed, about as long as memory takes.
+# Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 16
-# About how many entries of work are worth waking a second core for.
+# Entries worth a thread.
 GRAIN = 1 << 17
 
 
@@ -29,23 +28,23 @@ def sum_bags(
     """Return the sum of each bag's rows, in the dtype of ``table``.
 
     Args:
-        table: Where the rows are.
-        ids: Which rows, bag after bag.
-        bounds: Where each bag begins, and the end of the last.
-        weights: What each row is multiplied by, in the dtype of the work.
-        divisors: What each bag's sum is divided by, likewise.
+        table: Contiguous table.
+        ids: Rows of the table, bag after bag.
+        bounds: Start of each bag in ``ids``, and the end of the last.
+        weights: Factor of each id, in the compute dtype.
+        divisors: Divisor of each bag's sum, in the compute dtype.
     """
     out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
-    none = _none(table)
-    block = WIDTH // none.itemsize
+    absent = _absent(table)
+    block = LANES_BYTES // absent.itemsize
     run(
         _sum_wide if table.shape[1] >= block else _sum_narrow,
         bounds.size - 1,
         bits_of(table).reshape(-1),
         ids,
         bounds,
-        none if weights is None else weights,
-        none if divisors is None else divisors,
+        absent if weights is None else weights,
+        absent if divisors is None else divisors,
         block,
         bits_of(out),
         grain=_grain(ids, out),
@@ -60,35 +59,35 @@ def max_bags(
     *,
     weights: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest of each bag's entries, column by column, and its place in ``ids``.
+    """Return the maximum of each bag by column, and its index in ``ids``.
 
-    The first of equals is taken, and the first NaN if there is one. A bag without ids gives
-    zeros and the place -1.
+    Of equal entries the first is taken, and the first NaN if there is one. An empty bag
+    gives zeros and the index -1.
 
     Args:
-        table: Where the rows are.
-        ids: Which rows, bag after bag.
-        bounds: Where each bag begins, and the end of the last.
-        weights: What each row is multiplied by first, in the dtype of the work.
+        table: Contiguous table.
+        ids: Rows of the table, bag after bag.
+        bounds: Start of each bag in ``ids``, and the end of the last.
+        weights: Factor of each id, in the compute dtype.
     """
     out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
-    places = np.empty(out.shape, np.int64)
-    weights = _none(table) if weights is None else weights
-    args = bits_of(table), ids, bounds, weights, bits_of(out), places
+    indices = np.empty(out.shape, np.int64)
+    weights = _absent(table) if weights is None else weights
+    args = bits_of(table), ids, bounds, weights, bits_of(out), indices
     run(_max, bounds.size - 1, *args, grain=_grain(ids, out))
-    return out, places
+    return out, indices
 
 
 def dot_bags(
     table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, *, others: np.ndarray
 ) -> np.ndarray:
-    """Return the product of each id's row with its bag's row in ``others``.
+    """Return the dot product of each id's row with its bag's row in ``others``.
 
     Args:
-        table: Where the rows are.
-        ids: Which rows, bag after bag.
-        bounds: Where each bag begins, and the end of the last.
-        others: One row for each bag, in the dtype of the work.
+        table: Contiguous table.
+        ids: Rows of the table, bag after bag.
+        bounds: Start of each bag in ``ids``, and the end of the last.
+        others: One row for each bag, in the compute dtype.
     """
     dots = np.empty(ids.size, others.dtype)
     args = bits_of(table), ids, bounds, others, dots
@@ -96,17 +95,17 @@ def dot_bags(
     return dots
 
 
-def _none(table: np.ndarray) -> np.ndarray:
+def _absent(table: np.ndarray) -> np.ndarray:
+    """Return an empty array in the compute dtype, for an optional argument."""
     return np.empty(0, np.float64 if table.dtype == np.float64 else np.float32)
 
 
 def _grain(ids: np.ndarray, out: np.ndarray) -> int:
-    entries = max(ids.size * out.shape[1], out.size, 1)
-    return max(1, GRAIN * out.shape[0] // entries)
+    return grain_for(GRAIN, max(ids.size * out.shape[1], out.size), out.shape[0])
 
 
 @kernel()
-def _sum_wide(ticket, numbers, ids, bounds, weights, divisors, block, out):
+def _sum_wide(ticket, table, ids, bounds, weights, divisors, block, out):
     width, end = out.shape[1], ids.size
     total = np.empty(width, weights.dtype)
     one = type(total[0])(1)
@@ -117,25 +116,25 @@ def _sum_wide(ticket, numbers, ids, bounds, weights, divisors, block, out):
                 # The last block of a width that is no multiple overlaps the one before it.
                 start = min(column, width - block)
                 sums = zeros(one)
-                for place in range(first, last):
-                    if place + AHEAD < end:
-                        fetch(sums, numbers, ids[place + AHEAD] * width + start)
-                    row = ids[place] * width + start
+                for i in range(first, last):
+                    if i + AHEAD < end:
+                        prefetch_lanes(sums, table, ids[i + AHEAD] * width + start)
+                    row = ids[i] * width + start
                     if weights.size:
-                        sums = sums + weights[place] * load(sums, numbers, row)
+                        sums = sums + weights[i] * load(sums, table, row)
                     else:
-                        sums = sums + load(sums, numbers, row)
+                        sums = sums + load(sums, table, row)
                 store(sums, total, start)
             if divisors.size:
                 divisor = divisors[bag]
                 for d in range(width):
                     total[d] /= divisor
             for d in range(width):
-                out[bag, d] = narrow(total[d], out[bag, d])
+                out[bag, d] = downcast(total[d], out[bag, d])
 
 
 @kernel()
-def _sum_narrow(ticket, numbers, ids, bounds, weights, divisors, block, out):
+def _sum_narrow(ticket, table, ids, bounds, weights, divisors, block, out):
     width = out.shape[1]
     total = np.empty(width, weights.dtype)
     one = type(weights[0])(1)
@@ -143,50 +142,50 @@ def _sum_narrow(ticket, numbers, ids, bounds, weights, divisors, block, out):
         for bag in range(lo, hi):
             for d in range(width):
                 total[d] = 0
-            for place in range(bounds[bag], bounds[bag + 1]):
-                factor = weights[place] if weights.size else one
-                start = ids[place] * width
+            for i in range(bounds[bag], bounds[bag + 1]):
+                factor = weights[i] if weights.size else one
+                start = ids[i] * width
                 for d in range(width):
-                    total[d] += factor * widen(numbers[start + d])
+                    total[d] += factor * upcast(table[start + d])
             divisor = divisors[bag] if divisors.size else one
             for d in range(width):
-                out[bag, d] = narrow(total[d] / divisor, out[bag, d])
+                out[bag, d] = downcast(total[d] / divisor, out[bag, d])
 
 
 @kernel()
-def _max(ticket, table, ids, bounds, weights, out, places):
+def _max(ticket, table, ids, bounds, weights, out, indices):
     best = np.empty(table.shape[1], weights.dtype)
     factor = type(best[0])(1)
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             first = bounds[bag]
             best[:] = 0
-            places[bag] = -1
-            for place in range(first, bounds[bag + 1]):
-                if place + AHEAD < ids.size:
-                    prefetch(table, ids[place + AHEAD])
+            indices[bag] = -1
+            for i in range(first, bounds[bag + 1]):
+                if i + AHEAD < ids.size:
+                    prefetch(table, ids[i + AHEAD])
                 if weights.size:
-                    factor = weights[place]
-                row = ids[place]
+                    factor = weights[i]
+                row = ids[i]
                 for d in range(best.size):
-                    value, so_far = factor * widen(table[row, d]), best[d]
-                    # Written so that NaN wins against numbers, and against a later NaN.
-                    stays = (value <= so_far or so_far != so_far) and place > first
+                    value, so_far = factor * upcast(table[row, d]), best[d]
+                    # True also if the maximum so far is NaN, false if only the value is.
+                    stays = (value <= so_far or so_far != so_far) and i > first
                     best[d] = so_far if stays else value
-                    places[bag, d] = places[bag, d] if stays else place
+                    indices[bag, d] = indices[bag, d] if stays else i
             for d in range(best.size):
-                out[bag, d] = narrow(best[d], out[bag, d])
+                out[bag, d] = downcast(best[d], out[bag, d])
 
 
 @kernel(reorder=True)
 def _dot(ticket, table, ids, bounds, others, dots):
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
-            for place in range(bounds[bag], bounds[bag + 1]):
-                if place + AHEAD < ids.size:
-                    prefetch(table, ids[place + AHEAD])
-                row = ids[place]
+            for i in range(bounds[bag], bounds[bag + 1]):
+                if i + AHEAD < ids.size:
+                    prefetch(table, ids[i + AHEAD])
+                row = ids[i]
                 dot = type(others[0, 0])(0)
                 for d in range(others.shape[1]):
-                    dot += widen(table[row, d]) * others[bag, d]
-                dots[place] = dot
+                    dot += upcast(table[row, d]) * others[bag, d]
+                dots[i] = dot

@@ -1,17 +1,16 @@
-"""Rows by id. Every id is checked, and the rows are copied at the speed of memory."""
+"""Rows of a table by id, with every id checked."""
 
 import numpy as np
 
 from .runtime.compile import bits_of, kernel, prefetch_row
-from .runtime.lanes import WIDTH, fetch, is_streamed, load, stream, zeros
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.lanes import LANES_BYTES, is_streamed, load, prefetch_lanes, stream, zeros
+from .runtime.pool import grain_for, pieces, run
 
 # Up to here one compiled pass that checks and copies costs less than NumPy's two calls.
 FEW_IDS = 256
-# Rows are asked for when this many bytes are still to be copied before them.
-AHEAD = 1 << 12
-# About how many bytes are worth waking a second core for.
+# Number of bytes between the row that is copied and the one that is prefetched.
+AHEAD_BYTES = 1 << 12
+# Bytes worth a thread.
 GRAIN = 1 << 19
 
 
@@ -20,23 +19,23 @@ def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     bits = bits_of(weight)
     out = np.empty((ids.size, weight.shape[1]), bits.dtype)
     if ids.size <= FEW_IDS:
-        return out.view(weight.dtype) if _few(bits, ids, out) else None
+        return out.view(weight.dtype) if _check_and_copy(bits, ids, out) else None
     # As an unsigned number a negative id is a huge one.
     if ids.view(np.uint64).max() >= weight.shape[0]:
         return None
     row_bytes = max(1, out.strides[0])
-    ahead = 1 + AHEAD // row_bytes
-    grain = max(1, GRAIN // row_bytes)
-    if is_streamed(out) and row_bytes % WIDTH == 0 and bits.flags.c_contiguous:
-        numbers = bits.view(np.float32), ids, ahead, out.view(np.float32)
-        run(_streamed, ids.size, *numbers, grain=grain)
+    ahead = 1 + AHEAD_BYTES // row_bytes
+    grain = grain_for(GRAIN, row_bytes)
+    if is_streamed(out) and row_bytes % LANES_BYTES == 0 and bits.flags.c_contiguous:
+        args = bits.view(np.float32), ids, ahead, out.view(np.float32)
+        run(_stream_rows, ids.size, *args, grain=grain)
     else:
-        run(_many, ids.size, bits, ids, ahead, out, grain=grain)
+        run(_copy_rows, ids.size, bits, ids, ahead, out, grain=grain)
     return out.view(weight.dtype)
 
 
 @kernel()
-def _few(weight, ids, out):
+def _check_and_copy(weight, ids, out):
     num_embeddings, width = weight.shape
     for i in range(ids.size):
         row = ids[i]
@@ -48,7 +47,7 @@ def _few(weight, ids, out):
 
 
 @kernel()
-def _many(ticket, weight, ids, ahead, out):
+def _copy_rows(ticket, weight, ids, ahead, out):
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -59,11 +58,11 @@ def _many(ticket, weight, ids, ahead, out):
 
 
 @kernel()
-def _streamed(ticket, weight, ids, ahead, out):
+def _stream_rows(ticket, weight, ids, ahead, out):
     width, lanes = weight.shape[1], zeros(np.float32(0))
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             row, later = ids[i] * width, ids[min(i + ahead, hi - 1)] * width
-            for d in range(0, width, WIDTH // 4):
-                fetch(lanes, weight, later + d)
+            for d in range(0, width, LANES_BYTES // 4):
+                prefetch_lanes(lanes, weight, later + d)
                 stream(load(lanes, weight, row + d), out, i * width + d)

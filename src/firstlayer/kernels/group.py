@@ -1,21 +1,22 @@
-"""Equal ids brought together.
+"""Grouping of equal ids.
 
-Ids are sorted digit by digit in base 2048, from the last digit to the first, each time
-keeping the order of equals: as many passes as the largest id has digits, mostly two.
+A least-significant-digit radix sort in base 2048: one stable pass for each digit of the
+largest id, usually two.
 """
 
 import numpy as np
 
 from .runtime.compile import kernel
 
+# Bits of a digit.
 BITS = 11
 
 
 def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return an order that brings equal ids together, where each group begins, and its id.
+    """Return an order that brings equal ids together, the groups' bounds, and their ids.
 
-    Groups are in ascending order of their ids, and what is in one in the order it came.
-    Where they begin has one more entry than there are groups.
+    Groups are in ascending order of their ids, each in the original order. There is one
+    more bound than there are groups.
 
     Args:
         ids: Contiguous int64, ``(n,)``, not negative.
@@ -28,13 +29,13 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     order, bounds, unique = grouped(ids, np.arange(ids.size))
     if not bounds.size:
         raise ValueError(f"ids must not be negative, got {ids.min()}")
-    # Gradients keep their ids: in memory that NumPy knows of, and no more than they need.
+    # Gradients keep their ids, and a view would keep Numba's longer array alive.
     return order, bounds, unique.copy()
 
 
 @kernel()
-def ascends(ids):
-    """Tell whether each of the ids is larger than the one before it."""
+def ascends(ids: np.ndarray) -> bool:
+    """Return whether each id is larger than the one before it."""
     for i in range(ids.size - 1):
         if ids[i] >= ids[i + 1]:
             return False
@@ -42,13 +43,13 @@ def ascends(ids):
 
 
 @kernel()
-def grouped(ids, places):
-    """Return what :func:`group_by_id` does, of the ids at some places, given in order.
+def grouped(ids, tokens):
+    """Group the ids of some tokens, given in ascending order; see :func:`group_by_id`.
 
-    No bounds at all if one of the ids is negative.
+    There are no bounds at all if one of the ids is negative.
     """
-    order, spare = places.copy(), np.empty_like(places)
-    bounds, unique = np.empty(places.size + 1, np.int64), np.empty(places.size, np.int64)
+    order, spare = tokens.copy(), np.empty_like(tokens)
+    bounds, unique = np.empty(tokens.size + 1, np.int64), np.empty(tokens.size, np.int64)
     swaps = _sort(ids, order, spare)
     if swaps < 0:
         return order, bounds[:0], unique[:0]
@@ -66,28 +67,28 @@ def grouped(ids, places):
 
 @kernel()
 def _sort(ids, order, spare):
-    """Sort ``order`` by id, and return how often it changed its place with ``spare``.
+    """Sort ``order`` by id, and return the number of passes; -1 if an id is negative.
 
-    -1 if there is an id that is negative.
+    Each pass swaps ``order`` and ``spare``: after an odd number the result is in ``spare``.
     """
     least, most, swaps = 0, 0, 0
-    for place in order:
-        least, most = min(least, ids[place]), max(most, ids[place])
+    for token in order:
+        least, most = min(least, ids[token]), max(most, ids[token])
     if least < 0:
         return -1
     bits, shift = 0, 0
     while bits < BITS and most >> bits:
         bits += 1
-    starts, last = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
+    starts, mask = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
     while shift < 63 and most >> shift:
         starts[:] = 0
-        for place in order:
-            starts[1 + (ids[place] >> shift & last)] += 1
-        for digit in range(last):
+        for token in order:
+            starts[1 + (ids[token] >> shift & mask)] += 1
+        for digit in range(mask):
             starts[digit + 1] += starts[digit]
-        for place in order:
-            digit = ids[place] >> shift & last
-            spare[starts[digit]] = place
+        for token in order:
+            digit = ids[token] >> shift & mask
+            spare[starts[digit]] = token
             starts[digit] += 1
         order, spare = spare, order
         shift, swaps = shift + bits, swaps + 1

@@ -1,33 +1,29 @@
-"""The turns of many whole positions at once: ``firstlayer.positions.phases`` as one compiled loop.
+"""Cosines and sines at whole positions: ``firstlayer.positions.phases`` as a kernel.
 
-Same tables, same products in the same order, so the same bits. Nothing may be reordered or
-fused here.
+It reads the same tables and multiplies in the same order, so results have the same bits.
+Nothing may be reordered or fused here.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from .runtime.compile import inlined, kernel
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.pool import grain_for, pieces, run
 
 # Three digits in base 256.
 LIMIT = 256**3
-# About how many pairs are worth waking a second core for.
+# Pairs worth a thread.
 GRAIN = 1 << 16
 
 
 def digit_phases(positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
     """Return the cosines of all pairs, then the sines: ``(rows, 2 * pairs)``.
 
-    NaN where a position is out of reach.
+    Positions out of range give NaN.
 
     Args:
         positions: Contiguous int64, ``(rows,)``.
-        tables: What ``firstlayer.positions.phases.digit_tables`` made, ``(2, 3, 256, pairs)``, in float32
-            or float64.
+        tables: Result of ``firstlayer.positions.phases.digit_tables``,
+            ``(2, 3, 256, pairs)``, in float32 or float64.
 
     Example:
         >>> tables = np.zeros((2, 3, 256, 1))
@@ -36,8 +32,8 @@ def digit_phases(positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
         array([[1., 0.]])
     """
     out = np.empty((len(positions), 2 * tables.shape[-1]), tables.dtype)
-    grain = 1 + GRAIN // tables.shape[-1]
-    run(_phases, len(positions), positions, tables, out, grain=grain)
+    grain = grain_for(GRAIN, tables.shape[-1])
+    run(_digit_phases, len(positions), positions, tables, out, grain=grain)
     return out
 
 
@@ -49,41 +45,42 @@ def sinusoid_features(
     interleaved: bool,
     cos_first: bool,
 ) -> np.ndarray:
-    """Return what ``firstlayer.positions.sinusoidal.encode`` makes of the turns: ``(rows, width)``.
+    """Return sinusoidal features, ``(rows, width)``, as ``positions.sinusoidal.encode``.
 
     Args:
         positions: As in :func:`digit_phases`.
-        tables: Likewise.
-        width: Number of features, twice that of the pairs or one more or less.
-        interleaved: Whether a pair's features lie side by side.
-        cos_first: Whether the cosine comes before the sine.
+        tables: As in :func:`digit_phases`.
+        width: Number of features: twice the number of pairs, one more or one less.
+        interleaved: Whether the two features of a pair are adjacent.
+        cos_first: Whether cosines come before sines.
 
     Example:
         >>> tables = np.zeros((2, 3, 256, 1))
         >>> tables[0] = 1
-        >>> features(np.array([7]), tables, width=2, interleaved=True, cos_first=False)
+        >>> options = {"width": 2, "interleaved": True, "cos_first": False}
+        >>> sinusoid_features(np.array([7]), tables, **options)
         array([[0., 1.]])
     """
     out = np.empty((len(positions), width), tables.dtype)
-    loop, grain = _FEATURES[interleaved], 1 + GRAIN // tables.shape[-1]
+    loop, grain = _FEATURE_LOOPS[interleaved], grain_for(GRAIN, tables.shape[-1])
     run(loop, len(positions), positions, tables, cos_first, out, grain=grain)
     return out
 
 
 @inlined
-def _set(cos, sin, position, tables):
-    """Write the turn that leads to ``position``, NaN if it is out of reach."""
-    pairs, far = tables.shape[3], abs(position)
+def _write_phases(cos, sin, position, tables):
+    """Write the cosines and sines at ``position``, NaN if it is out of range."""
+    pairs, distance = tables.shape[3], abs(position)
     if not -LIMIT < position < LIMIT:
         cos[:] = np.nan
         sin[:] = np.nan
         return
-    digit = far % 256
+    digit = distance % 256
     for i in range(pairs):
         cos[i], sin[i] = tables[0, 0, digit, i], tables[1, 0, digit, i]
-    # A digit of 0 turns by nothing, and multiplying by (1, 0) changes no bit.
+    # The digit 0 is skipped: multiplying by (1, 0) changes no bit.
     for place in range(1, 3):
-        digit = far >> 8 * place & 255
+        digit = distance >> 8 * place & 255
         if digit:
             for i in range(pairs):
                 c, s = tables[0, place, digit, i], tables[1, place, digit, i]
@@ -95,16 +92,16 @@ def _set(cos, sin, position, tables):
 
 
 @kernel()
-def _phases(ticket, positions, tables, out):
+def _digit_phases(ticket, positions, tables, out):
     pairs = tables.shape[3]
     for lo, hi in pieces(ticket):
         for row in range(lo, hi):
-            _set(out[row, :pairs], out[row, pairs:], positions[row], tables)
+            _write_phases(out[row, :pairs], out[row, pairs:], positions[row], tables)
 
 
-def _features(interleaved: bool) -> Callable[..., Any]:
-    # One loop for each layout: the compiler writes eight features at a time only where it
-    # knows how far apart they are.
+def _feature_loop(interleaved: bool):
+    # One loop for each layout: the compiler writes eight features at a time only if it
+    # knows their distance.
     @kernel()
     def loop(ticket, positions, tables, cos_first, out):
         pairs, width = tables.shape[3], out.shape[1]
@@ -113,13 +110,13 @@ def _features(interleaved: bool) -> Callable[..., Any]:
         first, second = (cos, sin) if cos_first else (sin, cos)
         for lo, hi in pieces(ticket):
             for row in range(lo, hi):
-                _set(cos, sin, positions[row], tables)
+                _write_phases(cos, sin, positions[row], tables)
                 y = out[row]
                 if interleaved:
                     for i in range(half):
                         y[2 * i], y[2 * i + 1] = first[i], second[i]
                     if width > 2 * half:
-                        # An odd width ends in a sine of its own, or in nothing.
+                        # An odd width ends in an unpaired sine, or in zero.
                         y[width - 1] = sin[half] if pairs > half else 0
                 else:
                     end = half if cos_first else pairs
@@ -130,4 +127,4 @@ def _features(interleaved: bool) -> Callable[..., Any]:
     return loop
 
 
-_FEATURES = {interleaved: _features(interleaved) for interleaved in (True, False)}
+_FEATURE_LOOPS = {interleaved: _feature_loop(interleaved) for interleaved in (True, False)}

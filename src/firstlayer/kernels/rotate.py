@@ -1,73 +1,77 @@
-"""Turning the feature pairs of many rows: ``firstlayer.positions.rotary.rotate`` as one compiled loop.
+"""Rotation of feature pairs: ``firstlayer.positions.rotary.rotate`` as a kernel.
 
-Each row of queries or keys names the turn it gets, so turns can be shared by heads, by
-sequences or by nobody, and rows are taken in the order they lie in memory. Products and
-sums are those of ``rotate``, in the same order: float32 and float64 give the same bits,
-half precision is widened and rounded once.
+Each row of queries or keys has the index of its phases, so heads and sequences can share
+them, and rows are processed in memory order. Products and sums are those of ``rotate``, in
+the same order: float32 and float64 give the same bits, half precision is upcast and rounded
+once.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from .runtime.compile import bits_of, kernel
 from .runtime.lanes import (
-    SHORT,
+    SHORT_LANES_BYTES,
     evens,
+    interleave_lower,
+    interleave_upper,
     is_streamed,
     load,
-    lower_zipped,
     odds,
     short_zeros,
     store,
-    upper_zipped,
-    write,
+    store_or_stream,
 )
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.pool import grain_for, pieces, run
+
+# Features worth a thread.
+GRAIN = 1 << 17
 
 
 def rotate_pairs(
-    x: np.ndarray, turn: np.ndarray, *, which: np.ndarray, read_half: bool, write_half: bool
+    x: np.ndarray,
+    phases: np.ndarray,
+    *,
+    which: np.ndarray,
+    read_half: bool,
+    write_half: bool,
 ) -> np.ndarray:
-    """Turn the first ``2 * pairs`` features of each row and copy the rest.
+    """Rotate the first ``2 * pairs`` features of each row and copy the rest.
 
     Args:
         x: Contiguous, ``(rows, head_dim)``, in float64, float32, float16 or bfloat16.
-        turn: The cosines of all pairs, then the sines, ``(phases, 2 * pairs)``, in the dtype
-            that ``x`` is worked on in.
-        which: The row of ``turn`` for each row of ``x``, int64; if it is shorter than
-            ``x``, it begins again at its end.
+        phases: Cosines of all pairs, then sines, ``(phases, 2 * pairs)``, in the compute
+            dtype of ``x``.
+        which: Row of ``phases`` for each row of ``x``, int64. A shorter array is repeated.
         read_half: Whether pair ``i`` of ``x`` is features ``i`` and ``i + pairs``;
             otherwise it is ``2 * i`` and ``2 * i + 1``.
         write_half: The same for the result.
 
     Example:
         >>> x, quarter = np.array([[1.0, 2.0]]), np.array([[0.0, 1.0]])
-        >>> rotate(x, quarter, which=np.array([0]), read_half=True, write_half=True)
+        >>> rotate_pairs(x, quarter, which=np.array([0]), read_half=True, write_half=True)
         array([[-2.,  1.]])
     """
     out = np.empty_like(x)
     loop = _LOOPS[read_half, write_half]
-    # Handing half of 2**18 features to another thread gains about what it costs.
-    grain = 1 + 2**17 // x.shape[1]
-    # Then every half of a row begins where one can write past the caches, too.
-    streams = is_streamed(out) and turn.shape[1] * turn.itemsize % (2 * SHORT) == 0
-    run(loop, len(x), bits_of(x), turn, which, streams, bits_of(out), grain=grain)
+    # Streaming stores need each half of a row aligned too.
+    streams = is_streamed(out) and (
+        phases.shape[1] * phases.itemsize % (2 * SHORT_LANES_BYTES) == 0
+    )
+    args = bits_of(x), phases, which, streams, bits_of(out)
+    run(loop, len(x), *args, grain=grain_for(GRAIN, x.shape[1]))
     return out
 
 
-def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
-    # One loop for each way in and out. What is left of the lanes is done pair by pair.
+def _loop(read_half: bool, write_half: bool):
+    # One loop for each combination of layouts. Pairs that fill no lanes are done singly.
     @kernel()
-    def loop(ticket, x, turn, which, streams, out):
-        pairs, width, zero = turn.shape[1] // 2, x.shape[1], turn.dtype.type(0)
-        lanes, block = short_zeros(zero), SHORT // turn.itemsize
+    def loop(ticket, x, phases, which, streams, out):
+        pairs, width, zero = phases.shape[1] // 2, x.shape[1], phases.dtype.type(0)
+        lanes, block = short_zeros(zero), SHORT_LANES_BYTES // phases.itemsize
         whole = pairs - pairs % block
         for lo, hi in pieces(ticket):
             for row in range(lo, hi):
-                t, a = which[row % which.size] * turn.shape[1], row * width
+                t, a = which[row % which.size] * phases.shape[1], row * width
                 for i in range(0, whole, block):
                     if read_half:
                         u, v = load(lanes, x, a + i), load(lanes, x, a + i + pairs)
@@ -75,19 +79,20 @@ def _loop(read_half: bool, write_half: bool) -> Callable[..., Any]:
                         first = load(lanes, x, a + 2 * i)
                         second = load(lanes, x, a + 2 * i + block)
                         u, v = evens(first, second), odds(first, second)
-                    c, s = load(lanes, turn, t + i), load(lanes, turn, t + i + pairs)
+                    c, s = load(lanes, phases, t + i), load(lanes, phases, t + i + pairs)
                     y, z = u * c - v * s, v * c + u * s
                     if write_half:
-                        write(y, out, a + i, streams)
-                        write(z, out, a + i + pairs, streams)
+                        store_or_stream(y, out, a + i, streams)
+                        store_or_stream(z, out, a + i + pairs, streams)
                     else:
-                        write(lower_zipped(y, z), out, a + 2 * i, streams)
-                        write(upper_zipped(y, z), out, a + 2 * i + block, streams)
+                        lower, upper = interleave_lower(y, z), interleave_upper(y, z)
+                        store_or_stream(lower, out, a + 2 * i, streams)
+                        store_or_stream(upper, out, a + 2 * i + block, streams)
                 for i in range(whole, pairs):
                     at = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
                     to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)
                     p, q = load(zero, x, a + at[0]), load(zero, x, a + at[1])
-                    cos, sin = load(zero, turn, t + i), load(zero, turn, t + i + pairs)
+                    cos, sin = load(zero, phases, t + i), load(zero, phases, t + i + pairs)
                     store(p * cos - q * sin, out, a + to[0])
                     store(q * cos + p * sin, out, a + to[1])
                 for i in range(2 * pairs, width):

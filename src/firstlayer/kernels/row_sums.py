@@ -1,14 +1,14 @@
-"""Sums of rows that share an id, each made by one thread, in the order they came."""
+"""Sums of rows. Each sum is made by one thread, in the order of its rows."""
 
 import numpy as np
 
-from .runtime.compile import bits_of, kernel, prefetch_row, widen
-from .runtime.lanes import WIDTH, load, store, zeros
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.compile import bits_of, kernel, prefetch_row, upcast
+from .runtime.lanes import LANES_BYTES, load, store, zeros
+from .runtime.pool import grain_for, pieces, run
 
+# Number of rows between the one that is added and the one that is prefetched.
 AHEAD = 4
-# About how many entries of sums are worth waking a second core for.
+# Entries worth a thread.
 GRAIN = 1 << 16
 
 
@@ -17,12 +17,12 @@ def sum_groups(
 ) -> np.ndarray:
     """Return the sum of ``values[order[starts[g]:ends[g]]]`` for each group ``g``.
 
-    Sums are float32, for half precision too, and float64 for float64.
+    Sums are float64 for float64, else float32.
     """
     dtype = np.float64 if values.dtype == np.float64 else np.float32
     sums = np.empty((starts.size, values.shape[1]), dtype)
-    grain = max(1, GRAIN // max(1, values.shape[1]))
-    run(_sum, starts.size, bits_of(values), order, starts, ends, sums, grain=grain)
+    grain = grain_for(GRAIN, values.shape[1])
+    run(_sum_groups, starts.size, bits_of(values), order, starts, ends, sums, grain=grain)
     return sums
 
 
@@ -31,8 +31,8 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
 
     Args:
         values: Contiguous float32 or float64.
-        starts: Where each run of rows begins, and the end of the last.
-        into: For each run a row that is in none.
+        starts: First row of each run, and the end of the last.
+        into: Row for the sum of each run; it is in none of the runs.
 
     Example:
         >>> values = np.array([[0.0], [2.0], [3.0], [4.0]])
@@ -40,13 +40,13 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
         >>> values[0].tolist()
         [9.0]
     """
-    rows = (starts[-1] - starts[0]) / max(1, into.size)
-    grain = max(1, int(GRAIN / max(1, rows * values.shape[1])))
+    entries = int(starts[-1] - starts[0]) * values.shape[1]
+    grain = grain_for(GRAIN, entries, into.size)
     run(_sum_runs, into.size, values, starts, into, values.dtype.type(0), grain=grain)
 
 
 @kernel()
-def _sum(ticket, values, order, starts, ends, sums):
+def _sum_groups(ticket, values, order, starts, ends, sums):
     final = order.size - 1
     for lo, hi in pieces(ticket):
         for group in range(lo, hi):
@@ -54,18 +54,18 @@ def _sum(ticket, values, order, starts, ends, sums):
             prefetch_row(values, order[min(first + AHEAD, final)])
             row = order[first]
             for d in range(values.shape[1]):
-                sums[group, d] = widen(values[row, d])
-            for place in range(first + 1, ends[group]):
-                prefetch_row(values, order[min(place + AHEAD, final)])
-                row = order[place]
+                sums[group, d] = upcast(values[row, d])
+            for i in range(first + 1, ends[group]):
+                prefetch_row(values, order[min(i + AHEAD, final)])
+                row = order[i]
                 for d in range(values.shape[1]):
-                    sums[group, d] += widen(values[row, d])
+                    sums[group, d] += upcast(values[row, d])
 
 
 @kernel()
 def _sum_runs(ticket, values, starts, into, zero):
     width, lanes = values.shape[1], zeros(zero)
-    block = WIDTH // values.itemsize
+    block = LANES_BYTES // values.itemsize
     whole = width - width % block
     for lo, hi in pieces(ticket):
         for group in range(lo, hi):
@@ -77,7 +77,7 @@ def _sum_runs(ticket, values, starts, into, zero):
                     sums = sums + load(lanes, values, row + d)
                 store(sums, values, to + d)
             for d in range(whole, width):
-                left = zero
+                rest = zero
                 for row in range(first, end, width):
-                    left = left + load(zero, values, row + d)
-                store(left, values, to + d)
+                    rest = rest + load(zero, values, row + d)
+                store(rest, values, to + d)

@@ -11,8 +11,7 @@ import math
 import numpy as np
 
 from .runtime.compile import kernel, prefetch
-from .runtime.pool import run
-from .runtime.share import pieces
+from .runtime.pool import pieces, run
 
 #: Negatives per position, and number of consecutive positions that share them.
 NEGATIVES = 16

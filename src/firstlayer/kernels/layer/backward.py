@@ -1,34 +1,33 @@
-"""The complete layer's way back: every gradient in one pass over memory.
+"""Backward of the complete layer: every gradient in one pass over memory.
 
-A row is put together again instead of being read from a second large array, and its
-gradient is at once added to all that it belongs to. Places are gone through in fixed
-blocks, each of which has its own sums of what many places share, so that nothing depends on
-the number of threads.
+A row is assembled again instead of being read from a second large array, and its gradient
+is added at once to everything that it contributes to. Tokens are processed in fixed blocks,
+each with its own sums of what many tokens share, so that results do not depend on the
+number of threads.
 """
 
 import numpy as np
 
 from ..runtime.compile import inlined, kernel
 from ..runtime.lanes import (
-    SHORT,
-    WIDTH,
-    fetch,
+    LANES_BYTES,
+    SHORT_LANES_BYTES,
     is_streamed,
     load,
+    prefetch_lanes,
     short_zeros,
     store,
+    store_or_stream,
     total,
-    write,
     zeros,
 )
-from ..runtime.pool import run
-from ..runtime.share import pieces
+from ..runtime.pool import grain_for, pieces, run
 from .backward_plan import BackwardPlan
-from .forward import AHEAD, GRAIN, TableRows, factor_of, flat, flat_pairs, put_together
+from .forward import AHEAD, GRAIN, TableRows, assemble_row, flat, flat_tables, inverse_std
 
-# Row gradients of so many bytes are written past the caches, but for those that are about
-# to be summed: an optimizer finds them as soon, and the rest stays where it is.
-LARGE = 1 << 22
+# Buffers from this size on use streaming stores for final gradient rows. Partial rows are
+# read again soon and stay in the cache.
+STREAMING_BYTES = 1 << 22
 
 
 def layer_backward(
@@ -39,58 +38,62 @@ def layer_backward(
     scale: float,
     norm: tuple[np.ndarray, float] | None,
     dy: np.ndarray,
-    route: BackwardPlan,
+    plan: BackwardPlan,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of token rows, those of the second table, and shared ones.
+    """Return the gradients of token rows, of position rows, and of shared rows.
 
     Args:
         token: As in :func:`firstlayer.kernels.layer_forward`.
-        position: Likewise.
-        segment: Likewise.
-        scale: Likewise.
+        position: As in the forward.
+        segment: As in the forward.
+        scale: As in the forward.
         norm: Weight and epsilon of the LayerNorm, or None.
-        dy: Gradient of the output, ``(places, embedding_dim)``.
-        route: Where each goes.
+        dy: Gradient of the output, ``(tokens, embedding_dim)``.
+        plan: Result of :func:`plan_backward` for the same tokens and rows.
 
     Shape:
-        - the first: ``(route.starts[-1], embedding_dim)``, and a few rows more that mean
-          nothing if ids occur several times
-        - the second: ``(rows of the route, embedding_dim)``
-        - shared: ``(2 + rows of the third table, embedding_dim)``: the gradients of the
-          norm's weight and bias, then those of the third table
+        - token rows: ``(plan.partial_starts[-1], embedding_dim)``, followed by scratch rows
+          if ids occur several times
+        - position rows: ``(len(plan.unique_position_rows), embedding_dim)``
+        - shared rows: ``(2 + segments, embedding_dim)``: gradients of the norm's weight
+          and bias, then of the segment table
     """
-    width, work = dy.shape[1], np.float64 if dy.dtype == np.float64 else np.float32
-    blocks = route.bounds.size - 1
-    third = 0 if segment is None else segment[0].shape[0]
-    rows = route.starts[-1]
-    values = np.empty((rows + (blocks if route.several.size else 0), width), work)
-    seconds = np.zeros((blocks if route.is_split else 1, route.rows.size, width), work)
-    shared = np.empty((blocks, 2 + third, width), work)
+    width = dy.shape[1]
+    compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
+    num_blocks = plan.block_starts.size - 1
+    num_segments = 0 if segment is None else segment[0].shape[0]
+    num_rows = plan.partial_starts[-1]
+    num_scratch_rows = num_blocks if plan.repeated.size else 0
+    buffer = np.empty((num_rows + num_scratch_rows, width), compute_dtype)
+    num_position_sums = num_blocks if plan.splits_positions else 1
+    position_shape = num_position_sums, plan.unique_position_rows.size, width
+    position_sums = np.zeros(position_shape, compute_dtype)
+    shared_sums = np.empty((num_blocks, 2 + num_segments, width), compute_dtype)
     run(
-        _pull,
-        blocks,
-        *flat_pairs(token, position, segment),
+        _backward_blocks,
+        num_blocks,
+        *flat_tables(token, position, segment),
         None if norm is None else flat(norm[0]),
-        work(scale),
-        work(0.0 if norm is None else norm[1]),
+        compute_dtype(scale),
+        compute_dtype(0.0 if norm is None else norm[1]),
         flat(dy),
-        route.order,
-        route.bounds,
-        route.slots,
-        values,
-        route.ids.size if is_streamed(values, LARGE) else 0,
-        rows,
-        route.sums,
-        seconds,
-        shared,
-        grain=max(1, GRAIN * blocks // max(1, route.order.size * width)),
+        plan.token_order,
+        plan.block_starts,
+        plan.buffer_rows,
+        buffer,
+        plan.ids.size if is_streamed(buffer, STREAMING_BYTES) else 0,
+        num_rows,
+        plan.position_indices,
+        position_sums,
+        shared_sums,
+        grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
-    return values, _folded(seconds), _folded(shared)
+    return buffer, _sum_blocks(position_sums), _sum_blocks(shared_sums)
 
 
 @kernel()
-def _folded(blocks):
-    """Return the sum of the blocks; if it is one, the block itself."""
+def _sum_blocks(blocks: np.ndarray) -> np.ndarray:
+    """Return the sum of the blocks; a single block is returned itself."""
     if blocks.shape[0] == 1:
         return blocks[0]
     sums = blocks[0].copy()
@@ -100,139 +103,212 @@ def _folded(blocks):
 
 
 @inlined
-def _add(value, numbers, place):
-    store(load(value, numbers, place) + value, numbers, place)
+def _add(value, array, start):
+    store(load(value, array, start) + value, array, start)
 
 
 @inlined
-def _add_row(zero, values, source, to):
-    """Add one row of ``values`` to another; ``zero`` is one of their type."""
-    width, block, lanes = values.shape[1], WIDTH // values.itemsize, zeros(zero)
+def _add_row(zero, buffer, source, target):
+    """Add the row that starts at ``source`` to the one at ``target``."""
+    width, block, lanes = buffer.shape[1], LANES_BYTES // buffer.itemsize, zeros(zero)
     whole = width - width % block
     for d in range(0, whole, block):
-        _add(load(lanes, values, source + d), values, to + d)
+        _add(load(lanes, buffer, source + d), buffer, target + d)
     for d in range(whole, width):
-        _add(load(zero, values, source + d), values, to + d)
+        _add(load(zero, buffer, source + d), buffer, target + d)
 
 
 @inlined
-def _standard(like, d, row, centre, factor, dy, at, gain, shared, own):
-    """Add to the norm's gradients, and return the normalised part and its own.
+def _norm_at(like, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start):
+    """Add to the norm's gradients at ``d``, and return the normalised row and its gradient.
 
-    As lanes or one number like ``like``.
+    Both are lanes or one number, like ``like``.
     """
-    value = (load(like, row, d) - centre) * factor
-    up = load(like, dy, at + d)
-    _add(up * value, shared, own + d)
-    _add(up, shared, own + row.size + d)
-    return value, up * load(like, gain, d)
+    value = (load(like, row, d) - mean) * rstd
+    grad = load(like, dy, dy_start + d)
+    _add(grad * value, shared_sums, block_start + d)
+    _add(grad, shared_sums, block_start + row.size + d)
+    return value, grad * load(like, norm_weight, d)
 
 
 @inlined
-def _means(row, centre, factor, dy, at, later, gain, shared, own, values, slot):
-    """Return the mean of the gradient, and that of its product with the normalised row.
+def _norm_means(
+    row,
+    mean,
+    rstd,
+    dy,
+    dy_start,
+    next_dy_start,
+    norm_weight,
+    shared_sums,
+    block_start,
+    buffer,
+    buffer_start,
+):
+    """Return the means of the normalised row's gradient and of its product with the row.
 
-    The latter is multiplied by ``factor``, as the row is to be. The gradient of the place
-    that begins at ``later`` is asked for meanwhile, and what will be written to.
+    The second is multiplied by ``rstd``. The next token's ``dy`` and the buffer row that
+    will be written are prefetched.
     """
-    width, zero = row.size, type(centre)(0)
-    block = SHORT // row.itemsize
-    # Two sums of long lanes would need all the registers there are.
+    width, zero = row.size, type(mean)(0)
+    block = SHORT_LANES_BYTES // row.itemsize
+    # Short lanes: two sums of long lanes would take all registers.
     whole, sums, rest = width - width % block, short_zeros(zero), zero
-    products, left = sums, zero
+    products, product_rest = sums, zero
     for d in range(0, whole, block):
-        fetch(sums, dy, later + d)
-        fetch(sums, values, slot + d)
-        value, up = _standard(sums, d, row, centre, factor, dy, at, gain, shared, own)
-        sums, products = sums + up, products + up * value
+        prefetch_lanes(sums, dy, next_dy_start + d)
+        prefetch_lanes(sums, buffer, buffer_start + d)
+        value, grad = _norm_at(
+            sums, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start
+        )
+        sums, products = sums + grad, products + grad * value
     for d in range(whole, width):
-        number, one = _standard(rest, d, row, centre, factor, dy, at, gain, shared, own)
-        rest, left = rest + one, left + one * number
-    count = type(centre)(width)
-    return (total(sums) + rest) / count, (total(products) + left) / count * factor
+        number, one = _norm_at(
+            rest, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start
+        )
+        rest, product_rest = rest + one, product_rest + one * number
+    count = type(mean)(width)
+    return (total(sums) + rest) / count, (total(products) + product_rest) / count * rstd
 
 
 @inlined
-def _back(like, d, row, centre, factor, mean, along, dy, at, gain):
-    """Return the gradient of the row, as lanes or one number like ``like``."""
-    up = load(like, dy, at + d)
-    if gain is not None:
-        off = load(like, row, d) - centre
-        up = (up * load(like, gain, d) - mean - off * along) * factor
-    return up
+def _row_gradient_at(
+    like, d, row, mean, rstd, grad_mean, product_mean, dy, dy_start, norm_weight
+):
+    """Return the gradient of the assembled row at ``d``, as lanes or one number."""
+    grad = load(like, dy, dy_start + d)
+    if norm_weight is not None:
+        centered = load(like, row, d) - mean
+        grad = (
+            grad * load(like, norm_weight, d) - grad_mean - centered * product_mean
+        ) * rstd
+    return grad
 
 
+# Separate arguments and not NamedTuples, which cost half a microsecond each per call.
+# ``ids``, ``position_rows`` and ``segment_rows`` are as in the forward. ``buffer_rows`` and
+# ``position_indices`` have an entry for each row of ``dy``; ``buffer``, ``position_sums``
+# and ``shared_sums`` have the shapes that the plan asks for. Buffer rows below
+# ``streamed_rows`` are streamed. Each block's scratch row follows ``scratch_start``.
 @kernel(reorder=True)
-def _pull(
+def _backward_blocks(
     ticket,
-    token,
+    token_table,
     ids,
-    second,
-    seconds,
-    third,
-    thirds,
-    gain,
+    position_table,
+    position_rows,
+    segment_table,
+    segment_rows,
+    norm_weight,
     scale,
     eps,
     dy,
-    order,
-    bounds,
-    slots,
-    values,
-    past,
-    spare,
-    sums,
-    dsecond,
-    shared,
+    token_order,
+    block_starts,
+    buffer_rows,
+    buffer,
+    streamed_rows,
+    scratch_start,
+    position_indices,
+    position_sums,
+    shared_sums,
 ):
-    width, final = dy.shape[1], order.size - 1
+    width, final = dy.shape[1], token_order.size - 1
     row, zero = np.empty(width, type(scale)), type(scale)(0)
-    block, lanes = WIDTH // row.itemsize, zeros(zero)
-    whole = width - width % block
+    lanes_size, lanes = LANES_BYTES // row.itemsize, zeros(zero)
+    whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
-        for part in range(lo, hi):
-            own = part * shared.shape[1] * width
-            shared[part] = 0
-            others = min(part, dsecond.shape[0] - 1) * dsecond.shape[1] * width
-            for place in range(bounds[part], bounds[part + 1]):
-                i, ahead = order[place], order[min(place + AHEAD, final)]
-                at, later = i * width, order[min(place + 1, final)] * width
-                # What is to be added is written to a row that the block has for this first.
-                adds, streams = slots[i] < -1, 0 <= slots[i] < past
-                slot = (spare + part if adds else slots[i]) * width
-                centre, factor, mean, along = zero, zero, zero, zero
-                if gain is not None:
-                    centre = put_together(
-                        row, i, ahead, token, ids, second, seconds, third, thirds, scale
+        for block in range(lo, hi):
+            block_start = block * shared_sums.shape[1] * width
+            shared_sums[block] = 0
+            own_sums = min(block, position_sums.shape[0] - 1)
+            positions_start = own_sums * position_sums.shape[1] * width
+            for k in range(block_starts[block], block_starts[block + 1]):
+                i, ahead = token_order[k], token_order[min(k + AHEAD, final)]
+                dy_start = i * width
+                next_dy_start = token_order[min(k + 1, final)] * width
+                # A gradient to be added is written to the block's scratch row first.
+                adds, streams = buffer_rows[i] < -1, 0 <= buffer_rows[i] < streamed_rows
+                buffer_start = (scratch_start + block if adds else buffer_rows[i]) * width
+                mean, rstd, grad_mean, product_mean = zero, zero, zero, zero
+                if norm_weight is not None:
+                    mean = assemble_row(
+                        row,
+                        i,
+                        ahead,
+                        token_table,
+                        ids,
+                        position_table,
+                        position_rows,
+                        segment_table,
+                        segment_rows,
+                        scale,
                     )
-                    factor = factor_of(row, centre, eps)
-                    # What is written past the caches is not asked for; row 0 is at hand.
-                    soon = 0 if streams else slot
-                    mean, along = _means(
-                        row, centre, factor, dy, at, later, gain, shared, own, values, soon
+                    rstd = inverse_std(row, mean, eps)
+                    # A streamed row is not prefetched; row 0 takes its place.
+                    prefetched = 0 if streams else buffer_start
+                    grad_mean, product_mean = _norm_means(
+                        row,
+                        mean,
+                        rstd,
+                        dy,
+                        dy_start,
+                        next_dy_start,
+                        norm_weight,
+                        shared_sums,
+                        block_start,
+                        buffer,
+                        prefetched,
                     )
-                other = 0
-                if thirds is not None:
-                    other = own + (2 + thirds[i % thirds.size]) * width
-                to = -1 if sums is None else others + sums[i] * width
+                segment_start = 0
+                if segment_rows is not None:
+                    segment = segment_rows[i % segment_rows.size]
+                    segment_start = block_start + (2 + segment) * width
+                position_start = (
+                    -1
+                    if position_indices is None
+                    else positions_start + position_indices[i] * width
+                )
                 # Not in a function of their own, which would take half as long again.
-                for d in range(0, whole, block):
-                    if gain is None:
-                        fetch(lanes, dy, later + d)
-                    back = _back(lanes, d, row, centre, factor, mean, along, dy, at, gain)
-                    if slot >= 0:
-                        write(back * scale, values, slot + d, streams)
-                    if thirds is not None:
-                        _add(back, shared, other + d)
-                    if sums is not None:
-                        _add(back, dsecond, to + d)
+                for d in range(0, whole, lanes_size):
+                    if norm_weight is None:
+                        prefetch_lanes(lanes, dy, next_dy_start + d)
+                    grad = _row_gradient_at(
+                        lanes,
+                        d,
+                        row,
+                        mean,
+                        rstd,
+                        grad_mean,
+                        product_mean,
+                        dy,
+                        dy_start,
+                        norm_weight,
+                    )
+                    if buffer_start >= 0:
+                        store_or_stream(grad * scale, buffer, buffer_start + d, streams)
+                    if segment_rows is not None:
+                        _add(grad, shared_sums, segment_start + d)
+                    if position_indices is not None:
+                        _add(grad, position_sums, position_start + d)
                 for d in range(whole, width):
-                    left = _back(zero, d, row, centre, factor, mean, along, dy, at, gain)
-                    if slot >= 0:
-                        store(left * scale, values, slot + d)
-                    if thirds is not None:
-                        _add(left, shared, other + d)
-                    if sums is not None:
-                        _add(left, dsecond, to + d)
+                    rest = _row_gradient_at(
+                        zero,
+                        d,
+                        row,
+                        mean,
+                        rstd,
+                        grad_mean,
+                        product_mean,
+                        dy,
+                        dy_start,
+                        norm_weight,
+                    )
+                    if buffer_start >= 0:
+                        store(rest * scale, buffer, buffer_start + d)
+                    if segment_rows is not None:
+                        _add(rest, shared_sums, segment_start + d)
+                    if position_indices is not None:
+                        _add(rest, position_sums, position_start + d)
                 if adds:
-                    _add_row(zero, values, slot, (-2 - slots[i]) * width)
+                    _add_row(zero, buffer, buffer_start, (-2 - buffer_rows[i]) * width)

@@ -1,24 +1,34 @@
-"""The complete layer in one pass over memory: look up, scale, add, normalise.
+"""Forward of the complete layer in one pass over memory: look up, scale, add, normalise.
 
-A row is put together in a scratch row that stays in the first cache, in float32 (float64
-for float64), and written once.
+A row is assembled in a scratch row that stays in the L1 cache, in the compute dtype
+(float64 for float64, else float32), and written once.
 """
+
+from typing import TypeAlias
 
 import numpy as np
 
 from ..runtime.compile import bits_of, inlined, kernel
-from ..runtime.lanes import WIDTH, fetch, is_streamed, load, store, total, write, zeros
-from ..runtime.pool import run
-from ..runtime.share import pieces
+from ..runtime.lanes import (
+    LANES_BYTES,
+    is_streamed,
+    load,
+    prefetch_lanes,
+    store,
+    store_or_stream,
+    total,
+    zeros,
+)
+from ..runtime.pool import grain_for, pieces, run
 
-# TableRows are asked for this many ids before they are needed.
+# Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 2
-# About how many entries of work are worth waking a second core for.
+# Entries worth a thread.
 GRAIN = 1 << 16
 
-TableRows = tuple[np.ndarray, np.ndarray]
-# What is not there is None: Numba compiles a loop of its own without it.
-_NOTHING = (None, None)
+#: A table, ``(num_rows, embedding_dim)``, and the rows of it that are read, int64.
+TableRows: TypeAlias = tuple[np.ndarray, np.ndarray]
+_Flat: TypeAlias = np.ndarray | None
 
 
 def layer_forward(
@@ -30,145 +40,217 @@ def layer_forward(
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
 ) -> bool:
-    """Write the layer's output rows to ``out``, and tell whether every id is in range.
+    """Write the layer's output rows to ``out``, and return whether every id is in range.
 
     Args:
-        token: A table and the row of it that each output row begins with, an id. Where that
-            is not a row of the table nothing is written.
-        position: A table and the row of it that is added to each output row, or None.
-            Fewer rows than the output has are repeated from the first.
-        segment: Likewise.
-        scale: What the token's row is multiplied by.
+        token: Token table and the id of each output row. If an id is out of range, its
+            output row is not written.
+        position: Table and the row of it that is added to each output row, or None. An
+            array of fewer rows than the output has is repeated. Rows must be in range.
+        segment: The same as ``position``, for a third table.
+        scale: Factor of token rows.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
-        out: ``(rows, embedding_dim)``. Rows of added tables must have been checked.
+        out: Output, ``(rows, embedding_dim)``.
     """
-    gain, shift, eps = norm or (None, None, 0.0)
-    work = np.float64 if out.dtype == np.float64 else np.float32
-    faults = np.zeros(1, np.int64)
+    norm_weight, norm_bias, eps = norm or (None, None, 0.0)
+    compute_dtype = np.float64 if out.dtype == np.float64 else np.float32
+    has_bad_id = np.zeros(1, np.int64)
     run(
-        _rows,
+        _write_rows,
         out.shape[0],
-        *flat_pairs(token, position, segment),
-        flat(gain),
-        flat(shift),
-        work(scale),
-        work(eps),
+        *flat_tables(token, position, segment),
+        flat(norm_weight),
+        flat(norm_bias),
+        compute_dtype(scale),
+        compute_dtype(eps),
         is_streamed(out),
         bits_of(out),
-        faults,
-        grain=max(1, GRAIN // max(1, out.shape[1])),
+        has_bad_id,
+        grain=grain_for(GRAIN, out.shape[1]),
     )
-    return not faults[0]
+    return not has_bad_id[0]
 
 
-def flat_pairs(*pairs: TableRows | None) -> tuple[np.ndarray | None, ...]:
-    """Return the table and the rows of each pair, as kernels read them."""
-    return tuple(flat(array) for pair in pairs for array in pair or _NOTHING)
+def flat_tables(
+    token: TableRows, position: TableRows | None, segment: TableRows | None
+) -> tuple[_Flat, _Flat, _Flat, _Flat, _Flat, _Flat]:
+    """Return table and rows of each, as kernels take them; None for an absent one.
+
+    Numba compiles a separate loop for each combination of absent tables.
+    """
+    position_table, position_rows = position or (None, None)
+    segment_table, segment_rows = segment or (None, None)
+    return (
+        flat(token[0]),
+        flat(token[1]),
+        flat(position_table),
+        flat(position_rows),
+        flat(segment_table),
+        flat(segment_rows),
+    )
 
 
 def flat(array: np.ndarray | None) -> np.ndarray | None:
-    """Return an array as lanes are read from it, contiguous; None stays None."""
+    """Return an array as lanes are loaded from it: contiguous, half precision as bits."""
     return None if array is None else bits_of(np.ascontiguousarray(array))
 
 
 @inlined
-def _sum(like, d, token, first, second, other, third, another, scale):
-    """Return what the tables have, added up, as lanes or one number like ``like``."""
-    value = load(like, token, first + d) * scale
-    if second is not None:
-        value = value + load(like, second, other + d)
-    if third is not None:
-        value = value + load(like, third, another + d)
+def _sum_at(
+    like,
+    d,
+    token_table,
+    token_start,
+    position_table,
+    position_start,
+    segment_table,
+    segment_start,
+    scale,
+):
+    """Return the sum of the tables at ``d``, as lanes or one number like ``like``."""
+    value = load(like, token_table, token_start + d) * scale
+    if position_table is not None:
+        value = value + load(like, position_table, position_start + d)
+    if segment_table is not None:
+        value = value + load(like, segment_table, segment_start + d)
     return value
 
 
 @inlined
-def put_together(row, i, ahead, token, ids, second, seconds, third, thirds, scale):
-    """Write to ``row`` what the tables have for place ``i``, and return its mean.
+def assemble_row(
+    row,
+    i,
+    ahead,
+    token_table,
+    ids,
+    position_table,
+    position_rows,
+    segment_table,
+    segment_rows,
+    scale,
+):
+    """Write the sum of the tables' rows for token ``i`` to ``row``, and return its mean.
 
-    The token's row for the place ``ahead`` is asked for meanwhile.
+    The token row of token ``ahead`` is prefetched.
     """
     width, zero = row.size, type(scale)(0)
-    block = WIDTH // row.itemsize
+    block = LANES_BYTES // row.itemsize
     whole, sums, rest = width - width % block, zeros(zero), zero
-    # Named outside the loops: read inside, a store to the row might change it.
-    first, later = ids[i] * width, ids[ahead] * width
-    other = 0 if seconds is None else seconds[i % seconds.size] * width
-    another = 0 if thirds is None else thirds[i % thirds.size] * width
+    # Outside the loops, because the compiler cannot rule out that storing the row changes
+    # the ids.
+    token_start, later = ids[i] * width, ids[ahead] * width
+    position_start = (
+        0 if position_rows is None else position_rows[i % position_rows.size] * width
+    )
+    segment_start = (
+        0 if segment_rows is None else segment_rows[i % segment_rows.size] * width
+    )
     for d in range(0, whole, block):
-        fetch(sums, token, later + d)
-        part = _sum(sums, d, token, first, second, other, third, another, scale)
+        prefetch_lanes(sums, token_table, later + d)
+        part = _sum_at(
+            sums,
+            d,
+            token_table,
+            token_start,
+            position_table,
+            position_start,
+            segment_table,
+            segment_start,
+            scale,
+        )
         store(part, row, d)
         sums = sums + part
     if whole < width:
-        fetch(rest, token, later + whole)
+        prefetch_lanes(rest, token_table, later + whole)
     for d in range(whole, width):
-        row[d] = _sum(rest, d, token, first, second, other, third, another, scale)
+        row[d] = _sum_at(
+            rest,
+            d,
+            token_table,
+            token_start,
+            position_table,
+            position_start,
+            segment_table,
+            segment_start,
+            scale,
+        )
         rest = rest + row[d]
     return (total(sums) + rest) / type(scale)(width)
 
 
 @inlined
-def factor_of(row, mean, eps):
-    """Return what the row, less its mean, is multiplied by to have a variance of 1."""
-    # Every number here has the type of eps: an int would widen it to float64.
-    block = WIDTH // row.itemsize
+def inverse_std(row, mean, eps):
+    """Return one over the standard deviation of ``row``, given its mean."""
+    # Every number has the type of eps: an int would turn float32 into float64.
+    block = LANES_BYTES // row.itemsize
     whole, sums = row.size - row.size % block, zeros(eps)
     for d in range(0, whole, block):
-        off = load(sums, row, d) - mean
-        sums = sums + off * off
-    spread = total(sums)
+        centered = load(sums, row, d) - mean
+        sums = sums + centered * centered
+    squares = total(sums)
     for d in range(whole, row.size):
-        spread += (row[d] - mean) * (row[d] - mean)
-    return type(eps)(1) / np.sqrt(spread / type(eps)(row.size) + eps)
+        squares += (row[d] - mean) * (row[d] - mean)
+    return type(eps)(1) / np.sqrt(squares / type(eps)(row.size) + eps)
 
 
 @inlined
-def _normal(like, row, d, mean, factor, gain, shift):
-    """Return lanes or one number of the output, as ``like`` is."""
+def _output_at(like, row, d, mean, rstd, norm_weight, norm_bias):
+    """Return the output at ``d``, as lanes or one number like ``like``."""
     value = load(like, row, d)
-    if gain is not None:
-        value = (value - mean) * factor * load(like, gain, d) + load(like, shift, d)
+    if norm_weight is not None:
+        value = (value - mean) * rstd * load(like, norm_weight, d) + load(
+            like, norm_bias, d
+        )
     return value
 
 
 @kernel(reorder=True)
-def _rows(
+def _write_rows(
     ticket,
-    token,
+    token_table,
     ids,
-    second,
-    seconds,
-    third,
-    thirds,
-    gain,
-    shift,
+    position_table,
+    position_rows,
+    segment_table,
+    segment_rows,
+    norm_weight,
+    norm_bias,
     scale,
     eps,
     streams,
     out,
-    faults,
+    has_bad_id,
 ):
-    count = token.shape[0]
+    num_embeddings = token_table.shape[0]
     width, zero = out.shape[1], type(scale)(0)
     row, lanes = np.empty(width, type(scale)), zeros(zero)
-    block = WIDTH // row.itemsize
+    block = LANES_BYTES // row.itemsize
     whole = width - width % block
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            if ids[i] < 0 or ids[i] >= count:
-                # Whoever finds one writes the same.
-                faults[0] = 1
+            if ids[i] < 0 or ids[i] >= num_embeddings:
+                # Every thread that writes here writes the same.
+                has_bad_id[0] = 1
                 continue
-            ahead, factor = min(i + AHEAD, hi - 1), zero
-            mean = put_together(
-                row, i, ahead, token, ids, second, seconds, third, thirds, scale
+            ahead, rstd = min(i + AHEAD, hi - 1), zero
+            mean = assemble_row(
+                row,
+                i,
+                ahead,
+                token_table,
+                ids,
+                position_table,
+                position_rows,
+                segment_table,
+                segment_rows,
+                scale,
             )
-            if gain is not None:
-                factor = factor_of(row, mean, eps)
-            at = i * width
+            if norm_weight is not None:
+                rstd = inverse_std(row, mean, eps)
+            start = i * width
             for d in range(0, whole, block):
-                part = _normal(lanes, row, d, mean, factor, gain, shift)
-                write(part, out, at + d, streams)
+                part = _output_at(lanes, row, d, mean, rstd, norm_weight, norm_bias)
+                store_or_stream(part, out, start + d, streams)
             for d in range(whole, width):
-                store(_normal(zero, row, d, mean, factor, gain, shift), out, at + d)
+                number = _output_at(zero, row, d, mean, rstd, norm_weight, norm_bias)
+                store(number, out, start + d)

@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch_row
-from ..runtime.share import pieces
+from ..runtime.pool import pieces
 from .coefficients import (
     BETA1,
     BETA2,

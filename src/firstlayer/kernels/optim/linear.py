@@ -8,7 +8,7 @@ one 2 × 2 matrix, and one factor for averages of gradients.
 import numpy as np
 
 from ..runtime.compile import kernel, prefetch
-from ..runtime.share import pieces
+from ..runtime.pool import pieces
 from .coefficients import (
     AVERAGE_DECAY,
     BUFFER_FROM_BUFFER,

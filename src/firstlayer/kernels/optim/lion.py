@@ -7,7 +7,7 @@ does not change, so missed steps add up to ``w ← decay · w − step · sign(m
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.share import pieces
+from ..runtime.pool import pieces
 from .coefficients import MOMENT_DECAY, SIGN_STEP, WEIGHT_DECAY
 from .row_slice import RowSlice, StaleRows
 from .rows import run_on_rows

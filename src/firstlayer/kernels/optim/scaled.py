@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..runtime.compile import kernel
-from ..runtime.share import pieces
+from ..runtime.pool import pieces
 from .row_slice import RowSlice
 from .rows import run_on_rows
 

@@ -1,1 +1,6 @@
-"""Compiling kernels and running them on several threads."""
+"""Compilation of kernels, and the thread pool they run on.
+
+``compile`` has the decorators, ``lanes`` the SIMD values, ``pool`` the two functions that
+share a range between threads (``run``, ``pieces``) and ``threads`` the setting of their
+number. Only ``numba_abi`` relies on Numba's internals.
+"""

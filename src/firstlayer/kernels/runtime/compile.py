@@ -1,12 +1,13 @@
-"""Compiling loops: one decorator, and the intrinsics that Numba lacks.
+"""Decorators that compile kernels, half-precision numbers, and prefetches.
 
-Numba refuses float16 and bfloat16, so tables of those travel as integer views whose type
-says which they are: ``int16`` holds the bits of a float16, ``uint16`` those of a bfloat16.
-``widen`` and ``narrow`` turn bits into numbers and back, rounding to nearest even.
+Numba has no float16 and bfloat16, so arrays of those are passed as integer views whose
+dtype says which they are: ``int16`` holds the bits of float16, ``uint16`` those of
+bfloat16. ``upcast`` and ``downcast`` convert between bits and float32, rounding to nearest
+even.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -15,44 +16,57 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..._check import float_dtype
+from .numba_abi import array_struct
 
-# Sums may be reordered and multiply-adds fused. Never all of fastmath, which would delete
-# tests for NaN.
+# Allows reordered sums and fused multiply-adds. Full fastmath would remove NaN checks.
 REORDER = {"reassoc", "contract", "arcp"}
 BFLOAT16 = float_dtype("bfloat16")
-# What the bits of halves travel as.
-FLOAT16_BITS, BFLOAT16_BITS = HALVES = types.int16, types.uint16
-I32, BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
-# Bytes that memory hands over at a time.
+# Numba types of the views of half-precision arrays.
+FLOAT16_BITS, BFLOAT16_BITS = HALF_BITS = types.int16, types.uint16
+I32, BYTE_POINTER = ir.IntType(32), ir.IntType(8).as_pointer()
+# Bytes in a cache line.
 LINE = 64
 
+F = TypeVar("F", bound=Callable[..., object])
+# Any: decorated functions keep their own types for type checkers.
+_njit: Any = numba.njit
 
-def kernel(*, reorder: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a loop over ``[lo, hi)`` to code that releases the GIL.
 
-    The result is kept on disk for the next process; where no folder can be written it is
-    compiled again each time, which ``cache=True`` alone would refuse to do.
+def kernel(*, reorder: bool = False) -> Callable[[F], F]:
+    """Compile a function to code that releases the GIL, at its first call.
+
+    The code is cached on disk. If no cache folder is writable, it is compiled in every
+    process; ``cache=True`` alone would raise.
 
     Args:
         reorder: Whether floating-point sums may be reordered for speed.
     """
 
-    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_(function: F) -> F:
         options = {
             "nogil": True,
             "error_model": "numpy",
             "fastmath": REORDER if reorder else False,
         }
         try:
-            return numba.njit(cache=True, **options)(function)
+            return _njit(cache=True, **options)(function)
         except RuntimeError:
-            return numba.njit(**options)(function)
+            return _njit(**options)(function)
 
     return compile_
 
 
+def inlined(function: F) -> F:
+    """Compile a function into each of its callers.
+
+    Short loops are slower in a call of their own, where the compiler knows less about the
+    arrays' memory.
+    """
+    return _njit(inline="always")(function)
+
+
 def bits_of(x: np.ndarray) -> np.ndarray:
-    """Return ``x`` as the loops take it: halves as integers, the rest as it is."""
+    """Return ``x`` as kernels take it: half precision as integers, others unchanged."""
     if x.dtype == np.float16:
         return x.view(np.int16)
     if x.dtype == BFLOAT16:
@@ -60,108 +74,112 @@ def bits_of(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _widen(typingctx, bits):
-    """Return the number that ``bits`` stand for: float32 for halves, floats as they are."""
+def _upcast(typingctx, bits):
+    """Return half-precision bits as float32, and any other float unchanged."""
 
     def codegen(context, builder, signature, args):
-        return upcast(builder, args[0], bits)
+        return build_upcast(builder, args[0], bits)
 
-    return (types.float32 if bits in HALVES else bits)(bits), codegen
+    return (types.float32 if bits in HALF_BITS else bits)(bits), codegen
 
 
-def _narrow(typingctx, number, like):
-    """Return ``number`` rounded to the type of ``like``, as bits for the halves."""
+def _downcast(typingctx, number, like):
+    """Return ``number`` rounded to the type of ``like``, as bits for half precision."""
 
     def codegen(context, builder, signature, args):
-        return narrowed(builder, args[0], like)
+        return build_downcast(builder, args[0], like)
 
-    return like(types.float32 if like in HALVES else like, like), codegen
+    return like(types.float32 if like in HALF_BITS else like, like), codegen
 
 
-def upcast(builder: Any, bits: Any, kind: Any) -> Any:
-    """Return LLVM's value of ``bits``, one or many, which Numba calls ``kind``."""
-    if kind == FLOAT16_BITS:
-        halves = builder.bitcast(bits, _each(bits, ir.HalfType()))
-        return builder.fpext(halves, _each(bits, ir.FloatType()))
-    if kind == BFLOAT16_BITS:
-        wide = builder.zext(bits, _each(bits, I32))
+def build_upcast(builder: Any, bits: Any, dtype: Any) -> Any:
+    """Return the LLVM scalar or vector ``bits`` of Numba type ``dtype`` as floats."""
+    if dtype == FLOAT16_BITS:
+        halves = builder.bitcast(bits, _shaped_like(bits, ir.HalfType()))
+        return builder.fpext(halves, _shaped_like(bits, ir.FloatType()))
+    if dtype == BFLOAT16_BITS:
+        integers = builder.zext(bits, _shaped_like(bits, I32))
         return builder.bitcast(
-            builder.shl(wide, _same(wide, 16)), _each(bits, ir.FloatType())
+            builder.shl(integers, _constant_like(integers, 16)),
+            _shaped_like(bits, ir.FloatType()),
         )
     return bits
 
 
-def narrowed(builder: Any, number: Any, kind: Any) -> Any:
-    """Return the bits of LLVM's ``number``, one or many, rounded to ``kind``."""
-    if kind == FLOAT16_BITS:
-        halves = builder.fptrunc(number, _each(number, ir.HalfType()))
-        return builder.bitcast(halves, _each(number, ir.IntType(16)))
-    if kind != BFLOAT16_BITS:
+def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
+    """Return an LLVM scalar or vector of floats rounded to ``dtype``, as its bits."""
+    if dtype == FLOAT16_BITS:
+        halves = builder.fptrunc(number, _shaped_like(number, ir.HalfType()))
+        return builder.bitcast(halves, _shaped_like(number, ir.IntType(16)))
+    if dtype != BFLOAT16_BITS:
         return number
-    bits = builder.bitcast(number, _each(number, I32))
-    odd = builder.and_(builder.lshr(bits, _same(bits, 16)), _same(bits, 1))
-    rounded = builder.add(bits, builder.add(odd, _same(bits, 0x7FFF)))
-    # Rounding would carry a NaN's payload away; a quiet NaN keeps its sign.
-    sign = builder.and_(bits, _same(bits, 0x80000000))
-    quiet = builder.or_(sign, _same(bits, 0x7FC00000))
+    bits = builder.bitcast(number, _shaped_like(number, I32))
+    is_odd = builder.and_(
+        builder.lshr(bits, _constant_like(bits, 16)), _constant_like(bits, 1)
+    )
+    rounded = builder.add(bits, builder.add(is_odd, _constant_like(bits, 0x7FFF)))
+    # Rounding could turn a NaN into another number; a quiet NaN keeps its sign.
+    sign = builder.and_(bits, _constant_like(bits, 0x80000000))
+    quiet_nan = builder.or_(sign, _constant_like(bits, 0x7FC00000))
     is_nan = builder.fcmp_unordered("uno", number, number)
-    chosen = builder.lshr(builder.select(is_nan, quiet, rounded), _same(bits, 16))
-    return builder.trunc(chosen, _each(number, ir.IntType(16)))
+    upper_half = builder.lshr(
+        builder.select(is_nan, quiet_nan, rounded), _constant_like(bits, 16)
+    )
+    return builder.trunc(upper_half, _shaped_like(number, ir.IntType(16)))
 
 
-def ask_for(builder: Any, pointer: Any) -> None:
-    """Ask for the line of memory that LLVM's pointer to bytes is in; a hint, no more."""
-    kind = ir.FunctionType(ir.VoidType(), [BYTES, I32, I32, I32])
-    hint = builder.module.declare_intrinsic("llvm.prefetch", [BYTES], kind)
-    # A read (0), to be kept in every level of cache (3), of data (1).
-    builder.call(hint, [pointer, I32(0), I32(3), I32(1)])
+def build_prefetch(builder: Any, pointer: Any) -> None:
+    """Prefetch the cache line of an LLVM pointer to bytes."""
+    function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
+    prefetch_ = builder.module.declare_intrinsic(
+        "llvm.prefetch", [BYTE_POINTER], function_type
+    )
+    # A read (0) of data (1), into every level of cache (3).
+    builder.call(prefetch_, [pointer, I32(0), I32(3), I32(1)])
 
 
-def _each(like: Any, kind: Any) -> Any:
-    """Return the type of as many of ``kind`` as there are numbers in ``like``."""
-    if isinstance(like.type, ir.VectorType):
-        return ir.VectorType(kind, like.type.count)
-    return kind
+def _shaped_like(value: Any, element: Any) -> Any:
+    """Return the type ``element``, or a vector of it if ``value`` is a vector."""
+    if isinstance(value.type, ir.VectorType):
+        return ir.VectorType(element, value.type.count)
+    return element
 
 
-def _same(like: Any, number: int) -> Any:
-    """Return ``number`` as a constant of the type of ``like``, for each if it has many."""
-    if isinstance(like.type, ir.VectorType):
-        return ir.Constant(like.type, [number] * like.type.count)
-    return ir.Constant(like.type, number)
+def _constant_like(value: Any, number: int) -> Any:
+    """Return ``number`` as a constant of the type of ``value``."""
+    if isinstance(value.type, ir.VectorType):
+        return ir.Constant(value.type, [number] * value.type.count)
+    return ir.Constant(value.type, number)
 
 
 def _prefetch_line(typingctx, array, row, byte):
-    """Ask for the memory ``byte`` bytes into ``array[row]``; a hint, no more."""
+    """Prefetch the cache line ``byte`` bytes into ``array[row]``."""
 
     def codegen(context, builder, signature, args):
-        view = context.make_array(signature.args[0])(context, builder, args[0])
-        stride = builder.extract_value(view.strides, 0)
-        place = builder.add(builder.mul(args[1], stride), args[2])
-        ask_for(builder, builder.gep(builder.bitcast(view.data, BYTES), [place]))
+        struct = array_struct(context, builder, signature.args[0], args[0])
+        stride = builder.extract_value(struct.strides, 0)
+        offset = builder.add(builder.mul(args[1], stride), args[2])
+        data = builder.bitcast(struct.data, BYTE_POINTER)
+        build_prefetch(builder, builder.gep(data, [offset]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), codegen
 
 
-# Typed as Any: a type checker sees the typing context that Numba passes itself.
-widen: Any = intrinsic(_widen)
-narrow: Any = intrinsic(_narrow)
+# Any: the declared signatures begin with the typing context that Numba passes itself.
+upcast: Any = intrinsic(_upcast)
+downcast: Any = intrinsic(_downcast)
 prefetch_line: Any = intrinsic(_prefetch_line)
-
-# Called as functions, short loops are slower: what is known of the arrays' memory does not
-# reach into a call.
-inlined: Any = numba.njit(inline="always")
 
 
 @inlined
 def prefetch(array, row):
-    """Ask for the beginning of ``array[row]``; the machine often guesses the rest."""
+    """Prefetch the beginning of ``array[row]``; the hardware often predicts the rest."""
     prefetch_line(array, row, 0)
 
 
 @inlined
 def prefetch_row(array, row):
-    """Ask for all of ``array[row]``."""
+    """Prefetch all of ``array[row]``."""
     for byte in range(0, array.shape[1] * array.itemsize, LINE):
         prefetch_line(array, row, byte)

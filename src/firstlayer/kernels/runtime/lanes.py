@@ -1,19 +1,17 @@
-"""Part of a row held in vector registers, for sums that should not go through memory.
+"""Part of a row in vector registers, for sums that should not go through memory.
 
-A loop that adds row after row to an array writes the sum back after every row, and one
-that adds up a single row waits for each addition before the next. ``Lanes`` is a value that
-a loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over whatever
-registers the machine has. It is added, subtracted and multiplied like a number, with
-another or with a number.
+A loop that adds row after row to an array writes the sum back after every row, and one that
+adds up a single row waits for each addition before the next. ``Lanes`` is a value that a
+loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over the available
+registers. It supports ``+``, ``-`` and ``*`` with another or with a number.
 
-Contiguous arrays are read and written by the place of the first number, counted from their
-beginning; halves are widened as they are read and rounded as they are written. All of this
-works on single numbers too, so that what is done to a row is written once: for lanes, and
-for the numbers that are left at its end.
+Contiguous arrays are read and written at a flat index. Half precision is upcast when it is
+read and rounded when it is written. Everything here also works on single numbers, so that
+an operation on a row is written once for lanes and for the entries left at the row's end.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,33 +19,43 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
-from .compile import BYTES, I32, LINE, ask_for, inlined, narrowed, upcast
+from .compile import (
+    BYTE_POINTER,
+    I32,
+    LINE,
+    build_downcast,
+    build_prefetch,
+    build_upcast,
+    inlined,
+)
+from .numba_abi import array_struct
 
-#: Bytes in a value of type Lanes: eight registers of AVX2, half of what there are; and in a
-#: short one, for rows that are not long.
-WIDTH, SHORT = 256, 64
-# Bytes written past the caches at a time; NumPy and torch begin arrays at a multiple.
-STREAM = 16
-# Arrays of so many bytes are not in the caches any more when somebody reads them.
-LARGE = 1 << 24
+#: Bytes in a value of type Lanes: eight AVX2 registers, half of all; and in a short one,
+#: for short rows and for loops that carry several.
+LANES_BYTES, SHORT_LANES_BYTES = 256, 64
+# Bytes of one streaming store. NumPy and torch align arrays to at least this.
+STREAM_BYTES = 16
+# Outputs from this size on use streaming stores: they would evict the tables from the cache
+# and are evicted themselves before they are read.
+STREAMING_BYTES = 1 << 24
 
 
-def is_streamed(out: np.ndarray, least: int | None = None) -> bool:
-    """Tell whether rows of ``out`` are better written past the caches, and can be.
+def is_streamed(out: np.ndarray, min_bytes: int | None = None) -> bool:
+    """Return whether ``out`` is large enough for streaming stores and aligned for them.
 
     Args:
-        out: What is written to.
-        least: From how many bytes on they are; None is from :data:`LARGE`.
+        out: Output array.
+        min_bytes: Size that is large enough; None is :data:`STREAMING_BYTES`.
     """
-    if out.nbytes < (LARGE if least is None else least):
+    if out.nbytes < (STREAMING_BYTES if min_bytes is None else min_bytes):
         return False
-    return (out.ctypes.data | out.strides[0]) % STREAM == 0
+    return (out.ctypes.data | out.strides[0]) % STREAM_BYTES == 0
 
 
 class Lanes(types.Type):
-    """The Numba type of ``size`` bytes of ``dtype``, float32 or float64."""
+    """Numba type of ``size`` bytes of ``dtype``, float32 or float64."""
 
-    def __init__(self, dtype, size=WIDTH):
+    def __init__(self, dtype, size=LANES_BYTES):
         self.dtype, self.size = dtype, size
         super().__init__(f"Lanes({dtype}, {size})")
 
@@ -55,49 +63,51 @@ class Lanes(types.Type):
 @register_model(Lanes)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager, lanes):
-        number = ir.DoubleType() if lanes.dtype == types.float64 else ir.FloatType()
-        super().__init__(manager, lanes, ir.VectorType(number, _count(lanes)))
+        element = ir.DoubleType() if lanes.dtype == types.float64 else ir.FloatType()
+        super().__init__(manager, lanes, ir.VectorType(element, _count(lanes)))
 
 
 def _zeros(typingctx, like):
-    """Return zeros of the type of the number ``like``."""
-    return _constant(Lanes(like), like)
+    """Return lanes of zeros of the type of the number ``like``."""
+    return _zero_lanes(Lanes(like), like)
 
 
 def _short_zeros(typingctx, like):
-    """Return few zeros of the type of the number ``like``."""
-    return _constant(Lanes(like, SHORT), like)
+    """Return short lanes of zeros of the type of the number ``like``."""
+    return _zero_lanes(Lanes(like, SHORT_LANES_BYTES), like)
 
 
-def _constant(lanes, like):
+def _zero_lanes(lanes, like):
     def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(lanes), None)
 
     return lanes(like), codegen
 
 
-def _load(typingctx, like, numbers, start):
-    """Return what ``numbers`` has at ``start``: lanes or one number, as ``like`` is."""
+def _load(typingctx, like, array, start):
+    """Return the entries of ``array`` from ``start``: lanes or one number, as ``like``."""
 
     def codegen(context, builder, signature, args):
-        kind = signature.args[1].dtype
+        dtype = signature.args[1].dtype
         pointer = _pointer(context, builder, signature, args)
-        pointer = builder.bitcast(pointer, _kept(context, like, kind).as_pointer())
-        found = upcast(builder, builder.load(pointer, align=_bytes(kind)), kind)
-        return _as_wide(builder, found, context.get_value_type(like))
+        stored = _stored_type(context, like, dtype)
+        pointer = builder.bitcast(pointer, stored.as_pointer())
+        value = build_upcast(builder, builder.load(pointer, align=_bytes(dtype)), dtype)
+        return _converted(builder, value, context.get_value_type(like))
 
-    return like(like, numbers, types.int64), codegen
+    return like(like, array, types.int64), codegen
 
 
 def _total(typingctx, lanes):
-    """Return the sum of all lanes, halves of them added to each other until one is left."""
+    """Return the sum of all lanes, halving their number until one is left."""
 
     def codegen(context, builder, signature, args):
         sums, count = args[0], _count(lanes)
         while count > 1:
             count //= 2
             lower, upper = (
-                _taken(builder, sums, range(start, start + count)) for start in (0, count)
+                _selected(builder, sums, range(start, start + count))
+                for start in (0, count)
             )
             sums = builder.fadd(lower, upper)
         return builder.extract_element(sums, I32(0))
@@ -105,52 +115,54 @@ def _total(typingctx, lanes):
     return lanes.dtype(lanes), codegen
 
 
-def _store(typingctx, value, numbers, start):
-    """Write lanes or a number to ``numbers`` at ``start``, rounded to its type."""
+def _store(typingctx, value, array, start):
+    """Write lanes or a number to ``array`` from ``start``, rounded to its dtype."""
 
     def codegen(context, builder, signature, args):
-        kind = signature.args[1].dtype
-        bits = narrowed(builder, args[0], kind)
+        dtype = signature.args[1].dtype
+        bits = build_downcast(builder, args[0], dtype)
         pointer = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(pointer, bits.type.as_pointer())
-        builder.store(bits, pointer, align=_bytes(kind))
+        builder.store(bits, pointer, align=_bytes(dtype))
         return context.get_dummy_value()
 
-    return types.void(value, numbers, types.int64), codegen
+    return types.void(value, array, types.int64), codegen
 
 
-def _stream(typingctx, lanes, numbers, start):
-    """Write lanes as ``store`` does, but past the caches, to a multiple of 16 bytes.
+def _stream(typingctx, lanes, array, start):
+    """Write lanes like ``store``, but past the caches, to an address aligned to 16 bytes.
 
-    The next atomic operation of this thread lets others see them.
+    They are visible to other threads after this thread's next atomic operation.
     """
 
     def codegen(context, builder, signature, args):
-        kind = signature.args[1].dtype
-        bits, step = narrowed(builder, args[0], kind), STREAM // _bytes(kind)
-        pointer = _pointer(context, builder, signature, args)
-        mark = builder.module.add_metadata([I32(1)])
+        dtype = signature.args[1].dtype
+        bits, step = build_downcast(builder, args[0], dtype), STREAM_BYTES // _bytes(dtype)
+        start = _pointer(context, builder, signature, args)
+        nontemporal = builder.module.add_metadata([I32(1)])
         for first in range(0, bits.type.count, step):
-            part = _taken(builder, bits, range(first, first + step))
-            place = builder.gep(pointer, [I32(first)])
-            place = builder.bitcast(place, part.type.as_pointer())
-            builder.store(part, place, align=STREAM).set_metadata("nontemporal", mark)
+            part = _selected(builder, bits, range(first, first + step))
+            pointer = builder.gep(start, [I32(first)])
+            pointer = builder.bitcast(pointer, part.type.as_pointer())
+            instruction = builder.store(part, pointer, align=STREAM_BYTES)
+            instruction.set_metadata("nontemporal", nontemporal)
         return context.get_dummy_value()
 
-    return types.void(lanes, numbers, types.int64), codegen
+    return types.void(lanes, array, types.int64), codegen
 
 
-def _fetch(typingctx, like, numbers, start):
-    """Ask for the memory that ``load`` will read there, a hint that changes nothing."""
+def _prefetch_lanes(typingctx, like, array, start):
+    """Prefetch what ``load`` would read with the same arguments."""
 
     def codegen(context, builder, signature, args):
         count = _count(like) if isinstance(like, Lanes) else 1
-        pointer = builder.bitcast(_pointer(context, builder, signature, args), BYTES)
+        start = _pointer(context, builder, signature, args)
+        pointer = builder.bitcast(start, BYTE_POINTER)
         for offset in range(0, count * _bytes(signature.args[1].dtype), LINE):
-            ask_for(builder, builder.gep(pointer, [I32(offset)]))
+            build_prefetch(builder, builder.gep(pointer, [I32(offset)]))
         return context.get_dummy_value()
 
-    return types.void(like, numbers, types.int64), codegen
+    return types.void(like, array, types.int64), codegen
 
 
 def _bytes(dtype):
@@ -162,67 +174,75 @@ def _count(lanes):
 
 
 def _pointer(context, builder, signature, args):
-    if signature.args[1].layout != "C":
-        raise TypeError(f"lanes need a contiguous array, got {signature.args[1]}")
-    view = context.make_array(signature.args[1])(context, builder, args[1])
-    return builder.gep(view.data, [args[2]])
+    array_type = signature.args[1]
+    if array_type.layout != "C":
+        raise TypeError(f"lanes need a contiguous array, got {array_type}")
+    struct = array_struct(context, builder, array_type, args[1])
+    return builder.gep(struct.data, [args[2]])
 
 
-def _as_wide(builder, number, wanted):
-    """Return a float32 or float64, one or many, as the type that is wanted."""
-    if number.type == wanted:
-        return number
-    one = getattr(wanted, "element", wanted)
-    longer = isinstance(one, ir.DoubleType)
-    return (builder.fpext if longer else builder.fptrunc)(number, wanted)
+def _converted(builder, value, wanted):
+    """Return an LLVM scalar or vector of floats as the type ``wanted``."""
+    if value.type == wanted:
+        return value
+    element = getattr(wanted, "element", wanted)
+    is_double = isinstance(element, ir.DoubleType)
+    return (builder.fpext if is_double else builder.fptrunc)(value, wanted)
 
 
-def _kept(context, like, dtype):
-    """Return the type of what ``like`` is, as it is kept in memory."""
-    number = context.get_value_type(dtype)
-    return ir.VectorType(number, _count(like)) if isinstance(like, Lanes) else number
+def _stored_type(context, like, dtype):
+    """Return the LLVM type that ``like`` has in an array of ``dtype``."""
+    element = context.get_value_type(dtype)
+    return ir.VectorType(element, _count(like)) if isinstance(like, Lanes) else element
 
 
-def _repeated(builder, number, wide):
-    first = builder.insert_element(ir.Constant(wide, ir.Undefined), number, I32(0))
-    return _taken(builder, first, [0] * wide.count)
+def _repeated(builder, number, vector_type):
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    first = builder.insert_element(undefined, number, I32(0))
+    return _selected(builder, first, [0] * vector_type.count)
 
 
-def _taken(builder, lanes, places):
-    unset = ir.Constant(lanes.type, ir.Undefined)
-    which = ir.Constant(ir.VectorType(I32, len(places)), list(places))
-    return builder.shuffle_vector(lanes, unset, which)
+def _selected(builder, lanes, indices: Sequence[int]):
+    undefined = ir.Constant(lanes.type, ir.Undefined)
+    mask = ir.Constant(ir.VectorType(I32, len(indices)), list(indices))
+    return builder.shuffle_vector(lanes, undefined, mask)
 
 
-def _shuffled(places: Callable[[int], Any]) -> Any:
-    """Return a function that takes lanes from two: which, of both one after the other."""
+def _shuffle(indices: Callable[[int], Sequence[int]]) -> Any:
+    """Return an intrinsic that selects lanes from the concatenation of two values.
 
-    def shuffled(typingctx, a, b):
+    Args:
+        indices: Function of the number of lanes in each.
+    """
+
+    def shuffle(typingctx, a, b):
         def codegen(context, builder, signature, args):
-            which = list(places(_count(a)))
-            kind = ir.VectorType(I32, len(which))
-            return builder.shuffle_vector(*args, ir.Constant(kind, which))
+            selected = list(indices(_count(a)))
+            mask = ir.Constant(ir.VectorType(I32, len(selected)), selected)
+            return builder.shuffle_vector(*args, mask)
 
         return a(a, b), codegen
 
-    return intrinsic(shuffled)
+    return intrinsic(shuffle)
 
 
-def _zipped(start: int, end: int, count: int) -> list[int]:
-    return [place for i in range(start, end) for place in (i, i + count)]
+def _interleaved(start: int, end: int, count: int) -> list[int]:
+    return [index for i in range(start, end) for index in (i, i + count)]
 
 
-def _operator(symbol: Callable[..., Any], instruction: str) -> None:
-    """Let ``symbol`` work on lanes, with a number on either side taken for all of them."""
+def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
+    """Define ``symbol`` on lanes; a number on either side is broadcast."""
 
     def both(typingctx, a, b):
         lanes = a if isinstance(a, Lanes) else b
 
         def codegen(context, builder, signature, args):
-            wide = context.get_value_type(lanes)
+            vector_type = context.get_value_type(lanes)
             x, y = (
-                value if isinstance(kind, Lanes) else _repeated(builder, value, wide)
-                for value, kind in zip(args, signature.args, strict=True)
+                value
+                if isinstance(operand, Lanes)
+                else _repeated(builder, value, vector_type)
+                for value, operand in zip(args, signature.args, strict=True)
             )
             return getattr(builder, instruction)(x, y)
 
@@ -236,28 +256,28 @@ def _operator(symbol: Callable[..., Any], instruction: str) -> None:
             return lambda a, b: apply(a, b)
 
 
-_operator(operator.add, "fadd")
-_operator(operator.sub, "fsub")
-_operator(operator.mul, "fmul")
+_define_operator(operator.add, "fadd")
+_define_operator(operator.sub, "fsub")
+_define_operator(operator.mul, "fmul")
 
-# Typed as Any: a type checker sees the typing context that Numba passes itself.
+# Any: the declared signatures begin with the typing context that Numba passes itself.
 zeros: Any = intrinsic(_zeros)
 short_zeros: Any = intrinsic(_short_zeros)
 load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 stream: Any = intrinsic(_stream)
-fetch: Any = intrinsic(_fetch)
+prefetch_lanes: Any = intrinsic(_prefetch_lanes)
 total: Any = intrinsic(_total)
-evens: Any = _shuffled(lambda count: range(0, 2 * count, 2))
-odds: Any = _shuffled(lambda count: range(1, 2 * count, 2))
-lower_zipped: Any = _shuffled(lambda count: _zipped(0, count // 2, count))
-upper_zipped: Any = _shuffled(lambda count: _zipped(count // 2, count, count))
+evens: Any = _shuffle(lambda count: range(0, 2 * count, 2))
+odds: Any = _shuffle(lambda count: range(1, 2 * count, 2))
+interleave_lower: Any = _shuffle(lambda count: _interleaved(0, count // 2, count))
+interleave_upper: Any = _shuffle(lambda count: _interleaved(count // 2, count, count))
 
 
 @inlined
-def write(lanes, numbers, start, streams):
-    """Write ``lanes`` past the caches if it ``streams``, else through them."""
+def store_or_stream(lanes, array, start, streams):
+    """Write ``lanes`` past the caches if ``streams``, else through them."""
     if streams:
-        stream(lanes, numbers, start)
+        stream(lanes, array, start)
     else:
-        store(lanes, numbers, start)
+        store(lanes, array, start)

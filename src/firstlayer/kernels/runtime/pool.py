@@ -1,63 +1,188 @@
-"""A few threads that share out a long range between the cores.
+"""Thread pool that shares the range of a compiled loop between cores.
 
-Numba's own threading layers abort a process that forks or that calls them from two threads
-at once, so the threads are ours. A range is cut into pieces, and whoever is free takes the
-next (``_share``): the caller begins at once, and a helper that is slow to wake leaves more
-to the others instead of holding them up. Pieces write to places of their own, so that
-results do not depend on who made them.
+Python code calls :func:`run`, which decides on the number of threads and calls a kernel.
+The kernel loops over :func:`pieces`. The number of threads is set in ``threads``.
 
-Helpers never return from compiled code: one that had to ask for the GIL would stop its
-caller's Python to get it. They are made when they are first needed and forgotten in a
-forked child, where they do not exist. There is one job at a time: whoever comes while the
-helpers are busy works alone.
+Numba's threading layers abort a process that forks, or that calls them from two threads at
+once. The threads of a ``ThreadPoolExecutor`` need the GIL for every task and stop the
+caller's Python to get it; the rows ``threads: …`` of ``python -m benchmarks`` compare the
+two. Helpers of this pool never leave compiled code, so they never need the GIL.
+
+Protocol:
+    1. ``run`` tries to take the pool's lock, starts missing helpers and calls the kernel
+       with a ticket. This thread is the owner of the job.
+    2. The kernel stores its arguments in the block, the memory it shares with the helpers.
+       It resets the counters, sets ``OPEN``, adds to ``JOBS`` and wakes sleeping helpers.
+    3. A helper that sees ``JOBS`` change adds itself to ``INSIDE``. If the job is ``OPEN``
+       and one of its ``SEATS`` is free, the helper calls the same kernel with the same
+       arguments. Then it leaves ``INSIDE``.
+    4. Owner and helpers claim pieces by adding to ``NEXT`` until the range is used up, and
+       add the length of each finished piece to ``DONE``. A helper that wakes late leaves
+       more pieces to the others. Pieces write to disjoint memory, so results do not depend
+       on which thread does which.
+    5. The owner waits until ``DONE`` is the whole range, clears ``OPEN``, waits until
+       nobody is ``INSIDE``, and returns.
+
+Memory order:
+    All counters are sequentially consistent atomics, each in its own cache line. Arguments
+    are stored before ``OPEN`` is set and read after it was seen; results are stored before
+    ``DONE`` is increased and read after it was seen. A helper enters ``INSIDE`` before it
+    reads ``OPEN``, and the owner clears ``OPEN`` before it reads ``INSIDE``: at least one
+    sees the other. The atomic add to ``DONE`` also orders streaming stores.
+
+Limits:
+    - One job at a time. A caller that finds the pool busy runs its kernel alone.
+    - A forked child has no helpers and starts its own.
+    - Without POSIX threads, or with a Numba that fails the checks of ``numba_abi``, kernels
+      run on one thread, and the first that could use more warns.
+    - A kernel's arguments take at most ``ARGUMENT_BYTES``.
+    - A kernel allocates or raises before its first piece only, and calls ``pieces`` once.
 """
 
 import ctypes
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVarTuple
 
-from .share import BLOCK, CONDITION, MUTEX, alone, help_forever
-from .system import HAS_THREADS
-from .threads import threads_here
+import numba
+import numpy as np
 
-# Pieces for each thread: enough to even out, few enough to cost little.
-PIECES = 8
-# How often a helper looks for its next job before it sleeps: for about 400 µs.
-LINGER = 1_200_000
+from .atomics import atomic_add, atomic_load, atomic_store, fence
+from .compile import inlined, kernel
+from .numba_abi import (
+    ARGUMENT_BYTES,
+    SIZE,
+    Ticket,
+    call_worker,
+    offer,
+    single_thread_reason,
+)
+from .system import (
+    condition_broadcast,
+    condition_wait,
+    current_core,
+    move_off_core,
+    mutex_lock,
+    mutex_unlock,
+    sleep_us,
+)
+from .threads import current_num_threads
+
+# Offsets into the block, a cache line each, after the kernel's arguments: the next item to
+# claim, the number of items done, whether there is a job, how many helpers look at it, how
+# many more may join, the number of jobs so far, how many helpers sleep, the address of the
+# worker, the owner's core,
+NEXT, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
+    ARGUMENT_BYTES, ARGUMENT_BYTES + 9 * 64, 64
+)
+# and the mutex and the condition variable that helpers sleep on.
+MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 4 * 64, 64)
+
+# Enough pieces to balance the load, few enough to cost little.
+PIECES_PER_THREAD = 8
+# A helper polls for about 400 µs before it sleeps: waking takes longer than a short job.
+HELPER_POLLS = 1_200_000
+# The owner polls for the helpers' last pieces before it takes naps.
+OWNER_POLLS, NAP_MICROSECONDS = 600_000, 20
+
+_REASON = single_thread_reason()
+Arguments = TypeVarTuple("Arguments")
+
+
+def run(
+    loop: Callable[[Ticket, *Arguments], None], size: int, *args: *Arguments, grain: int
+) -> None:
+    """Call ``loop(ticket, *args)`` on as many threads as are worth it.
+
+    Args:
+        loop: Kernel that loops over ``pieces(ticket)``.
+        size: Number of items in the range.
+        args: Further arguments of the kernel.
+        grain: Minimum number of items per thread; see :func:`grain_for`.
+    """
+    threads = _num_threads(size, grain)
+    if threads <= 1 or not _pool.lock.acquire(blocking=False):
+        loop(whole_range(size), *args)
+        return
+    try:
+        piece = -(-size // (threads * PIECES_PER_THREAD))
+        loop((_pool.block_with_helpers(threads - 1), size, piece, threads - 1, 1), *args)
+    finally:
+        _pool.lock.release()
+
+
+def _num_threads(size: int, grain: int) -> int:
+    """Decide how many threads share a range, the calling one included."""
+    threads = min(current_num_threads(), size // max(grain, 1))
+    if threads > 1 and _REASON is not None:
+        _pool.warn_once(_REASON)
+        return 1
+    return threads
+
+
+def grain_for(least: int, work: int, size: int = 1) -> int:
+    """Return the minimum number of items per thread, the ``grain`` of :func:`run`.
+
+    A sleeping helper joins after about 50 µs, so a thread needs at least that much work.
+
+    Args:
+        least: Work worth a thread, in any unit: the ``GRAIN`` of the kernel's module.
+        work: Work of ``size`` items, in the same unit.
+        size: Number of items.
+
+    Example:
+        >>> grain_for(1 << 16, 512)
+        128
+    """
+    return max(1, least * size // max(1, work))
+
+
+def whole_range(size: int) -> Ticket:
+    """Return the ticket of a kernel that does all of ``[0, size)`` in one thread."""
+    return 0, size, 0, 0, 0
 
 
 class _Pool:
-    """The helpers: with their number, the only state this package keeps."""
+    """The helpers and the block of memory shared with them."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.has_warned = False
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
+        """Forget the helpers, which do not exist in a forked child."""
         self.lock = threading.Lock()
         self.block, self.helpers = 0, 0
 
-    def hire(self, count: int) -> int:
-        """Have that many helpers, and return the address of what they look at."""
-        self.block = self.block or _block()
+    def block_with_helpers(self, count: int) -> int:
+        """Start helpers until there are ``count``, and return the block's address."""
+        self.block = self.block or _allocate_block()
         while self.helpers < count:
             threading.Thread(
                 target=help_forever,
-                args=(self.block, LINGER),
+                args=(self.block, HELPER_POLLS),
                 name="firstlayer",
                 daemon=True,
             ).start()
             self.helpers += 1
         return self.block
 
+    def warn_once(self, reason: str) -> None:
+        """Warn that kernels use one thread."""
+        if not self.has_warned:
+            self.has_warned = True
+            message = f"Firstlayer's kernels run on one thread: {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-def _block() -> int:
+
+def _allocate_block() -> int:
     """Return the address of memory that is never freed: helpers may outlive Python."""
     c = ctypes.CDLL(None)
     c.calloc.restype = ctypes.c_void_p
-    # A line more, to begin where a line of cache does.
-    start = c.calloc(1, BLOCK + 64) or 0
+    # 64 bytes more, to align the block to a cache line.
+    start = c.calloc(1, BLOCK_BYTES + 64) or 0
     block = -(-start // 64) * 64
     c.pthread_mutex_init(ctypes.c_void_p(block + MUTEX), None)
     c.pthread_cond_init(ctypes.c_void_p(block + CONDITION), None)
@@ -66,25 +191,101 @@ def _block() -> int:
 
 _pool = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.forget)
+    os.register_at_fork(after_in_child=_pool.reset)
 
 
-def run(loop: Callable[..., Any], size: int, *args: Any, grain: int) -> None:
-    """Call ``loop(ticket, *args)`` in as many threads as are worth it.
+@inlined
+def _in_one_piece(ticket):
+    return np.int64(0), ticket[SIZE], np.int64(0), np.int64(0), np.int64(0)
+
+
+_prepared: Any = offer if _REASON is None else _in_one_piece
+
+
+@inlined
+def pieces(ticket: Ticket) -> Iterator[tuple[int, int]]:
+    """Yield ``(lo, hi)`` of one piece after the other until the range is used up.
+
+    A kernel calls this itself and not through a function that is not inlined: helpers call
+    the function that this is compiled into.
+    """
+    return _pieces(_prepared(ticket))
+
+
+@numba.njit
+def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
+    block, size, piece, helpers, worker = ticket
+    if not piece:
+        yield np.int64(0), size
+        fence()
+        return
+    if worker:
+        _open_job(block, worker, helpers)
+    lo = atomic_add(block + NEXT, piece)
+    while lo < size:
+        hi = min(size, lo + piece)
+        yield lo, hi
+        atomic_add(block + DONE, hi - lo)
+        lo = atomic_add(block + NEXT, piece)
+    if worker:
+        _close_job(block, size)
+
+
+@numba.njit
+def _open_job(block, worker, helpers):
+    """Let helpers join."""
+    atomic_store(block + NEXT, 0)
+    atomic_store(block + DONE, 0)
+    atomic_store(block + SEATS, helpers)
+    atomic_store(block + WORKER, worker)
+    atomic_store(block + CORE, current_core())
+    atomic_store(block + OPEN, 1)
+    atomic_add(block + JOBS, 1)
+    if atomic_load(block + SLEEPERS):
+        mutex_lock(block + MUTEX)
+        condition_broadcast(block + CONDITION)
+        mutex_unlock(block + MUTEX)
+
+
+@numba.njit
+def _close_job(block, size):
+    """Wait until every item is done and no helper is inside."""
+    polls = 0
+    while atomic_load(block + DONE) < size:
+        polls += 1
+        if polls > OWNER_POLLS:
+            sleep_us(NAP_MICROSECONDS)
+    atomic_store(block + OPEN, 0)
+    while atomic_load(block + INSIDE):
+        polls += 1
+        if polls > OWNER_POLLS:
+            sleep_us(NAP_MICROSECONDS)
+
+
+@kernel()
+def help_forever(block, max_polls):
+    """Join one job after the other; the body of a helper thread.
 
     Args:
-        loop: A compiled loop over ``pieces(ticket)`` that writes to disjoint places
-            for disjoint pieces, and allocates before the first of them if at all.
-        size: Length of the whole range.
-        args: Passed on to every call.
-        grain: The least length worth a thread: one that sleeps joins after about 50 µs.
+        block: Address of the block.
+        max_polls: Number of times to poll for the next job before sleeping.
     """
-    threads = min(threads_here(), size // max(grain, 1)) if HAS_THREADS else 1
-    if threads <= 1 or not _pool.lock.acquire(blocking=False):
-        loop(alone(size), *args)
-        return
-    try:
-        piece = -(-size // (threads * PIECES))
-        loop((_pool.hire(threads - 1), size, piece, threads - 1, 1), *args)
-    finally:
-        _pool.lock.release()
+    last = atomic_load(block + JOBS)
+    while True:
+        polls = 0
+        while polls < max_polls and atomic_load(block + JOBS) == last:
+            polls += 1
+        if polls == max_polls:
+            mutex_lock(block + MUTEX)
+            atomic_add(block + SLEEPERS, 1)
+            while atomic_load(block + JOBS) == last:
+                condition_wait(block + CONDITION, block + MUTEX)
+            atomic_add(block + SLEEPERS, -1)
+            mutex_unlock(block + MUTEX)
+        last = atomic_load(block + JOBS)
+        # INSIDE before OPEN: the owner clears OPEN before it waits for INSIDE.
+        atomic_add(block + INSIDE, 1)
+        if atomic_load(block + OPEN) and atomic_add(block + SEATS, -1) > 0:
+            move_off_core(atomic_load(block + CORE))
+            call_worker(atomic_load(block + WORKER), block)
+        atomic_add(block + INSIDE, -1)

@@ -1,8 +1,7 @@
-"""What compiled code asks of the operating system: to sleep, to wake, to change its core.
+"""C library calls for compiled code: locking, sleeping and choosing a core.
 
-Where the system has no such call, it does nothing: without POSIX threads nobody sleeps,
-because there are no helpers (:data:`HAS_THREADS`), and elsewhere than on Linux a thread
-stays where it is.
+A call that the system does not have is a no-op that returns -1. Without POSIX threads the
+pool starts no helpers; on systems other than Linux a thread stays on its core.
 """
 
 import os
@@ -14,49 +13,49 @@ import numpy as np
 from numba import types
 
 #: Whether compiled code can put threads to sleep and wake them.
-HAS_THREADS = os.name == "posix"
-# Bytes and words of Linux's set of cores, a bit for each.
-SIZE, WORDS = 128, 16
+HAS_POSIX_THREADS = os.name == "posix"
+# Size of Linux's ``cpu_set_t``, in bytes and in 64-bit words.
+CPU_SET_BYTES, CPU_SET_WORDS = 128, 16
 
 
-def _external(name: str, *arguments: Any) -> Any:
-    """Return a function of the C library that returns an int, for compiled code."""
-    return types.ExternalFunction(name, types.int32(*arguments))
+def _external(name: str, *argument_types: Any) -> Any:
+    """Return a C function that returns an int, callable from compiled code."""
+    return types.ExternalFunction(name, types.int32(*argument_types))
 
 
 @numba.njit
-def _nothing(*arguments):
+def _noop(*arguments):
     return -1
 
 
-lock, unlock, wait, wake, nap = [_nothing] * 5
-if HAS_THREADS:
-    lock = _external("pthread_mutex_lock", types.int64)
-    unlock = _external("pthread_mutex_unlock", types.int64)
-    wait = _external("pthread_cond_wait", types.int64, types.int64)
-    wake = _external("pthread_cond_broadcast", types.int64)
-    nap = _external("usleep", types.uint32)
+mutex_lock, mutex_unlock, condition_wait, condition_broadcast, sleep_us = [_noop] * 5
+if HAS_POSIX_THREADS:
+    mutex_lock = _external("pthread_mutex_lock", types.int64)
+    mutex_unlock = _external("pthread_mutex_unlock", types.int64)
+    condition_wait = _external("pthread_cond_wait", types.int64, types.int64)
+    condition_broadcast = _external("pthread_cond_broadcast", types.int64)
+    sleep_us = _external("usleep", types.uint32)
 
-core_here, _cores, _set_cores = [_nothing] * 3
+current_core, _get_affinity, _set_affinity = [_noop] * 3
 if sys.platform == "linux":
-    core_here = _external("sched_getcpu")
-    _cores = _external("sched_getaffinity", types.int32, types.int64, types.uint64)
-    _set_cores = _external("sched_setaffinity", types.int32, types.int64, types.uint64)
+    current_core = _external("sched_getcpu")
+    _get_affinity = _external("sched_getaffinity", types.int32, types.int64, types.uint64)
+    _set_affinity = _external("sched_setaffinity", types.int32, types.int64, types.uint64)
 
 
 @numba.njit
-def leave(core):
-    """Move this thread to another core, if it is on this one and there is another.
+def move_off_core(core):
+    """Move this thread to another core if it runs on ``core`` and may run elsewhere.
 
-    A helper that is woken on its caller's core would wait until the caller is done. The
-    system would notice and move it, but milliseconds later.
+    A helper woken on its caller's core waits until the caller is done; the scheduler moves
+    it only milliseconds later.
     """
-    if core < 0 or core_here() != core or core >= 64 * WORDS:
+    if core < 0 or current_core() != core or core >= 64 * CPU_SET_WORDS:
         return
-    allowed = np.zeros(WORDS, np.int64)
-    if _cores(0, SIZE, allowed.ctypes.data) < 0:
+    allowed = np.zeros(CPU_SET_WORDS, np.int64)
+    if _get_affinity(0, CPU_SET_BYTES, allowed.ctypes.data) < 0:
         return
     others = allowed.copy()
     others[core // 64] &= ~(1 << (core % 64))
-    if others.any() and _set_cores(0, SIZE, others.ctypes.data) == 0:
-        _set_cores(0, SIZE, allowed.ctypes.data)
+    if others.any() and _set_affinity(0, CPU_SET_BYTES, others.ctypes.data) == 0:
+        _set_affinity(0, CPU_SET_BYTES, allowed.ctypes.data)

@@ -1,11 +1,11 @@
-"""How many threads the kernels use: one setting for all, and one for a stretch of code."""
+"""Number of threads the kernels use: one setting for the process, one for a code block."""
 
 import os
 import threading
 
 
-class _Wanted:
-    """What is set for the whole process, by default one thread for each core allowed."""
+class _Setting:
+    """The process-wide number of threads, by default one for each core allowed."""
 
     def __init__(self) -> None:
         self.size = (
@@ -15,14 +15,14 @@ class _Wanted:
         )
 
 
-_wanted = _Wanted()
+_setting = _Setting()
 _here = threading.local()
 
 
 def set_num_threads(n: int) -> None:
-    """Use ``n`` threads in the kernels from now on, the calling one included.
+    """Set the number of threads the kernels use, the calling one included.
 
-    Results do not depend on it: what is summed, and in which order, does not either.
+    Results do not depend on it: sums are taken in the same order.
 
     Example:
         >>> before = get_num_threads()
@@ -32,20 +32,20 @@ def set_num_threads(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"n must be positive, got {n}")
-    _wanted.size = int(n)
+    _setting.size = int(n)
 
 
 def get_num_threads() -> int:
-    """Return how many threads the kernels use, by default one for each core allowed."""
-    return _wanted.size
+    """Return the number of threads the kernels use, by default one per allowed core."""
+    return _setting.size
 
 
 class on_threads:
-    """Use ``n`` threads in the kernels that this thread calls inside, whatever is set.
+    """Context in which kernels called by this thread use ``n`` threads.
 
     Example:
         >>> with on_threads(1):
-        ...     print(threads_here(), get_num_threads() >= 1)
+        ...     print(current_num_threads(), get_num_threads() >= 1)
         1 True
     """
 
@@ -59,6 +59,6 @@ class on_threads:
         _here.size = self.before
 
 
-def threads_here() -> int:
-    """Return how many threads the kernels that this thread calls now may use."""
-    return getattr(_here, "size", None) or _wanted.size
+def current_num_threads() -> int:
+    """Return the number of threads for kernels that this thread calls now."""
+    return getattr(_here, "size", None) or _setting.size

@@ -1,0 +1,186 @@
+"""Every assumption about Numba's internals that its public extension API does not cover.
+
+The thread pool calls a compiled kernel again, through a pointer, with the arguments it was
+called with. That relies on the following:
+
+1. A compiled function is ``status f(result *, exception **, *arguments)``.
+2. A tuple is passed as its elements. The ticket, a kernel's first argument, is therefore
+   its first five arguments, each an int64.
+3. Inside a function the ticket is an LLVM array of five int64.
+4. A function with ``inline="always"`` is lowered into its caller, so that ``offer`` sees
+   the LLVM function of the kernel.
+5. The struct of an array has the fields ``data`` and ``strides``.
+
+A ticket is a tuple because Numba's generators never release an array argument.
+
+:func:`single_thread_reason` checks 1 to 4. Versions in :data:`KNOWN_VERSIONS` have passed
+the call check, so for them only layouts are compared, which takes microseconds. For any
+other version a small kernel is compiled, offered and called through its pointer. If a check
+fails, kernels run on one thread.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .system import HAS_POSIX_THREADS
+
+#: Versions of Numba whose call check has passed.
+KNOWN_VERSIONS = frozenset(f"0.{minor}" for minor in range(61, 69))
+
+#: Shared-memory address, size of the range, size of a piece, number of helpers that may
+#: join, and 1 if the kernel is to be offered to helpers.
+Ticket = tuple[int, int, int, int, int]
+BLOCK, SIZE, PIECE, HELPERS, OFFER = range(5)
+#: Bytes at the beginning of the shared memory that hold a kernel's arguments.
+ARGUMENT_BYTES = 4096
+
+I64 = ir.IntType(64)
+
+
+def array_struct(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """Return a view of an array's struct, with ``data`` and ``strides``."""
+    return context.make_array(array_type)(context, builder, array)
+
+
+def _offer(typingctx, ticket):
+    """Store the arguments of the kernel this is lowered into, and return the ticket.
+
+    If the ticket says to offer the kernel, its last field becomes the address of a function
+    that calls the kernel with the stored arguments; otherwise it is 0.
+    """
+
+    def codegen(context, builder, signature, args):
+        arguments = builder.function.args[2:]
+        stored = ir.LiteralStructType([arg.type for arg in arguments])
+        if stored.get_abi_size(context.target_data) > ARGUMENT_BYTES:
+            raise TypeError(
+                f"the arguments of {builder.function.name} must fit in"
+                f" {ARGUMENT_BYTES} bytes"
+            )
+        worker = _build_worker(builder, stored)
+        offers = builder.icmp_signed("!=", builder.extract_value(args[0], OFFER), I64(0))
+        with builder.if_then(offers):
+            block = builder.extract_value(args[0], BLOCK)
+            struct = builder.inttoptr(block, stored.as_pointer())
+            for index, arg in enumerate(arguments):
+                builder.store(arg, _field(builder, struct, index))
+        address = builder.select(offers, builder.ptrtoint(worker, I64), I64(0))
+        return builder.insert_value(args[0], address, OFFER)
+
+    return ticket(ticket), codegen
+
+
+def _build_worker(builder: Any, stored: Any) -> Any:
+    """Return a function of the block's address that calls the kernel being built."""
+    kernel = builder.function
+    worker = ir.Function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [I64]),
+        name=f"{kernel.name}.helped",
+    )
+    worker.linkage = "internal"
+    body = ir.IRBuilder(worker.append_basic_block())
+    struct = body.inttoptr(worker.args[0], stored.as_pointer())
+    args: list[Any] = [
+        body.load(_field(body, struct, index)) for index in range(len(stored.elements))
+    ]
+    args[OFFER] = I64(0)
+    # The result and the exception are ignored: kernels return nothing, and raise before
+    # their first piece if at all.
+    ignored = [body.alloca(arg.type.pointee) for arg in kernel.args[:2]]
+    body.call(kernel, [*ignored, *args])
+    body.ret_void()
+    return worker
+
+
+def _field(builder: Any, struct: Any, index: int) -> Any:
+    return builder.gep(struct, [ir.IntType(32)(0), ir.IntType(32)(index)])
+
+
+def _call_worker(typingctx, worker, block):
+    """Call the worker at an address with the address of the block."""
+
+    def codegen(context, builder, signature, args):
+        function = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+# Any: the declared signatures begin with the typing context that Numba passes itself.
+offer: Any = intrinsic(_offer)
+call_worker: Any = intrinsic(_call_worker)
+
+
+def single_thread_reason() -> str | None:
+    """Return why kernels cannot share their work, or None if they can."""
+    if not HAS_POSIX_THREADS:
+        return "this system has no POSIX threads"
+    problem = layout_problem()
+    if problem is None and numba.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
+        problem = call_problem()
+    return problem and f"Numba {numba.__version__} is not supported: {problem}"
+
+
+def layout_problem() -> str | None:
+    """Return which layout differs from the one assumed here, or None."""
+    # Broad, because an unknown version may lack any of these names.
+    try:
+        from numba.core.callconv import CPUCallConv
+        from numba.core.datamodel.registry import default_manager
+
+        ticket = default_manager[types.UniTuple(types.int64, 5)]
+        function: Any = SimpleNamespace(args=("result", "exception", "argument"))
+        visible = CPUCallConv.get_arguments(None, function)  # pyright: ignore
+        if visible != ("argument",):
+            return "compiled functions do not have two hidden arguments"
+        if ticket.get_argument_type() != (I64,) * 5:
+            return "tuples are not passed as their elements"
+        if ticket.get_value_type() != ir.ArrayType(I64, 5):
+            return "tuples are not arrays"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@numba.njit(inline="always")
+def _offer_inlined(ticket):
+    return offer(ticket)
+
+
+@numba.njit
+def _probe(ticket, floats, nothing, pair, log):
+    """Log the arguments, and once more through the worker's pointer."""
+    offered = _offer_inlined(ticket)
+    call = log[0, 0]
+    log[0, 0] += 1
+    log[1 + call, 0] = offered[OFFER] != 0
+    log[1 + call, 1] = offered[SIZE]
+    log[1 + call, 2] = int(floats[1])
+    log[1 + call, 3] = nothing is None
+    log[1 + call, 4] = pair[0]
+    log[1 + call, 5] = int(pair[1])
+    if call == 0 and offered[OFFER]:
+        call_worker(offered[OFFER], ticket[BLOCK])
+
+
+def call_problem() -> str | None:
+    """Return what goes wrong when a kernel is called through its pointer, or None."""
+    block, log = np.zeros(ARGUMENT_BYTES, np.uint8), np.zeros((3, 6), np.int64)
+    ticket = block.ctypes.data, 17, 0, 0, 1
+    # Broad, because an unknown version may fail to compile this in any way.
+    try:
+        _probe(ticket, np.array([3.0, 5.0]), None, (7, 11.0), log)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    want = [[2, 0, 0, 0, 0, 0], [1, 17, 5, 1, 7, 11], [0, 17, 5, 1, 7, 11]]
+    if log.tolist() != want:
+        return f"a kernel's arguments were passed on as {log[1:].tolist()}"
+    return None

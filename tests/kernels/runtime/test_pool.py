@@ -1,0 +1,120 @@
+"""The thread pool: every item once, helpers that help, nothing leaked."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from firstlayer import kernels
+from firstlayer.kernels.runtime.compile import kernel
+from firstlayer.kernels.runtime.pool import grain_for, pieces, run
+from firstlayer.kernels.runtime.threads import on_threads
+
+
+@kernel()
+def _add(ticket, counts, amount):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            counts[i] += amount
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 63, 1000])
+def test_every_item_is_processed_once(threads, size):
+    for _ in range(20):
+        counts = np.zeros(size, np.int64)
+        run(_add, size, counts, 3, grain=7)
+        assert (counts == 3).all()
+
+
+def test_eight_callers_at_once_get_correct_results(threads):
+    def call(amount):
+        counts = np.zeros(5000, np.int64)
+        for _ in range(50):
+            run(_add, 5000, counts, amount, grain=7)
+        return (counts == 50 * amount).all()
+
+    with ThreadPoolExecutor(8) as callers:
+        assert all(callers.map(call, range(8)))
+
+
+@kernel()
+def _write_thread(ticket, thread_of_item, rounds):
+    # Each thread allocates one number, whose address identifies it.
+    own = np.ones(1)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            for _ in range(rounds):
+                own[0] = np.cos(own[0])
+            thread_of_item[i] = own.ctypes.data
+
+
+def test_helpers_process_items(threads):
+    thread_of_item, used = np.zeros(8 * threads, np.int64), 0
+    # The first calls may find the helper's code still being compiled.
+    for _ in range(200):
+        run(_write_thread, thread_of_item.size, thread_of_item, 100_000, grain=1)
+        used = len(set(thread_of_item.tolist()))
+        if threads == 1 or used > 1:
+            break
+    assert thread_of_item.all() and (used > 1) == (threads > 1)
+
+
+def test_a_range_shorter_than_two_grains_runs_on_one_thread():
+    thread_of_item = np.zeros(19, np.int64)
+    with on_threads(2):
+        for _ in range(20):
+            run(_write_thread, 19, thread_of_item, 10_000, grain=10)
+            assert len(set(thread_of_item.tolist())) == 1
+
+
+def test_grain_is_the_work_worth_a_thread_over_the_work_of_an_item():
+    assert grain_for(1000, 10) == 100
+    assert grain_for(1000, 400, 20) == 50
+    assert grain_for(1000, 2000) == grain_for(7, 0, 0) == 1
+
+
+@kernel()
+def _fail(ticket, counts):
+    if counts[0] == 0:
+        raise ZeroDivisionError("before the first piece")
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            counts[i] += 1
+
+
+def test_the_pool_works_after_an_error_before_the_first_piece(threads):
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError, match="before the first piece"):
+            run(_fail, 100, np.zeros(100, np.int64), grain=1)
+        counts = np.ones(100, np.int64)
+        run(_fail, 100, counts, grain=1)
+        assert (counts == 2).all()
+
+
+def test_a_call_keeps_no_reference_to_its_arguments(threads):
+    counts = np.zeros(5000, np.int64)
+    before = sys.getrefcount(counts)
+    for _ in range(50):
+        run(_add, 5000, counts, 1, grain=7)
+    assert sys.getrefcount(counts) == before
+
+
+@kernel()
+def _take_many(ticket, numbers):
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            numbers[i][0] = i
+
+
+@pytest.mark.rejects
+def test_arguments_that_do_not_fit_the_shared_memory_are_refused():
+    numbers = (np.zeros(1),) * 80
+    with pytest.raises(Exception, match="must fit in 4096 bytes"):
+        run(_take_many, 80, numbers, grain=1)
+
+
+@pytest.mark.rejects
+def test_there_is_at_least_one_thread():
+    with pytest.raises(ValueError, match="n must be positive, got 0"):
+        kernels.set_num_threads(0)
