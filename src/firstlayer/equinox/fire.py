@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._check import number, positive, positive_number
-from ..positions.fire import fire_bias, fire_share
+from ..positions.fire import fire_bias, normalized_distances
 from ._module import upcast
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, checked_pair
@@ -108,7 +108,7 @@ class FireBias(Bias):
         pair = checked_pair(q_positions, k_positions)
         wide = {name: upcast(value) for name, value in self.parameters().items()}
         threshold = wide["multiplier"] * self.threshold
-        share = fire_share(*pair, c=wide["c"], threshold=threshold, eps=self.eps)
+        share = normalized_distances(*pair, c=wide["c"], threshold=threshold, eps=self.eps)
         with jax.default_matmul_precision("highest"):
             out = fire_bias(share, **{name: wide[name] for name in NETWORK})
         return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from .._check import one_of, positive
-from ..positions.kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited
+from ..positions.kerple import FORMS, MINIMUM, Form, kerple_bias, kerple_limited
 from ._module import replaced, upcast
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, checked_pair
@@ -65,7 +65,7 @@ class KerpleBias(Bias):
         self.r1, self.r2 = (
             drawn(
                 (num_heads,),
-                init=partial(jax.random.uniform, minval=LEAST, maxval=limit),
+                init=partial(jax.random.uniform, minval=MINIMUM, maxval=limit),
                 key=own,
                 dtype=dtype,
             )

@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from ..positions.longrope import LongRoPE
-from ..positions.scaling import DynamicNTK, Linear, Llama3, Proportional, Scaling
-from ..positions.yarn import YaRN
+from ..positions.scaling import (
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Scaling,
+    YaRN,
+)
 
 Config = dict[str, Any]
 

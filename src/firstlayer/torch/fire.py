@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._check import number, positive, positive_number
-from ..positions.fire import fire_bias, fire_share
+from ..positions.fire import fire_bias, normalized_distances
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
 from ._tensors.buffers import compute_dtype, in_full_precision, name_of, upcast
@@ -97,7 +97,7 @@ class FireBias(Bias):
         pair = self._pair(q_positions, k_positions)
         with in_full_precision(self.c.device):
             c, threshold = upcast(self.c), upcast(self.multiplier) * self.threshold
-            share = fire_share(*pair, c=c, threshold=threshold, eps=self.eps)
+            share = normalized_distances(*pair, c=c, threshold=threshold, eps=self.eps)
             out = fire_bias(share, **self._network())
         return out.to(dtype or self.c.dtype)
 

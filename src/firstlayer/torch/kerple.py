@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._check import one_of, positive
 from ..positions.kerple import (
     FORMS,
-    LEAST,
+    MINIMUM,
     Form,
     kerple_bias,
     kerple_limited,
@@ -122,7 +122,7 @@ class KerpleBias(Bias):
     def _draw(self, name: str) -> None:
         # The factor of the logarithm and the power reach 2, as published.
         doubled = (name == "r1") == (self.form == "log")
-        nn.init.uniform_(self.get_parameter(name), LEAST, 2.0 if doubled else 1.0)
+        nn.init.uniform_(self.get_parameter(name), MINIMUM, 2.0 if doubled else 1.0)
 
     def _pair_bias(self) -> PairBias:
         form, each_r1, each_r2 = self.form, self.r1, self.r2

@@ -16,8 +16,7 @@ from ... import kernels
 from ..._check import positions_in_reach
 from ...positions.ids import resolve
 from ...positions.phases import LIMIT
-from ...positions.rotary import over_heads
-from ...positions.rotary_rows import inverse_phases, rotated
+from ...positions.rotary import inverse_phases, over_heads, rotate_rows
 from .._tensors.memory import array_of, concrete, fusable, tensor_of, threads_of_torch
 
 #: Up to this many features a kernel runs on one thread anyway.
@@ -113,7 +112,9 @@ def _rotated(
     x: Tensor, turn: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
     with _threads(x.numel()):
-        found = rotated(array_of(x), turn, seq, read_half=read_half, write_half=write_half)
+        found = rotate_rows(
+            array_of(x), turn, seq, read_half=read_half, write_half=write_half
+        )
     return tensor_of(found)
 
 
