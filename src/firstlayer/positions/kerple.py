@@ -103,7 +103,7 @@ def kerple_bias(
 def zero_safe_power(
     distance: Float[Any, "*#pairs"], power: Float[Any, "*#pairs"]
 ) -> Float[Any, "*pairs"]:
-    """Return ``distance ** power``, with 0 at distance 0 and a gradient that is never NaN."""
+    """Return ``distance ** power``, 0 at distance 0, with a gradient that is never NaN."""
     xp = namespace_of(distance)
     nonzero = distance != 0
     # At 0 the derivative by the power takes a logarithm, and a power below 1 has an

@@ -28,7 +28,7 @@ Taps = tuple[Int[np.ndarray, "new taps"], Float[np.ndarray, "new taps"]]
 
 
 def small_normal(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Draw from a normal distribution with standard deviation 0.02, as GPT-2 and BERT do."""
+    """Draw normally with standard deviation 0.02, as GPT-2 and BERT do."""
     return normal(shape, rng, std=0.02)
 
 

@@ -132,7 +132,7 @@ def rotate(
 
     Args:
         x: Queries or keys.
-        cos: Cosines from :func:`firstlayer.positions.phases.phases`, broadcastable to ``x``.
+        cos: Cosines of the phases, broadcast to ``x``.
         sin: Sines of the same shape. Negate them to rotate back.
         layout: ``"half"`` pairs feature ``i`` with ``i + pairs`` (GPT-NeoX, Hugging Face
             Llama, Qwen, Gemma); ``"interleaved"`` pairs ``2i`` with ``2i + 1`` (the paper,
