@@ -147,8 +147,8 @@ def test_yarn_without_truncation_blends_exactly_between_the_betas():
     ]
     ramp = np.clip((np.arange(32) - ends[0]) / (ends[1] - ends[0]), 0, 1)
     np.testing.assert_allclose(ratio(rule, dim, base), 1 - ramp + ramp / 32.0, rtol=1e-12)
-    whole = dataclasses.replace(rule, truncate=True)
-    assert np.abs(ratio(rule, dim, base) - ratio(whole, dim, base)).max() > 1e-3
+    truncated = dataclasses.replace(rule, truncate=True)
+    assert np.abs(ratio(rule, dim, base) - ratio(truncated, dim, base)).max() > 1e-3
 
 
 def test_yarn_with_equal_betas_switches_without_blending():

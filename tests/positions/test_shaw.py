@@ -264,14 +264,14 @@ def test_torch_and_jax_agree_in_scores_and_gradients(real):
     np.testing.assert_allclose(got.detach(), want, atol=1e-6)
     got.sum().backward()
     for i, grad in zip((0, 1, 4), grads, strict=True):
-        found = np.asarray(tensors[i].grad)
-        np.testing.assert_allclose(found, grad, rtol=1e-5, atol=1e-5)
+        got = np.asarray(tensors[i].grad)
+        np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
 
     arrays = [jnp.asarray(x) for x in inputs]
     for f in (run, jax.jit(run)):
         np.testing.assert_allclose(f(*arrays), want, atol=1e-6)
-    found = jax.grad(lambda *x: run(*x).sum(), argnums=(0, 1, 4))(*arrays)
-    for got, grad in zip(found, grads, strict=True):
+    grads_jax = jax.grad(lambda *x: run(*x).sum(), argnums=(0, 1, 4))(*arrays)
+    for got, grad in zip(grads_jax, grads, strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
 
 

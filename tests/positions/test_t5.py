@@ -42,10 +42,10 @@ def formula(relative, num_buckets, max_distance, bidirectional):
     exact = num_buckets // 2
     if distance < exact:
         return first + distance
-    share = math.log(distance / exact) / math.log(max_distance / exact)
-    # The smallest excess: an edge that is hit exactly belongs to the bucket above it.
-    full = math.floor(share * (num_buckets - exact) + 1e-9)
-    return first + min(exact + full, num_buckets - 1)
+    fraction = math.log(distance / exact) / math.log(max_distance / exact)
+    # 1e-9 puts a distance exactly on an edge into the bucket above it.
+    step = math.floor(fraction * (num_buckets - exact) + 1e-9)
+    return first + min(exact + step, num_buckets - 1)
 
 
 def buckets_at(relative, num_buckets, max_distance, bidirectional):

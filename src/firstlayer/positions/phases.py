@@ -16,7 +16,7 @@ several coordinates, such as an image's row and column, is the product of the co
 phases; a pair that belongs to one axis has frequency 0 on the others.
 
 Apart from the two that build tables, these functions create no arrays. They run unchanged
-on NumPy, JAX and torch, eager or compiled, and return the same bits for whole positions.
+on NumPy, JAX and torch, eager or compiled, and return the same bits for integer positions.
 """
 
 from typing import Any

@@ -217,8 +217,8 @@ class YaRN(Scaling):
 
     def _pair_with(self, rotations: float, rotary_dim: int, base: float) -> float:
         """Return the (fractional) pair with that many rotations in the original length."""
-        wavelength = self.original_length / (rotations * 2.0 * math.pi)
-        return rotary_dim * math.log(wavelength) / (2.0 * math.log(base))
+        inverse_frequency = self.original_length / (rotations * 2.0 * math.pi)
+        return rotary_dim * math.log(inverse_frequency) / (2.0 * math.log(base))
 
 
 @dataclass(frozen=True, kw_only=True)
