@@ -1,8 +1,8 @@
-"""Firstlayer: the layer right after the tokenizer. Ids in, position-aware vectors out.
+"""The layer right after the tokenizer: ids in, position-aware vectors out.
 
-The faces are :mod:`firstlayer.numpy`, :mod:`firstlayer.torch` and :mod:`firstlayer.equinox`; what stands
-here is what they share. Importing this module imports nothing heavier than the standard
-library: a name is fetched when it is first used.
+The front ends are :mod:`firstlayer.numpy`, :mod:`firstlayer.torch` and
+:mod:`firstlayer.equinox`. This module holds the names they share. They are imported on
+first use, so that ``import firstlayer`` loads the standard library only.
 """
 
 import importlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "DynamicNTK": "positions.scaling",
     "Linear": "positions.scaling",
     "Llama3": "positions.scaling",
@@ -40,14 +40,14 @@ _HOME = {
     "set_num_threads": "kernels.runtime.threads",
 }
 
-__all__ = ["__version__", "positions", *sorted(_HOME)]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", "positions", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name == "positions":
         return importlib.import_module(".positions", __name__)
-    if name in _HOME:
-        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""ALiBi: its slopes, its bias from positions, and what other libraries make of both."""
+"""ALiBi: slopes, bias, half precision, other libraries."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from firstlayer.numpy.alibi import AlibiBias
 from firstlayer.positions.alibi import alibi_bias, alibi_slopes
 
 with warnings.catch_warnings():
-    # It calls torch.jit.script when it is imported, which torch has deprecated.
+    # Importing it calls torch.jit.script, which is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from x_transformers.x_transformers import AlibiPositionalBias
 
@@ -28,7 +28,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def formula(q, k, slopes, symmetric):
-    """The bias in float64, a number at a time."""
+    """Return the bias in float64, one element at a time."""
     out = np.empty((len(slopes), len(q), len(k)))
     for h, slope in enumerate(slopes):
         for i, m in enumerate(q):
@@ -53,25 +53,25 @@ def test_slopes_of_a_power_of_two_are_a_geometric_sequence(num_heads, max_bias):
     np.testing.assert_allclose(slopes[1:] / slopes[:-1], slopes[0])
 
 
-def test_slopes_of_eight_heads_are_those_of_the_paper():
+def test_slopes_of_eight_heads_match_the_paper():
     assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
 
 
 @pytest.mark.parametrize("num_heads", [*range(1, 35), 40, 63, 65, 112])
-def test_slopes_are_those_of_x_transformers(num_heads):
+def test_slopes_match_x_transformers(num_heads):
     want = AlibiPositionalBias._get_slopes(num_heads)
     np.testing.assert_allclose(alibi_slopes(num_heads), want, rtol=1e-13)
 
 
 @pytest.mark.parametrize("num_heads", [3, 12, 16, 40])
 @pytest.mark.parametrize("max_bias", [8.0, 4.5])
-def test_slopes_are_those_of_mpt_at_any_max_bias(num_heads, max_bias):
+def test_slopes_match_mpt_at_any_max_bias(num_heads, max_bias):
     last_row = build_mpt_alibi_tensor(num_heads, 2, alibi_bias_max=max_bias)
     want = -last_row[:, 0, 0].numpy()
     np.testing.assert_allclose(alibi_slopes(num_heads, max_bias=max_bias), want, rtol=1e-6)
 
 
-def test_factor_stretches_the_distances_that_were_trained():
+def test_factor_divides_distances():
     q, k = np.arange(5), np.arange(9)
     stretched = AlibiBias(6, factor=4.0).bias(4 * q, 4 * k, dtype="float64")
     np.testing.assert_allclose(stretched, AlibiBias(6).bias(q, k, dtype="float64"))
@@ -82,7 +82,7 @@ def test_factor_stretches_the_distances_that_were_trained():
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("num_heads", [8, 5])
-def test_bias_is_the_formula(symmetric, num_heads):
+def test_bias_matches_formula(symmetric, num_heads):
     q, k = [7, 0, 300], [0, 7, 12, 256, -5]
     layer = AlibiBias(num_heads, symmetric=symmetric, max_bias=6.0)
     want = formula(q, k, alibi_slopes(num_heads, max_bias=6.0), symmetric)
@@ -98,7 +98,7 @@ def test_bias_depends_on_relative_position_only(symmetric):
         np.testing.assert_array_equal(layer.bias(q + start, k + start), here)
 
 
-def test_bias_decays_with_distance_and_is_zero_for_the_query_itself():
+def test_bias_decays_with_distance_and_is_zero_on_the_diagonal():
     causal = AlibiBias(6).bias(range(40), range(40))
     assert (np.diff(causal, axis=-1) > 0).all()
     symmetric = AlibiBias(6, symmetric=True).bias(range(40), range(40))
@@ -108,7 +108,7 @@ def test_bias_decays_with_distance_and_is_zero_for_the_query_itself():
         assert (np.diagonal(bias, axis1=-2, axis2=-1) == 0).all()
 
 
-def test_forms_agree_on_keys_before_the_query():
+def test_causal_and_symmetric_agree_on_keys_before_the_query():
     causal = AlibiBias(6).bias(range(20), range(20))
     symmetric = AlibiBias(6, symmetric=True).bias(range(20), range(20))
     np.testing.assert_array_equal(np.tril(causal), np.tril(symmetric))
@@ -116,7 +116,7 @@ def test_forms_agree_on_keys_before_the_query():
 
 
 @given(st.data())
-def test_bias_of_any_integers_is_the_formula(data):
+def test_bias_of_any_integer_dtype_matches_formula(data):
     positions = arrays(
         data.draw(integer_dtypes() | st.just(np.dtype("u1")) | st.just(np.dtype("u4"))),
         st.integers(0, 4),
@@ -138,7 +138,7 @@ def test_narrow_and_unsigned_positions_do_not_wrap(dtype):
         np.testing.assert_array_equal(got[0], [[-100 / 16, 27 / 16], [0, 127 / 16]])
 
 
-def test_the_widest_positions_do_not_wrap_on_the_host():
+def test_extreme_positions_do_not_wrap():
     layer, far = AlibiBias(8), np.array([2**64 - 1], np.uint64)
     np.testing.assert_array_equal(layer.bias(far, far - np.uint64(2))[0], [[-1.0]])
     q, k = np.array([2**31 - 1], np.int32), np.array([-(2**31)], np.int32)
@@ -146,7 +146,7 @@ def test_the_widest_positions_do_not_wrap_on_the_host():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64])
-def test_real_positions_are_subtracted_wide(dtype):
+def test_half_precision_positions_are_upcast_before_subtraction(dtype):
     q, k = np.array([0.25, 3.5, 250.0]).astype(dtype), np.array([1.5, 0.75]).astype(dtype)
     got = AlibiBias(4, symmetric=True).bias(q, k)
     want = formula(q.tolist(), k.tolist(), alibi_slopes(4), True)
@@ -156,16 +156,16 @@ def test_real_positions_are_subtracted_wide(dtype):
     np.testing.assert_array_equal(mixed, want)
 
 
-# Positions do everything
+# Positions
 
 
-def test_a_decode_step_is_the_last_row():
+def test_bias_of_one_query_is_a_row_of_the_whole():
     layer = AlibiBias(6)
     whole = layer.bias(range(100), range(100))
     np.testing.assert_array_equal(layer.bias([99], range(100)), whole[:, -1:])
 
 
-def test_batched_positions_are_their_rows_one_by_one():
+def test_batched_positions_equal_separate_calls():
     layer, q, k = AlibiBias(3), rng.integers(0, 99, (3, 4)), rng.integers(0, 99, (3, 5))
     got = layer.bias(q, k)
     assert got.shape == (3, 3, 4, 5)
@@ -175,7 +175,7 @@ def test_batched_positions_are_their_rows_one_by_one():
     np.testing.assert_array_equal(layer.bias(q, k[:1]), layer.bias(q, k[0]))
 
 
-def test_left_padding_is_a_matter_of_positions():
+def test_left_padded_positions_give_the_unpadded_bias():
     layer, padded = AlibiBias(4), np.array([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]])
     got = layer.bias(padded, padded)
     np.testing.assert_array_equal(got[0, :, 2:, 2:], layer.bias(range(3), range(3)))
@@ -188,20 +188,20 @@ def test_left_padding_is_a_matter_of_positions():
 @pytest.mark.parametrize("num_heads", [8, 12])
 def test_half_precision_is_float32_rounded_once(dtype, num_heads):
     layer, keys = AlibiBias(num_heads, symmetric=True), np.arange(0, 60_000, 7)
-    wide = layer.bias([59_999], keys)
+    full = layer.bias([59_999], keys)
     got = layer.bias([59_999], keys, dtype=dtype)
-    torch_rounded = torch.from_numpy(wide).to(getattr(torch, dtype)).view(torch.int16)
+    torch_rounded = torch.from_numpy(full).to(getattr(torch, dtype)).view(torch.int16)
     np.testing.assert_array_equal(got.view(np.int16), torch_rounded.numpy())
 
 
-def test_near_the_diagonal_bfloat16_is_exact_however_long_the_sequence():
+def test_bfloat16_bias_is_exact_near_the_diagonal_of_long_sequences():
     layer, last = AlibiBias(8), 1_000_000
     near = layer.bias([last], np.arange(last - 256, last + 1), dtype="bfloat16")
     want = -np.arange(256, -1, -1) * alibi_slopes(8)[:, None, None]
     np.testing.assert_array_equal(near.astype(np.float64), want)
 
 
-def test_half_slopes_do_not_narrow_the_distance():
+def test_half_precision_slopes_give_float32_bias():
     slopes = alibi_slopes(8).astype(BFLOAT16)
     got = alibi_bias(np.array([0]), np.arange(1000), slopes=slopes)
     assert got.dtype == np.float32
@@ -212,7 +212,7 @@ def test_half_slopes_do_not_narrow_the_distance():
 
 
 @pytest.mark.parametrize("num_heads", [8, 6])
-def test_attention_is_that_of_bloom(num_heads):
+def test_attention_matches_bloom(num_heads):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
     key_only = build_alibi_tensor(mask, num_heads, torch.float32)
@@ -228,14 +228,14 @@ def test_attention_is_that_of_bloom(num_heads):
 
 
 @pytest.mark.parametrize("num_heads", [8, 12])
-def test_last_row_is_that_of_mpt(num_heads):
+def test_last_row_matches_mpt(num_heads):
     want = build_mpt_alibi_tensor(num_heads, 33, alibi_bias_max=4).numpy()
     got = AlibiBias(num_heads, max_bias=4.0).bias([32], range(33))
     np.testing.assert_allclose(got, want, rtol=2e-7)
 
 
 @pytest.mark.parametrize("num_heads", [8, 6])
-def test_symmetric_bias_is_that_of_x_transformers(num_heads):
+def test_symmetric_bias_matches_x_transformers(num_heads):
     theirs, ours = AlibiPositionalBias(num_heads), AlibiBias(num_heads, symmetric=True)
     got = ours.bias(range(6, 17), range(17))
     np.testing.assert_allclose(got, theirs(11, 17).numpy(), rtol=2e-7)
@@ -244,7 +244,7 @@ def test_symmetric_bias_is_that_of_x_transformers(num_heads):
     np.testing.assert_allclose(ours.bias(q.numpy(), k.numpy()), want, rtol=2e-7)
 
 
-# The other array libraries
+# NumPy, torch and JAX
 
 
 def in_float32(real):
@@ -269,7 +269,7 @@ def test_torch_and_jax_give_the_same_bits(symmetric, real):
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_torch_compiles_the_bias_whole(real):
+def test_torch_compiles_the_bias_without_graph_breaks(real):
     def run(q, k, slopes):
         return alibi_bias(q, k, slopes=slopes, symmetric=True)
 
@@ -281,7 +281,7 @@ def test_torch_compiles_the_bias_whole(real):
 # The layer
 
 
-def test_two_layers_keep_their_own_slopes():
+def test_layers_do_not_share_slopes():
     a, b = AlibiBias(4), AlibiBias(4, max_bias=2.0, symmetric=True, factor=0.5)
     first = a.bias([0], [0, 1])
     assert b.bias([0], [0, 1]).ravel()[1] == -(2.0**-0.5) * 2
@@ -289,17 +289,17 @@ def test_two_layers_keep_their_own_slopes():
     assert a.slopes[0] == 0.25
 
 
-def test_config_builds_the_same_layer_and_nothing_is_trained():
+def test_config_rebuilds_the_layer_and_there_are_no_parameters():
     layer = AlibiBias(5, symmetric=True, max_bias=6.0, factor=2.0)
-    again = AlibiBias(**json.loads(json.dumps(layer.config())))
-    assert repr(again) == repr(layer)
-    np.testing.assert_array_equal(again.bias([3], [0, 9]), layer.bias([3], [0, 9]))
+    rebuilt = AlibiBias(**json.loads(json.dumps(layer.config())))
+    assert repr(rebuilt) == repr(layer)
+    np.testing.assert_array_equal(rebuilt.bias([3], [0, 9]), layer.bias([3], [0, 9]))
     assert layer.parameters() == {} and layer.prefix == "bias."
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("num_heads", [0, -3])
-def test_alibi_rejects_no_heads(num_heads):
+def test_rejects_num_heads_below_one(num_heads):
     with pytest.raises(ValueError, match=f"num_heads must be positive, got {num_heads}"):
         AlibiBias(num_heads)
 
@@ -307,7 +307,7 @@ def test_alibi_rejects_no_heads(num_heads):
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", ["max_bias", "factor"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_alibi_rejects_numbers_that_are_not_positive(name, value):
+def test_rejects_options_that_are_not_positive(name, value):
     with pytest.raises(
         ValueError, match=f"{name} must be positive and finite, got {value}"
     ):
@@ -315,7 +315,7 @@ def test_alibi_rejects_numbers_that_are_not_positive(name, value):
 
 
 @pytest.mark.rejects
-def test_alibi_rejects_what_is_not_a_position():
+def test_rejects_invalid_positions():
     with pytest.raises(TypeError, match="q_positions must be integers or reals, got bool"):
         AlibiBias(2).bias([True], [0])
     with pytest.raises(ValueError, match="k_positions must be finite, got nan"):
@@ -331,6 +331,6 @@ def test_alibi_rejects_what_is_not_a_position():
 
 
 @pytest.mark.rejects
-def test_alibi_rejects_a_dtype_that_is_no_float():
+def test_rejects_a_dtype_that_is_not_floating():
     with pytest.raises(TypeError, match="dtype must be .*, got int32"):
         AlibiBias(2).bias([0], [0], dtype="int32")

@@ -1,4 +1,4 @@
-"""FIRE: the share of the way, the network on it, and the gradients of both."""
+"""FIRE: normalized distances, the network, and the gradients of both."""
 
 import json
 import math
@@ -13,28 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlayer.numpy.fire import FireBias
-from firstlayer.positions.fire import fire_bias, fire_share
+from firstlayer.positions.fire import fire_bias, normalized_distances
 
 rng = np.random.default_rng(0)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def formula(q, k, layer):
-    """The bias in float64, a pair at a time."""
+    """Return the bias in float64, one pair at a time."""
     p = {name: value.astype(np.float64) for name, value in layer.parameters().items()}
-    least = abs(p["multiplier"] * layer.threshold)
+    threshold = abs(p["multiplier"] * layer.threshold)
     out = np.empty((layer.num_heads, len(q), len(k)))
     for i, m in enumerate(q):
         for j, n in enumerate(k):
-            whole = math.log(abs(p["c"]) * max(m, least) + 1) + layer.eps
-            share = math.log(abs(p["c"]) * abs(m - n) + 1) / whole
-            hidden = np.maximum(p["hidden_weight"] * share + p["hidden_bias"], 0)
+            denominator = math.log(abs(p["c"]) * max(m, threshold) + 1) + layer.eps
+            x = math.log(abs(p["c"]) * abs(m - n) + 1) / denominator
+            hidden = np.maximum(p["hidden_weight"] * x + p["hidden_bias"], 0)
             out[:, i, j] = p["head_weight"] @ hidden + p["head_bias"]
     return out
 
 
 def small(**settings):
-    """A layer whose threshold lies among the positions of the tests."""
+    """Return a layer whose threshold is within the positions of the tests."""
     return FireBias(3, width=5, **({"threshold": 8.0, "rng": 1} | settings))
 
 
@@ -42,12 +42,12 @@ def small(**settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"c": -0.7}, {"threshold": 300.0, "eps": 0.1}])
-def test_bias_is_the_formula(settings):
+def test_bias_matches_formula(settings):
     q, k = [0, 7, 8, 9, 256, 65_536, 2**24 - 1], [0, 3, 255, 65_000, -20]
-    wide, layer = small(dtype="float64", **settings), small(**settings)
-    for each in (wide, layer):
+    full, layer = small(dtype="float64", **settings), small(**settings)
+    for each in (full, layer):
         each.multiplier[...] = -1.5
-    np.testing.assert_allclose(wide.bias(q, k), formula(q, k, wide), rtol=1e-11)
+    np.testing.assert_allclose(full.bias(q, k), formula(q, k, full), rtol=1e-11)
     assert layer(q, k).dtype == np.float32
     np.testing.assert_allclose(layer.bias(q, k), formula(q, k, layer), atol=2e-6)
 
@@ -63,20 +63,23 @@ def test_bias_depends_on_relative_position_only_up_to_the_threshold():
 
 
 @given(st.floats(0.01, 5.0), st.floats(1.0, 600.0), st.integers(1, 10**6))
-def test_share_of_keys_before_the_query_is_between_zero_and_one(c, threshold, far):
-    keys, c, threshold = np.linspace(0, far, 50), np.array(c), np.array(threshold)
-    share = fire_share(np.array([far]), keys, c=c, threshold=threshold)
-    assert (np.diff(share) < 0).all() and share[0, -1] == 0 and share[0, 0] <= 1
+def test_normalized_distance_of_keys_before_the_query_is_between_zero_and_one(
+    c, threshold, far
+):
+    q, k, c, threshold = map(np.array, ([far], np.linspace(0, far, 50), c, threshold))
+    distances = normalized_distances(q, k, c=c, threshold=threshold)
+    assert (np.diff(distances) < 0).all()
+    assert distances[0, -1] == 0 and distances[0, 0] <= 1
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
-def test_real_positions_are_subtracted_wide(dtype):
+def test_half_precision_positions_are_upcast_before_subtraction(dtype):
     layer, q, k = small(dtype="float64"), [0.25, 250.0], [1.5, 0.75]
     got = layer.bias(np.array(q, dtype), np.array(k, dtype))
     np.testing.assert_allclose(got, formula(q, k, layer), rtol=1e-11)
 
 
-def test_positions_do_everything():
+def test_decoding_and_padding_give_the_rows_of_the_whole_bias():
     layer = small()
     whole = layer.bias(range(60), range(60))
     step = layer.bias([59], range(60))
@@ -94,62 +97,62 @@ def test_positions_do_everything():
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_gradients_are_those_of_finite_differences(batch, sign):
+def test_gradients_match_finite_differences(batch, sign):
     layer = small(c=sign * 0.3, dtype="float64")
     layer.multiplier[...] = sign * 1.1
     q, k = rng.integers(0, 30, (*batch, 6)), np.arange(0, 30, 4)
     q[..., :2] = 4, 20
-    bias, pull = layer.vjp(q, k)
+    bias, pullback = layer.vjp(q, k)
     np.testing.assert_array_equal(bias, layer.bias(q, k))
     d = rng.standard_normal(bias.shape)
-    got = pull(d)
+    got = pullback(d)
     for name, values in layer.parameters().items():
         assert got[name].shape == values.shape and isinstance(got[name], np.ndarray)
-        for place in np.ndindex(values.shape):
-            kept, sides = values[place].copy(), []
+        for index in np.ndindex(values.shape):
+            saved, sides = values[index].copy(), []
             for step in (1e-6, -1e-6):
-                values[place] = kept + step
+                values[index] = saved + step
                 sides.append((layer.bias(q, k) * d).sum())
-            values[place] = kept
+            values[index] = saved
             want = (sides[0] - sides[1]) / 2e-6
-            np.testing.assert_allclose(got[name][place], want, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(got[name][index], want, rtol=1e-6, atol=1e-6)
 
 
-def test_gradient_does_not_see_what_is_written_after():
+def test_pullback_uses_the_values_of_the_forward():
     layer, q = small(), np.arange(20)
-    bias, pull = layer.vjp(q, q)
-    want = pull(np.ones(bias.shape))
+    bias, pullback = layer.vjp(q, q)
+    want = pullback(np.ones(bias.shape))
     q += 7
     for value in layer.parameters().values():
         value += 1
-    for name, grad in pull(np.ones(bias.shape)).items():
+    for name, grad in pullback(np.ones(bias.shape)).items():
         np.testing.assert_array_equal(grad, want[name])
 
 
-def test_every_parameter_learns():
+def test_every_parameter_gets_a_gradient():
     layer = FireBias(4, width=6, threshold=10.0, rng=0)
     layer.hidden_bias[:] = np.abs(layer.hidden_bias) + np.abs(layer.hidden_weight)
-    bias, pull = layer.vjp(range(30), range(30))
-    for grad in pull(rng.standard_normal(bias.shape)).values():
+    bias, pullback = layer.vjp(range(30), range(30))
+    for grad in pullback(rng.standard_normal(bias.shape)).values():
         assert (grad != 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_float32_rounded_once(dtype):
-    layer, wide = small(dtype=dtype), small()
-    wide.load_state_dict(layer.state_dict())
-    half = torch.from_numpy(wide.bias([40], range(41))).to(getattr(torch, dtype))
-    bias, pull = layer.vjp([40], range(41))
+    layer, full = small(dtype=dtype), small()
+    full.load_state_dict(layer.state_dict())
+    half = torch.from_numpy(full.bias([40], range(41))).to(getattr(torch, dtype))
+    bias, pullback = layer.vjp([40], range(41))
     np.testing.assert_array_equal(bias.view(np.int16), half.view(torch.int16).numpy())
-    rounded = wide.bias([40], range(41), dtype=dtype)
+    rounded = full.bias([40], range(41), dtype=dtype)
     np.testing.assert_array_equal(rounded.view(np.int16), bias.view(np.int16))
-    want = wide.vjp([40], range(41))[1](np.ones(bias.shape))
-    for name, grad in pull(np.ones(bias.shape, bias.dtype)).items():
+    want = full.vjp([40], range(41))[1](np.ones(bias.shape))
+    for name, grad in pullback(np.ones(bias.shape, bias.dtype)).items():
         assert grad.dtype == np.float32
         np.testing.assert_array_equal(grad, want[name])
 
 
-# The other array libraries
+# NumPy, torch and JAX
 
 
 def in_float32():
@@ -160,7 +163,7 @@ def in_float32():
 
 def run(q, k, c, multiplier, hidden_weight, hidden_bias, head_weight, head_bias):
     return fire_bias(
-        fire_share(q, k, c=c, threshold=8.0 * multiplier),
+        normalized_distances(q, k, c=c, threshold=8.0 * multiplier),
         hidden_weight=hidden_weight,
         hidden_bias=hidden_bias,
         head_weight=head_weight,
@@ -170,8 +173,8 @@ def run(q, k, c, multiplier, hidden_weight, hidden_bias, head_weight, head_bias)
 
 def test_torch_and_jax_agree_in_bias_and_gradients():
     layer, q, k, values = in_float32()
-    want, pull = layer.vjp(q, k)
-    grads = [pull(np.ones(want.shape))[name] for name in layer.parameters()]
+    want, pullback = layer.vjp(q, k)
+    grads = [pullback(np.ones(want.shape))[name] for name in layer.parameters()]
 
     tensors = [torch.asarray(value).requires_grad_() for value in values]
     got = run(torch.asarray(q), torch.asarray(k), *tensors)
@@ -183,12 +186,12 @@ def test_torch_and_jax_agree_in_bias_and_gradients():
     arrays = [jnp.asarray(x) for x in (q, k, *values)]
     for f in (run, jax.jit(run)):
         np.testing.assert_allclose(f(*arrays), want, atol=1e-6)
-    found = jax.grad(lambda *x: run(*x).sum(), argnums=tuple(range(2, 8)))(*arrays)
-    for got, grad in zip(found, grads, strict=True):
+    grads_jax = jax.grad(lambda *x: run(*x).sum(), argnums=tuple(range(2, 8)))(*arrays)
+    for got, grad in zip(grads_jax, grads, strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-4, atol=1e-5)
 
 
-def test_torch_compiles_the_bias_whole():
+def test_torch_compiles_the_bias_without_graph_breaks():
     layer, q, k, values = in_float32()
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     got = compiled(*(torch.asarray(x) for x in (q, k, *values)))
@@ -198,7 +201,7 @@ def test_torch_compiles_the_bias_whole():
 # The layer
 
 
-def test_two_layers_keep_their_own_numbers():
+def test_layers_do_not_share_parameters():
     a, b = small(), small(c=0.5)
     np.testing.assert_array_equal(a.head_weight, b.head_weight)
     first = a.bias([9], range(9))
@@ -208,7 +211,7 @@ def test_two_layers_keep_their_own_numbers():
     assert (small(rng=2).head_weight != a.head_weight).all()
 
 
-def test_network_is_drawn_as_torch_draws_linear_layers():
+def test_network_is_initialized_like_torch_linear_layers():
     layer = FireBias(50, width=400, rng=0)
     for values, limit in (
         (layer.hidden_weight, 1.0),
@@ -220,16 +223,16 @@ def test_network_is_drawn_as_torch_draws_linear_layers():
         assert values.min() < 0 < values.max()
 
 
-def test_config_and_state_build_the_same_layer():
+def test_config_and_state_rebuild_the_layer():
     layer = FireBias(3, width=4, c=0.2, threshold=5.0, eps=0.01, dtype="float16", rng=3)
-    again = FireBias(**json.loads(json.dumps(layer.config())))
-    again.load_state_dict(layer.state_dict())
-    assert repr(again) == repr(layer)
-    np.testing.assert_array_equal(again.bias([5], range(9)), layer.bias([5], range(9)))
+    rebuilt = FireBias(**json.loads(json.dumps(layer.config())))
+    rebuilt.load_state_dict(layer.state_dict())
+    assert repr(rebuilt) == repr(layer)
+    np.testing.assert_array_equal(rebuilt.bias([5], range(9)), layer.bias([5], range(9)))
 
 
 @pytest.mark.rejects
-def test_fire_rejects_bad_arguments():
+def test_rejects_bad_arguments():
     with pytest.raises(ValueError, match="num_heads must be positive, got 0"):
         FireBias(0)
     with pytest.raises(ValueError, match="width must be positive, got -1"):
@@ -241,12 +244,12 @@ def test_fire_rejects_bad_arguments():
 
 
 @pytest.mark.rejects
-def test_fire_rejects_what_is_not_a_position_or_a_gradient():
+def test_rejects_invalid_positions_and_gradients():
     layer = FireBias(2)
     with pytest.raises(TypeError, match="q_positions must be integers or reals, got bool"):
         layer.bias([True], [0])
-    _, pull = layer.vjp([0], [0, 1])
+    _, pullback = layer.vjp([0], [0, 1])
     with pytest.raises(
         ValueError, match=r"dbias must have shape \(2, 1, 2\), got \(2, 2\)"
     ):
-        pull(np.zeros((2, 2)))
+        pullback(np.zeros((2, 2)))

@@ -1,3 +1,5 @@
+"""Fourier features: accuracy, conventions, gradients, libraries, errors."""
+
 import json
 from typing import Any
 
@@ -17,21 +19,21 @@ LAYOUT: Any = "x"
 
 
 def reference(coordinates, matrix):
-    """Return the angles 2πBv in long double, as cosines and sines."""
+    """Return cosines and sines of the angles 2πBv, in long double."""
     angles = np.asarray(coordinates, np.longdouble) @ (2 * np.pi * matrix.T)
     return np.cos(angles).astype(float), np.sin(angles).astype(float)
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0, 30.0])
 @pytest.mark.parametrize("axes", [1, 2, 3])
-def test_features_are_cosines_then_sines_of_every_wave(std, axes):
+def test_features_are_cosines_then_sines_of_every_pair(std, axes):
     layer = FourierFeatures.gaussian(16, axes=axes, std=std, rng=1)
     v = rng.uniform(-2, 2, (5, 7, axes)).astype(np.float32)
     want = np.concatenate(reference(v, layer.matrix), axis=-1)
     np.testing.assert_allclose(layer(v), want, atol=axes * 3.5e-7, rtol=0)
 
 
-def test_float32_angles_would_miss_what_the_tables_keep():
+def test_features_are_more_accurate_than_float32_angles():
     layer = FourierFeatures([[300.0]])
     v = rng.uniform(0, 1, (200, 1)).astype(np.float32)
     want, _ = reference(v, layer.matrix)
@@ -40,15 +42,15 @@ def test_float32_angles_would_miss_what_the_tables_keep():
     np.testing.assert_allclose(layer(v)[:, :1], want, atol=3.5e-7)
 
 
-def test_octaves_are_those_of_nerf():
-    """sin(2^k πv), cos(2^k πv) for k = 0, 1, …, one coordinate after the other."""
+def test_octaves_match_nerf():
+    """sin(2^k πv), cos(2^k πv) for k = 0, 1, …, for each coordinate in turn."""
     v = rng.uniform(-1, 1, (9, 3)).astype(np.float32)
     want = np.stack(
         [
-            wave(2.0**k * np.pi * v[:, axis].astype(float))
+            function(2.0**k * np.pi * v[:, axis].astype(float))
             for axis in range(3)
             for k in range(10)
-            for wave in (np.sin, np.cos)
+            for function in (np.sin, np.cos)
         ],
         axis=1,
     )
@@ -57,7 +59,7 @@ def test_octaves_are_those_of_nerf():
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("cos_first", [True, False])
-def test_order_of_the_features(layout, cos_first):
+def test_order_of_features(layout, cos_first):
     matrix = np.array([[1.0, 0.5], [-2.0, 3.0]])
     v = np.array([0.3, -0.7])
     cos, sin = reference(v, matrix)
@@ -67,12 +69,12 @@ def test_order_of_the_features(layout, cos_first):
     np.testing.assert_allclose(layer(v), want[layout], atol=1e-6)
 
 
-def test_products_depend_on_the_difference_only():
+def test_inner_products_depend_on_the_difference_only():
     layer = FourierFeatures.gaussian(64, axes=2, std=3.0, rng=0)
     a, b, move = rng.standard_normal((3, 2))
-    near = layer(a) @ layer(b)
-    np.testing.assert_allclose(near, layer(a + move) @ layer(b + move), atol=1e-5)
-    assert abs(near - layer(a + move) @ layer(b)) > 0.1
+    products = layer(a) @ layer(b)
+    np.testing.assert_allclose(products, layer(a + move) @ layer(b + move), atol=1e-5)
+    assert abs(products - layer(a + move) @ layer(b)) > 0.1
 
 
 def test_gaussian_frequencies_have_their_standard_deviation():
@@ -81,16 +83,16 @@ def test_gaussian_frequencies_have_their_standard_deviation():
     np.testing.assert_allclose(matrix.mean(axis=0), 0.0, atol=0.2)
 
 
-def test_a_seed_gives_the_same_features_and_another_gives_others():
+def test_features_follow_the_seed():
     v = rng.standard_normal((3, 2))
     a, b, c = (FourierFeatures.gaussian(8, axes=2, std=1.0, rng=s)(v) for s in (5, 5, 6))
     assert (a == b).all() and np.abs(a - c).max() > 0.1
 
 
-def test_config_brings_the_frequencies_back_to_the_bit():
+def test_config_restores_the_frequencies_exactly():
     layer = FourierFeatures.gaussian(8, axes=2, std=1.0, rng=5)
-    again = FourierFeatures(**json.loads(json.dumps(layer.config())))
-    assert (again.matrix == layer.matrix).all()
+    rebuilt = FourierFeatures(**json.loads(json.dumps(layer.config())))
+    assert (rebuilt.matrix == layer.matrix).all()
     nerf = FourierFeatures.octaves(3, axes=2)
     other = FourierFeatures(**json.loads(json.dumps(nerf.config())))
     v = rng.standard_normal((3, 2))
@@ -101,7 +103,7 @@ def test_config_brings_the_frequencies_back_to_the_bit():
     )
 
 
-def test_the_matrix_is_the_layers_own():
+def test_the_matrix_is_copied():
     matrix = np.array([[1.0]])
     layer = FourierFeatures(matrix)
     matrix[:] = 9
@@ -120,38 +122,38 @@ def test_half_precision_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("std", [0.02, 3.0])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_gradient_of_the_coordinates(std, layout):
+def test_gradient_of_the_coordinates_matches_finite_differences(std, layout):
     matrix = fourier.gaussian_matrix(5, axes=3, std=std, rng=rng)
     layer = FourierFeatures(matrix, layout=layout, cos_first=layout == "half")
     v = rng.uniform(-1, 1, (2, 4, 3))
-    y, pull = layer.vjp(v)
+    y, pullback = layer.vjp(v)
     dy = rng.standard_normal(y.shape)
 
     def loss():
-        # The definition: differences of table values would be noise of 1e-7 / 1e-6.
+        # In long double: differences of table values would have noise of 1e-7 / 1e-6.
         cos, sin = reference(v, matrix)
         if layout == "half":
             return float((np.concatenate([cos, sin], axis=-1) * dy).sum())
         return float((np.stack([sin, cos], axis=-1).reshape(y.shape) * dy).sum())
 
     np.testing.assert_allclose(
-        pull(dy)["x"], central_difference(loss, v), rtol=1e-5, atol=1e-5
+        pullback(dy)["x"], central_difference(loss, v), rtol=1e-5, atol=1e-5
     )
     assert (y == layer(v)).all()
 
 
-def test_gradient_is_given_in_the_coordinates_dtype():
+def test_gradient_has_the_dtype_of_the_coordinates():
     layer = FourierFeatures.gaussian(8, axes=2, std=2.0, rng=5)
     v = rng.standard_normal((4, 2)).astype(np.float16)
-    y, pull = layer.vjp(v)
-    wide = layer.vjp(v.astype(np.float32))[1](np.ones_like(y, np.float32))["x"]
-    got = pull(np.ones_like(y))["x"]
+    y, pullback = layer.vjp(v)
+    full = layer.vjp(v.astype(np.float32))[1](np.ones_like(y, np.float32))["x"]
+    got = pullback(np.ones_like(y))["x"]
     assert got.dtype == np.float16
-    np.testing.assert_array_equal(got, wide.astype(np.float16))
+    np.testing.assert_array_equal(got, full.astype(np.float16))
 
 
 @pytest.mark.parametrize("std", [0.02, 5.0])
-def test_libraries_agree_eager_and_compiled(std):
+def test_numpy_torch_and_jax_agree_eager_and_compiled(std):
     matrix = fourier.gaussian_matrix(6, axes=2, std=std, rng=np.random.default_rng(1))
     tables, rates = fourier.fourier_tables(matrix)
     assert len(tables) == (2 if std < 1 else 4)
@@ -168,7 +170,7 @@ def test_libraries_agree_eager_and_compiled(std):
         np.testing.assert_allclose(np.asarray(got), want, atol=1e-6)
 
 
-def test_torch_finds_the_gradient_of_the_coordinates():
+def test_torch_autograd_matches_the_pullback():
     layer = FourierFeatures.gaussian(6, axes=2, std=2.0, rng=3)
     v = torch.tensor([[0.3, -1.75]], dtype=torch.float64, requires_grad=True)
     tables, rates = (torch.from_numpy(a).double() for a in (layer.tables, layer.rates))
@@ -179,7 +181,7 @@ def test_torch_finds_the_gradient_of_the_coordinates():
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-5)
 
 
-def test_out_of_reach_is_nan_where_nothing_can_be_raised():
+def test_coordinates_out_of_range_are_nan_under_jit():
     tables, rates = fourier.fourier_tables(np.array([[0.3, 5.0]]))
     v = jnp.asarray([[2.0**24, 0.0], [0.5, 0.5]])
     cos, sin = jax.jit(fourier.fourier_phases)(v, tables, rates)

@@ -1,3 +1,5 @@
+"""Position ids: masks, documents, offsets, grids, random draws and their checks."""
+
 import importlib
 
 import jax
@@ -19,19 +21,19 @@ masks = hnp.arrays(bool, shapes)
 documents = hnp.arrays(np.int64, shapes, elements=st.integers(-2, 2))
 
 
-def counted(mask, at_padding):
-    """Return positions one token at a time."""
+def count_tokens(mask, at_padding):
+    """Count positions one token at a time."""
     out = []
     for row in (mask[i] for i in np.ndindex(mask.shape[:-1])):
         seen = 0
-        for real in row:
-            out.append(seen if real else at_padding)
-            seen += bool(real)
+        for is_token in row:
+            out.append(seen if is_token else at_padding)
+            seen += bool(is_token)
     return np.array(out, int).reshape(mask.shape)
 
 
-def restarted(documents):
-    """Return positions one token at a time."""
+def count_documents(documents):
+    """Count positions one token at a time."""
     out = []
     for row in (documents[i] for i in np.ndindex(documents.shape[:-1])):
         for i, document in enumerate(row):
@@ -42,10 +44,10 @@ def restarted(documents):
 @given(masks, st.integers(-2, 5))
 def test_from_mask_counts_tokens(mask, at_padding):
     got = positions.from_mask(mask, at_padding=at_padding)
-    np.testing.assert_array_equal(got, counted(mask, at_padding))
+    np.testing.assert_array_equal(got, count_tokens(mask, at_padding))
 
 
-def test_from_mask_gives_a_sequence_its_own_positions_however_it_is_padded():
+def test_from_mask_positions_do_not_depend_on_the_side_of_padding():
     for left, right in [(0, 0), (3, 0), (0, 3), (2, 1)]:
         mask = np.array([0] * left + [1] * 5 + [0] * right)
         got = positions.from_mask(mask)
@@ -53,13 +55,13 @@ def test_from_mask_gives_a_sequence_its_own_positions_however_it_is_padded():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float32"])
-def test_from_mask_takes_any_dtype_and_counts_past_what_it_holds(dtype):
+def test_from_mask_of_any_dtype_counts_beyond_its_range(dtype):
     got = positions.from_mask(np.ones((1, 400), dtype))
     np.testing.assert_array_equal(got[0], np.arange(400))
     assert got.dtype.kind == "i"
 
 
-def test_from_mask_moves_tokens_by_the_offset_and_leaves_padding():
+def test_from_mask_adds_the_offset_to_tokens_only():
     mask = np.array([[0, 1, 1], [1, 1, 0]])
     got = positions.from_mask(mask, offset=np.array([10, 20]), at_padding=-1)
     assert got.tolist() == [[-1, 10, 11], [20, 21, -1]]
@@ -67,7 +69,7 @@ def test_from_mask_moves_tokens_by_the_offset_and_leaves_padding():
 
 
 @pytest.mark.parametrize("past", [0, 7])
-def test_from_mask_gives_the_rows_of_roberta(past):
+def test_from_mask_matches_roberta(past):
     """transformers 5.22.2: rows begin at padding_idx + 1, padding is at padding_idx."""
     ids = torch.tensor([[1, 1, 5, 6, 7], [5, 6, 7, 8, 1], [9, 1, 9, 1, 9]])
     want = RobertaEmbeddings.create_position_ids_from_input_ids(ids, 1, past)
@@ -76,11 +78,12 @@ def test_from_mask_gives_the_rows_of_roberta(past):
 
 
 @given(documents)
-def test_from_documents_begins_again_where_the_document_changes(documents):
-    np.testing.assert_array_equal(positions.from_documents(documents), restarted(documents))
+def test_from_documents_restarts_where_the_document_changes(documents):
+    got = positions.from_documents(documents)
+    np.testing.assert_array_equal(got, count_documents(documents))
 
 
-def test_from_documents_counts_past_what_the_ids_dtype_holds():
+def test_from_documents_counts_beyond_the_range_of_the_ids_dtype():
     got = positions.from_documents(np.zeros(300, np.int8))
     np.testing.assert_array_equal(got, np.arange(300))
     got = positions.from_documents(jnp.zeros(300, "int8"))
@@ -88,7 +91,7 @@ def test_from_documents_counts_past_what_the_ids_dtype_holds():
 
 
 @given(st.lists(st.integers(0, 6), max_size=8))
-def test_from_lengths_is_one_arange_after_the_other(lengths):
+def test_from_lengths_concatenates_aranges(lengths):
     want = [p for n in lengths for p in range(n)]
     assert positions.from_lengths(lengths).tolist() == want
 
@@ -102,7 +105,7 @@ def test_from_lengths_and_from_documents_agree():
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_libraries_agree_eager_and_compiled(library):
+def test_numpy_torch_and_jax_agree_eager_and_compiled(library):
     make = LIBRARIES[library]
     mask = np.array([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
     packed = np.array([[3, 3, 1, 1, 3], [0, 0, 0, 0, 0]])
@@ -127,7 +130,7 @@ def test_libraries_agree_eager_and_compiled(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_from_offset_is_a_number_or_one_per_row(library):
+def test_from_offset_accepts_a_number_or_one_per_row(library):
     make = LIBRARIES[library]
     steps = make(np.arange(3))
     assert positions.from_offset(steps, 5).tolist() == [5, 6, 7]
@@ -149,8 +152,8 @@ def test_randomised_positions_ascend_below_the_bound(below, length, seed):
 def test_randomised_positions_are_spread_evenly():
     rng = np.random.default_rng(0)
     got = positions.randomised(9, below=99, rng=rng, batch=4000)
-    # The k-th of n numbers drawn from 0 … N - 1 without return is k (N + 1) / (n + 1) - 1
-    # on average, k from 1.
+    # The mean of the k-th of n numbers drawn from 0 … N - 1 without replacement is
+    # k (N + 1) / (n + 1) - 1, with k from 1.
     np.testing.assert_allclose(got.mean(axis=0), np.arange(1, 10) * 10 - 1, atol=0.8)
 
 
@@ -168,14 +171,14 @@ def test_randomised_rows_differ_and_a_seed_repeats_them():
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (2, 3, 4)])
-def test_from_grid_lists_the_cells_row_by_row(sizes):
+def test_from_grid_is_in_row_major_order(sizes):
     got = positions.from_grid(sizes)
     np.testing.assert_array_equal(
         np.ravel_multi_index(tuple(got), sizes), np.arange(np.prod(sizes))
     )
 
 
-def test_resolve_prefers_what_was_given():
+def test_resolve_returns_given_positions():
     given_positions = np.array([4, 2])
     assert positions.resolve(given_positions, offset=0, steps=None) is given_positions
     assert positions.resolve(None, offset=3, steps=np.arange(2)).tolist() == [3, 4]
@@ -186,7 +189,7 @@ def test_resolve_prefers_what_was_given():
     [((5,), (5, 8)), ((5,), (3, 5, 8)), ((3, 5), (3, 5, 8)), ((1, 5), (3, 5, 8))]
     + [((2, 1, 5), (2, 3, 5, 8)), ((0,), (3, 0, 8))],
 )
-def test_check_fit_accepts_what_belongs_together(shape, x):
+def test_check_fit_accepts_matching_shapes(shape, x):
     positions.check_fit(shape, x)
 
 
@@ -202,14 +205,14 @@ def test_check_fit_accepts_what_belongs_together(shape, x):
         ((3, 5), (2, 3, 5, 8), r"\(5,\) or \(2, 3, 5\), got \(3, 5\)"),
     ],
 )
-def test_check_fit_rejects_the_rest(shape, x, want):
+def test_check_fit_rejects_other_shapes(shape, x, want):
     with pytest.raises(ValueError, match=f"positions must have shape {want}"):
         positions.check_fit(shape, x)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("offset", [[0, 5], None])
-def test_from_offset_rejects_what_is_no_array(offset):
+def test_from_offset_rejects_lists_and_none(offset):
     want = (
         f"offset must be a number or an array of one per row, got {type(offset).__name__}"
     )
@@ -222,9 +225,9 @@ def test_from_offset_rejects_what_is_no_array(offset):
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("face", ["numpy", "equinox"])
-def test_a_whole_offset_is_a_plain_number_of_any_library(face):
-    layer = importlib.import_module(f"firstlayer.{face}").SinusoidalPositions(4)
+@pytest.mark.parametrize("front_end", ["numpy", "equinox"])
+def test_integer_offsets_are_plain_ints_and_bounded(front_end):
+    layer = importlib.import_module(f"firstlayer.{front_end}").SinusoidalPositions(4)
     x = np.zeros((2, 4), np.float32)
     np.testing.assert_array_equal(layer(x, [0, 1], offset=np.int64(0)), layer(x))
     for far in (2**62, -(2**70)):
@@ -248,13 +251,13 @@ def test_resolve_rejects_positions_with_an_offset():
         ([True], TypeError, "lengths must be integers, got bool"),
     ],
 )
-def test_from_lengths_rejects(lengths, error, want):
+def test_from_lengths_rejects_bad_lengths(lengths, error, want):
     with pytest.raises(error, match=want):
         positions.from_lengths(lengths)
 
 
 @pytest.mark.rejects
-def test_randomised_rejects_more_positions_than_there_are():
+def test_randomised_rejects_bad_sizes():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="length must be at most below 10, got 12"):
         positions.randomised(12, below=10, rng=rng)
@@ -273,6 +276,6 @@ def test_from_grid_rejects_an_empty_side():
 
 
 @pytest.mark.rejects
-def test_from_mask_rejects_what_is_no_array():
+def test_from_mask_rejects_lists():
     with pytest.raises(TypeError, match="NumPy, JAX or torch array, got list"):
         positions.from_mask([[1, 0]])

@@ -1,4 +1,4 @@
-"""KERPLE: its two kernels, their limits, and gradients where powers of zero wait."""
+"""KERPLE: both kernels, the limits of their parameters, and gradients."""
 
 import json
 
@@ -20,7 +20,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def formula(q, k, r1, r2, form):
-    """The bias in float64, a number at a time, for numbers within their limits."""
+    """Return the bias in float64, one element at a time, without clamping."""
     out = np.empty((len(r1), len(q), len(k)))
     for h in range(len(r1)):
         for i, m in enumerate(q):
@@ -35,7 +35,7 @@ def formula(q, k, r1, r2, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bias_is_the_formula(form):
+def test_bias_matches_formula(form):
     q, k = [0, 1, 255, 65_536, -7], [0, 3, 256, -300, 65_530, 2**24 - 1]
     r1, r2 = [0.01, 0.3, 5.0], [0.01, 1.0, 2.0]
     want = formula(q, k, r1, r2, form)
@@ -57,7 +57,7 @@ def test_bias_depends_on_relative_position_only(form):
 
 @pytest.mark.parametrize("form", FORMS)
 @given(seed=st.integers(0, 99))
-def test_bias_decays_with_distance_from_zero_at_the_query(form, seed):
+def test_bias_decays_with_distance_and_is_zero_at_the_query(form, seed):
     bias = KerpleBias(4, form=form, dtype="float64", rng=seed).bias([0], range(300))
     assert (bias[..., 0] == 0).all() and (np.diff(bias, axis=-1) < 0).all()
     np.testing.assert_array_equal(
@@ -74,7 +74,7 @@ def test_kernel_is_conditionally_positive_definite(form, seed):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_real_positions_are_subtracted_wide(form):
+def test_half_precision_positions_are_upcast_before_subtraction(form):
     q, k = np.array([0.25, 250.0], BFLOAT16), np.array([1.5, 0.75], BFLOAT16)
     layer = KerpleBias(3, form=form, dtype="float64", rng=0)
     want = formula([0.25, 250.0], [1.5, 0.75], layer.r1, layer.r2, form)
@@ -82,7 +82,7 @@ def test_real_positions_are_subtracted_wide(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_positions_do_everything(form):
+def test_decoding_and_padding_give_the_rows_of_the_whole_bias(form):
     layer = KerpleBias(3, form=form, rng=0)
     whole = layer.bias(range(60), range(60))
     np.testing.assert_array_equal(layer.bias([59], range(60)), whole[:, -1:])
@@ -95,7 +95,7 @@ def test_positions_do_everything(form):
 # The limits
 
 
-def test_numbers_beyond_their_limits_are_used_as_the_limits():
+def test_parameters_beyond_their_limits_are_clamped():
     r1, r2 = [-1.0, 0.5, 0.5], [0.5, -3.0, 9.0]
     for form, last in zip(FORMS, (9.0, 2.0), strict=True):
         want = formula([0], [0, 5], [0.01, 0.5, 0.5], [0.5, 0.01, last], form)
@@ -104,37 +104,37 @@ def test_numbers_beyond_their_limits_are_used_as_the_limits():
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_project_brings_numbers_back_to_where_they_learn(dtype):
+def test_project_clamps_parameters_so_that_they_get_gradients(dtype):
     layer = KerpleBias(2, form="power", r1=[-1.0, 0.5], r2=[0.25, 3.0], dtype=dtype)
     before = layer.bias(range(9), range(9), dtype="float64")
-    _, pull = layer.vjp(range(9), range(9))
-    stuck = pull(np.ones((2, 9, 9)))
-    assert stuck["r1"][0] == 0 and stuck["r2"][1] == 0
-    live = layer.parameters()
+    _, pullback = layer.vjp(range(9), range(9))
+    grads = pullback(np.ones((2, 9, 9)))
+    assert grads["r1"][0] == 0 and grads["r2"][1] == 0
+    stored = layer.parameters()
     layer.project()
-    assert layer.r1 is live["r1"] and layer.r2 is live["r2"]
+    assert layer.r1 is stored["r1"] and layer.r2 is stored["r2"]
     np.testing.assert_allclose(layer.r1.astype(float), [0.01, 0.5], rtol=2e-3)
     np.testing.assert_allclose(layer.r2.astype(float), [0.25, 2.0])
     after = layer.bias(range(9), range(9), dtype="float64")
     np.testing.assert_allclose(after, before, rtol=2e-3)
-    _, pull = layer.vjp(range(9), range(9))
-    assert all((grad != 0).all() for grad in pull(np.ones((2, 9, 9))).values())
+    _, pullback = layer.vjp(range(9), range(9))
+    assert all((grad != 0).all() for grad in pullback(np.ones((2, 9, 9))).values())
 
 
-def test_nan_is_not_hidden_by_a_limit():
+def test_clamping_keeps_nan():
     for form in FORMS:
         got = KerpleBias(1, form=form, r1=[0.5], r2=[np.nan]).bias([0], [2, 3])
         assert np.isnan(got).all()
 
 
-@pytest.mark.parametrize(("form", "most"), [("log", (2, 1)), ("power", (1, 2))])
-def test_numbers_are_drawn_evenly_and_within_their_limits(form, most):
+@pytest.mark.parametrize(("form", "limits"), [("log", (2, 1)), ("power", (1, 2))])
+def test_parameters_are_drawn_uniformly_within_their_limits(form, limits):
     drawn = kerple_initial(20_000, form=form, rng=np.random.default_rng(0))
-    for numbers, limit in zip(drawn, most, strict=True):
-        assert 0.01 <= numbers.min() < 0.02 and 0.99 * limit < numbers.max() <= limit
-        np.testing.assert_allclose(numbers.mean(), limit / 2, rtol=0.03)
-    for numbers, same in zip(drawn, kerple_limited(*drawn, form=form), strict=True):
-        np.testing.assert_array_equal(numbers, same)
+    for values, limit in zip(drawn, limits, strict=True):
+        assert 0.01 <= values.min() < 0.02 and 0.99 * limit < values.max() <= limit
+        np.testing.assert_allclose(values.mean(), limit / 2, rtol=0.03)
+    for values, same in zip(drawn, kerple_limited(*drawn, form=form), strict=True):
+        np.testing.assert_array_equal(values, same)
 
 
 # The gradient
@@ -142,23 +142,23 @@ def test_numbers_are_drawn_evenly_and_within_their_limits(form, most):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_gradient_is_that_of_finite_differences(form, batch):
-    # The last three heads lie beyond a limit; distance 0 is among the pairs.
+def test_gradient_matches_finite_differences(form, batch):
+    # The last three heads are beyond a limit, and one distance is 0.
     r1, r2 = [0.3, 1.7, -0.2, 0.6, 0.6], [0.4, 1.3, 0.7, -1.0, 2.5]
     layer = KerpleBias(5, form=form, r1=r1, r2=r2)
     q, k = rng.integers(0, 30, (*batch, 6)), np.arange(0, 30, 4)
     q[..., 0] = 4
-    bias, pull = layer.vjp(q, k)
+    bias, pullback = layer.vjp(q, k)
     np.testing.assert_array_equal(bias, layer.bias(q, k))
     d = rng.standard_normal(bias.shape)
-    got = pull(d)
-    for name, numbers in layer.parameters().items():
+    got = pullback(d)
+    for name, values in layer.parameters().items():
         for h in range(5):
-            kept, sides = numbers[h], []
+            saved, sides = values[h], []
             for step in (1e-6, -1e-6):
-                numbers[h] = kept + step
+                values[h] = saved + step
                 sides.append((layer.bias(q, k) * d).sum())
-            numbers[h] = kept
+            values[h] = saved
             want = (sides[0] - sides[1]) / 2e-6
             np.testing.assert_allclose(got[name][h], want, rtol=1e-6, atol=1e-6)
     assert got["r1"][2] == 0 and got["r2"][3] == 0
@@ -167,19 +167,19 @@ def test_gradient_is_that_of_finite_differences(form, batch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_at_distance_zero_is_zero_and_not_nan(form):
-    _, pull = KerpleBias(3, form=form, rng=0).vjp([5], [5])
-    for grad in pull(np.ones((3, 1, 1))).values():
+    _, pullback = KerpleBias(3, form=form, rng=0).vjp([5], [5])
+    for grad in pullback(np.ones((3, 1, 1))).values():
         np.testing.assert_array_equal(grad, 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradient_does_not_see_what_is_written_after(form):
+def test_pullback_uses_the_values_of_the_forward(form):
     layer = KerpleBias(3, form=form, rng=0)
-    bias, pull = layer.vjp(range(9), range(9))
-    want = pull(np.ones(bias.shape))
+    bias, pullback = layer.vjp(range(9), range(9))
+    want = pullback(np.ones(bias.shape))
     layer.r1 += 1
     layer.r2 *= 0.5
-    for name, grad in pull(np.ones(bias.shape)).items():
+    for name, grad in pullback(np.ones(bias.shape)).items():
         np.testing.assert_array_equal(grad, want[name])
 
 
@@ -187,22 +187,22 @@ def test_gradient_does_not_see_what_is_written_after(form):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_float32_rounded_once(form, dtype):
     layer = KerpleBias(4, form=form, dtype=dtype, rng=0)
-    wide = KerpleBias(
+    full = KerpleBias(
         4, form=form, r1=layer.r1.astype("float32"), r2=layer.r2.astype("float32")
     )
     keys = np.arange(0, 150, 3)
-    half = torch.from_numpy(wide.bias([0], keys)).to(getattr(torch, dtype))
-    bias, pull = layer.vjp([0], keys)
+    half = torch.from_numpy(full.bias([0], keys)).to(getattr(torch, dtype))
+    bias, pullback = layer.vjp([0], keys)
     np.testing.assert_array_equal(bias.view(np.int16), half.view(torch.int16).numpy())
-    rounded = wide.bias([0], keys, dtype=dtype)
+    rounded = full.bias([0], keys, dtype=dtype)
     np.testing.assert_array_equal(rounded.view(np.int16), bias.view(np.int16))
-    want = wide.vjp([0], keys)[1](np.ones(bias.shape))
-    for name, grad in pull(np.ones(bias.shape, bias.dtype)).items():
+    want = full.vjp([0], keys)[1](np.ones(bias.shape))
+    for name, grad in pullback(np.ones(bias.shape, bias.dtype)).items():
         assert grad.dtype == np.float32
         np.testing.assert_array_equal(grad, want[name])
 
 
-# The other array libraries
+# NumPy, torch and JAX
 
 
 def in_float32():
@@ -218,26 +218,26 @@ def test_torch_and_jax_agree_in_bias_and_gradient(form):
         return kerple_bias(q, k, r1=r1, r2=r2, form=form)
 
     q, k, r1, r2 = in_float32()
-    want, pull = KerpleBias(3, form=form, r1=r1, r2=r2).vjp(q, k)
+    want, pullback = KerpleBias(3, form=form, r1=r1, r2=r2).vjp(q, k)
     np.testing.assert_array_equal(run(q, k, r1, r2), want)
-    grads = pull(np.ones(want.shape))
+    grads = pullback(np.ones(want.shape))
 
-    numbers = [torch.asarray(r).requires_grad_() for r in (r1, r2)]
-    got = run(torch.asarray(q), torch.asarray(k), *numbers)
+    values = [torch.asarray(r).requires_grad_() for r in (r1, r2)]
+    got = run(torch.asarray(q), torch.asarray(k), *values)
     np.testing.assert_allclose(got.detach(), want, rtol=2e-6)
     got.sum().backward()
-    for number, grad in zip(numbers, grads.values(), strict=True):
-        np.testing.assert_allclose(np.asarray(number.grad), grad, rtol=1e-5)
+    for value, grad in zip(values, grads.values(), strict=True):
+        np.testing.assert_allclose(np.asarray(value.grad), grad, rtol=1e-5)
 
     inputs = [jnp.asarray(x) for x in (q, k, r1, r2)]
     for f in (run, jax.jit(run)):
         np.testing.assert_allclose(f(*inputs), want, rtol=2e-6)
-    found = jax.grad(lambda *x: run(*x).sum(), argnums=(2, 3))(*inputs)
-    for got, grad in zip(found, grads.values(), strict=True):
+    grads_jax = jax.grad(lambda *x: run(*x).sum(), argnums=(2, 3))(*inputs)
+    for got, grad in zip(grads_jax, grads.values(), strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-5)
 
 
-def test_real_positions_have_a_gradient_at_the_zero_of_a_power_below_one():
+def test_gradient_of_real_positions_is_finite_at_distance_zero():
     q, k, r = np.array([2.0], "float32"), np.array([2.0, 5.0], "float32"), [0.5]
 
     def total(q, array):
@@ -245,14 +245,14 @@ def test_real_positions_have_a_gradient_at_the_zero_of_a_power_below_one():
 
     tensor = torch.asarray(q).requires_grad_()
     total(tensor, lambda x: torch.asarray(x, dtype=torch.float32)).backward()
-    found = jax.grad(total)(jnp.asarray(q), lambda x: jnp.asarray(x, jnp.float32))
-    # Only the key at distance 3 pulls, with -0.5 · 3^0.5.
-    for gradient in (np.asarray(tensor.grad), found):
+    grads_jax = jax.grad(total)(jnp.asarray(q), lambda x: jnp.asarray(x, jnp.float32))
+    # Only the key at distance 3 contributes, with -0.5 · 3^0.5.
+    for gradient in (np.asarray(tensor.grad), grads_jax):
         np.testing.assert_allclose(gradient, [0.25 / 3**0.5], rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_torch_compiles_the_bias_whole(form):
+def test_torch_compiles_the_bias_without_graph_breaks(form):
     def run(q, k, r1, r2):
         return kerple_bias(q, k, r1=r1, r2=r2, form=form)
 
@@ -265,7 +265,7 @@ def test_torch_compiles_the_bias_whole(form):
 # The layer
 
 
-def test_two_layers_keep_their_own_numbers():
+def test_layers_do_not_share_parameters():
     a, b = KerpleBias(2, rng=0), KerpleBias(2, form="power", rng=0)
     first = a.bias([0], range(9))
     assert (b.bias([0], range(1, 9)) != first[..., 1:]).all()
@@ -274,15 +274,15 @@ def test_two_layers_keep_their_own_numbers():
     assert (KerpleBias(2, rng=1).r1 != a.r1).all()
 
 
-def test_config_and_state_build_the_same_layer():
+def test_config_and_state_rebuild_the_layer():
     layer = KerpleBias(3, form="power", dtype="bfloat16", rng=3)
-    again = KerpleBias(**json.loads(json.dumps(layer.config())))
-    again.load_state_dict(layer.state_dict())
-    assert repr(again) == repr(layer) and list(again.state_dict()) == ["r1", "r2"]
-    np.testing.assert_array_equal(again.bias([5], range(9)), layer.bias([5], range(9)))
+    rebuilt = KerpleBias(**json.loads(json.dumps(layer.config())))
+    rebuilt.load_state_dict(layer.state_dict())
+    assert repr(rebuilt) == repr(layer) and list(rebuilt.state_dict()) == ["r1", "r2"]
+    np.testing.assert_array_equal(rebuilt.bias([5], range(9)), layer.bias([5], range(9)))
 
 
-def test_numbers_that_are_given_are_used():
+def test_given_parameters_are_used_without_a_copy():
     r1, r2 = np.ones(2, np.float32), np.ones(2, np.float32)
     layer = KerpleBias(2, r1=r1, r2=r2)
     assert layer.r1 is r1 and layer.r2 is r2
@@ -291,7 +291,7 @@ def test_numbers_that_are_given_are_used():
 
 
 @pytest.mark.rejects
-def test_kerple_rejects_bad_arguments():
+def test_rejects_bad_arguments():
     with pytest.raises(ValueError, match="num_heads must be positive, got 0"):
         KerpleBias(0)
     with pytest.raises(ValueError, match="form must be 'log' or 'power', got 'linear'"):
@@ -305,14 +305,14 @@ def test_kerple_rejects_bad_arguments():
 
 
 @pytest.mark.rejects
-def test_kerple_rejects_what_is_not_a_position_or_a_gradient():
+def test_rejects_invalid_positions_and_gradients():
     layer = KerpleBias(2)
     with pytest.raises(TypeError, match="q_positions must be integers or reals, got bool"):
         layer.bias([True], [0])
     with pytest.raises(ValueError, match="k_positions must be finite, got -inf"):
         layer.bias([0], [-np.inf])
-    _, pull = layer.vjp([0], [0, 1])
+    _, pullback = layer.vjp([0], [0, 1])
     with pytest.raises(
         ValueError, match=r"dbias must have shape \(2, 1, 2\), got \(2, 2\)"
     ):
-        pull(np.zeros((2, 2)))
+        pullback(np.zeros((2, 2)))

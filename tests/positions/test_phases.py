@@ -1,4 +1,4 @@
-"""The cosine and sine of any position: right far out, the same bits in every library."""
+"""Phases: accurate at every position in range, the same bits in every library."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def frequencies(pairs=64, base=10_000.0):
 
 
 def exact(positions, w):
-    # 64 bits of mantissa: the angles below are right to 1e-12.
+    # With 64 bits of mantissa, the angles below are accurate to 1e-12.
     angles = np.asarray(positions)[..., None].astype(np.longdouble) * w
     return np.cos(angles).astype(float), np.sin(angles).astype(float)
 
@@ -40,7 +40,7 @@ def at(positions, w, dtype: type = np.float32):
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0, 100.0])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_whole_positions_are_right_to_the_edge_of_reach(base, dtype):
+def test_integer_positions_are_accurate_up_to_the_limit(base, dtype):
     w = frequencies(base=base)
     random = np.random.default_rng(0).integers(-LIMIT + 1, LIMIT, 20_000)
     positions = np.concatenate([EDGES, random])
@@ -49,7 +49,7 @@ def test_whole_positions_are_right_to_the_edge_of_reach(base, dtype):
         assert np.abs(got - want).max() <= BOUND
 
 
-def test_turns_agree_with_forty_digit_arithmetic():
+def test_phases_match_forty_digit_arithmetic():
     w = frequencies(8, base=500_000.0)
     cos, sin = at([2**24 - 1, -7_654_321], w)
     with mpmath.workdps(40):
@@ -69,17 +69,17 @@ def test_tables_are_float64_rounded_once():
         np.testing.assert_allclose(tables[:, level], want, atol=2.0**-25 + 1e-9, rtol=0)
 
 
-HALFWAY = st.integers(-LIMIT // 2 + 1, LIMIT // 2 - 1)
+HALF_RANGE = st.integers(-LIMIT // 2 + 1, LIMIT // 2 - 1)
 
 
-@given(HALFWAY, HALFWAY)
-def test_the_turn_to_a_sum_is_the_product_of_turns(first, second):
+@given(HALF_RANGE, HALF_RANGE)
+def test_phase_of_a_sum_is_the_product_of_phases(first, second):
     c, s = at([first, second, first + second], frequencies(16))
     np.testing.assert_allclose(c[2], c[0] * c[1] - s[0] * s[1], atol=4 * BOUND)
     np.testing.assert_allclose(s[2], s[0] * c[1] + c[0] * s[1], atol=4 * BOUND)
 
 
-def test_negative_positions_turn_back_to_the_bit():
+def test_phases_of_negative_positions_are_exact_conjugates():
     w, positions = frequencies(), np.abs(EDGES)
     (c, s), (back_c, back_s) = at(positions, w), at(-positions, w)
     np.testing.assert_array_equal(back_c, c)
@@ -88,7 +88,7 @@ def test_negative_positions_turn_back_to_the_bit():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_real_positions_are_right(dtype, sign):
+def test_real_positions_are_accurate(dtype, sign):
     positions = sign * np.array([
         0.0,
         0.25,
@@ -107,7 +107,7 @@ def test_real_positions_are_right(dtype, sign):
         assert np.abs(got - want).max() <= BOUND
 
 
-def test_float64_positions_keep_their_fraction_far_out():
+def test_large_float64_positions_keep_their_fraction():
     w, positions = frequencies(), np.array([12_345_678.123456, -9_999_999.987654])
     cos, sin = at(positions, w, np.float64)
     want = exact(positions, w)
@@ -115,16 +115,16 @@ def test_float64_positions_keep_their_fraction_far_out():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
-def test_half_precision_positions_are_taken_at_their_value(dtype):
+def test_half_precision_positions_equal_their_float32_values(dtype):
     import ml_dtypes
 
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    positions, w = np.array([0.5, 200.0, -3.25], kind), frequencies(8)
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    positions, w = np.array([0.5, 200.0, -3.25], dtype), frequencies(8)
     for got, want in zip(at(positions, w), at(positions.astype("f4"), w), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
-FAR = {
+OUT_OF_RANGE = {
     "int32": [LIMIT, -LIMIT, 2**31 - 1, -(2**31)],
     "int64": [LIMIT, -LIMIT, 2**63 - 1, -(2**63), 2**32, 2**32 + 1],
     "uint32": [LIMIT, 2**32 - 1],
@@ -134,15 +134,15 @@ FAR = {
 }
 
 
-@pytest.mark.parametrize("dtype", FAR)
-def test_out_of_reach_is_nan_and_harms_no_neighbour(dtype):
+@pytest.mark.parametrize("dtype", OUT_OF_RANGE)
+def test_positions_out_of_range_are_nan_and_others_are_not(dtype):
     w = frequencies(4)
-    cos, sin = at(np.array([*FAR[dtype], 7], dtype), w)
+    cos, sin = at(np.array([*OUT_OF_RANGE[dtype], 7], dtype), w)
     assert np.isnan(cos[:-1]).all() and np.isnan(sin[:-1]).all()
     np.testing.assert_array_equal(np.stack([cos, sin])[:, -1:], np.stack(at([7], w)))
 
 
-NEAR = {
+IN_RANGE = {
     "int8": [-128, 127, 0],
     "uint8": [0, 255, 128],
     "int16": [-(2**15), 2**15 - 1],
@@ -152,11 +152,11 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("dtype", IN_RANGE)
 def test_every_integer_dtype_gives_the_same_bits(dtype):
     w = frequencies(8)
     for got, want in zip(
-        at(np.array(NEAR[dtype], dtype), w), at(NEAR[dtype], w), strict=True
+        at(np.array(IN_RANGE[dtype], dtype), w), at(IN_RANGE[dtype], w), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -166,9 +166,9 @@ LIBRARIES = {"torch": torch.from_numpy, "jax": jnp.asarray}
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
-def test_whole_positions_have_the_same_bits_in_every_library(library, dtype):
+def test_integer_positions_have_the_same_bits_in_every_library(library, dtype):
     wrap, w = LIBRARIES[library], frequencies()
-    positions = np.array(EDGES if dtype == "int32" else NEAR[dtype], dtype)
+    positions = np.array(EDGES if dtype == "int32" else IN_RANGE[dtype], dtype)
     got = digit_phases(wrap(positions), wrap(digit_tables(w)), wrap(w.astype("float32")))
     for mine, want in zip(got, at(positions, w), strict=True):
         np.testing.assert_array_equal(np.asarray(mine).view("int32"), want.view("int32"))
@@ -184,14 +184,14 @@ def test_real_positions_agree_in_every_library(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_smallest_int32_is_out_of_reach_in_every_library(library):
+def test_the_smallest_int32_is_out_of_range_in_every_library(library):
     wrap, w = LIBRARIES[library], frequencies(4)
     positions = np.array([-(2**31), 2**31 - 1, LIMIT, -LIMIT, 5], "int32")
     cos, _ = digit_phases(wrap(positions), wrap(digit_tables(w)), wrap(w.astype("float32")))
     assert np.isnan(np.asarray(cos)).all(axis=1).tolist() == [True] * 4 + [False]
 
 
-def test_turns_compile():
+def test_phases_compile():
     w, positions = frequencies(8), np.array(EDGES, "int32")
     args = (digit_tables(w), w.astype("float32"))
     want = at(positions, w)
@@ -203,7 +203,7 @@ def test_turns_compile():
         np.testing.assert_allclose(mine, other, atol=BOUND)
 
 
-def test_turns_under_vmap_are_those_of_the_batch():
+def test_vmap_equals_the_batched_call():
     w, positions = frequencies(8), jnp.arange(6).reshape(2, 3)
     tables, rates = jnp.asarray(digit_tables(w)), jnp.asarray(w, jnp.float32)
     got = jax.vmap(lambda p: digit_phases(p, tables, rates))(positions)
@@ -211,7 +211,7 @@ def test_turns_under_vmap_are_those_of_the_batch():
         np.testing.assert_array_equal(mine, want)
 
 
-def test_axial_turns_add_the_angles_of_all_coordinates():
+def test_axial_phases_add_the_angles_of_all_coordinates():
     w = np.stack([frequencies(8), frequencies(8, base=100.0) / 3, np.zeros(8)])
     positions = np.random.default_rng(1).integers(-70_000, 70_000, (3, 4, 5))
     cos, sin = axial_digit_phases(positions, digit_tables(w), w.astype("float32"))
@@ -223,7 +223,7 @@ def test_axial_turns_add_the_angles_of_all_coordinates():
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_axial_turns_have_the_same_bits_in_every_library(library):
+def test_axial_phases_have_the_same_bits_in_every_library(library):
     wrap, w = LIBRARIES[library], np.stack([frequencies(4), frequencies(4) / 7])
     positions = np.array([[3, 300, 70_000], [-1, 2, 5]], "int32")
     want = axial_digit_phases(positions, digit_tables(w), w.astype("float32"))
@@ -235,7 +235,7 @@ def test_axial_turns_have_the_same_bits_in_every_library(library):
 
 
 @pytest.mark.parametrize("axes", [None, 1, 3])
-def test_the_factor_enlarges_every_turn_once(axes):
+def test_the_factor_multiplies_every_phase_once(axes):
     w = frequencies(8) if axes is None else np.stack([frequencies(8)] * axes)
     positions = np.array([0, 5, 300, 70_000, -9])
     tables, rates = digit_tables(w, factor=1.25), w.astype("float32")
@@ -256,7 +256,7 @@ def threads(request):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("count", [0, 1, 9_000])
-def test_the_compiled_loop_gives_the_bits_of_turns(dtype, count, threads):
+def test_the_kernel_has_the_bits_of_digit_phases(dtype, count, threads):
     rng, w = np.random.default_rng(2), frequencies()
     positions = rng.integers(-LIMIT + 1, LIMIT, count)
     if count > 100:
@@ -271,7 +271,7 @@ def test_the_compiled_loop_gives_the_bits_of_turns(dtype, count, threads):
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("cos_first", [False, True])
 @pytest.mark.parametrize("width", [14, 15, 13])
-def test_the_compiled_loop_gives_the_bits_of_sinusoids(layout, cos_first, width, threads):
+def test_the_kernel_has_the_bits_of_encode(layout, cos_first, width, threads):
     rng, w = np.random.default_rng(3), np.array([1.0, 0.3, 0.05, 0.01, 3e-3, 2e-4, 1e-5])
     positions = rng.integers(-LIMIT + 1, LIMIT, 20_000)
     positions[:6] = [0, 255, 256, 65_535, 65_536, -1]

@@ -1,4 +1,4 @@
-"""The rotation itself: what it keeps, which features pair, whose position is whose."""
+"""Rotation, alignment of positions, frequencies, layouts and query temperature."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def at(positions, dim=8, base=10_000.0):
 
 
 def by_complex_numbers(x, positions, dim, base, layout):
-    """The definition in float64: each pair is a complex number, turned."""
+    """Rotate in float64, with each pair as a complex number."""
     angles = np.asarray(positions, float)[:, None] * base ** (-np.arange(0, dim, 2) / dim)
     half = dim // 2
     if layout == "half":
@@ -45,16 +45,16 @@ def by_complex_numbers(x, positions, dim, base, layout):
         z = x[..., 0:dim:2] + 1j * x[..., 1:dim:2]
     z = z * np.exp(1j * angles)
     if layout == "interleaved":
-        turned = np.stack([z.real, z.imag], axis=-1).reshape(*x.shape[:-1], dim)
+        rotated = np.stack([z.real, z.imag], axis=-1).reshape(*x.shape[:-1], dim)
     else:
-        turned = np.concatenate([z.real, z.imag], axis=-1)
-    return np.concatenate([turned, x[..., dim:]], axis=-1)
+        rotated = np.concatenate([z.real, z.imag], axis=-1)
+    return np.concatenate([rotated, x[..., dim:]], axis=-1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [2, 6, 8])
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
-def test_rotation_is_multiplication_by_complex_numbers(layout, dim, base):
+def test_rotation_equals_complex_multiplication(layout, dim, base):
     x, positions = rng.standard_normal((3, 4, 8)), [0, 5, -3, 1000]
     got = rotate(x, *at(positions, dim, base), layout=layout)
     want = by_complex_numbers(x, positions, dim, base, layout)
@@ -63,7 +63,7 @@ def test_rotation_is_multiplication_by_complex_numbers(layout, dim, base):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotation_keeps_the_norm(layout):
+def test_rotation_preserves_norms(layout):
     x = rng.standard_normal((5, 8))
     y = rotate(x, *at([0, 1, 65_536, -7, 2**24 - 1]), layout=layout)
     np.testing.assert_allclose(
@@ -78,8 +78,8 @@ def test_scores_depend_on_relative_position_only(layout, shift, distance):
     q, k = np.random.default_rng(3).standard_normal((2, 1, 8))
 
     def score(m, n):
-        turned = [rotate(v, *at([p]), layout=layout) for v, p in ((q, m), (k, n))]
-        return np.vdot(*turned)
+        rotated = [rotate(v, *at([p]), layout=layout) for v, p in ((q, m), (k, n))]
+        return np.vdot(*rotated)
 
     np.testing.assert_allclose(
         score(distance, 0), score(shift + distance, shift), atol=1e-5
@@ -87,21 +87,21 @@ def test_scores_depend_on_relative_position_only(layout, shift, distance):
     assert abs(score(1, 0) - score(7, 0)) > 1e-3
 
 
-def test_reading_interleaved_and_writing_halves_only_reorders():
-    x, turn = rng.standard_normal((4, 8)), at([3, 1, 4, 1], 6)
-    apart = rotate(x, *turn, layout="interleaved_to_half")
-    woven = rotate(x, *turn, layout="interleaved")
-    np.testing.assert_array_equal(apart[:, :6], woven[:, [0, 2, 4, 1, 3, 5]])
+def test_interleaved_to_half_only_reorders_features():
+    x, phases = rng.standard_normal((4, 8)), at([3, 1, 4, 1], 6)
+    half = rotate(x, *phases, layout="interleaved_to_half")
+    interleaved = rotate(x, *phases, layout="interleaved")
+    np.testing.assert_array_equal(half[:, :6], interleaved[:, [0, 2, 4, 1, 3, 5]])
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_minus_the_sines_turn_back(layout):
+def test_negated_sines_rotate_back(layout):
     x, (cos, sin) = rng.standard_normal((3, 8)), at([3, 1, 70_000])
     back = rotate(rotate(x, cos, sin, layout=layout), cos, -sin, layout=layout)
     np.testing.assert_allclose(back, x, atol=1e-6)
 
 
-# ---- the same in every library ---------------------------------------------------------
+# NumPy, torch and JAX
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -131,7 +131,7 @@ def test_rotation_compiles(layout):
     np.testing.assert_allclose(jax.jit(run)(x, cos, sin), want, atol=1e-6)
 
 
-# ---- whose position is whose -----------------------------------------------------------
+# Alignment of positions
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -152,18 +152,16 @@ def test_rotation_compiles(layout):
         ((2, 5, 4), (2, 5, 4, 8), -2, (2, 5, 4)),
     ],
 )
-def test_positions_are_lined_up_by_their_number_of_axes(
-    library, shape, x, heads_axis, want
-):
+def test_positions_are_aligned_by_their_number_of_axes(library, shape, x, heads_axis, want):
     positions, x = LIBRARIES[library](np.zeros(shape)), LIBRARIES[library](np.zeros(x))
     assert tuple(over_heads(positions, x, heads_axis=heads_axis).shape) == want
     axial = LIBRARIES[library](np.zeros((3, *shape)))
-    lined = over_heads(axial, x, heads_axis=heads_axis, axial=True)
-    assert tuple(lined.shape) == (3, *want)
+    aligned = over_heads(axial, x, heads_axis=heads_axis, axial=True)
+    assert tuple(aligned.shape) == (3, *want)
 
 
 @pytest.mark.parametrize("heads_axis", [-3, -2])
-def test_batched_positions_skip_the_heads_even_when_sizes_coincide(heads_axis):
+def test_batched_positions_broadcast_over_heads_even_if_sizes_coincide(heads_axis):
     x, positions = np.ones((4, 4, 4, 8)), np.arange(16).reshape(4, 4)
     y = rotate(x, *at(over_heads(positions, x, heads_axis=heads_axis)))
     for row, head in np.ndindex(4, 4):
@@ -188,28 +186,28 @@ def test_batched_positions_skip_the_heads_even_when_sizes_coincide(heads_axis):
         ((2, 4), (2, 5, 4, 8), -2),
     ],
 )
-def test_positions_that_do_not_fit_are_refused(shape, x, heads_axis):
-    words = f"positions must fit x of shape .* heads_axis {heads_axis}, got shape"
-    with pytest.raises(ValueError, match=words):
+def test_rejects_positions_that_do_not_fit(shape, x, heads_axis):
+    message = f"positions must fit x of shape .* heads_axis {heads_axis}, got shape"
+    with pytest.raises(ValueError, match=message):
         over_heads(np.zeros(shape), np.zeros(x), heads_axis=heads_axis)
 
 
 @pytest.mark.rejects
-def test_bad_layouts_axes_and_widths_are_refused():
-    x, turn = np.ones((1, 8)), at([0])
+def test_rejects_bad_layouts_axes_and_widths():
+    x, phases = np.ones((1, 8)), at([0])
     with pytest.raises(ValueError, match="layout must be 'half', .* got 'neox'"):
-        rotate(x, *turn, layout="neox")  # pyright: ignore[reportArgumentType]
+        rotate(x, *phases, layout="neox")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="x must have at least 8 features, got 6"):
-        rotate(np.ones((1, 6)), *turn)
+        rotate(np.ones((1, 6)), *phases)
     with pytest.raises(ValueError, match="heads_axis must be -3 or -2, got 1"):
         over_heads(np.zeros(1), x, heads_axis=1)
 
 
-# ---- frequencies -----------------------------------------------------------------------
+# Frequencies
 
 
 @pytest.mark.parametrize("base", [10_000.0, 150_000.0])
-def test_frequencies_fall_from_one_in_equal_ratios(base):
+def test_frequencies_decrease_geometrically_from_one(base):
     w = inverse_frequencies(64, base=base)
     assert w[0] == 1.0 and w.dtype == np.float64
     np.testing.assert_allclose(w[1:] / w[:-1], base ** (-1 / 32), rtol=1e-12)
@@ -218,45 +216,43 @@ def test_frequencies_fall_from_one_in_equal_ratios(base):
 W = inverse_frequencies(128, base=1e6)
 
 
-def test_sections_give_each_axis_a_run_of_pairs():
+def test_sections_are_contiguous_runs_of_pairs():
     matrix = section_frequencies(W, [16, 24, 24])
-    owners = np.repeat([0, 1, 2], [16, 24, 24])
+    axis_of = np.repeat([0, 1, 2], [16, 24, 24])
     np.testing.assert_array_equal(matrix.sum(axis=0), W)
-    np.testing.assert_array_equal(np.argmax(matrix, axis=0), owners)
+    np.testing.assert_array_equal(np.argmax(matrix, axis=0), axis_of)
     assert (np.count_nonzero(matrix, axis=0) == 1).all()
 
 
 @pytest.mark.parametrize("sections, pairs", [([24, 20, 20], 64), ([11, 11, 10], 32)])
-def test_interleaved_sections_take_turns_until_they_are_full(sections, pairs):
+def test_interleaved_sections_are_round_robin(sections, pairs):
     w = inverse_frequencies(2 * pairs)
     matrix = section_frequencies(w, sections, interleaved=True)
-    owner = np.argmax(matrix, axis=0)
+    axis_of = np.argmax(matrix, axis=0)
     np.testing.assert_array_equal(matrix.sum(axis=0), w)
-    assert np.bincount(owner).tolist() == sections
-    assert owner[:30].tolist() == [0, 1, 2] * 10 and (owner[3 * sections[1] :] == 0).all()
-
-
-def test_qwen_images_turn_rows_and_columns_alike():
-    matrix, share = (
-        qwen_axial_frequencies(80, base=5_000.0),
-        inverse_frequencies(40, base=5_000.0),
+    assert np.bincount(axis_of).tolist() == sections
+    assert (
+        axis_of[:30].tolist() == [0, 1, 2] * 10 and (axis_of[3 * sections[1] :] == 0).all()
     )
+
+
+def test_qwen_frequencies_are_the_same_for_rows_and_columns():
+    matrix = qwen_axial_frequencies(80, base=5_000.0)
+    per_axis = inverse_frequencies(40, base=5_000.0)
     assert matrix.shape == (2, 40)
-    np.testing.assert_array_equal(matrix[0], np.r_[share, np.zeros(20)])
-    np.testing.assert_array_equal(matrix[1], np.r_[np.zeros(20), share])
+    np.testing.assert_array_equal(matrix[0], np.r_[per_axis, np.zeros(20)])
+    np.testing.assert_array_equal(matrix[1], np.r_[np.zeros(20), per_axis])
 
 
-def test_pixtral_images_share_the_speeds_of_one_head():
-    matrix, whole = (
-        pixtral_axial_frequencies(64, base=5_000.0),
-        inverse_frequencies(64, base=5_000.0),
-    )
+def test_pixtral_frequencies_alternate_between_rows_and_columns():
+    matrix = pixtral_axial_frequencies(64, base=5_000.0)
+    whole = inverse_frequencies(64, base=5_000.0)
     assert matrix.shape == (2, 32)
     np.testing.assert_array_equal(matrix[0], np.r_[whole[0::2], np.zeros(16)])
     np.testing.assert_array_equal(matrix[1], np.r_[np.zeros(16), whole[1::2]])
 
 
-def test_a_layers_frequencies_are_scaled_before_they_are_shared_out():
+def test_layer_frequencies_are_scaled_before_they_are_sectioned():
     rule = YaRN(factor=4.0, original_length=64)
     got, factor = layer_frequencies(
         24,
@@ -271,13 +267,13 @@ def test_a_layers_frequencies_are_scaled_before_they_are_shared_out():
         got, section_frequencies(scaled, [4, 2, 2], interleaved=True)
     )
     assert factor == rule.attention_factor
-    ready, factor = layer_frequencies(8, frequencies=[[0.5, 0.0], [0.0, 2.0]])
-    assert ready.tolist() == [[0.5, 0.0], [0.0, 2.0]] and factor == 1.0
+    explicit, factor = layer_frequencies(8, frequencies=[[0.5, 0.0], [0.0, 2.0]])
+    assert explicit.tolist() == [[0.5, 0.0], [0.0, 2.0]] and factor == 1.0
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    "call, words",
+    "call, message",
     [
         (lambda: inverse_frequencies(7), "rotary_dim must be positive and even, got 7"),
         (lambda: inverse_frequencies(0), "rotary_dim must be positive, got 0"),
@@ -311,27 +307,27 @@ def test_a_layers_frequencies_are_scaled_before_they_are_shared_out():
         (lambda: layer_frequencies(8, frequencies=np.ones(5)), "at most 4 pairs .* got 5"),
     ],
 )
-def test_bad_frequencies_are_refused_by_name(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_bad_frequencies(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
-# ---- layouts of weights ----------------------------------------------------------------
+# Layouts of weights
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_converting_both_projections_changes_no_score(library, rotary_dim, source, target):
+def test_converting_both_projections_keeps_scores(library, rotary_dim, source, target):
     wrap, heads, head_dim = LIBRARIES[library], 3, 6
-    x, turn = rng.standard_normal((5, 10)), at(range(5), rotary_dim or head_dim)
+    x, phases = rng.standard_normal((5, 10)), at(range(5), rotary_dim or head_dim)
 
     def scores(weights, biases, layout):
         q, k = (
             rotate(
                 (x @ w.T + b).reshape(5, heads, head_dim).swapaxes(0, 1),
-                *turn,
+                *phases,
                 layout=layout,
             )
             for w, b in zip(weights, biases, strict=True)
@@ -354,19 +350,21 @@ def test_converting_both_projections_changes_no_score(library, rotary_dim, sourc
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_conversion_moves_rows_and_nothing_else(library):
+def test_conversion_only_reorders_rows(library):
     wrap, weight = LIBRARIES[library], np.arange(24).reshape(12, 2)
-    there = convert_layout(
+    converted_rows = convert_layout(
         wrap(weight), 2, source="interleaved", target="half", rotary_dim=4
     )
     order = [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
-    np.testing.assert_array_equal(np.asarray(there), weight[order])
-    back = convert_layout(there, 2, source="half", target="interleaved", rotary_dim=4)
+    np.testing.assert_array_equal(np.asarray(converted_rows), weight[order])
+    back = convert_layout(
+        converted_rows, 2, source="half", target="interleaved", rotary_dim=4
+    )
     np.testing.assert_array_equal(np.asarray(back), weight)
 
 
 @pytest.mark.rejects
-def test_bad_conversions_are_refused():
+def test_rejects_bad_conversions():
     weight, to = np.ones((12, 4)), dict[str, Any](source="half", target="interleaved")
     with pytest.raises(ValueError, match="num_heads must divide 12 rows, got 5"):
         convert_layout(weight, 5, **to)
@@ -382,12 +380,12 @@ def test_bad_conversions_are_refused():
         convert_layout(weight, 2, source="half", target="hf")  # pyright: ignore[reportArgumentType]
 
 
-# ---- the temperature of queries that are not rotated -----------------------------------
+# Query temperature
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("scale, every", [(0.1, 8192), (0.3, 7)])
-def test_query_temperature_steps_where_llama_4_does(library, scale, every):
+def test_query_temperature_matches_llama_4(library, scale, every):
     positions = np.array([0, 5, 6, 7, 8190, 8191, 8192, 16_382, 16_383, 2**24 - 1], "int32")
     got = query_temperature(LIBRARIES[library](positions), scale=scale, every=every)
     want = 1 + scale * np.log(1 + np.floor((positions.astype(float) + 1) / every))
@@ -396,14 +394,14 @@ def test_query_temperature_steps_where_llama_4_does(library, scale, every):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "float32", "float64"])
-def test_query_temperature_of_any_dtype_of_positions(dtype):
+def test_query_temperature_accepts_any_dtype(dtype):
     got = query_temperature(np.array([0, 99, 126, 127], dtype), every=64, dtype="float64")
     want = 1 + 0.1 * np.log([1, 2, 2, 3])
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, want, rtol=1e-15)
 
 
-def test_query_temperature_is_ministrals_one_position_earlier():
+def test_query_temperature_matches_ministral_one_position_earlier():
     positions = np.array([[0, 1, 16_383, 16_384, 50_000]])
     want = get_llama_4_attn_scale(torch.from_numpy(positions), 0.2, 16_384)
     got = query_temperature(positions - 1, scale=0.2, every=16_384)
@@ -419,6 +417,6 @@ def test_query_temperature_compiles():
 
 
 @pytest.mark.rejects
-def test_query_temperature_wants_a_positive_step():
+def test_query_temperature_rejects_a_step_of_zero():
     with pytest.raises(ValueError, match="every must be positive, got 0"):
         query_temperature(np.arange(3), every=0)

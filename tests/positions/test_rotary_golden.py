@@ -1,4 +1,4 @@
-"""The rotary modules of transformers 5.22.2, x-transformers 2.31.10 and equinox 0.13.8."""
+"""Rotary layers of transformers 5.22.2, x-transformers 2.31.10 and equinox 0.13.8."""
 
 from importlib.metadata import version
 from typing import Any
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def test_the_versions_are_those_the_values_come_from():
+def test_versions_match_the_documented_ones():
     assert version("transformers") == "5.22.2"
     assert version("x-transformers") == "2.31.10"
     assert version("equinox") == "0.13.8"
@@ -47,10 +47,10 @@ def random(*shape):
 
 
 def theirs(module, apply, x, positions, **options):
-    """Rotate ``x`` with a transformers module and its own apply-function."""
+    """Rotate ``x`` with a transformers module and its apply function."""
     x, positions = torch.from_numpy(x), torch.from_numpy(np.asarray(positions))
-    turned, _ = apply(x, x, *module(x, positions), **options)
-    return turned.numpy()
+    rotated, _ = apply(x, x, *module(x, positions), **options)
+    return rotated.numpy()
 
 
 def assert_same(got, want):
@@ -58,7 +58,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
-def test_llama(base):
+def test_matches_llama(base):
     config = LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "default", "rope_theta": base}
     )
@@ -66,9 +66,9 @@ def test_llama(base):
     module = llama.LlamaRotaryEmbedding(config)
     want = theirs(module, llama.apply_rotary_pos_emb, x, positions)
     assert_same(RotaryPositions(32, base=base)(x, positions), want)
-    across = x.swapaxes(1, 2)
-    want = theirs(module, llama.apply_rotary_pos_emb, across, positions, unsqueeze_dim=2)
-    assert_same(RotaryPositions(32, base=base, heads_axis=-2)(across, positions), want)
+    swapped = x.swapaxes(1, 2)
+    want = theirs(module, llama.apply_rotary_pos_emb, swapped, positions, unsqueeze_dim=2)
+    assert_same(RotaryPositions(32, base=base, heads_axis=-2)(swapped, positions), want)
 
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(16)], [1.0 + i for i in range(16)]
@@ -88,11 +88,11 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("rope_type", SCALED)
 @pytest.mark.parametrize("length", [20, 32, 33, 64, 65, 100])
-def test_llama_under_every_scaling_at_every_length(kind, length):
-    parameters, rule = SCALED[kind]
-    rope = {"rope_type": kind, "rope_theta": 10_000.0, **parameters}
+def test_matches_llama_under_every_scaling_at_every_length(rope_type, length):
+    parameters, rule = SCALED[rope_type]
+    rope = {"rope_type": rope_type, "rope_theta": 10_000.0, **parameters}
     module = llama.LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=rope))
     x, positions = random(1, 4, length, 32), np.arange(length)
     want = theirs(module, llama.apply_rotary_pos_emb, x, positions[None])
@@ -100,7 +100,7 @@ def test_llama_under_every_scaling_at_every_length(kind, length):
     np.testing.assert_allclose(layer(x, positions), want, atol=3e-5)
 
 
-def test_gpt_neox_rotates_a_part():
+def test_matches_gpt_neox_partial_rotation():
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
     module = gpt_neox.GPTNeoXRotaryEmbedding(GPTNeoXConfig(**SIZES, rope_parameters=rope))
     x, positions = random(2, 4, 6, 32), np.array([[0, 1, 2, 3, 4, 5], [9, 8, 40, 0, 3, 3]])
@@ -108,7 +108,7 @@ def test_gpt_neox_rotates_a_part():
     assert_same(RotaryPositions(32, rotary_dim=8)(x, positions), want)
 
 
-def test_deepseek_v3_reads_interleaved_and_writes_halves():
+def test_matches_deepseek_v3():
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
@@ -124,7 +124,7 @@ def test_deepseek_v3_reads_interleaved_and_writes_halves():
     assert_same(layer(x, positions), want)
 
 
-def test_qwen2_vl_turns_by_time_height_and_width():
+def test_matches_qwen2_vl_text():
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
     config: Any = Qwen2VLTextConfig(**SIZES, rope_parameters=rope)
     x, positions = random(2, 4, 6, 32), rng.integers(0, 60, (3, 2, 6))
@@ -133,7 +133,7 @@ def test_qwen2_vl_turns_by_time_height_and_width():
     assert_same(RotaryPositions(32, base=1e6, sections=[4, 6, 6])(x, positions), want)
 
 
-def test_qwen3_vl_deals_the_pairs_out_in_turn():
+def test_matches_qwen3_vl_text():
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
     config = Qwen3VLTextConfig(**SIZES, head_dim=32, rope_parameters=rope)
     x, positions = random(2, 4, 6, 32), rng.integers(0, 60, (3, 2, 6))
@@ -143,7 +143,7 @@ def test_qwen3_vl_deals_the_pairs_out_in_turn():
     assert_same(layer(x, positions), want)
 
 
-def test_qwen2_vl_images():
+def test_matches_qwen2_vl_images():
     config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2)
     x, positions = random(12, 2, 80), rng.integers(0, 60, (2, 12))
     module = qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)
@@ -152,7 +152,7 @@ def test_qwen2_vl_images():
     assert_same(layer(x, positions), want)
 
 
-def test_pixtral_images():
+def test_matches_pixtral_images():
     config: Any = PixtralVisionConfig(hidden_size=128, num_attention_heads=2)
     x, positions = random(1, 2, 12, 64), rng.integers(0, 60, (2, 12))
     module = pixtral.PixtralVisionRotaryEmbedding(config)
@@ -173,7 +173,7 @@ def test_pixtral_images():
 )
 @pytest.mark.parametrize("rotary_dim", [16, 32])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_x_transformers_rotates_interleaved_pairs(theirs, ours, rotary_dim):
+def test_matches_x_transformers(theirs, ours, rotary_dim):
     import x_transformers.x_transformers as xt
 
     x, positions = random(2, 4, 6, 32), np.array([[0, 1, 2, 3, 4, 5], [9, 8, 40, 0, 3, 3]])
@@ -183,9 +183,9 @@ def test_x_transformers_rotates_interleaved_pairs(theirs, ours, rotary_dim):
     assert_same(layer(x, positions), want)
 
 
-# Its cache forgets theta, so each of these has a width that nothing else here uses.
+# Equinox caches by width and ignores theta, so each width is used only once.
 @pytest.mark.parametrize("dim, base", [(22, 10_000.0), (26, 500_000.0)])
-def test_equinox_rotates_halves(dim, base):
+def test_matches_equinox(dim, base):
     x = random(50, dim)
     want = eqx.nn.RotaryPositionalEmbedding(dim, theta=base)(jnp.asarray(x))
     assert_same(RotaryPositions(dim, base=base)(x), np.asarray(want))

@@ -1,4 +1,4 @@
-"""Scaling rules: what they keep, where they change, and what transformers computes."""
+"""Scaling rules: properties, formulas, and comparison with transformers."""
 
 import copy
 import dataclasses
@@ -47,43 +47,43 @@ RULES = [
     Proportional(fraction=0.25),
     Proportional(fraction=0.4, factor=2.0),
 ]
-named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
 
 def ratio(rule, dim=64, base=10_000.0):
-    """How much of its speed each pair keeps."""
+    """Return the ratio of scaled to unscaled frequencies."""
     return rule.inverse_frequencies(dim, base=base) / inverse_frequencies(dim, base=base)
 
 
-@named
-def test_no_pair_gets_faster_and_none_turns_back(rule):
+@each_rule
+def test_frequencies_never_increase_or_become_negative(rule):
     kept = ratio(rule)
     assert (kept <= 1.0 + 1e-12).all() and (kept >= 0.0).all()
     assert kept.dtype == np.float64 and kept.shape == (32,)
 
 
-@named
-def test_the_base_counts(rule):
+@each_rule
+def test_frequencies_depend_on_the_base(rule):
     one, other = (rule.inverse_frequencies(64, base=b) for b in (10_000.0, 500_000.0))
-    turning = one[1:] > 0
-    assert (one[1:][turning] > other[1:][turning]).all()
+    rotating = one[1:] > 0
+    assert (one[1:][rotating] > other[1:][rotating]).all()
 
 
-@named
-def test_a_rule_survives_json_pickle_and_copying(rule):
-    again = scaling_from(json.loads(json.dumps(rule.to_dict())))
-    for same in (again, pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
+@each_rule
+def test_rules_survive_json_pickle_and_deepcopy(rule):
+    rebuilt = scaling_from(json.loads(json.dumps(rule.to_dict())))
+    for same in (rebuilt, pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
         assert same == rule and type(same) is type(rule) and hash(same) == hash(rule)
 
 
-@named
-def test_a_rule_cannot_be_changed(rule):
+@each_rule
+def test_rules_are_frozen(rule):
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.factor = 2.0
 
 
-@named
-def test_at_length_leaves_the_rule_it_came_from_alone(rule):
+@each_rule
+def test_at_length_does_not_mutate_the_rule(rule):
     before = rule.to_dict()
     rule.at_length(100_000)
     assert rule.to_dict() == before
@@ -94,7 +94,7 @@ def test_linear_divides_every_frequency():
 
 
 @pytest.mark.parametrize("dim", [4, 64, 128])
-def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all(dim):
+def test_ntk_divides_the_lowest_frequency_and_keeps_the_highest(dim):
     kept = ratio(NTK(factor=8.0), dim)
     assert kept[0] == 1.0
     np.testing.assert_allclose(kept[-1], 1 / 8, rtol=1e-12)
@@ -107,18 +107,18 @@ def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all(dim
 @pytest.mark.parametrize(
     "rule", [NTK(factor=8.0), DynamicNTK(factor=4.0, original_length=8)]
 )
-def test_a_single_pair_has_no_base_to_change(rule):
+def test_ntk_keeps_the_frequency_of_a_single_pair(rule):
     assert rule.at_length(99).inverse_frequencies(2, base=10_000.0).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("length", [None, 1, 2047, 2048])
-def test_dynamic_is_unscaled_up_to_and_at_the_original_length(length):
+def test_dynamic_is_unscaled_up_to_the_original_length(length):
     rule = DynamicNTK(factor=4.0, original_length=2048)
     rule = rule if length is None else rule.at_length(length)
     np.testing.assert_array_equal(ratio(rule), 1.0)
 
 
-def test_dynamic_depends_on_the_length_asked_for_and_on_nothing_before():
+def test_dynamic_depends_on_the_last_length_only():
     rule = DynamicNTK(factor=4.0, original_length=2048)
     direct = ratio(rule.at_length(4096))
     np.testing.assert_array_equal(ratio(rule.at_length(50_000).at_length(4096)), direct)
@@ -130,16 +130,16 @@ def test_dynamic_depends_on_the_length_asked_for_and_on_nothing_before():
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
     rule, dim, base = YaRN(factor=16.0, original_length=4096), 128, 10_000.0
     kept, w = ratio(rule, dim, base), inverse_frequencies(dim, base=base)
-    turned = 4096 * w / (2 * np.pi)
-    # Rounding outwards moves either end by less than one pair.
-    np.testing.assert_array_equal(kept[turned > 32 * (w[0] / w[1])], 1.0)
-    np.testing.assert_allclose(kept[turned < w[1] / w[0]], 1 / 16, rtol=1e-12)
-    between = (turned < 32) & (turned > 1)
+    rotations = 4096 * w / (2 * np.pi)
+    # Truncation moves each end by less than one pair.
+    np.testing.assert_array_equal(kept[rotations > 32 * (w[0] / w[1])], 1.0)
+    np.testing.assert_allclose(kept[rotations < w[1] / w[0]], 1 / 16, rtol=1e-12)
+    between = (rotations < 32) & (rotations > 1)
     assert (np.diff(kept) <= 0).all()
     assert ((kept[between] < 1) & (kept[between] > 1 / 16)).all() and between.sum() > 20
 
 
-def test_yarn_without_truncation_bends_exactly_where_the_betas_say():
+def test_yarn_without_truncation_blends_exactly_between_the_betas():
     dim, base, length = 64, 150_000.0, 4096
     rule = YaRN(factor=32.0, original_length=length, truncate=False)
     ends = [
@@ -147,11 +147,11 @@ def test_yarn_without_truncation_bends_exactly_where_the_betas_say():
     ]
     ramp = np.clip((np.arange(32) - ends[0]) / (ends[1] - ends[0]), 0, 1)
     np.testing.assert_allclose(ratio(rule, dim, base), 1 - ramp + ramp / 32.0, rtol=1e-12)
-    whole = dataclasses.replace(rule, truncate=True)
-    assert np.abs(ratio(rule, dim, base) - ratio(whole, dim, base)).max() > 1e-3
+    truncated = dataclasses.replace(rule, truncate=True)
+    assert np.abs(ratio(rule, dim, base) - ratio(truncated, dim, base)).max() > 1e-3
 
 
-def test_yarn_with_equal_betas_switches_at_once():
+def test_yarn_with_equal_betas_switches_without_blending():
     rule = YaRN(
         factor=4.0, original_length=4096, beta_fast=8.0, beta_slow=8.0, truncate=False
     )
@@ -162,8 +162,8 @@ def test_yarn_with_equal_betas_switches_at_once():
     ) + 1
 
 
-def test_yarn_leaves_a_base_alone_that_makes_all_pairs_fast():
-    # Every pair turns more than beta_fast times, so none is slowed.
+def test_yarn_keeps_all_pairs_if_all_are_fast():
+    # Every pair rotates more than beta_fast times.
     np.testing.assert_array_equal(
         ratio(YaRN(factor=4.0, original_length=10**6), 8, 2.0), 1.0
     )
@@ -181,12 +181,12 @@ def test_yarn_attention_factors():
     assert YaRN(factor=1.0, original_length=4096).attention_factor == 1.0
 
 
-def test_an_explicit_attention_is_not_frozen_into_a_replaced_rule():
+def test_attention_factor_follows_a_replaced_factor():
     rule = dataclasses.replace(YaRN(factor=4.0, original_length=4096), factor=16.0)
     assert rule.attention_factor == pytest.approx(0.1 * math.log(16) + 1)
 
 
-def test_longrope_switches_just_beyond_the_original_length():
+def test_longrope_switches_factors_beyond_the_original_length():
     rule = LongRoPE(**LONGROPE, factor=32.0)
     for short in (rule, rule.at_length(1), rule.at_length(4096)):
         np.testing.assert_allclose(ratio(short), 1 / np.array(SHORT), rtol=1e-14)
@@ -204,26 +204,26 @@ def test_longrope_attention_factor_is_the_same_at_any_length():
     assert LongRoPE(**LONGROPE, factor=2.0, attention=1.3).attention_factor == 1.3
 
 
-def test_llama3_changes_by_wavelength():
+def test_llama3_blends_by_wavelength():
     rule, base = Llama3(factor=8.0, original_length=8192), 500_000.0
     kept = ratio(rule, 128, base)
-    waves = 8192 * inverse_frequencies(128, base=base) / (2 * np.pi)
-    np.testing.assert_array_equal(kept[waves >= 4], 1.0)
-    np.testing.assert_allclose(kept[waves <= 1], 1 / 8, rtol=1e-12)
-    middle = (waves > 1) & (waves < 4)
-    smooth = (waves[middle] - 1) / 3
+    rotations = 8192 * inverse_frequencies(128, base=base) / (2 * np.pi)
+    np.testing.assert_array_equal(kept[rotations >= 4], 1.0)
+    np.testing.assert_allclose(kept[rotations <= 1], 1 / 8, rtol=1e-12)
+    middle = (rotations > 1) & (rotations < 4)
+    smooth = (rotations[middle] - 1) / 3
     np.testing.assert_allclose(kept[middle], smooth + (1 - smooth) / 8, rtol=1e-12)
     assert middle.sum() >= 5
 
 
-def test_proportional_stops_all_but_the_fastest_pairs():
+def test_proportional_rotates_only_the_fastest_pairs():
     kept = ratio(Proportional(fraction=0.25, factor=2.0))
     assert kept.tolist() == [0.5] * 8 + [0.0] * 24
     assert not Proportional(fraction=0.0).inverse_frequencies(8, base=1e4).any()
     assert (ratio(Proportional(fraction=1.0)) == 1.0).all()
 
 
-def test_two_rules_alive_at_once_do_not_meet():
+def test_rules_do_not_share_state():
     one, other = YaRN(factor=4.0, original_length=64), YaRN(factor=9.0, original_length=999)
     first = ratio(one).copy()
     ratio(other)
@@ -242,41 +242,43 @@ def test_yarn_and_llama3_are_finite_and_between_the_extremes(factor, length, pai
         assert (kept <= 1 + 1e-12).all() and (kept >= 1 / factor - 1e-12).all()
 
 
-# ---- transformers 5.22.2 -----------------------------------------------------------------
+# transformers 5.22.2
 
 
-def golden(kind, parameters, *, theta=10_000.0, length=None, partial=None, **config):
+def transformers_rule(
+    rope_type, parameters, *, theta=10_000.0, length=None, partial=None, **config
+):
     assert transformers.__version__ == "5.22.2"
-    rope = {"rope_type": kind, "rope_theta": theta, **parameters}
+    rope = {"rope_type": rope_type, "rope_theta": theta, **parameters}
     if partial is not None:
         rope["partial_rotary_factor"] = partial
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 16384}
-    made = LlamaConfig(**{**sizes, **config}, rope_parameters=rope)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](made, seq_len=length)
+    model_config = LlamaConfig(**{**sizes, **config}, rope_parameters=rope)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](model_config, seq_len=length)
     return frequencies.double().numpy(), float(factor)
 
 
-def assert_golden(rule, want, *, dim=64, base=10_000.0):
+def assert_matches(rule, want, *, dim=64, base=10_000.0):
     np.testing.assert_allclose(
         rule.inverse_frequencies(dim, base=base), want[0], rtol=2e-6, atol=1e-12
     )
     assert rule.attention_factor == pytest.approx(want[1], rel=1e-6)
 
 
-def test_linear_is_that_of_transformers():
-    want = golden("linear", {"factor": 8.0}, theta=1e6)
-    assert_golden(Linear(factor=8.0), want, base=1e6)
-    half = golden("linear", {"factor": 8.0}, partial=0.5)
-    assert_golden(Linear(factor=8.0), half, dim=32)
+def test_linear_matches_transformers():
+    want = transformers_rule("linear", {"factor": 8.0}, theta=1e6)
+    assert_matches(Linear(factor=8.0), want, base=1e6)
+    half = transformers_rule("linear", {"factor": 8.0}, partial=0.5)
+    assert_matches(Linear(factor=8.0), half, dim=32)
 
 
 @pytest.mark.parametrize("length", [1, 2047, 2048, 2049, 5000, 100_000])
-def test_dynamic_is_that_of_transformers_at_every_length(length):
+def test_dynamic_matches_transformers_at_every_length(length):
     limit = {"max_position_embeddings": 2048}
-    want = golden("dynamic", {"factor": 4.0}, length=length, **limit)
+    want = transformers_rule("dynamic", {"factor": 4.0}, length=length, **limit)
     rule = DynamicNTK(factor=4.0, original_length=2048)
-    assert_golden(rule.at_length(length), want)
-    assert_golden(rule, golden("dynamic", {"factor": 4.0}, **limit))
+    assert_matches(rule.at_length(length), want)
+    assert_matches(rule, transformers_rule("dynamic", {"factor": 4.0}, **limit))
 
 
 YARNS = [
@@ -290,23 +292,25 @@ YARNS = [
 
 
 @pytest.mark.parametrize("theirs, ours", YARNS)
-# The last two bend beyond the last pair, and beyond the last feature.
+# The last two blend beyond the last pair, and beyond the last feature.
 @pytest.mark.parametrize(
     "theta, factor, length",
     [(1e4, 40.0, 4096), (1.5e5, 32.0, 512), (500.0, 8.0, 4096), (10.0, 8.0, 4096)],
 )
-def test_yarn_is_that_of_transformers(theirs, ours, theta, factor, length):
-    given = {"factor": factor, "original_max_position_embeddings": length, **theirs}
+def test_yarn_matches_transformers(theirs, ours, theta, factor, length):
+    parameters = {"factor": factor, "original_max_position_embeddings": length, **theirs}
     rule = YaRN(factor=factor, original_length=length, **ours)
-    assert_golden(rule, golden("yarn", given, theta=theta), base=theta)
+    assert_matches(rule, transformers_rule("yarn", parameters, theta=theta), base=theta)
 
 
 @pytest.mark.parametrize("length", [None, 1, 4095, 4096, 4097, 16384])
 @pytest.mark.parametrize(
     "theirs, ours", [({}, {}), ({"attention_factor": 1.2}, {"attention": 1.2})]
 )
-def test_longrope_is_that_of_transformers_in_both_regimes(length, theirs, ours):
-    given = {
+def test_longrope_matches_transformers_below_and_above_the_original_length(
+    length, theirs, ours
+):
+    parameters = {
         "short_factor": list(SHORT),
         "long_factor": list(LONG),
         "original_max_position_embeddings": 4096,
@@ -315,36 +319,38 @@ def test_longrope_is_that_of_transformers_in_both_regimes(length, theirs, ours):
     }
     rule = LongRoPE(**LONGROPE, factor=4.0, **ours)
     rule = rule if length is None else rule.at_length(length)
-    assert_golden(rule, golden("longrope", given, length=length))
+    assert_matches(rule, transformers_rule("longrope", parameters, length=length))
 
 
 @pytest.mark.parametrize(
     "factor, low, high, length", [(8.0, 1.0, 4.0, 8192), (32.0, 0.5, 6.0, 512)]
 )
-def test_llama3_is_that_of_transformers(factor, low, high, length):
-    given = {
+def test_llama3_matches_transformers(factor, low, high, length):
+    parameters = {
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
     rule = Llama3(factor=factor, original_length=length, low_factor=low, high_factor=high)
-    assert_golden(rule, golden("llama3", given, theta=5e5), base=5e5)
+    assert_matches(rule, transformers_rule("llama3", parameters, theta=5e5), base=5e5)
 
 
 @pytest.mark.parametrize("fraction, factor", [(0.25, 1.0), (0.4, 2.0), (1.0, 1.0)])
-def test_proportional_is_that_of_transformers(fraction, factor):
-    want = golden("proportional", {"factor": factor}, partial=fraction, theta=1e6)
-    assert_golden(Proportional(fraction=fraction, factor=factor), want, base=1e6)
+def test_proportional_matches_transformers(fraction, factor):
+    want = transformers_rule(
+        "proportional", {"factor": factor}, partial=fraction, theta=1e6
+    )
+    assert_matches(Proportional(fraction=fraction, factor=factor), want, base=1e6)
 
 
-def test_every_rule_of_transformers_is_covered():
+def test_every_transformers_rule_is_covered():
     covered = {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
     assert set(ROPE_INIT_FUNCTIONS) == covered
     assert torch.get_default_dtype() == torch.float32
 
 
-# ---- what is refused ---------------------------------------------------------------------
+# Errors
 
 
 VALID = {
@@ -361,15 +367,15 @@ VALID = {
 @pytest.mark.rejects
 @pytest.mark.parametrize("rule", VALID)
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])
-def test_a_factor_below_one_is_refused(rule, factor):
-    words = f"factor must be finite and at least 1, got {factor}"
-    with pytest.raises(ValueError, match=words):
+def test_rejects_a_factor_below_one(rule, factor):
+    message = f"factor must be finite and at least 1, got {factor}"
+    with pytest.raises(ValueError, match=message):
         rule(**{**VALID[rule], "factor": factor})
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    "rule, change, words",
+    "rule, change, message",
     [
         (Linear, {"factor": "4"}, "factor must be a number, got str"),
         (Linear, {"factor": True}, "factor must be a number, got bool"),
@@ -401,28 +407,30 @@ def test_a_factor_below_one_is_refused(rule, factor):
         (Proportional, {"fraction": -0.1}, "fraction .* at least 0, got -0.1"),
     ],
 )
-def test_bad_numbers_are_refused_by_name(rule, change, words):
-    with pytest.raises((ValueError, TypeError), match=words):
+def test_rejects_bad_fields(rule, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rule(**{**VALID[rule], **change})
 
 
 @pytest.mark.rejects
-def test_divisors_must_be_one_a_pair():
+def test_longrope_rejects_the_wrong_number_of_factors():
     rule = LongRoPE(**LONGROPE, factor=2.0)
-    words = "short_factors and long_factors must have 16 entries for rotary_dim 32, got 32"
-    with pytest.raises(ValueError, match=words):
+    message = (
+        "short_factors and long_factors must have 16 entries for rotary_dim 32, got 32"
+    )
+    with pytest.raises(ValueError, match=message):
         rule.inverse_frequencies(32, base=10_000.0)
 
 
 @pytest.mark.rejects
-@named
-def test_at_length_wants_a_positive_length(rule):
+@each_rule
+def test_at_length_rejects_zero(rule):
     with pytest.raises(ValueError, match="n must be positive, got 0"):
         rule.at_length(0)
 
 
 @pytest.mark.rejects
-def test_unknown_rules_are_refused():
+def test_scaling_from_rejects_unknown_rules_and_fields():
     with pytest.raises(ValueError, match="rule must be 'Linear', .* got 'Cubic'"):
         scaling_from({"rule": "Cubic"})
     with pytest.raises(ValueError, match="got 'None'"):
@@ -435,6 +443,6 @@ def test_unknown_rules_are_refused():
         scaling_from("yarn")  # pyright: ignore[reportArgumentType]
 
 
-def test_scaling_from_passes_rules_and_none_on():
+def test_scaling_from_passes_rules_and_none_through():
     assert scaling_from(None) is None
     assert all(isinstance(rule, Scaling) and scaling_from(rule) is rule for rule in RULES)

@@ -1,4 +1,4 @@
-"""Shaw's scores: the formula, its gradients, and wav2vec2-BERT's attention."""
+"""Shaw's scores: the formula, gradients, and wav2vec2-BERT's attention."""
 
 import json
 import tracemalloc
@@ -22,12 +22,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def formula(q, k, q_positions, k_positions, layer):
-    """The scores of one head in float64, a number at a time."""
+    """Return the scores of one head in float64, one element at a time."""
     out = np.empty((len(q), len(k)))
     for i, m in enumerate(q_positions):
         for j, n in enumerate(k_positions):
-            place = max(-layer.max_left, min(layer.max_right, n - m)) + layer.max_left
-            vector = k[j].astype(float) + layer.weight[place].astype(float)
+            index = max(-layer.max_left, min(layer.max_right, n - m)) + layer.max_left
+            vector = k[j].astype(float) + layer.weight[index].astype(float)
             out[i, j] = q[i].astype(float) @ vector / np.sqrt(layer.head_dim)
     return out
 
@@ -37,7 +37,7 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def drawn(*lead, q_length=5, k_length=7, head_dim=4):
+def random_qk(*lead, q_length=5, k_length=7, head_dim=4):
     q = rng.standard_normal((*lead, q_length, head_dim))
     return q, rng.standard_normal((*lead, k_length, head_dim))
 
@@ -46,9 +46,9 @@ def drawn(*lead, q_length=5, k_length=7, head_dim=4):
 
 
 @pytest.mark.parametrize(("max_left", "max_right"), [(3, 2), (0, 4), (5, 0), (0, 0)])
-def test_scores_are_the_formula(max_left, max_right):
+def test_scores_match_formula(max_left, max_right):
     layer = ShawScores(4, max_left=max_left, max_right=max_right, init="normal", rng=0)
-    q, k = drawn()
+    q, k = random_qk()
     at = [0, 1, 255, 2**24 - 1, -7], [0, 2, 5, 256, -300, 2**24, -9]
     want = formula(q, k, *at, layer)
     np.testing.assert_allclose(layer.scores(q, k, *at), want, rtol=1e-12)
@@ -59,21 +59,21 @@ def test_scores_are_the_formula(max_left, max_right):
 
 def test_scores_depend_on_relative_position_only():
     layer = ShawScores(4, max_left=3, max_right=2, init="normal", rng=0)
-    (q, k), at, steps = drawn(2, 3), np.arange(5), np.arange(7)
-    here = layer.scores(q, k, at, steps)
+    (q, k), q_at, k_at = random_qk(2, 3), np.arange(5), np.arange(7)
+    here = layer.scores(q, k, q_at, k_at)
     for start in (1, -1_000_003, 2**52):
-        moved = layer.scores(q, k, at + start, steps + start)
+        moved = layer.scores(q, k, q_at + start, k_at + start)
         np.testing.assert_array_equal(moved, here)
-    assert (layer.scores(q, k, at + 1, steps) != here).any()
+    assert (layer.scores(q, k, q_at + 1, k_at) != here).any()
 
 
-def test_a_zero_table_leaves_scaled_dot_products():
+def test_a_zero_table_gives_scaled_dot_products():
     layer = ShawScores(4, max_left=3, max_right=2, init="zeros")
-    q, k = drawn(2, 3)
+    q, k = random_qk(2, 3)
     np.testing.assert_allclose(layer.scores(q, k, range(5), range(7)), q @ k.mT / 2)
 
 
-def test_attention_is_that_of_wav2vec2_bert():
+def test_attention_matches_wav2vec2_bert():
     config = Wav2Vec2BertConfig(
         hidden_size=24,
         num_attention_heads=3,
@@ -96,15 +96,15 @@ def test_attention_is_that_of_wav2vec2_bert():
     np.testing.assert_allclose(got, want.numpy(), atol=1e-6)
 
 
-def test_a_real_distance_counts_as_its_whole_part():
+def test_real_distances_are_truncated():
     layer = ShawScores(4, max_left=3, max_right=2, init="normal", rng=0)
-    (q, k), real = drawn(), np.array([-3.9, -1.5, -0.5, 0.0, 0.99, 1.0, 9.5])
+    (q, k), real = random_qk(), np.array([-3.9, -1.5, -0.5, 0.0, 0.99, 1.0, 9.5])
     want = layer.scores(q, k, [0] * 5, np.trunc(real).astype(int))
     np.testing.assert_array_equal(layer.scores(q, k, [0] * 5, real), want)
 
 
-def test_an_unknown_position_gives_nan_where_nothing_can_be_raised():
-    q, k = (jnp.asarray(x, jnp.float32) for x in drawn(2))
+def test_a_nan_position_gives_nan_scores_on_jax():
+    q, k = (jnp.asarray(x, jnp.float32) for x in random_qk(2))
     at = {
         "q_positions": jnp.array([0.0, jnp.nan, 1.0, 2.0, 3.0]),
         "k_positions": jnp.arange(7.0),
@@ -113,41 +113,44 @@ def test_an_unknown_position_gives_nan_where_nothing_can_be_raised():
     assert np.isnan(got[:, 1]).all() and not np.isnan(np.delete(got, 1, axis=1)).any()
 
 
-# Positions do everything
+# Positions
 
 
-def test_a_decode_step_is_the_last_row():
+def test_scores_of_one_query_are_a_row_of_the_whole():
     layer = ShawScores(4, max_left=3, max_right=2, init="normal", rng=0)
-    q, k = drawn(2, 3, q_length=9, k_length=9)
+    q, k = random_qk(2, 3, q_length=9, k_length=9)
     whole = layer.scores(q, k, range(9), range(9))
     step = layer.scores(q[..., -1:, :], k, [8], range(9))
     np.testing.assert_allclose(step, whole[..., -1:, :], rtol=1e-12)
 
 
 @pytest.mark.parametrize("lead", [(3,), (3, 3), (3, 5)])
-def test_batched_positions_skip_the_heads_axis_even_when_sizes_coincide(lead):
+def test_batched_positions_broadcast_over_heads_even_if_sizes_coincide(lead):
     layer = ShawScores(4, max_left=9, max_right=7, init="normal", rng=0)
-    (q, k), at = drawn(*lead), rng.integers(0, 20, (3, 5))
-    steps = rng.integers(0, 20, (3, 7))
-    got = layer.scores(q, k, at, steps)
+    (q, k), q_at = random_qk(*lead), rng.integers(0, 20, (3, 5))
+    k_at = rng.integers(0, 20, (3, 7))
+    got = layer.scores(q, k, q_at, k_at)
     for row in range(3):
-        want = layer.scores(q[row], k[row], at[row], steps[row])
+        want = layer.scores(q[row], k[row], q_at[row], k_at[row])
         np.testing.assert_allclose(got[row], want, rtol=1e-12)
-    shared = layer.scores(q, k, at[:1], steps[0])
-    np.testing.assert_allclose(shared, layer.scores(q, k, at[0], steps[0]), rtol=1e-12)
+    shared = layer.scores(q, k, q_at[:1], k_at[0])
+    np.testing.assert_allclose(shared, layer.scores(q, k, q_at[0], k_at[0]), rtol=1e-12)
 
 
-def test_one_row_of_positions_serves_any_number_of_axes():
+def test_positions_without_a_batch_apply_to_any_number_of_axes():
     layer = ShawScores(4, max_left=3, max_right=2, init="normal", rng=0)
-    q, k = drawn(2, 1, 3)
+    q, k = random_qk(2, 1, 3)
     got = layer.scores(q, k, range(5), range(7))
     want = layer.scores(q[1, 0], k[1, 0], range(5), range(7))
     np.testing.assert_allclose(got[1, 0], want, rtol=1e-12)
 
 
-def test_left_padding_is_a_matter_of_positions():
+def test_left_padded_positions_give_the_unpadded_scores():
     layer = ShawScores(4, max_left=3, max_right=2, init="normal", rng=0)
-    (q, k), padded = drawn(2, 3, k_length=5), np.array([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]])
+    (q, k), padded = (
+        random_qk(2, 3, k_length=5),
+        np.array([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]),
+    )
     got = layer.scores(q, k, padded, padded)[0, :, 2:, 2:]
     want = layer.scores(q[0, :, 2:], k[0, :, 2:], range(3), range(3))
     np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -156,12 +159,12 @@ def test_left_padding_is_a_matter_of_positions():
 # Memory
 
 
-def test_vectors_are_not_gathered_by_pair():
+def test_vectors_are_not_gathered_for_every_pair():
     layer = ShawScores(64, max_left=64, max_right=8, rng=0)
-    q, k = (x.astype("float32") for x in drawn(q_length=256, k_length=256, head_dim=64))
+    q, k = (x.astype("float32") for x in random_qk(q_length=256, k_length=256, head_dim=64))
     tracemalloc.start()
-    scores, pull = layer.vjp(q, k, range(256), range(256))
-    pull(scores)
+    scores, pullback = layer.vjp(q, k, range(256), range(256))
+    pullback(scores)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 256 * 256 * 64 * 4 / 2
@@ -173,46 +176,46 @@ def test_vectors_are_not_gathered_by_pair():
 @pytest.mark.parametrize(
     ("lead", "heads"), [((), ""), ((2, 3), ""), ((2,), ""), ((2, 3), "k"), ((2, 3), "q")]
 )
-def test_gradients_are_those_of_finite_differences(lead, heads):
+def test_gradients_match_finite_differences(lead, heads):
     layer = ShawScores(2, max_left=2, max_right=1, init="normal", dtype="float64", rng=0)
-    q, k = drawn(*lead, q_length=3, k_length=4, head_dim=2)
-    # One head of keys may serve all queries, and one of queries all keys.
+    q, k = random_qk(*lead, q_length=3, k_length=4, head_dim=2)
+    # A single head of keys or of queries is broadcast.
     q, k = (x[:, :1].copy() if n == heads else x for n, x in (("q", q), ("k", k)))
-    at, steps = rng.integers(0, 9, (*lead[:1], 3)), rng.integers(0, 9, (*lead[:1], 4))
-    scores, pull = layer.vjp(q, k, at, steps)
-    np.testing.assert_array_equal(scores, layer.scores(q, k, at, steps))
+    q_at, k_at = rng.integers(0, 9, (*lead[:1], 3)), rng.integers(0, 9, (*lead[:1], 4))
+    scores, pullback = layer.vjp(q, k, q_at, k_at)
+    np.testing.assert_array_equal(scores, layer.scores(q, k, q_at, k_at))
     d = rng.standard_normal(scores.shape)
-    got = pull(d)
+    got = pullback(d)
     for name, x in {"q": q, "k": k, "weight": layer.weight}.items():
         assert got[name].shape == x.shape
-        for place in np.ndindex(x.shape):
-            kept, sides = x[place], []
+        for index in np.ndindex(x.shape):
+            saved, sides = x[index], []
             for step in (1e-4, -1e-4):
-                x[place] = kept + step
-                sides.append((layer.scores(q, k, at, steps) * d).sum())
-            x[place] = kept
+                x[index] = saved + step
+                sides.append((layer.scores(q, k, q_at, k_at) * d).sum())
+            x[index] = saved
             want = (sides[0] - sides[1]) / 2e-4
-            np.testing.assert_allclose(got[name][place], want, atol=1e-8)
+            np.testing.assert_allclose(got[name][index], want, atol=1e-8)
 
 
-def test_every_vector_learns():
+def test_every_vector_gets_a_gradient():
     layer = ShawScores(3, max_left=4, max_right=2, rng=0)
-    q, k = drawn(2, q_length=9, k_length=9, head_dim=3)
-    scores, pull = layer.vjp(q, k, range(9), range(9))
-    assert (pull(np.ones(scores.shape))["weight"] != 0).all()
+    q, k = random_qk(2, q_length=9, k_length=9, head_dim=3)
+    scores, pullback = layer.vjp(q, k, range(9), range(9))
+    assert (pullback(np.ones(scores.shape))["weight"] != 0).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
 def test_half_precision_is_float32_rounded_once(dtype):
     layer = ShawScores(4, max_left=2, max_right=1, init="normal", dtype=dtype, rng=0)
-    wide = ShawScores(4, max_left=2, max_right=1, weight=layer.weight.astype("float32"))
-    q, k = (x.astype(dtype) for x in drawn(2, 3))
-    scores, pull = layer.vjp(q, k, range(5), range(7))
+    full = ShawScores(4, max_left=2, max_right=1, weight=layer.weight.astype("float32"))
+    q, k = (x.astype(dtype) for x in random_qk(2, 3))
+    scores, pullback = layer.vjp(q, k, range(5), range(7))
     q32, k32 = q.astype("float32"), k.astype("float32")
-    want, pull32 = wide.vjp(q32, k32, range(5), range(7))
+    want, pullback32 = full.vjp(q32, k32, range(5), range(7))
     assert scores.dtype == dtype
     np.testing.assert_array_equal(scores.view("u2"), want.astype(dtype).view("u2"))
-    got, want = pull(scores), pull32(scores.astype("float32"))
+    got, want = pullback(scores), pullback32(scores.astype("float32"))
     for name in ("q", "k"):
         assert got[name].dtype == dtype
         rounded = want[name].astype(dtype)
@@ -221,59 +224,59 @@ def test_half_precision_is_float32_rounded_once(dtype):
     np.testing.assert_array_equal(got["weight"], want["weight"])
 
 
-def test_gradient_does_not_see_what_is_written_after():
+def test_pullback_uses_the_values_of_the_forward():
     layer = ShawScores(4, max_left=2, max_right=1, rng=0)
-    q, k = (x.astype("float32") for x in drawn(2))
-    scores, pull = layer.vjp(q, k, range(5), range(7))
-    want = pull(np.ones(scores.shape))
+    q, k = (x.astype("float32") for x in random_qk(2))
+    scores, pullback = layer.vjp(q, k, range(5), range(7))
+    want = pullback(np.ones(scores.shape))
     for array in (q, k, layer.weight):
         array += 1
-    for name, grad in pull(np.ones(scores.shape)).items():
+    for name, grad in pullback(np.ones(scores.shape)).items():
         np.testing.assert_array_equal(grad, want[name])
 
 
-# The other array libraries
+# NumPy, torch and JAX
 
 
 def in_float32(real):
-    q, k = (x.astype("float32") for x in drawn(2, 3))
-    at, steps = (rng.integers(-9, 9, n).astype("int32") for n in ((2, 5), 7))
+    q, k = (x.astype("float32") for x in random_qk(2, 3))
+    q_at, k_at = (rng.integers(-9, 9, n).astype("int32") for n in ((2, 5), 7))
     if real:
-        at, steps = (at / 2).astype("float32"), (steps / 2).astype("float32")
-    return q, k, at, steps, rng.standard_normal((6, 4)).astype("float32")
+        q_at, k_at = (q_at / 2).astype("float32"), (k_at / 2).astype("float32")
+    return q, k, q_at, k_at, rng.standard_normal((6, 4)).astype("float32")
 
 
-def run(q, k, at, steps, weight):
-    return shaw_scores(q, k, q_positions=at, k_positions=steps, weight=weight, max_left=3)
+def run(q, k, q_at, k_at, weight):
+    return shaw_scores(q, k, q_positions=q_at, k_positions=k_at, weight=weight, max_left=3)
 
 
 @pytest.mark.parametrize("real", [False, True])
 def test_torch_and_jax_agree_in_scores_and_gradients(real):
     inputs = in_float32(real)
     layer = ShawScores(4, max_left=3, max_right=2, weight=inputs[-1])
-    want, pull = layer.vjp(*inputs[:4])
-    grads = list(pull(np.ones(want.shape)).values())
+    want, pullback = layer.vjp(*inputs[:4])
+    grads = list(pullback(np.ones(want.shape)).values())
 
     tensors = [torch.asarray(x) for x in inputs]
-    for learned in (0, 1, 4):
-        tensors[learned].requires_grad_()
+    for i in (0, 1, 4):
+        tensors[i].requires_grad_()
     got = run(*tensors)
     np.testing.assert_allclose(got.detach(), want, atol=1e-6)
     got.sum().backward()
-    for learned, grad in zip((0, 1, 4), grads, strict=True):
-        found = np.asarray(tensors[learned].grad)
-        np.testing.assert_allclose(found, grad, rtol=1e-5, atol=1e-5)
+    for i, grad in zip((0, 1, 4), grads, strict=True):
+        got = np.asarray(tensors[i].grad)
+        np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
 
     arrays = [jnp.asarray(x) for x in inputs]
     for f in (run, jax.jit(run)):
         np.testing.assert_allclose(f(*arrays), want, atol=1e-6)
-    found = jax.grad(lambda *x: run(*x).sum(), argnums=(0, 1, 4))(*arrays)
-    for got, grad in zip(found, grads, strict=True):
+    grads_jax = jax.grad(lambda *x: run(*x).sum(), argnums=(0, 1, 4))(*arrays)
+    for got, grad in zip(grads_jax, grads, strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_torch_compiles_the_scores_whole(real):
+def test_torch_compiles_the_scores_without_graph_breaks(real):
     inputs = in_float32(real)
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     got = compiled(*map(torch.asarray, inputs))
@@ -283,31 +286,31 @@ def test_torch_compiles_the_scores_whole(real):
 # The layer
 
 
-def test_two_layers_keep_their_own_tables():
+def test_layers_do_not_share_tables():
     a = ShawScores(4, max_left=3, max_right=2, rng=0)
     b = ShawScores(4, max_left=2, max_right=3, rng=0)
-    q, k = drawn()
+    q, k = random_qk()
     first = a.scores(q, k, range(5), range(7))
     assert (b.scores(q, k, range(5), range(7)) != first).any()
     b.weight[:] = 7
     np.testing.assert_array_equal(a.scores(q, k, range(5), range(7)), first)
 
 
-def test_config_and_state_build_the_same_layer():
+def test_config_and_state_rebuild_the_layer():
     layer = ShawScores(4, max_left=1, max_right=3, dtype="bfloat16", rng=3)
-    again = ShawScores(**json.loads(json.dumps(layer.config())))
-    again.load_state_dict(layer.state_dict())
-    assert repr(again) == repr(layer) and layer.prefix == "bias."
-    np.testing.assert_array_equal(again.weight, layer.weight)
+    rebuilt = ShawScores(**json.loads(json.dumps(layer.config())))
+    rebuilt.load_state_dict(layer.state_dict())
+    assert repr(rebuilt) == repr(layer) and layer.prefix == "bias."
+    np.testing.assert_array_equal(rebuilt.weight, layer.weight)
 
 
-def test_a_table_that_is_given_is_used():
+def test_a_given_table_is_used_without_a_copy():
     weight = np.zeros((6, 4), np.float32)
     assert ShawScores(4, max_left=3, max_right=2, weight=weight).weight is weight
 
 
 @pytest.mark.rejects
-def test_shaw_rejects_bad_sizes():
+def test_rejects_bad_sizes():
     with pytest.raises(ValueError, match="head_dim must be positive, got 0"):
         ShawScores(0, max_left=1, max_right=1)
     with pytest.raises(ValueError, match="max_left must be at least 0, got -1"):
@@ -319,9 +322,9 @@ def test_shaw_rejects_bad_sizes():
 
 
 @pytest.mark.rejects
-def test_shaw_rejects_queries_keys_and_positions_that_do_not_fit():
+def test_rejects_queries_keys_and_positions_that_do_not_fit():
     layer = ShawScores(4, max_left=1, max_right=1)
-    q, k = drawn(2, 3)
+    q, k = random_qk(2, 3)
     with pytest.raises(ValueError, match=r"q must have shape \(\.\.\., length, 4\), got"):
         layer.scores(q[..., :3], k, range(5), range(7))
     with pytest.raises(TypeError, match="k must be real, got int64"):
@@ -338,8 +341,8 @@ def test_shaw_rejects_queries_keys_and_positions_that_do_not_fit():
 
 
 @pytest.mark.rejects
-def test_shaw_rejects_a_gradient_of_another_shape():
+def test_rejects_a_gradient_of_another_shape():
     layer = ShawScores(4, max_left=1, max_right=1)
-    _, pull = layer.vjp(*drawn(), range(5), range(7))
+    _, pullback = layer.vjp(*random_qk(), range(5), range(7))
     with pytest.raises(ValueError, match=r"dscores must have shape \(5, 7\), got \(7, 5\)"):
-        pull(np.ones((7, 5)))
+        pullback(np.ones((7, 5)))

@@ -1,3 +1,5 @@
+"""Sinusoidal positions: accuracy, conventions, other libraries, gradients, errors."""
+
 import itertools
 import json
 import types
@@ -27,11 +29,11 @@ from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from firstlayer.positions import sinusoidal
 
 rng = np.random.default_rng(0)
-WHOLE = [0, 1, 255, 256, 65_535, 65_536, 2**24 - 1, -3, -9_999_999]
-REAL = [0.0, 0.5, -0.25, 255.75, 1234.5678, -70_000.25, 2.0**24 - 1]
+INTEGERS = [0, 1, 255, 256, 65_535, 65_536, 2**24 - 1, -3, -9_999_999]
+REALS = [0.0, 0.5, -0.25, 255.75, 1234.5678, -70_000.25, 2.0**24 - 1]
 
 
-def wave(position, i, *, half, base, shift, frequency_scale):
+def sine_and_cosine(position, i, *, half, base, shift, frequency_scale):
     """Return the sine and the cosine of one pair, in long double."""
     exponent = np.longdouble(i) / (half - shift) if i else np.longdouble(0)
     angle = np.longdouble(position) * frequency_scale * np.longdouble(base) ** -exponent
@@ -50,13 +52,13 @@ def reference(
     odd="sine",
     frequency_scale=1.0,
 ):
-    """Return the vectors feature by feature, from the definition."""
+    """Return the vectors from the definition, one feature at a time."""
     half = dim / 2 if odd == "sine" else dim // 2
     rows = []
     for position in positions:
         sines, cosines = [], []
         for i in range((dim + (odd == "sine")) // 2):
-            sine, cosine = wave(
+            sine, cosine = sine_and_cosine(
                 position,
                 i,
                 half=half,
@@ -95,8 +97,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dim", [2, 3, 8, 9])
-@pytest.mark.parametrize("positions", [WHOLE, REAL], ids=["whole", "real"])
-def test_encode_is_the_definition_at_every_position(options, dim, positions):
+@pytest.mark.parametrize("positions", [INTEGERS, REALS], ids=["integers", "reals"])
+def test_encode_matches_the_definition_at_every_position(options, dim, positions):
     got = SinusoidalPositions(dim, **options).encode(positions)
     want = reference(positions, dim, **options)
     tolerance = 2.5e-7 * options.get("scale", 1.0)
@@ -114,8 +116,8 @@ def test_a_single_pair_does_not_divide_by_zero(dim):
     "positions", [[0.001, 0.5, 0.9999], [7, 1000, -3], [9999.37, -12.1]]
 )
 @pytest.mark.parametrize("dtype", [None, np.float32])
-def test_fast_frequencies_are_right_between_whole_positions(positions, dtype):
-    """A float64 position is not rounded to float32 on the way."""
+def test_high_frequencies_are_accurate_at_real_positions(positions, dtype):
+    """float64 positions are not rounded to float32."""
     positions = np.array(positions, dtype)
     options: dict[str, Any] = {"frequency_scale": 1000.0, "scale": 3.0}
     got = SinusoidalPositions(16, **options).encode(positions)
@@ -125,27 +127,27 @@ def test_fast_frequencies_are_right_between_whole_positions(positions, dtype):
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("start", [0, 5_000_000, -77])
-def test_moving_on_is_a_rotation_that_knows_only_how_far(layout, start):
-    """(sin, cos)(p + k) is a rotation by k of (sin, cos)(p), whatever p is."""
+def test_shifting_is_a_rotation_that_depends_on_the_shift_only(layout, start):
+    """(sin, cos)(p + k) is a rotation of (sin, cos)(p) that depends on k only."""
     layer, dim, step = SinusoidalPositions(8, layout=layout, base=300.0), 8, 13
     basis = layer.encode(np.arange(40), dtype="float64")
     moved = layer.encode(np.arange(40) + step, dtype="float64")
-    map_, *_ = np.linalg.lstsq(basis, moved)
-    there = layer.encode([start], dtype="float64") @ map_
+    matrix, *_ = np.linalg.lstsq(basis, moved)
+    shifted = layer.encode([start], dtype="float64") @ matrix
     np.testing.assert_allclose(
-        there, layer.encode([start + step], dtype="float64"), atol=5e-5
+        shifted, layer.encode([start + step], dtype="float64"), atol=5e-5
     )
-    np.testing.assert_allclose(map_ @ map_.T, np.eye(dim), atol=5e-5)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(dim), atol=5e-5)
 
 
-def test_products_depend_on_the_distance_only():
+def test_inner_products_depend_on_the_distance_only():
     layer = SinusoidalPositions(16)
     a = layer.encode([3, 10_000_003]) @ layer.encode([10, 10_000_010]).T
     np.testing.assert_allclose(a[0, 0], a[1, 1], atol=3e-6)
     assert abs(a[0, 0] - a[0, 1]) > 0.1
 
 
-def test_conventions_differ_where_they_should():
+def test_conventions_match_the_definition_and_differ():
     named = {
         "paper": SinusoidalPositions(9),
         "tensor2tensor": SinusoidalPositions.tensor2tensor(9),
@@ -163,7 +165,7 @@ def test_conventions_differ_where_they_should():
 
 
 @pytest.mark.parametrize("axes", [2, 3])
-def test_each_axis_has_its_share_of_the_features(axes):
+def test_features_are_divided_among_the_axes(axes):
     sizes = (4, 3, 2)[:axes]
     grid = ids.from_grid(sizes)
     options = {"layout": "half", "base": 100.0, "cos_first": True}
@@ -179,8 +181,8 @@ def test_each_axis_has_its_share_of_the_features(axes):
     np.testing.assert_allclose(real, want, atol=2.5e-7)
 
 
-def test_distilbert_and_xlm_are_the_paper():
-    """transformers 5.22.2, computed there in float64."""
+def test_paper_matches_distilbert_and_xlm():
+    """transformers 5.22.2, computed shifted in float64."""
     out = torch.empty(600, 10)
     create_sinusoidal_embeddings(600, 10, out)
     got = SinusoidalPositions(10).encode(np.arange(600))
@@ -188,8 +190,8 @@ def test_distilbert_and_xlm_are_the_paper():
 
 
 @pytest.mark.parametrize("dim", [6, 7])
-def test_marian_agrees(dim):
-    """transformers 5.22.2, computed there in float64; odd widths too."""
+def test_matches_marian(dim):
+    """transformers 5.22.2, computed shifted in float64; odd widths too."""
     want = MarianSinusoidalPositionalEmbedding(600, dim).create_weight().numpy()
     got = SinusoidalPositions.marian(dim).encode(np.arange(600))
     np.testing.assert_allclose(got, want, atol=2.5e-7)
@@ -200,7 +202,7 @@ def test_marian_agrees(dim):
     "theirs",
     [M2M100SinusoidalPositionalEmbedding, Speech2TextSinusoidalPositionalEmbedding],
 )
-def test_fairseq_agrees_padding_and_cache_included(theirs, dim):
+def test_matches_fairseq_with_padding_and_cache(theirs, dim):
     """transformers 5.22.2: tokens begin at padding_idx + 1 and padding gets zeros."""
     tokens = torch.tensor([[1, 1, 5, 6, 7], [5, 6, 7, 8, 1]])
     want = theirs(50, dim, padding_idx=1)(tokens, past_key_values_length=4).numpy()
@@ -209,15 +211,15 @@ def test_fairseq_agrees_padding_and_cache_included(theirs, dim):
     np.testing.assert_allclose(got * mask[..., None], want, atol=2e-5)
 
 
-def test_whisper_agrees():
-    """transformers 5.22.2, where angles are float32: right to 1500 × 6e-8."""
+def test_matches_whisper():
+    """transformers 5.22.2, where angles are float32: accurate to 1500 × 6e-8."""
     got = SinusoidalPositions.tensor2tensor(12, base=700.0).encode(np.arange(1500))
     want = sinusoids(1500, 12, max_timescale=700.0).numpy()
     np.testing.assert_allclose(got, want, atol=3e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_x_transformers_agrees():
+def test_matches_x_transformers():
     """x-transformers 2.31.10: the half layout times embedding_dim ** -0.5."""
     from x_transformers.x_transformers import ScaledSinusoidalEmbedding
 
@@ -227,14 +229,14 @@ def test_x_transformers_agrees():
     np.testing.assert_allclose(layer(np.zeros((40, 12)), offset=9), want, atol=2e-6)
 
 
-def test_vit_mae_agrees_on_two_axes():
-    """transformers 5.22.2, computed there in float64."""
+def test_matches_vit_mae_on_two_axes():
+    """transformers 5.22.2, computed shifted in float64."""
     want = build_2d_sinusoidal_position_embedding(5, 7, 12, temperature=200.0).numpy()
     layer = SinusoidalPositions.marian(12, axes=2, base=200.0)
     np.testing.assert_allclose(layer.encode(ids.from_grid((5, 7))), want, atol=2.5e-7)
 
 
-def test_pi0_timesteps_agree():
+def test_matches_pi0_timesteps():
     """transformers 5.22.2, where an angle of 1570 is off by 1e-4."""
     config = types.SimpleNamespace(
         dit_config=types.SimpleNamespace(hidden_size=16), min_period=4e-3, max_period=4.0
@@ -247,7 +249,7 @@ def test_pi0_timesteps_agree():
     np.testing.assert_allclose(layer.encode(time), want, atol=3e-4)
 
 
-def test_qwen_omni_timesteps_agree():
+def test_matches_qwen_omni_timesteps():
     """transformers 5.22.2, which multiplies the time by 1000, in float32."""
     time = np.linspace(0, 1, 9, dtype=np.float32)
     want = SinusPositionEmbedding(16)(torch.from_numpy(time)).numpy()
@@ -258,7 +260,7 @@ def test_qwen_omni_timesteps_agree():
 @pytest.mark.parametrize("dim", [8, 9])
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize("flip", [False, True])
-def test_diffusion_timesteps_follow_their_formula(dim, shift, flip):
+def test_timesteps_match_the_diffusion_formula(dim, shift, flip):
     """The arguments of diffusers' get_timestep_embedding, in float64."""
     time, period, scale = np.array([0.0, 1.0, 499.5, 999.0]), 5000.0, 2.0
     exponent = -np.log(period) * np.arange(dim // 2) / (dim // 2 - shift)
@@ -271,13 +273,13 @@ def test_diffusion_timesteps_follow_their_formula(dim, shift, flip):
     np.testing.assert_allclose(layer.encode(time), want, atol=2.5e-7)
 
 
-def test_a_longer_call_begins_with_the_shorter_one():
+def test_output_does_not_depend_on_the_length():
     layer, x = SinusoidalPositions(6), rng.standard_normal((2, 300, 6)).astype("float32")
     assert (layer(x)[:, :5] == layer(x[:, :5])).all()
     assert (layer(x)[:, 290:] == layer(x[:, 290:], offset=290)).all()
 
 
-def test_offset_is_added_to_positions_per_row_too():
+def test_offset_is_a_number_or_one_per_row():
     layer, x = SinusoidalPositions(6), rng.standard_normal((2, 4, 6))
     for offset in (9_999_990, np.int32(7), np.array(7)):
         assert (layer(x, offset=offset) == layer(x, np.arange(4) + offset)).all()
@@ -287,14 +289,14 @@ def test_offset_is_added_to_positions_per_row_too():
     assert np.abs(rows[1] - layer(x[1])).max() > 0.1
 
 
-def test_left_padding_changes_no_token():
+def test_left_padding_does_not_change_tokens():
     layer, x = SinusoidalPositions(6), rng.standard_normal((1, 7, 6))
     mask = np.array([[0, 0, 0, 1, 1, 1, 1]])
     padded = layer(x, ids.from_mask(mask))
     assert (padded[:, 3:] == layer(x[:, 3:])).all()
 
 
-def test_packed_documents_are_as_if_alone():
+def test_packed_documents_equal_separate_calls():
     layer, x = SinusoidalPositions(6), rng.standard_normal((9, 6))
     packed = layer(x, ids.from_lengths([4, 2, 3]))
     parts = [layer(part) for part in np.split(x, [4, 6])]
@@ -308,14 +310,14 @@ def test_half_precision_vectors_are_rounded_once(dtype):
     want = (x.astype(np.float64) + reference(range(4096), 8)).astype(np.float32)
     got = layer(x)
     assert got.dtype == dtype
-    # 1e-6 before rounding may cross to the next number, and to no other.
+    # An error of 1e-6 before rounding may change the result by one ulp.
     ulp = float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(got.astype(float), want, rtol=0.51 * ulp, atol=1e-6)
     encoded = layer.encode(np.arange(4096), dtype=dtype)
     assert (encoded == layer.encode(np.arange(4096)).astype(dtype)).all()
 
 
-def test_float64_vectors_keep_their_digits():
+def test_float64_vectors_keep_full_precision():
     x = rng.standard_normal((3, 8))
     got = SinusoidalPositions(8)(x, [0, 0, 0])
     assert got.dtype == np.float64
@@ -341,7 +343,7 @@ def test_lists_empty_and_single_positions_are_accepted():
     np.testing.assert_allclose(got, reference([7], 4), atol=2.5e-7)
 
 
-def test_two_layers_do_not_share_anything():
+def test_layers_do_not_share_state():
     a, b = SinusoidalPositions(8), SinusoidalPositions(8, base=5e5)
     before = a.encode([9, 10])
     np.testing.assert_allclose(
@@ -351,7 +353,7 @@ def test_two_layers_do_not_share_anything():
     assert np.abs(a.encode([9]) - b.encode([9])).max() > 0.1
 
 
-def test_config_is_plain_and_builds_the_same_layer():
+def test_config_is_plain_and_rebuilds_the_layer():
     options = {
         "base": 77.0,
         "layout": "half",
@@ -365,49 +367,49 @@ def test_config_is_plain_and_builds_the_same_layer():
     layer = SinusoidalPositions(10, **options)
     config = json.loads(json.dumps(layer.config()))
     assert config == {"embedding_dim": 10, **options}
-    again = SinusoidalPositions(**config)
+    rebuilt = SinusoidalPositions(**config)
     grid = ids.from_grid((3, 4))
-    assert (again.encode(grid) == layer.encode(grid)).all()
+    assert (rebuilt.encode(grid) == layer.encode(grid)).all()
     assert not layer.parameters() and not layer.state_dict()
     assert "base=77.0" in repr(layer)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_gradient_passes_through(dtype):
+def test_gradient_of_x_is_the_gradient_of_the_output(dtype):
     x = rng.standard_normal((2, 3, 4)).astype(dtype)
     dy = rng.standard_normal((2, 3, 4))
     layer = SinusoidalPositions(4)
-    y, pull = layer.vjp(x, [4, 1, 2])
+    y, pullback = layer.vjp(x, [4, 1, 2])
     assert (y == layer(x, [4, 1, 2])).all()
-    dx = pull(dy)["x"]
+    dx = pullback(dy)["x"]
     assert dx.dtype == dtype
     np.testing.assert_array_equal(dx, dy.astype(dtype))
 
 
-def test_gradient_is_right_against_finite_differences():
+def test_gradient_matches_finite_differences():
     x, dy, layer = *rng.standard_normal((2, 2, 3, 4)), SinusoidalPositions(4, scale=2.0)
     got = layer.vjp(x, offset=[5, 9])[1](dy)["x"]
     want = np.zeros_like(x)
-    for place in np.ndindex(x.shape):
+    for index in np.ndindex(x.shape):
         step = np.zeros_like(x)
-        step[place] = 1e-3
+        step[index] = 1e-3
         ahead, behind = (layer(x + s, offset=[5, 9]) for s in (step, -step))
-        want[place] = ((ahead - behind) * dy).sum() / 2e-3
+        want[index] = ((ahead - behind) * dy).sum() / 2e-3
     np.testing.assert_allclose(got, want, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_layer_and_the_core_give_the_same_bits(dtype):
-    """The layer has whole positions from a compiled loop."""
+def test_the_layer_has_the_bits_of_the_core_functions(dtype):
+    """The layer computes integer positions with a kernel."""
     layer = SinusoidalPositions(9, base=77.0, scale=0.3, layout="half")
-    positions = np.array([*WHOLE, -1, -255, -256, -65_536])
+    positions = np.array([*INTEGERS, -1, -255, -256, -65_536])
     tables, rates = layer.tables.astype(dtype), layer.rates.astype(dtype)
     cos, sin = sinusoidal.phases(positions, tables, rates)
     want = sinusoidal.encode(cos, sin, embedding_dim=9, layout="half")
     np.testing.assert_array_equal(layer.encode(positions, dtype=dtype), want)
 
 
-# The core on the other libraries
+# NumPy, torch and JAX
 
 
 def features(positions, tables, rates):
@@ -423,7 +425,7 @@ def features(positions, tables, rates):
 
 @pytest.mark.parametrize("frequency_scale", [1.0, 900.0])
 @pytest.mark.parametrize("real", [False, True])
-def test_libraries_agree_eager_and_compiled(frequency_scale, real):
+def test_numpy_torch_and_jax_agree_eager_and_compiled(frequency_scale, real):
     tables, rates = sinusoidal.phase_tables(
         sinusoidal.frequencies(6, frequency_scale=frequency_scale), scale=0.7
     )
@@ -450,7 +452,7 @@ def test_libraries_agree_eager_and_compiled(frequency_scale, real):
 
 
 @pytest.mark.parametrize("frequency_scale", [1.0, 900.0])
-def test_out_of_reach_is_nan_where_nothing_can_be_raised(frequency_scale):
+def test_positions_out_of_range_are_nan_under_jit(frequency_scale):
     tables, rates = sinusoidal.phase_tables(
         sinusoidal.frequencies(4, frequency_scale=frequency_scale)
     )
@@ -460,7 +462,7 @@ def test_out_of_reach_is_nan_where_nothing_can_be_raised(frequency_scale):
         assert np.isfinite(cos[1]).all() and np.isfinite(sin[1]).all()
 
 
-def test_unsigned_positions_are_in_reach_on_jax():
+def test_unsigned_positions_are_in_range_on_jax():
     tables, rates = sinusoidal.phase_tables(sinusoidal.frequencies(4))
     positions = np.array([0, 300], np.uint32)
     cos, _ = sinusoidal.phases(jnp.asarray(positions), tables, rates)
@@ -468,19 +470,19 @@ def test_unsigned_positions_are_in_reach_on_jax():
 
 
 @pytest.mark.parametrize("frequency_scale", [1.0, 900.0])
-def test_waves_have_the_gradient_of_a_wave(frequency_scale):
-    """d cos(wp) / dp is -w sin(wp), though whole positions come from tables."""
+def test_phases_have_the_derivatives_of_cosine_and_sine(frequency_scale):
+    """d cos(wp) / dp is -w sin(wp), although integer parts come from tables."""
     frequencies = sinusoidal.frequencies(4, frequency_scale=frequency_scale)
     tables, rates = map(torch.from_numpy, sinusoidal.phase_tables(frequencies))
     p = torch.tensor([0.25, 12.5, -3.75], requires_grad=True)
     cos, sin = sinusoidal.phases(p, tables, rates)
-    for wave, slope in ((cos, -sin), (sin, cos)):
-        (got,) = torch.autograd.grad(wave.sum(), p, retain_graph=True)
-        want = (slope.detach().double().numpy() * frequencies).sum(-1)
+    for values, derivative in ((cos, -sin), (sin, cos)):
+        (got,) = torch.autograd.grad(values.sum(), p, retain_graph=True)
+        want = (derivative.detach().double().numpy() * frequencies).sum(-1)
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-5, atol=1e-5)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.rejects
@@ -511,7 +513,7 @@ def test_rejects_bad_arguments(dim, options, want):
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("bad", [2**24, -(2**24), 2.0**24, float("nan"), float("inf")])
-def test_names_the_position_out_of_reach(bad):
+def test_rejects_positions_out_of_range(bad):
     want = f"positions must be smaller than 16777216 in size, got {bad}"
     with pytest.raises(ValueError, match=want):
         SinusoidalPositions(4)(np.zeros((2, 4)), [1, bad])
@@ -552,7 +554,7 @@ def test_rejects_positions_that_are_not_one_per_axis():
 
 
 @pytest.mark.rejects
-def test_rejects_an_offset_besides_positions_and_a_gradient_of_another_shape():
+def test_rejects_positions_with_an_offset_and_a_gradient_of_another_shape():
     layer, x = SinusoidalPositions(4), np.zeros((2, 4))
     with pytest.raises(ValueError, match="give positions or offset, not both"):
         layer(x, [0, 1], offset=3)

@@ -1,4 +1,4 @@
-"""T5's bias: its buckets, its table, its gradient, and transformers' own."""
+"""T5's bias: buckets, table, gradient, and comparison with transformers."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from firstlayer.positions.t5 import (
 
 rng = np.random.default_rng(0)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# T5 and mT5, UMT5, LongT5, MPNet, LayoutLMv3, WavLM, and some that nobody publishes.
+# T5 and mT5, UMT5, LongT5, MPNet, LayoutLMv3, WavLM, and unpublished ones.
 SETTINGS = [
     *((32, 128), (64, 128), (32, 256), (320, 800), (64, 256), (32, 64)),
     *((8, 128), (4, 3), (12, 20), (48, 1000), (32, 20)),
@@ -34,7 +34,7 @@ SETTINGS = [
 
 
 def formula(relative, num_buckets, max_distance, bidirectional):
-    """T5's bucket of one relative position, from the definition."""
+    """Return T5's bucket of one relative position."""
     first, distance = 0, max(0, -relative)
     if bidirectional:
         num_buckets //= 2
@@ -42,10 +42,10 @@ def formula(relative, num_buckets, max_distance, bidirectional):
     exact = num_buckets // 2
     if distance < exact:
         return first + distance
-    share = math.log(distance / exact) / math.log(max_distance / exact)
-    # The smallest excess: an edge that is hit exactly belongs to the bucket above it.
-    wide = math.floor(share * (num_buckets - exact) + 1e-9)
-    return first + min(exact + wide, num_buckets - 1)
+    fraction = math.log(distance / exact) / math.log(max_distance / exact)
+    # 1e-9 puts a distance exactly on an edge into the bucket above it.
+    step = math.floor(fraction * (num_buckets - exact) + 1e-9)
+    return first + min(exact + step, num_buckets - 1)
 
 
 def buckets_at(relative, num_buckets, max_distance, bidirectional):
@@ -57,20 +57,20 @@ def buckets_at(relative, num_buckets, max_distance, bidirectional):
 # The buckets
 
 
-def test_edges_are_those_of_the_published_setting():
+def test_edges_match_the_published_setting():
     want = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
     assert t5_edges(16, max_distance=128).tolist() == want
 
 
-def test_edges_are_exact_where_the_logarithm_is_whole():
-    # 8 · (27/8)^(2/3) is 18, which float32 puts below 18.
+def test_edges_are_exact_if_the_formula_is_an_integer():
+    # 8 · (27/8)^(2/3) is 18, and less than 18 in float32.
     assert t5_edges(17, max_distance=27)[14] == 18
     assert t5_edges(8, max_distance=4 * 3**4).tolist() == [0, 1, 2, 3, 4, 12, 36, 108]
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), SETTINGS)
-def test_buckets_are_the_definition(num_buckets, max_distance, bidirectional):
+def test_buckets_match_formula(num_buckets, max_distance, bidirectional):
     if not bidirectional and max_distance <= num_buckets // 2:
         max_distance = num_buckets
     relative = range(-max_distance - 9, max_distance + 10)
@@ -81,7 +81,7 @@ def test_buckets_are_the_definition(num_buckets, max_distance, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), SETTINGS)
-def test_buckets_are_those_of_transformers(num_buckets, max_distance, bidirectional):
+def test_buckets_match_transformers(num_buckets, max_distance, bidirectional):
     if not bidirectional and max_distance <= num_buckets // 2:
         max_distance = num_buckets
     relative = torch.arange(-3 * max_distance, 3 * max_distance)
@@ -96,7 +96,7 @@ def test_buckets_are_those_of_transformers(num_buckets, max_distance, bidirectio
 
 
 @given(st.integers(2, 60), st.integers(1, 400))
-def test_buckets_widen_and_never_skip_back(num_buckets, further):
+def test_buckets_increase_with_distance(num_buckets, further):
     max_distance = num_buckets // 2 + further
     edges = t5_edges(num_buckets, max_distance=max_distance)
     assert len(edges) == num_buckets and edges[-1] <= max_distance
@@ -106,7 +106,7 @@ def test_buckets_widen_and_never_skip_back(num_buckets, further):
     assert (np.diff(buckets) <= 0).all()
 
 
-def test_far_positions_share_the_last_bucket_of_their_direction():
+def test_large_distances_share_the_last_bucket_of_their_direction():
     far = [-(2**40), -(2**24), -128, -91, 91, 128, 2**24, 2**40]
     assert buckets_at(far, 32, 128, True).tolist() == [15] * 4 + [31] * 4
     assert buckets_at(far, 32, 128, False).tolist()[:3] == [31] * 3
@@ -117,7 +117,7 @@ def test_far_positions_share_the_last_bucket_of_their_direction():
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_bias_is_the_formula(bidirectional):
+def test_bias_matches_formula(bidirectional):
     q, k = [0, 1, 255, 256, 65_536, 2**24 - 1, -7], [-300, 0, 3, 250, 65_500, 2**24]
     setting = {"num_buckets": 12, "max_distance": 50, "bidirectional": bidirectional}
     layer = T5Bias(3, **setting, init="normal", rng=1)
@@ -129,7 +129,7 @@ def test_bias_is_the_formula(bidirectional):
 
 @pytest.mark.parametrize("is_decoder", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (16, 40)])
-def test_bias_is_that_of_transformers(is_decoder, num_buckets, max_distance):
+def test_bias_matches_transformers(is_decoder, num_buckets, max_distance):
     config = T5Config(
         d_model=8,
         d_kv=2,
@@ -159,14 +159,14 @@ def test_bias_depends_on_relative_position_only(start, bidirectional):
     np.testing.assert_array_equal(layer.bias(q + start, k + start), layer.bias(q, k))
 
 
-def test_direction_is_told_apart_only_if_bidirectional():
+def test_direction_matters_only_if_bidirectional():
     both, causal = T5Bias(2, rng=0), T5Bias(2, bidirectional=False, rng=0)
     ahead = np.arange(1, 200)
     assert (both.bias([0], ahead) != both.bias([0], -ahead)).all()
     np.testing.assert_array_equal(causal.bias([0], ahead), causal.bias([0], 0 * ahead))
 
 
-def test_a_real_distance_counts_as_its_whole_part():
+def test_real_distances_are_truncated():
     layer, real = T5Bias(4, rng=0), np.array([-20.9, -1.5, -0.5, 0.0, 0.99, 1.0, 300.5])
     want = layer.bias([0], np.trunc(real).astype(int))
     np.testing.assert_array_equal(layer.bias([0], real), want)
@@ -175,24 +175,24 @@ def test_a_real_distance_counts_as_its_whole_part():
     np.testing.assert_array_equal(layer.bias([0.0], half), layer.bias([0], [-3, 2, 200]))
 
 
-def test_an_unknown_position_gives_nan_where_nothing_can_be_raised():
+def test_a_nan_position_gives_nan_bias_under_jit():
     weight, buckets = jnp.ones((32, 2)), jnp.asarray(t5_buckets())
     q, k = jnp.array([0.0, jnp.nan]), jnp.array([1.0, 2.0, jnp.inf])
     got = np.asarray(jax.jit(t5_bias)(q, k, weight=weight, buckets=buckets))
     assert (got[:, 0] == 1).all() and np.isnan(got[:, 1]).all()
 
 
-# Positions do everything
+# Positions
 
 
-def test_a_decode_step_is_the_last_row():
+def test_bias_of_one_query_is_a_row_of_the_whole():
     for bidirectional in (True, False):
         layer = T5Bias(3, bidirectional=bidirectional, rng=0)
         whole = layer.bias(range(200), range(200))
         np.testing.assert_array_equal(layer.bias([199], range(200)), whole[:, -1:])
 
 
-def test_batched_positions_are_their_rows_one_by_one():
+def test_batched_positions_equal_separate_calls():
     layer = T5Bias(3, max_distance=30, rng=0)
     q, k = rng.integers(0, 99, (3, 4)), rng.integers(0, 99, (3, 5))
     got = layer.bias(q, k)
@@ -201,7 +201,7 @@ def test_batched_positions_are_their_rows_one_by_one():
         np.testing.assert_array_equal(got[row], layer.bias(q[row], k[row]))
 
 
-def test_left_padding_is_a_matter_of_positions():
+def test_left_padded_positions_give_the_unpadded_bias():
     layer, padded = T5Bias(4, rng=0), np.array([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]])
     got = layer.bias(padded, padded)
     np.testing.assert_array_equal(got[0, :, 2:, 2:], layer.bias(range(3), range(3)))
@@ -216,62 +216,62 @@ def loss_of(layer, q, k, d):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_gradient_is_that_of_finite_differences(bidirectional, batch):
+def test_gradient_matches_finite_differences(bidirectional, batch):
     layer = T5Bias(
         2, num_buckets=8, max_distance=20, bidirectional=bidirectional, dtype="float64"
     )
     q, k = rng.integers(0, 40, (*batch, 6)), rng.integers(0, 40, 7)
-    bias, pull = layer.vjp(q, k)
+    bias, pullback = layer.vjp(q, k)
     np.testing.assert_array_equal(bias, layer.bias(q, k))
     d = rng.standard_normal(bias.shape)
-    got = pull(d)["weight"]
+    got = pullback(d)["weight"]
     assert got.shape == layer.weight.shape
-    for place in np.ndindex(layer.weight.shape):
-        kept = layer.weight[place]
+    for index in np.ndindex(layer.weight.shape):
+        saved = layer.weight[index]
         sides = []
         for step in (1e-3, -1e-3):
-            layer.weight[place] = kept + step
+            layer.weight[index] = saved + step
             sides.append(loss_of(layer, q, k, d))
-        layer.weight[place] = kept
-        np.testing.assert_allclose(got[place], (sides[0] - sides[1]) / 2e-3, atol=1e-9)
+        layer.weight[index] = saved
+        np.testing.assert_allclose(got[index], (sides[0] - sides[1]) / 2e-3, atol=1e-9)
 
 
-def test_every_bucket_that_a_distance_is_in_learns():
+def test_every_used_bucket_gets_a_gradient():
     for bidirectional, unused in ((True, [16]), (False, [])):
-        _, pull = T5Bias(2, bidirectional=bidirectional).vjp(range(300), range(300))
-        grad = pull(np.ones((2, 300, 300)))["weight"]
+        _, pullback = T5Bias(2, bidirectional=bidirectional).vjp(range(300), range(300))
+        grad = pullback(np.ones((2, 300, 300)))["weight"]
         assert np.flatnonzero((grad == 0).any(axis=1)).tolist() == unused
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
-def test_half_tables_are_exact_and_their_gradient_is_wide(dtype):
+def test_gradient_of_half_precision_table_is_summed_in_float32(dtype):
     layer = T5Bias(2, init="normal", dtype=dtype, rng=0)
-    bias, pull = layer.vjp(np.zeros(100, int), np.zeros(100, int))
+    bias, pullback = layer.vjp(np.zeros(100, int), np.zeros(100, int))
     assert bias.dtype == dtype
     np.testing.assert_array_equal(bias[:, 5, 7], layer.weight[0])
-    grad = pull(np.ones(bias.shape, dtype))["weight"]
+    grad = pullback(np.ones(bias.shape, dtype))["weight"]
     assert grad.dtype == np.float32 and grad[0].tolist() == [10_000.0, 10_000.0]
 
 
-def test_dtype_rounds_the_result_once():
+def test_the_result_is_rounded_to_dtype_once():
     layer = T5Bias(2, init="normal", rng=0)
-    wide = torch.from_numpy(layer.bias([0], range(50)))
+    full = torch.from_numpy(layer.bias([0], range(50)))
     got = layer.bias([0], range(50), dtype="bfloat16")
-    want = wide.to(torch.bfloat16).view(torch.int16).numpy()
+    want = full.to(torch.bfloat16).view(torch.int16).numpy()
     np.testing.assert_array_equal(got.view(np.int16), want)
     assert layer.bias([0], [1], dtype="float64").dtype == np.float64
 
 
-def test_gradient_does_not_see_what_is_written_after():
+def test_pullback_uses_the_positions_of_the_forward():
     layer, q = T5Bias(2, rng=0), np.arange(40)
-    bias, pull = layer.vjp(q, q)
-    want = pull(np.ones(bias.shape))["weight"]
+    bias, pullback = layer.vjp(q, q)
+    want = pullback(np.ones(bias.shape))["weight"]
     q += 1000
     layer.weight += 1
-    np.testing.assert_array_equal(pull(np.ones(bias.shape))["weight"], want)
+    np.testing.assert_array_equal(pullback(np.ones(bias.shape))["weight"], want)
 
 
-# The other array libraries
+# NumPy, torch and JAX
 
 
 def in_float32(real):
@@ -282,8 +282,7 @@ def in_float32(real):
 
 
 def run_with(bidirectional, array):
-    made = t5_buckets(8, max_distance=90, bidirectional=bidirectional)
-    buckets = array(made)
+    buckets = array(t5_buckets(8, max_distance=90, bidirectional=bidirectional))
 
     def run(q, k, weight):
         return t5_bias(q, k, weight=weight, buckets=buckets, bidirectional=bidirectional)
@@ -298,8 +297,8 @@ def test_torch_and_jax_give_the_same_bits_and_gradients(bidirectional, real):
     layer = T5Bias(
         3, num_buckets=8, max_distance=90, bidirectional=bidirectional, weight=weight
     )
-    want, pull = layer.vjp(q, k)
-    grad = pull(want)["weight"]
+    want, pullback = layer.vjp(q, k)
+    grad = pullback(want)["weight"]
     assert np.abs(grad).max() > 1
 
     run = run_with(bidirectional, torch.asarray)
@@ -318,7 +317,7 @@ def test_torch_and_jax_give_the_same_bits_and_gradients(bidirectional, real):
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_torch_compiles_the_bias_whole(real):
+def test_torch_compiles_the_bias_without_graph_breaks(real):
     inputs = in_float32(real)
     run = run_with(True, torch.asarray)
     compiled = torch.compile(run, fullgraph=True, backend="eager")
@@ -326,7 +325,7 @@ def test_torch_compiles_the_bias_whole(real):
     np.testing.assert_array_equal(got, run_with(True, np.asarray)(*inputs))
 
 
-def test_relative_positions_of_whole_and_real_numbers_are_real():
+def test_relative_positions_of_integers_and_reals_are_real():
     got = relative_positions(np.array([3], "int32"), np.array([1.5], "float32"))
     assert got.dtype == np.float32 and got.item() == -1.5
     tensors = relative_positions(torch.tensor([3]), torch.tensor([1.5], dtype=torch.half))
@@ -336,7 +335,7 @@ def test_relative_positions_of_whole_and_real_numbers_are_real():
 # The layer
 
 
-def test_two_layers_keep_their_own_tables():
+def test_layers_do_not_share_tables():
     a = T5Bias(2, num_buckets=8, max_distance=16, rng=0)
     b = T5Bias(2, num_buckets=8, max_distance=64, rng=0)
     np.testing.assert_array_equal(a.weight, b.weight)
@@ -346,17 +345,17 @@ def test_two_layers_keep_their_own_tables():
     np.testing.assert_array_equal(a.bias([0], range(64)), first)
 
 
-def test_config_and_state_build_the_same_layer():
+def test_config_and_state_rebuild_the_layer():
     layer = T5Bias(
         3, num_buckets=6, max_distance=9, bidirectional=False, dtype="bfloat16", rng=3
     )
-    again = T5Bias(**json.loads(json.dumps(layer.config())))
-    again.load_state_dict(layer.state_dict())
-    assert repr(again) == repr(layer) and list(again.state_dict()) == ["weight"]
-    np.testing.assert_array_equal(again.bias([5], range(9)), layer.bias([5], range(9)))
+    rebuilt = T5Bias(**json.loads(json.dumps(layer.config())))
+    rebuilt.load_state_dict(layer.state_dict())
+    assert repr(rebuilt) == repr(layer) and list(rebuilt.state_dict()) == ["weight"]
+    np.testing.assert_array_equal(rebuilt.bias([5], range(9)), layer.bias([5], range(9)))
 
 
-def test_a_table_that_is_given_is_used_and_one_that_is_drawn_follows_its_seed():
+def test_a_given_table_is_not_copied_and_a_new_one_follows_its_seed():
     weight = np.zeros((32, 4), np.float32)
     assert T5Bias(4, weight=weight).weight is weight
     assert T5Bias(4, weight=weight, dtype="float16").weight.dtype == np.float16
@@ -367,21 +366,21 @@ def test_a_table_that_is_given_is_used_and_one_that_is_drawn_follows_its_seed():
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("num_heads", [0, -1])
-def test_t5_rejects_no_heads(num_heads):
+def test_rejects_num_heads_below_one(num_heads):
     with pytest.raises(ValueError, match=f"num_heads must be positive, got {num_heads}"):
         T5Bias(num_heads)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("num_buckets", [2, 33])
-def test_t5_rejects_buckets_that_cannot_be_halved(num_buckets):
+def test_rejects_an_odd_number_of_bidirectional_buckets(num_buckets):
     rule = f"must be even and at least 4 if bidirectional, got {num_buckets}"
     with pytest.raises(ValueError, match=f"num_buckets {rule}"):
         T5Bias(2, num_buckets=num_buckets)
 
 
 @pytest.mark.rejects
-def test_t5_rejects_too_few_buckets():
+def test_rejects_too_few_buckets():
     with pytest.raises(ValueError, match="num_buckets must be positive, got 0"):
         T5Bias(2, num_buckets=0)
     with pytest.raises(ValueError, match="num_buckets must be at least 2, got 1"):
@@ -389,7 +388,7 @@ def test_t5_rejects_too_few_buckets():
 
 
 @pytest.mark.rejects
-def test_t5_rejects_a_max_distance_within_the_exact_buckets():
+def test_rejects_a_max_distance_within_the_exact_buckets():
     with pytest.raises(ValueError, match="max_distance must be greater than 8, .*, got 8"):
         T5Bias(2, max_distance=8)
     with pytest.raises(ValueError, match="max_distance must be greater than 16, .*, got 9"):
@@ -399,7 +398,7 @@ def test_t5_rejects_a_max_distance_within_the_exact_buckets():
 
 
 @pytest.mark.rejects
-def test_t5_rejects_a_table_of_another_shape_or_kind():
+def test_rejects_a_table_of_another_shape_or_dtype():
     with pytest.raises(
         ValueError, match=r"weight must have shape \(32, 2\), got \(2, 32\)"
     ):
@@ -409,14 +408,14 @@ def test_t5_rejects_a_table_of_another_shape_or_kind():
 
 
 @pytest.mark.rejects
-def test_t5_rejects_what_is_not_a_position_or_a_gradient():
+def test_rejects_invalid_positions_and_gradients():
     layer = T5Bias(2)
     with pytest.raises(TypeError, match="k_positions must be integers or reals, got bool"):
         layer.bias([0], [False])
     with pytest.raises(ValueError, match="q_positions must be finite, got inf"):
         layer.bias([np.inf], [0])
-    _, pull = layer.vjp([0], [0, 1])
+    _, pullback = layer.vjp([0], [0, 1])
     with pytest.raises(
         ValueError, match=r"dbias must have shape \(2, 1, 2\), got \(2, 2\)"
     ):
-        pull(np.zeros((2, 2)))
+        pullback(np.zeros((2, 2)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._check import number, positive, positive_number
-from ..positions.fire import fire_bias, fire_share
+from ..positions.fire import fire_bias, normalized_distances
 from ._bias import Bias, checked_pair
 from ._module import upcast
 from ._parameters import Key, draw_parameter, table_dtype
@@ -108,7 +108,7 @@ class FireBias(Bias):
         pair = checked_pair(q_positions, k_positions)
         values = {name: upcast(value) for name, value in self.parameters().items()}
         threshold = values["multiplier"] * self.threshold
-        share = fire_share(*pair, c=values["c"], threshold=threshold, eps=self.eps)
+        share = normalized_distances(*pair, c=values["c"], threshold=threshold, eps=self.eps)
         with jax.default_matmul_precision("highest"):
             out = fire_bias(share, **{name: values[name] for name in NETWORK})
         return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))

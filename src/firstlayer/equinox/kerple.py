@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from .._check import one_of, positive
-from ..positions.kerple import FORMS, LEAST, Form, kerple_bias, kerple_limited
+from ..positions.kerple import FORMS, MINIMUM, Form, kerple_bias, kerple_limited
 from ._bias import Bias, checked_pair
 from ._module import replace_fields, upcast
 from ._parameters import Key, draw_parameter, given_parameter, table_dtype
@@ -65,7 +65,7 @@ class KerpleBias(Bias):
         self.r1, self.r2 = (
             draw_parameter(
                 (num_heads,),
-                init=partial(jax.random.uniform, minval=LEAST, maxval=limit),
+                init=partial(jax.random.uniform, minval=MINIMUM, maxval=limit),
                 key=own,
                 dtype=dtype,
             )

@@ -11,9 +11,9 @@ from .._check import not_negative, number, positive
 from ..embeddings.token import whole_inside
 from ..positions.learned import (
     Align,
+    check_padding_idx,
     check_positions,
     neighbours,
-    padding_row,
     resize_grid,
     resize_linear,
 )
@@ -92,7 +92,7 @@ class LearnedPositions(Module):
         self.max_positions = positive("max_positions", max_positions)
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
-        padding_idx = padding_row(padding_idx, row_offset)
+        padding_idx = check_padding_idx(padding_idx, row_offset)
         self.scale = number("scale", scale)
         self.table = Embedding(
             max_positions + row_offset,

@@ -1,4 +1,4 @@
-"""What the schemes on attention scores share: checked positions, parameters, gradients."""
+"""Base class and helpers of the layers that add a bias to attention scores."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ KPositions = Shaped[Any, "*#batch k_length"] | Sequence[Any]
 
 
 class Bias(Module):
-    """Base of the layers whose output is added to attention scores.
+    """Base class of the layers whose output is added to attention scores.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
     """
 
     prefix: ClassVar[str] = "bias."
@@ -28,7 +28,7 @@ class Bias(Module):
     def bias(
         self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return what is added to the score of every query and key."""
+        """Return the bias of every query and key."""
         raise NotImplementedError
 
     def __call__(
@@ -40,7 +40,7 @@ class Bias(Module):
 def checked_pair(
     q_positions: QPositions, k_positions: KPositions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return both positions as arrays of int64 or of finite reals."""
+    """Return both positions as arrays of int64 or of finite reals, or raise."""
     return _checked("q_positions", q_positions), _checked("k_positions", k_positions)
 
 
@@ -49,16 +49,16 @@ def _checked(name: str, positions: Any) -> np.ndarray:
     if array.dtype.kind in "iu":
         return array.astype(np.int64, copy=False)
     array = upcast(array)
-    known = np.isfinite(array)
-    if not known.all():
-        raise ValueError(f"{name} must be finite, got {array[~known].flat[0]}")
+    finite = np.isfinite(array)
+    if not finite.all():
+        raise ValueError(f"{name} must be finite, got {array[~finite].flat[0]}")
     return array
 
 
 def gradient_like(
     gradient: Float[Any, "..."], output: np.ndarray, *, name: str = "dbias"
 ) -> Float[np.ndarray, "..."]:
-    """Return the gradient of ``output``, widened, if it has its shape."""
+    """Return ``gradient`` upcast, or raise if it does not have the shape of ``output``."""
     array = upcast(np.asarray(gradient))
     if array.shape != output.shape:
         raise ValueError(f"{name} must have shape {output.shape}, got {array.shape}")
@@ -66,6 +66,6 @@ def gradient_like(
 
 
 def sum_over_pairs(values: Float[np.ndarray, "*batch num_heads q k"]) -> np.ndarray:
-    """Return the sum for each head, added up in float64, in the dtype of ``values``."""
+    """Return the sum over each head, accumulated in float64, in the dtype of ``values``."""
     axes = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 3)
     return values.sum(axis=axes, dtype=np.float64).astype(values.dtype)

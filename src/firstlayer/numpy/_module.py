@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import check_real, float_dtype, positions_array
+from ..files.layer_configs import config_of
 from ..positions.ids import plain_offset, resolve
 
 
@@ -35,8 +36,8 @@ class Module:
         }
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one, as plain values."""
-        raise NotImplementedError
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter, by name."""

@@ -1,4 +1,4 @@
-"""What the layers that add a vector at each position share: which position is whose."""
+"""Arguments of the layers that add a vector at each position."""
 
 from typing import Any
 
@@ -10,38 +10,38 @@ from ._module import native, positions_for
 
 
 def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
-    """Return ``x`` as an array of real vectors of that width."""
+    """Return ``x`` as an array of real vectors of width ``embedding_dim``."""
     x = np.asarray(x)
     if not is_float(x.dtype):
         raise TypeError(f"{name} must be real, got {x.dtype.name}")
     if x.ndim < 2 or x.shape[-1] != embedding_dim:
-        want = f"(..., length, {embedding_dim})"
-        raise ValueError(f"{name} must have shape {want}, got {x.shape}")
+        shape = f"(..., length, {embedding_dim})"
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
     return native(x)
 
 
 def positions_of(
     shape: tuple[int, ...], *, positions: Any, offset: Any, axes: int = 1
 ) -> np.ndarray:
-    """Return positions for vectors of this shape, of a shape that belongs to them.
+    """Return positions as an array that fits vectors of this shape.
 
     Args:
-        shape: Of the vectors, ``(..., length, embedding_dim)``.
-        positions: What the caller gave; None is ``0, 1, …`` moved on by ``offset``.
-        offset: How many positions came before, a number or one per row.
-        axes: How many coordinates a position has; if more than one they come first.
+        shape: Shape of the vectors, ``(..., length, embedding_dim)``.
+        positions: Positions given by the caller; None is ``0, 1, …`` shifted by ``offset``.
+        offset: Number of preceding positions, a number or one per row.
+        axes: Number of coordinates. More than one are on the first axis.
     """
     if axes > 1 and positions is None:
         raise ValueError(f"positions must be given when axes is {axes}, got None")
-    found = positions_for(shape[-2], positions=positions, offset=offset)
+    positions = positions_for(shape[-2], positions=positions, offset=offset)
     if axes > 1:
-        check_axes(found, axes)
-    check_fit(found.shape if axes == 1 else found.shape[1:], shape)
-    return found
+        check_axes(positions, axes)
+    check_fit(positions.shape if axes == 1 else positions.shape[1:], shape)
+    return positions
 
 
 def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
-    """Return ``dy`` as an array, of the shape of the output it is the gradient of."""
+    """Return ``dy`` as an array, or raise if it does not have the shape of ``y``."""
     dy = np.asarray(dy)
     if dy.shape != y.shape:
         raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")

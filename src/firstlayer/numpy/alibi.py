@@ -1,4 +1,4 @@
-"""ALiBi on NumPy: a penalty on scores in proportion to distance."""
+"""ALiBi for NumPy."""
 
 from typing import Any
 
@@ -12,22 +12,23 @@ from ._bias import Bias, KPositions, QPositions, checked_pair
 
 
 class AlibiBias(Bias):
-    """Takes ``slope * distance`` off the score of every query and key. Nothing is trained.
+    """Subtracts ``slope * distance`` from the attention scores. Has no parameters.
 
     Args:
-        num_heads: Any positive number; see :func:`firstlayer.positions.alibi.alibi_slopes`.
-        symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
-            causal decoders.
-        max_bias: The exponent of the smallest slope (``alibi_bias_max`` in MPT).
-        factor: How many times longer than in training sequences are; divides the slopes.
+        num_heads: Number of heads. Positive.
+        symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
+            for causal decoders.
+        max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        factor: Ratio of the sequence length to the training length; divides the slopes.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    BLOOM, Falcon and MPT add ``slope * k`` instead: under a causal mask the same attention.
+    BLOOM, Falcon and MPT add ``slope * k`` instead, which gives the same attention under a
+    causal mask.
 
     Example:
         >>> layer = AlibiBias(2, max_bias=2.0)
@@ -45,7 +46,7 @@ class AlibiBias(Bias):
         max_bias: float = 8.0,
         factor: float = 1.0,
     ) -> None:
-        #: The slope of each head, in float64.
+        #: Slope of each head, in float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
         self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
@@ -60,22 +61,13 @@ class AlibiBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, float32 if None. Half precision is rounded once, from
-                float32.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, float32 if None. Half precision is rounded once,
+                from float32.
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
-        found = float_dtype(dtype)
-        slopes = self.slopes.astype(compute_dtype(found))
+        dtype = float_dtype(dtype)
+        slopes = self.slopes.astype(compute_dtype(dtype))
         out = alibi_bias(q_positions, k_positions, slopes=slopes, symmetric=self.symmetric)
-        return out.astype(found, copy=False)
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "symmetric": self.symmetric,
-            "max_bias": self.max_bias,
-            "factor": self.factor,
-        }
+        return out.astype(dtype, copy=False)

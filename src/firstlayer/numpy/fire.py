@@ -1,4 +1,4 @@
-"""FIRE on NumPy: a small network's bias for the share of the way back to a key."""
+"""FIRE for NumPy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,8 @@ from jaxtyping import Float
 from .._array import compute_dtype
 from .._check import float_dtype, number, positive, positive_number
 from ..embeddings.token import Seed, initial, uniform
-from ..positions.fire import fire_bias, fire_share
+from ..files.layer_configs import config_of
+from ..positions.fire import fire_bias, normalized_distances
 from ..positions.t5 import distances
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
 from ._module import upcast
@@ -18,18 +19,17 @@ NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """Adds a learned function of relative distance to the score of every query and key.
+    """Adds a learned function of normalized distance to the attention scores.
 
     Args:
-        num_heads: Outputs of the network. Positive.
-        width: Hidden units of the network. Positive.
-        c: What the parameter ``c`` begins with: how strongly far distances are drawn
-            together.
-        threshold: Query positions below this, times the parameter ``multiplier``, count as
-            this. Positive.
-        eps: Keeps a denominator from zero. Positive.
+        num_heads: Number of heads. Positive.
+        width: Number of hidden units of the network. Positive.
+        c: Initial value of the parameter ``c``, the compression of large distances.
+        threshold: Lower bound of query positions, times the parameter ``multiplier``.
+            Positive.
+        eps: Added to the denominator. Positive.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for the network, drawn as torch draws its linear layers.
+        rng: Seed or generator for the network, initialized like torch's linear layers.
 
     Shape:
         - c, multiplier: ``()``
@@ -37,10 +37,10 @@ class FireBias(Bias):
         - head_weight: ``(num_heads, width)``; head_bias: ``(num_heads,)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    Positions are counted from the start of the text: they matter beyond ``threshold``.
+    Count positions from the start of the text: beyond ``threshold`` they matter.
 
     Example:
         >>> layer = FireBias(8, rng=0)
@@ -60,21 +60,19 @@ class FireBias(Bias):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.num_heads, self.width = (
-            positive("num_heads", num_heads),
-            positive("width", width),
-        )
+        self.num_heads = positive("num_heads", num_heads)
+        self.width = positive("width", width)
         self.threshold = positive_number("threshold", threshold)
         self.eps = positive_number("eps", eps)
-        found, rng = float_dtype(dtype), np.random.default_rng(rng)
-        self.c = np.array(number("c", c), found)
-        self.multiplier = np.array(1.0, found)
+        dtype, rng = float_dtype(dtype), np.random.default_rng(rng)
+        self.c = np.array(number("c", c), dtype)
+        self.multiplier = np.array(1.0, dtype)
         self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
             initial(
                 shape,
                 init=lambda shape, rng, limit=limit: uniform(shape, rng, limit=limit),
                 rng=rng,
-                dtype=found,
+                dtype=dtype,
             )
             for shape, limit in (
                 ((self.width,), 1.0),
@@ -90,100 +88,99 @@ class FireBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the parameters' if None. Computed in float32, or
                 float64 for float64 parameters, and rounded once.
         """
-        found = self.c.dtype if dtype is None else float_dtype(dtype)
-        wide = self._wide()
-        share = self._share(*checked_pair(q_positions, k_positions), wide)
-        out = fire_bias(share, **{name: wide[name] for name in NETWORK})
-        return out.astype(found, copy=False)
+        dtype = self.c.dtype if dtype is None else float_dtype(dtype)
+        values = self._upcast_parameters()
+        x = self._network_input(*checked_pair(q_positions, k_positions), values)
+        out = fire_bias(x, **{name: values[name] for name in NETWORK})
+        return out.astype(dtype, copy=False)
 
     def vjp(
         self, q_positions: QPositions, k_positions: KPositions
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
-        """Return the bias and the function from its gradient to those of the parameters.
+        """Return the bias and the pullback from its gradient to those of the parameters.
 
         Example:
-            >>> bias, pull = FireBias(2, rng=0).vjp([1], [0])
-            >>> sorted(pull(np.ones_like(bias)))[:3]
+            >>> bias, pullback = FireBias(2, rng=0).vjp([1], [0])
+            >>> sorted(pullback(np.ones_like(bias)))[:3]
             ['c', 'head_bias', 'head_weight']
         """
         bias = self.bias(q_positions, k_positions)
-        wide = self._wide()
-        q, k = (side.copy() for side in checked_pair(q_positions, k_positions))
-        share = self._share(q, k, wide)
+        values = self._upcast_parameters()
+        q, k = (x.copy() for x in checked_pair(q_positions, k_positions))
+        x = self._network_input(q, k, values)
 
-        def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
-            d = gradient_like(dbias, bias).astype(share.dtype, copy=False)
-            grads, dshare = _through_network(d, share, wide)
-            return self._through_share(dshare, share, q, k, wide) | grads
+        def pullback(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
+            d = gradient_like(dbias, bias).astype(x.dtype, copy=False)
+            grads, dx = _network_gradients(d, x, values)
+            return self._input_gradients(dx, x, q, k, values) | grads
 
-        return bias, pull
+        return bias, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return ``c``, ``multiplier`` and the four arrays of the network."""
+        """Return ``c``, ``multiplier`` and the four arrays of the network, by name."""
         return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "width": self.width,
-            "threshold": self.threshold,
-            "eps": self.eps,
-            "dtype": self.c.dtype.name,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=self.c.dtype.name)
 
-    def _wide(self) -> dict[str, np.ndarray]:
+    def _upcast_parameters(self) -> dict[str, np.ndarray]:
         return {name: upcast(value.copy()) for name, value in self.parameters().items()}
 
-    def _share(self, q: np.ndarray, k: np.ndarray, wide: dict[str, np.ndarray]):
-        threshold = np.asarray(wide["multiplier"] * self.threshold, wide["c"].dtype)
-        return fire_share(q, k, c=wide["c"], threshold=threshold, eps=self.eps)
+    def _network_input(
+        self, q: np.ndarray, k: np.ndarray, values: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        c = values["c"]
+        threshold = np.asarray(values["multiplier"] * self.threshold, c.dtype)
+        return normalized_distances(q, k, c=c, threshold=threshold, eps=self.eps)
 
-    def _through_share(
+    def _input_gradients(
         self,
-        dshare: np.ndarray,
-        share: np.ndarray,
+        dx: np.ndarray,
+        x: np.ndarray,
         q: np.ndarray,
         k: np.ndarray,
-        wide: dict[str, np.ndarray],
+        values: dict[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of ``c`` and ``multiplier``, given that of the share."""
-        dtype = compute_dtype(share.dtype)
-        distance, own = distances(q, k, dtype=dtype), q.astype(dtype)[..., :, None]
-        rate, least = np.abs(wide["c"]), np.abs(wide["multiplier"] * self.threshold)
-        reached = np.where(own < least, least, own)
-        whole = np.log1p(rate * reached) + self.eps
-        dpart, dwhole = dshare / whole, -dshare * share / whole
-        drate = dpart * distance / (1 + rate * distance)
-        drate = drate + dwhole * reached / (1 + rate * reached)
-        dleast = np.where(own < least, dwhole * rate / (1 + rate * reached), 0)
-        dthreshold = _total(dleast) * np.sign(wide["multiplier"])
+        """Return the gradients of ``c`` and ``multiplier``, given that of the input."""
+        dtype = compute_dtype(x.dtype)
+        distance, q = distances(q, k, dtype=dtype), q.astype(dtype)[..., :, None]
+        rate = np.abs(values["c"])
+        threshold = np.abs(values["multiplier"] * self.threshold)
+        bounded = np.where(q < threshold, threshold, q)
+        denominator = np.log1p(rate * bounded) + self.eps
+        dnumerator, ddenominator = dx / denominator, -dx * x / denominator
+        drate = dnumerator * distance / (1 + rate * distance)
+        drate = drate + ddenominator * bounded / (1 + rate * bounded)
+        dbounded = ddenominator * rate / (1 + rate * bounded)
+        dthreshold = _total(np.where(q < threshold, dbounded, 0))
+        dthreshold = dthreshold * np.sign(values["multiplier"])
         return {
-            "c": np.asarray(_total(drate) * np.sign(wide["c"])),
+            "c": np.asarray(_total(drate) * np.sign(values["c"])),
             "multiplier": np.asarray(dthreshold * self.threshold),
         }
 
 
-def _through_network(
-    d: np.ndarray, share: np.ndarray, wide: dict[str, np.ndarray]
+def _network_gradients(
+    d: np.ndarray, x: np.ndarray, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return the gradients of the network's arrays, and that of its input."""
-    d = np.moveaxis(d, -3, -1).reshape(-1, len(wide["head_bias"]))
-    x = share.reshape(-1)
-    sums = x[:, None] * wide["hidden_weight"] + wide["hidden_bias"]
-    dsums = np.where(sums <= 0, 0, d @ wide["head_weight"])
+    """Return the gradients of the network's parameters, and that of its input."""
+    d = np.moveaxis(d, -3, -1).reshape(-1, len(values["head_bias"]))
+    flat = x.reshape(-1)
+    sums = flat[:, None] * values["hidden_weight"] + values["hidden_bias"]
+    dsums = np.where(sums <= 0, 0, d @ values["head_weight"])
     grads = {
-        "hidden_weight": x @ dsums,
+        "hidden_weight": flat @ dsums,
         "hidden_bias": _total(dsums, axis=0),
         "head_weight": d.T @ np.where(sums <= 0, 0, sums),
         "head_bias": _total(d, axis=0),
     }
-    return grads, (dsums @ wide["hidden_weight"]).reshape(share.shape)
+    return grads, (dsums @ values["hidden_weight"]).reshape(x.shape)
 
 
 def _total(values: np.ndarray, *, axis: int | None = None) -> np.ndarray:

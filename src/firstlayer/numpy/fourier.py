@@ -1,4 +1,4 @@
-"""Fourier features on NumPy."""
+"""Fourier features for NumPy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,13 @@ from ._positions import gradient_of
 
 
 class FourierFeatures(Module):
-    """Turns coordinates into waves of fixed frequencies. Has no parameters.
+    """Maps coordinates to cosines and sines of fixed frequencies. Has no parameters.
 
-    The frequencies are part of the config, not of the parameters: they are saved and come
-    back to the bit, and no optimizer touches them.
+    The frequencies are part of the config, not parameters. They are saved and restored
+    exactly, and not trained.
 
     Args:
-        matrix: Cycles per unit of each wave along each coordinate, ``(pairs, axes)``.
+        matrix: Cycles per unit of each pair along each coordinate, ``(pairs, axes)``.
         layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
         cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
 
@@ -64,24 +64,24 @@ class FourierFeatures(Module):
     def gaussian(
         cls, pairs: int, *, axes: int, std: float, rng: Any = None
     ) -> "FourierFeatures":
-        """Return features of randomly drawn frequencies, as Tancik et al. have them.
+        """Return features with normally distributed frequencies, as in Tancik et al.
 
         Args:
-            pairs: How many waves; there are twice as many features.
-            axes: How many coordinates a point has.
+            pairs: Number of frequencies, half the number of features.
+            axes: Number of coordinates of a point.
             std: Standard deviation of the frequencies, in cycles per unit.
-            rng: A seed or a generator. None is random.
+            rng: Seed or generator. None is random.
         """
-        drawn = np.random.default_rng(rng)
-        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=drawn))
+        rng = np.random.default_rng(rng)
+        return cls(gaussian_matrix(pairs, axes=axes, std=std, rng=rng))
 
     @classmethod
     def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
         """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
 
         Args:
-            octaves: How many frequencies each coordinate has.
-            axes: How many coordinates a point has.
+            octaves: Number of frequencies per coordinate.
+            axes: Number of coordinates of a point.
         """
         matrix = octave_matrix(octaves, axes=axes)
         return cls(matrix, layout="interleaved", cos_first=False)
@@ -94,31 +94,23 @@ class FourierFeatures(Module):
     def vjp(
         self, coordinates: Float[Any, "*batch axes"] | list[Any]
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
-        """Return the features and the function to the gradient of the coordinates, ``"x"``.
+        """Return the features and the pullback to the gradient of the coordinates, ``"x"``.
 
         Example:
-            >>> y, pull = FourierFeatures([[1.0]]).vjp([0.0])
-            >>> pull([0.0, 1.0])["x"].round(4).tolist()
+            >>> y, pullback = FourierFeatures([[1.0]]).vjp([0.0])
+            >>> pullback([0.0, 1.0])["x"].round(4).tolist()
             [6.2832]
         """
-        found = self._checked(coordinates).copy()
-        y = self._features(found)
+        x = self._checked(coordinates).copy()
+        y = self._features(x)
 
-        def pull(dy: Any) -> dict[str, np.ndarray]:
-            dangle = upcast(gradient_of(y, dy)) * self._slopes(upcast(found))
+        def pullback(dy: Any) -> dict[str, np.ndarray]:
+            dangle = upcast(gradient_of(y, dy)) * self._derivatives(upcast(x))
             # Each feature has the frequencies of its pair.
             rates = (2 * np.pi * self.matrix.T).astype(dangle.dtype)
-            return {"x": (dangle @ self._arranged(rates, rates).T).astype(found.dtype)}
+            return {"x": (dangle @ self._ordered(rates, rates).T).astype(x.dtype)}
 
-        return y, pull
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "matrix": self.matrix.tolist(),
-            "layout": self.layout,
-            "cos_first": self.cos_first,
-        }
+        return y, pullback
 
     def __repr__(self) -> str:
         pairs, axes = self.matrix.shape
@@ -128,31 +120,31 @@ class FourierFeatures(Module):
         )
 
     def _checked(self, coordinates: Any) -> np.ndarray:
-        found = np.asarray(coordinates)
-        if not is_float(found.dtype):
-            raise TypeError(f"coordinates must be real, got {found.dtype.name}")
+        array = np.asarray(coordinates)
+        if not is_float(array.dtype):
+            raise TypeError(f"coordinates must be real, got {array.dtype.name}")
         axes = self.matrix.shape[1]
-        if found.shape[-1:] != (axes,):
+        if array.shape[-1:] != (axes,):
             raise ValueError(
-                f"coordinates must have shape (..., {axes}), got {found.shape}"
+                f"coordinates must have shape (..., {axes}), got {array.shape}"
             )
-        return positions_in_reach(found, LIMIT, name="coordinates")
+        return positions_in_reach(array, LIMIT, name="coordinates")
 
     def _features(self, coordinates: np.ndarray) -> np.ndarray:
         cos, sin = self._phases(upcast(coordinates))
-        return self._arranged(cos, sin).astype(coordinates.dtype, copy=False)
+        return self._ordered(cos, sin).astype(coordinates.dtype, copy=False)
 
-    def _slopes(self, wide: np.ndarray) -> np.ndarray:
-        cos, sin = self._phases(wide)
-        return self._arranged(-sin, cos)
+    def _derivatives(self, coordinates: np.ndarray) -> np.ndarray:
+        """Return the derivative of each feature with respect to its angle."""
+        cos, sin = self._phases(coordinates)
+        return self._ordered(-sin, cos)
 
-    def _phases(self, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tables, rates = (
-            a.astype(wide.dtype, copy=False) for a in (self.tables, self.rates)
-        )
-        return fourier_phases(wide, tables, rates)
+    def _phases(self, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dtype = coordinates.dtype
+        tables, rates = (a.astype(dtype, copy=False) for a in (self.tables, self.rates))
+        return fourier_phases(coordinates, tables, rates)
 
-    def _arranged(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    def _ordered(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         return encode(
             cos,
             sin,

@@ -1,4 +1,4 @@
-"""KERPLE on NumPy: a learned penalty that grows with distance."""
+"""KERPLE for NumPy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from .._array import compute_dtype
 from .._check import float_dtype, positive
 from ..embeddings.token import Seed
+from ..files.layer_configs import config_of
 from ..positions.kerple import (
     Form,
     kerple_bias,
@@ -22,25 +23,26 @@ from ._module import given, upcast
 
 
 class KerpleBias(Bias):
-    """Takes a learned function of distance off the score of every query and key.
+    """Subtracts a learned function of distance from the attention scores.
 
     Args:
-        num_heads: Pairs of numbers, one for each head. Positive.
+        num_heads: Number of heads. Positive.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: The numbers to use, not copied if they fit; drawn as published if None.
-        r2: Likewise.
+        r1: Factors to use, without a copy if dtype and layout fit; None draws them as
+            published.
+        r2: Rates of the logarithm, or powers, to use; None draws them as published.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for what is drawn.
+        rng: Seed or generator for ``r1`` and ``r2``.
 
     Shape:
         - r1, r2: ``(num_heads,)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    Numbers below 0.01, and powers above 2, are used as 0.01 and 2 and then get no gradient;
-    call :meth:`project` after an optimizer step.
+    Parameters below 0.01 and powers above 2 are clamped when they are used, and then get no
+    gradient. Call :meth:`project` after an optimizer step.
 
     Example:
         >>> layer = KerpleBias(1, form="power", r1=[3.0], r2=[2.0])
@@ -61,10 +63,11 @@ class KerpleBias(Bias):
         self.form: Form = form
         self.num_heads = positive("num_heads", num_heads)
         drawn = kerple_initial(num_heads, form=form, rng=np.random.default_rng(rng))
-        new = [number.astype(float_dtype(dtype)) for number in drawn]
         self.r1, self.r2 = (
-            fresh if value is None else given(value, (num_heads,), dtype=dtype, name=name)
-            for name, value, fresh in (("r1", r1, new[0]), ("r2", r2, new[1]))
+            initial.astype(float_dtype(dtype))
+            if value is None
+            else given(value, (num_heads,), dtype=dtype, name=name)
+            for name, value, initial in zip(("r1", "r2"), (r1, r2), drawn, strict=True)
         )
         if self.r1.dtype != self.r2.dtype:
             raise ValueError(
@@ -81,30 +84,30 @@ class KerpleBias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the parameters' if None. Worked on in float32, or in
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the parameters' if None. Computed in float32, or
                 float64 for float64 parameters, and rounded once.
         """
-        found = self.r1.dtype if dtype is None else float_dtype(dtype)
+        dtype = self.r1.dtype if dtype is None else float_dtype(dtype)
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
             r1=upcast(self.r1),
             r2=upcast(self.r2),
             form=self.form,
         )
-        return out.astype(found, copy=False)
+        return out.astype(dtype, copy=False)
 
     def vjp(
         self,
         q_positions: QPositions,
         k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
-        """Return the bias and the function from its gradient to those of ``r1`` and ``r2``.
+        """Return the bias and the pullback from its gradient to those of ``r1`` and ``r2``.
 
         Example:
-            >>> bias, pull = KerpleBias(1, r1=[2.0], r2=[1.0]).vjp([1], [0])
-            >>> pull(np.ones_like(bias))["r2"].tolist()
+            >>> bias, pullback = KerpleBias(1, r1=[2.0], r2=[1.0]).vjp([1], [0])
+            >>> pullback(np.ones_like(bias))["r2"].tolist()
             [-1.0]
         """
         bias = self.bias(q_positions, k_positions)
@@ -113,40 +116,36 @@ class KerpleBias(Bias):
         pair = checked_pair(q_positions, k_positions)
         distance = distances(*pair, dtype=compute_dtype(stored[0].dtype))[..., None, :, :]
 
-        def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
+        def pullback(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
             d = gradient_like(dbias, bias).astype(distance.dtype, copy=False)
             slopes = _derivatives(distance, *used, form=self.form)
-            # Where a stored number is not the one used, the bias does not depend on it.
+            # The bias does not depend on a stored parameter that was clamped.
             return {
-                name: np.where(is_used == is_stored, sum_over_pairs(d * slope), 0)
-                for name, slope, is_used, is_stored in zip(
+                name: np.where(clamped == value, sum_over_pairs(d * slope), 0)
+                for name, slope, clamped, value in zip(
                     ("r1", "r2"), slopes, used, stored, strict=True
                 )
             }
 
-        return bias, pull
+        return bias, pullback
 
     def project(self) -> None:
-        """Bring stored numbers back within their limits, after an optimizer step."""
+        """Clamp the stored parameters to their limits. Call it after an optimizer step."""
         self.r1[...], self.r2[...] = kerple_limited(self.r1, self.r2, form=self.form)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the numbers under the names ``r1`` and ``r2``."""
+        """Return the parameters ``r1`` and ``r2`` by name."""
         return {"r1": self.r1, "r2": self.r2}
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "form": self.form,
-            "dtype": self.r1.dtype.name,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=self.r1.dtype.name)
 
 
 def _derivatives(
     distance: np.ndarray, r1: np.ndarray, r2: np.ndarray, *, form: Form
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the derivatives of the bias by ``r1`` and by ``r2``."""
+    """Return the derivatives of the bias with respect to ``r1`` and ``r2``."""
     r1, r2 = r1[:, None, None], r2[:, None, None]
     if form == "log":
         return -np.log1p(r2 * distance), -r1 * distance / (1 + r2 * distance)

@@ -1,4 +1,4 @@
-"""Learned positions on NumPy."""
+"""Learned positions for NumPy."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,11 +10,12 @@ from .._array import is_real
 from .._check import float_dtype, not_negative, number, positions_array, positive
 from ..embeddings.row_gradient import RowGradient
 from ..embeddings.token import Init, Seed
+from ..files.layer_configs import config_of
 from ..positions.learned import (
     Align,
+    check_padding_idx,
     check_positions,
     neighbours,
-    padding_row,
     resize_grid,
     resize_linear,
     rows_at,
@@ -26,28 +27,26 @@ from .token import Embedding
 
 
 class LearnedPositions(Module):
-    """Adds to each vector the row of its position.
+    """Adds the table row of its position to each vector.
 
     Args:
-        max_positions: How many positions there are. One that is not smaller is a
-            ValueError that names both.
-        embedding_dim: Width of a row.
-        row_offset: How many rows come before that of position 0; OPT and RoBERTa have 2.
-        padding_idx: One of those rows, for padding: it is zero, gets no gradient, and
-            whatever else writes to it is undone. RoBERTa's is 1, which position -1 reads.
-        scale: What a row is multiplied by when it is added; x-transformers takes
-            ``embedding_dim ** -0.5``.
-        weight: The table to use, of ``max_positions + row_offset`` rows, not copied if it
-            fits. A padding row in it stays.
-        init: How a new table is drawn, normal with standard deviation 0.02 by default; see
-            :func:`firstlayer.embeddings.token.initial`.
+        max_positions: Number of positions. A larger position is a ValueError.
+        embedding_dim: Width of each vector.
+        row_offset: Number of rows before position 0; 2 in OPT and RoBERTa.
+        padding_idx: One of those rows, for padding. It is zero in a new table and gets no
+            gradient from a lookup. In RoBERTa it is 1, the row of position -1.
+        scale: Multiplier of the rows; x-transformers has ``embedding_dim ** -0.5``.
+        weight: Table to use, of ``max_positions + row_offset`` rows, without a copy if its
+            dtype and layout fit.
+        init: Initializer of a new table, normal with standard deviation 0.02 by default;
+            see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for ``init``.
+        rng: Seed or generator for ``init``.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
-        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which mix the
-          two rows around them; None is ``0, 1, …`` moved on by ``offset``
+        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which are
+          interpolated between two rows; None is ``0, 1, …`` shifted by ``offset``
         - output: as ``x``, in the dtype of ``x``
 
     Example:
@@ -78,7 +77,7 @@ class LearnedPositions(Module):
         self.max_positions = positive("max_positions", max_positions)
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
-        padding_idx = padding_row(padding_idx, row_offset)
+        padding_idx = check_padding_idx(padding_idx, row_offset)
         self.scale = number("scale", scale)
         self.table = Embedding(
             max_positions + row_offset,
@@ -113,11 +112,11 @@ class LearnedPositions(Module):
 
         Args:
             positions: Integers or reals of any shape.
-            dtype: What the vectors are rounded to, the table's dtype by default.
+            dtype: Dtype of the result, the table's by default.
         """
         rows = self._rows(positions_array(positions))
-        into = self.weight.dtype if dtype is None else float_dtype(dtype)
-        return rows.astype(into, copy=False)
+        dtype = self.weight.dtype if dtype is None else float_dtype(dtype)
+        return rows.astype(dtype, copy=False)
 
     def vjp(
         self,
@@ -126,31 +125,31 @@ class LearnedPositions(Module):
         *,
         offset: Any = 0,
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-        """Return the output and the function to the gradients of ``x`` and ``weight``.
+        """Return the output and the pullback to the gradients of ``x`` and ``weight``.
 
         Example:
-            >>> y, pull = LearnedPositions(9, 2).vjp(np.zeros((3, 2, 2)), offset=4)
-            >>> grad = pull(np.ones((3, 2, 2)))["weight"]
+            >>> y, pullback = LearnedPositions(9, 2).vjp(np.zeros((3, 2, 2)), offset=4)
+            >>> grad = pullback(np.ones((3, 2, 2)))["weight"]
             >>> grad.ids.tolist(), grad.values.tolist()
             ([4, 5], [[3.0, 3.0], [3.0, 3.0]])
         """
         x = vectors(x, self.embedding_dim)
-        found = positions_of(x.shape, positions=positions, offset=offset).copy()
-        y = self(x, found)
+        at = positions_of(x.shape, positions=positions, offset=offset).copy()
+        y = self(x, at)
 
-        def pull(dy: Any) -> dict[str, Any]:
+        def pullback(dy: Any) -> dict[str, Any]:
             dy = gradient_of(y, dy)
-            return {"x": dy.astype(y.dtype), "weight": self.row_gradient(found, dy)}
+            return {"x": dy.astype(y.dtype), "weight": self.row_gradient(at, dy)}
 
-        return y, pull
+        return y, pullback
 
     def row_gradient(
         self, positions: np.ndarray, dy: Float[np.ndarray, "*batch length embedding_dim"]
     ) -> RowGradient:
-        """Return the table's gradient, given that of the vectors at ``positions``.
+        """Return the gradient of the table, given that of the vectors at ``positions``.
 
         Args:
-            positions: One for each vector, or ``(length,)`` for every sequence.
+            positions: One per vector, or ``(length,)`` for every sequence.
             dy: Gradient of the vectors.
         """
         dy = upcast(dy) * self.scale
@@ -160,12 +159,13 @@ class LearnedPositions(Module):
         if not is_real(positions):
             rows = positions.astype(np.int64) + self.row_offset
             return self.table.row_gradient(rows, dy)
-        _, low, high, share = neighbours(
+        _, low, high, fraction = neighbours(
             positions, first=-self.row_offset, last=self.max_positions - 1
         )
-        share = share.astype(dy.dtype)[..., None]
+        fraction = fraction.astype(dy.dtype)[..., None]
         rows = np.stack([low, high]).astype(np.int64) + self.row_offset
-        return self.table.row_gradient(rows, np.stack([dy * (1 - share), dy * share]))
+        parts = np.stack([dy * (1 - fraction), dy * fraction])
+        return self.table.row_gradient(rows, parts)
 
     def resize(self, max_positions: int, *, align: Align = "ends") -> None:
         """Change the number of positions in place, by linear interpolation.
@@ -173,8 +173,8 @@ class LearnedPositions(Module):
         Rows before position 0 are kept.
 
         Args:
-            max_positions: How many positions there shall be.
-            align: Where new rows lie among the old; see
+            max_positions: New number of positions.
+            align: Alignment of new and old rows; see
                 :func:`firstlayer.positions.learned.resize_linear`.
         """
         self._replace(resize_linear(self._positions, max_positions, align=align))
@@ -188,14 +188,14 @@ class LearnedPositions(Module):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> None:
-        """Change the table of an image's patches to another grid in place, bicubically.
+        """Resample a table of image patches to another grid in place, bicubically.
 
         Args:
-            new_grid: Height and width in patches that it shall have.
-            grid: Height and width that it has.
-            class_tokens: How many positions come before the patches, and are kept.
+            new_grid: New height and width in patches.
+            grid: Current height and width in patches.
+            class_tokens: Number of positions before the patches. They are kept.
             antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: Likewise.
+            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
         """
         self._replace(
             resize_grid(
@@ -209,7 +209,7 @@ class LearnedPositions(Module):
         )
 
     def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
-        """Make ``value`` the padding row, from now on."""
+        """Write ``value`` to the padding row."""
         self.table.set_padding(value)
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -217,31 +217,25 @@ class LearnedPositions(Module):
         return self.table.parameters()
 
     def embeddings(self) -> dict[str, Any]:
-        """Return the table under its parameter's name."""
+        """Return the embedding of the table under the name ``weight``."""
         return self.table.embeddings()
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Copy a table into this one. Its padding row becomes what padding is."""
+        """Copy ``state`` into the table."""
         self.table.load_state_dict(state)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "max_positions": self.max_positions,
-            "embedding_dim": self.embedding_dim,
-            "row_offset": self.row_offset,
-            "padding_idx": self.table.padding_idx,
-            "scale": self.scale,
-            "dtype": self.weight.dtype.name,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        padding_idx, dtype = self.table.padding_idx, self.weight.dtype.name
+        return config_of(self, padding_idx=padding_idx, dtype=dtype)
 
     @property
     def _positions(self) -> np.ndarray:
-        # By the parameters: rows that an optimizer has left behind catch up first.
+        # parameters() brings stale rows up to date first.
         return self.parameters()["weight"][self.row_offset :]
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows as they are added, in the dtype they are worked on in."""
+        """Return the scaled rows of the positions, in the compute dtype."""
         check_positions(
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
@@ -253,8 +247,8 @@ class LearnedPositions(Module):
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _replace(self, rows: np.ndarray) -> None:
-        before = self.weight[: self.row_offset]
-        # In the same table, which an optimizer may know.
-        self.table.weight = np.concatenate([before, rows])
+        reserved = self.weight[: self.row_offset]
+        # The Embedding object stays the same: an optimizer may refer to it.
+        self.table.weight = np.concatenate([reserved, rows])
         self.table.num_embeddings = len(self.table.weight)
         self.max_positions = len(rows)

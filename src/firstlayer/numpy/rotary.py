@@ -1,4 +1,4 @@
-"""Rotary positions on NumPy."""
+"""Rotary positions for NumPy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -9,11 +9,20 @@ from jaxtyping import Float, Shaped
 from .._array import compute_dtype
 from .._check import is_float, one_of, positions_array, positions_in_reach, positive
 from ..files.hf import rotary_from_hf
+from ..files.layer_configs import config_of
 from ..positions.frequencies import layer_frequencies
 from ..positions.ids import check_axes
 from ..positions.phases import LIMIT, phase_tables
-from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
-from ..positions.rotary_rows import inverse_phases, phases_at, rotated
+from ..positions.rotary import (
+    LAYOUTS,
+    Layout,
+    check_heads_axis,
+    inverse_phases,
+    over_heads,
+    over_rows,
+    phase_rows,
+    rotate_rows,
+)
 from ..positions.scaling import Scaling, scaling_from
 from ._module import Module, native, positions_for
 from ._positions import gradient_of
@@ -23,34 +32,34 @@ class RotaryPositions(Module):
     """Rotates queries or keys by their positions. Has no parameters.
 
     Args:
-        head_dim: Size of the last axis of the input. Positive, and even unless
-            ``rotary_dim`` is given.
+        head_dim: Number of features of a head. Positive, and even unless ``rotary_dim`` is
+            given.
         base: Ratio of the slowest wavelength to the fastest.
         layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
-            form a pair, a checkpoint fits one; see :func:`firstlayer.positions.rotary.rotate`.
-        scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
+            form a pair. A checkpoint works with one layout only; see
+            :func:`firstlayer.positions.rotary.rotate`.
+        scaling: Rule for long contexts, such as ``YaRN(factor=4.0,
             original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
-        rotary_dim: How many features are rotated, the first ones; None is all.
-        sections: How many pairs turn by each coordinate of a position (M-RoPE); None is
-            one coordinate.
-        interleaved_sections: Deal the pairs out in turn (Qwen3-VL) instead of in runs
-            (Qwen2-VL).
-        frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of ``base``,
-            ``scaling``, ``rotary_dim`` and ``sections``; for images, what
-            :func:`firstlayer.positions.rotary.qwen_axial_frequencies` makes.
+        rotary_dim: Number of rotated features, the first ones; None is all.
+        sections: Number of pairs of each coordinate of a position (M-RoPE); None is one
+            coordinate.
+        interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
+            in contiguous runs (Qwen2-VL).
+        frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
+            ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, those of
+            :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
         - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
-          …`` moved on by ``offset``. With several coordinates they come first, ``(axes,
+          …`` shifted by ``offset``. Several coordinates are on the first axis, ``(axes,
           length)`` or ``(axes, batch, length)``.
         - output: as ``x``, in the dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError. A rule
-    that depends on the length is unscaled (DynamicNTK) or short (LongRoPE) until
-    :meth:`at_length`.
+    There is no maximum length. A position of 2^24 or more in size is a ValueError. Until
+    :meth:`at_length` is called, DynamicNTK is unscaled and LongRoPE uses its short factors.
 
     Example:
         >>> layer = RotaryPositions(2)
@@ -76,7 +85,7 @@ class RotaryPositions(Module):
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.scaling = scaling_from(scaling)
-        #: Angle per position of each pair, in float64, and what its turns are enlarged by.
+        #: Angle per position of each pair, in float64, and the attention factor.
         self.frequencies, self.attention_factor = layer_frequencies(
             head_dim,
             base=base,
@@ -86,7 +95,7 @@ class RotaryPositions(Module):
             interleaved_sections=interleaved_sections,
             frequencies=frequencies,
         )
-        #: The turns of each digit of a position; see :func:`firstlayer.positions.phases.phase_tables`.
+        #: Phases of each digit of a position; see :mod:`firstlayer.positions.phases`.
         self.tables, self.rates = phase_tables(
             self.frequencies, scale=self.attention_factor
         )
@@ -94,19 +103,20 @@ class RotaryPositions(Module):
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
         self.interleaved_sections = bool(interleaved_sections)
-        self.ready = frequencies is not None
+        self._explicit = frequencies is not None
         self.layout: Layout = layout
 
     @classmethod
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
     ) -> Self:
-        """Return the layer of a transformers model; see :func:`firstlayer.files.hf.rotary_from_hf`.
+        """Return the layer of a transformers model.
 
         Args:
-            config: The model's config, as a dict or an object with ``to_dict``.
-            layer_type: Which layers, where rope parameters are given for each type.
-            heads_axis: As for the layer.
+            config: Config of the model, a dict or an object with ``to_dict``; see
+                :func:`firstlayer.files.hf.rotary_from_hf`.
+            layer_type: Type of layer, if the config has rope parameters for each type.
+            heads_axis: As in the constructor.
 
         Example:
             >>> gptj = {"model_type": "gptj", "n_embd": 64, "n_head": 2, "rotary_dim": 8}
@@ -132,27 +142,29 @@ class RotaryPositions(Module):
         *,
         offset: Any = 0,
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
-        """Return the output and the function from its gradient to that of ``x``.
+        """Return the output and the pullback from its gradient to that of ``x``.
 
         Example:
-            >>> y, pull = RotaryPositions(2).vjp(np.ones((3, 2)))
-            >>> bool(np.allclose(pull(y)["x"], 1.0))
+            >>> y, pullback = RotaryPositions(2).vjp(np.ones((3, 2)))
+            >>> bool(np.allclose(pullback(y)["x"], 1.0))
             True
         """
         x = self._vectors(x)
-        found = self._positions(x, positions, offset)
-        turn, axial = self._turn(found, x.dtype), self.axes is not None
-        seq = over_heads(found, x, heads_axis=self.heads_axis, axial=axial).shape[axial:]
+        at = self._positions(x, positions, offset)
+        rows, axial = self._phase_rows(at, x.dtype), self.axes is not None
+        seq = over_heads(at, x, heads_axis=self.heads_axis, axial=axial).shape[axial:]
         read, write = self.layout == "half", self.layout != "interleaved"
-        y = rotated(x, turn, seq, read_half=read, write_half=write)
+        y = rotate_rows(x, rows, seq, read_half=read, write_half=write)
 
-        def pull(dy: Any) -> dict[str, np.ndarray]:
+        def pullback(dy: Any) -> dict[str, np.ndarray]:
             dy = gradient_of(y, dy)
-            wide = dy if dy.dtype == x.dtype else dy.astype(turn.dtype)
-            dx = rotated(wide, inverse_phases(turn), seq, read_half=write, write_half=read)
+            if dy.dtype != x.dtype:
+                dy = dy.astype(rows.dtype)
+            inverse = inverse_phases(rows)
+            dx = rotate_rows(dy, inverse, seq, read_half=write, write_half=read)
             return {"x": dx.astype(x.dtype, copy=False)}
 
-        return y, pull
+        return y, pullback
 
     def phases(
         self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
@@ -160,23 +172,23 @@ class RotaryPositions(Module):
         """Return the cosine and the sine of each pair, attention factor included.
 
         Args:
-            positions: Integers or reals of any shape; with several coordinates, they come
-                first.
-            dtype: float32, which is the default, or float64.
+            positions: Integers or reals of any shape. Several coordinates are on the first
+                axis.
+            dtype: float32 (the default) or float64.
 
         Example:
             >>> cos, sin = RotaryPositions(4).phases([0, 100], dtype=np.float64)
             >>> sin.round(4).tolist()
             [[0.0, 0.0], [-0.5064, 0.8415]]
         """
-        found = positions_array(positions)
-        seq = found.shape if self.axes is None else found.shape[1:]
-        turn = self._turn(found, np.dtype(dtype or np.float32))
-        cos, sin = np.split(turn.reshape(*seq, turn.shape[1]), 2, axis=-1)
+        positions = positions_array(positions)
+        seq = positions.shape if self.axes is None else positions.shape[1:]
+        rows = self._phase_rows(positions, np.dtype(dtype or np.float32))
+        cos, sin = np.split(rows.reshape(*seq, rows.shape[1]), 2, axis=-1)
         return cos, sin
 
     def at_length(self, n: int) -> Self:
-        """Return a copy for sequences of ``n`` positions; most rules make the same one.
+        """Return the layer for sequences of ``n`` positions. Most rules do not change.
 
         Example:
             >>> from firstlayer.positions.scaling import DynamicNTK
@@ -192,14 +204,14 @@ class RotaryPositions(Module):
     def rerotate(
         self, keys: Float[Any, "*lead head_dim"] | list[Any], delta: Any
     ) -> Float[np.ndarray, "*lead head_dim"]:
-        """Return rotated keys moved on by ``delta`` positions, as when a cache is cut.
+        """Return rotated keys shifted by ``delta`` positions, as when a cache is truncated.
+
+        The attention factor, already part of the keys, is not applied again.
 
         Args:
-            keys: What this layer returned.
-            delta: A number, or an array of one per row (the first axis of ``keys``);
-                negative moves back. All coordinates of a position move alike.
-
-        The attention factor, which the keys have already, is not applied again.
+            keys: Output of this layer.
+            delta: Number of positions, or one per row (the first axis of ``keys``). May be
+                negative. All coordinates of a position are shifted equally.
 
         Example:
             >>> layer, k = RotaryPositions(4), np.ones((3, 4))
@@ -208,31 +220,21 @@ class RotaryPositions(Module):
             True
         """
         keys, delta = self._vectors(keys, "keys"), positions_array(delta, name="delta")
-        lined = over_rows(delta, keys, axes=self.axes)
-        seq = lined.shape if self.axes is None else lined.shape[1:]
-        turn = self._turn(lined, keys.dtype, name="delta")
-        turn /= self.attention_factor
+        delta = over_rows(delta, keys, axes=self.axes)
+        seq = delta.shape if self.axes is None else delta.shape[1:]
+        rows = self._phase_rows(delta, keys.dtype, name="delta")
+        rows /= self.attention_factor
         half = self.layout != "interleaved"
-        return rotated(keys, turn, seq, read_half=half, write_half=half)
+        return rotate_rows(keys, rows, seq, read_half=half, write_half=half)
 
     @property
     def axes(self) -> int | None:
-        """How many coordinates a position has; None if it is a single number."""
+        """Number of coordinates of a position; None if it is a single number."""
         return None if self.frequencies.ndim == 1 else self.frequencies.shape[0]
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "head_dim": self.head_dim,
-            "base": self.base,
-            "layout": self.layout,
-            "scaling": None if self.scaling is None else self.scaling.to_dict(),
-            "rotary_dim": self.rotary_dim,
-            "sections": self.sections,
-            "interleaved_sections": self.interleaved_sections,
-            "frequencies": self.frequencies.tolist() if self.ready else None,
-            "heads_axis": self.heads_axis,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, frequencies=self.frequencies if self._explicit else None)
 
     def _vectors(self, x: Any, name: str = "x") -> np.ndarray:
         x = np.asarray(x)
@@ -240,26 +242,26 @@ class RotaryPositions(Module):
             raise TypeError(f"{name} must be real, got {x.dtype.name}")
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
-            want = f"(..., {', '.join(axes)}, {self.head_dim})"
-            raise ValueError(f"{name} must have shape {want}, got {x.shape}")
+            shape = f"(..., {', '.join(axes)}, {self.head_dim})"
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
         return native(x)
 
     def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
-        if positions is None and self.axes is not None and self.ready:
+        if positions is None and self.axes is not None and self._explicit:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
         length = x.shape[-2 if self.heads_axis == -3 else -3]
-        found = positions_for(length, positions=positions, offset=offset)
+        at = positions_for(length, positions=positions, offset=offset)
         if positions is None and self.axes is not None:
-            # Text, whose time, height and width are one.
-            found = np.broadcast_to(found, (self.axes, *found.shape))
-        return found
+            # In text, all coordinates of a token are equal.
+            at = np.broadcast_to(at, (self.axes, *at.shape))
+        return at
 
-    def _turn(
+    def _phase_rows(
         self, positions: np.ndarray, dtype: Any, *, name: str = "positions"
     ) -> np.ndarray:
         if self.axes is not None:
             check_axes(positions, self.axes)
         positions_in_reach(positions, LIMIT, name=name)
-        work = compute_dtype(dtype)
-        tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
-        return phases_at(positions, tables, rates)
+        compute = compute_dtype(dtype)
+        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
+        return phase_rows(positions, tables, rates)

@@ -1,4 +1,4 @@
-"""Shaw's relative keys on NumPy: queries are also compared with a vector by distance."""
+"""Shaw's relative keys for NumPy."""
 
 import math
 from collections.abc import Callable
@@ -10,28 +10,29 @@ from jaxtyping import Float, Int
 from .._array import compute_dtype
 from .._check import is_float, not_negative, positive
 from ..embeddings.token import Init, Seed, initial
-from ..positions.shaw import lined_up, shaw_scores
+from ..files.layer_configs import config_of
+from ..positions.shaw import align_pairs, shaw_scores
 from ..positions.t5 import clipped_index, relative_positions
 from ._bias import KPositions, QPositions, checked_pair, gradient_like
 from ._module import Module, given
 
 
 class ShawScores(Module):
-    """Scores queries and keys, with a learned vector for the distance between them.
+    """Computes attention scores with a learned vector per relative position.
 
     Args:
-        head_dim: Size of the last axis of queries and keys. Positive.
-        max_left: The farthest distance before the query with a vector of its own.
-        max_right: The farthest distance after the query with a vector of its own.
-        weight: The table to use, not copied if it fits.
-        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
+        head_dim: Number of features of queries and keys. Positive.
+        max_left: Largest distance before the query with its own vector.
+        max_right: Largest distance after the query with its own vector.
+        weight: Table to use, without a copy if its dtype and layout fit.
+        init: Initializer of a new table; see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for ``init``.
+        rng: Seed or generator for ``init``.
 
     Shape:
-        - weight: ``(max_left + max_right + 1, head_dim)``, farthest before first
+        - weight: ``(max_left + max_right + 1, head_dim)``, most negative position first
         - q: ``(..., heads, q_length, head_dim)`` or ``(..., q_length, head_dim)``
-        - k: as ``q``, of ``k_length``
+        - k: as ``q``, with ``k_length``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
         - output: ``(..., q_length, k_length)``, divided by √head_dim, in the dtype of ``q``
@@ -74,17 +75,17 @@ class ShawScores(Module):
         """Return the scores of every query and key.
 
         Args:
-            q: The queries, without positions.
-            k: The keys, without positions.
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
+            q: Queries, without positions.
+            k: Keys, without positions.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         q, k = self._checked("q", q), self._checked("k", k)
-        wide_q, wide_k, weight = _widened_together(q, k, self.weight)
+        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight)
         out = shaw_scores(
-            wide_q,
-            wide_k,
+            q_upcast,
+            k_upcast,
             q_positions=q_positions,
             k_positions=k_positions,
             weight=weight,
@@ -101,44 +102,39 @@ class ShawScores(Module):
         q_positions: QPositions,
         k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
-        """Return the scores and the function to the gradients of ``q, k`` and ``weight``.
+        """Return the scores and the pullback to the gradients of ``q``, ``k``, ``weight``.
 
-        Gradients of ``q`` and ``k`` have their dtype; that of the table is wide.
+        Gradients of ``q`` and ``k`` have their dtypes; that of the table is upcast.
         """
         scores = self.scores(q, k, q_positions, k_positions)
         q, k = np.array(q), np.array(k)
-        wide_q, wide_k, weight = _widened_together(q, k, self.weight.copy())
+        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight.copy())
         relative = relative_positions(*checked_pair(q_positions, k_positions))
         index = clipped_index(relative, left=self.max_left, right=self.max_right)
-        index = lined_up(index, q, k)
+        index = align_pairs(index, q, k)
 
-        def pull(dscores: Float[Any, "*lead q k"]) -> dict[str, np.ndarray]:
-            d = gradient_like(dscores, scores, name="dscores").astype(wide_q.dtype)
+        def pullback(dscores: Float[Any, "*lead q k"]) -> dict[str, np.ndarray]:
+            d = gradient_like(dscores, scores, name="dscores").astype(q_upcast.dtype)
             d /= math.sqrt(self.head_dim)
-            by_row = _summed_by_row(d, index, len(weight))
-            every_q = np.broadcast_to(wide_q, (*d.shape[:-1], self.head_dim))
-            flat = by_row.reshape(-1, len(weight)).T @ every_q.reshape(-1, self.head_dim)
-            dq, dk = d @ wide_k + by_row @ weight, d.mT @ wide_q
+            by_row = _sum_by_row(d, index, len(weight))
+            all_q = np.broadcast_to(q_upcast, (*d.shape[:-1], self.head_dim))
+            dweight = by_row.reshape(-1, len(weight)).T @ all_q.reshape(-1, self.head_dim)
+            dq, dk = d @ k_upcast + by_row @ weight, d.mT @ q_upcast
             return {
-                "q": _summed_to(dq, q.shape).astype(q.dtype, copy=False),
-                "k": _summed_to(dk, k.shape).astype(k.dtype, copy=False),
-                "weight": flat.astype(compute_dtype(self.weight.dtype), copy=False),
+                "q": _sum_to(dq, q.shape).astype(q.dtype, copy=False),
+                "k": _sum_to(dk, k.shape).astype(k.dtype, copy=False),
+                "weight": dweight.astype(compute_dtype(self.weight.dtype), copy=False),
             }
 
-        return scores, pull
+        return scores, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "head_dim": self.head_dim,
-            "max_left": self.max_left,
-            "max_right": self.max_right,
-            "dtype": self.weight.dtype.name,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=self.weight.dtype.name)
 
     def _checked(self, name: str, x: Any) -> np.ndarray:
         array = np.asarray(x)
@@ -151,31 +147,31 @@ class ShawScores(Module):
         return array
 
 
-def _widened_together(*arrays: np.ndarray) -> list[np.ndarray]:
-    wide = "float64" if any(x.dtype == np.float64 for x in arrays) else "float32"
-    return [x.astype(wide, copy=False) for x in arrays]
+def _upcast_together(*arrays: np.ndarray) -> list[np.ndarray]:
+    dtype = "float64" if any(x.dtype == np.float64 for x in arrays) else "float32"
+    return [x.astype(dtype, copy=False) for x in arrays]
 
 
-def _summed_to(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the gradient of what had that shape before it served several heads."""
+def _sum_to(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum ``gradient`` over the axes along which an array of ``shape`` was broadcast."""
     extra = gradient.ndim - len(shape)
     gradient = gradient.sum(axis=tuple(range(extra)))
     axes = (at for at, size in enumerate(shape) if size == 1 != gradient.shape[at])
     return gradient.sum(axis=tuple(axes), keepdims=True)
 
 
-def _summed_by_row(
+def _sum_by_row(
     d: Float[np.ndarray, "*lead q_length k_length"],
     index: Int[np.ndarray, "*#lead q_length k_length"],
     rows: int,
 ) -> Float[np.ndarray, "*lead q_length rows"]:
-    """Return, for each query, the sum of what arrived for each row of the table."""
+    """Return, for each query, the sum of the gradients of each row of the table."""
     length = d.shape[-2]
-    # One number for each query and row, so that a single pass adds all of them up.
-    place = index + rows * np.arange(length)[:, None]
-    place = np.broadcast_to(place, d.shape)
+    # One bin per query and row, so that a single bincount sums all of them.
+    bins = index + rows * np.arange(length)[:, None]
+    bins = np.broadcast_to(bins, d.shape)
     out = np.empty((*d.shape[:-1], rows), d.dtype)
     for lead in np.ndindex(d.shape[:-2]):
-        sums = np.bincount(place[lead].ravel(), d[lead].ravel(), minlength=rows * length)
+        sums = np.bincount(bins[lead].ravel(), d[lead].ravel(), minlength=rows * length)
         out[lead] = sums.reshape(length, rows)
     return out

@@ -1,4 +1,4 @@
-"""Sinusoidal positions on NumPy."""
+"""Sinusoidal positions for NumPy."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,26 +32,27 @@ from ._positions import gradient_of, positions_of, vectors
 
 
 class SinusoidalPositions(Module):
-    """Adds to each vector the sines and cosines of its position. Has no parameters.
+    """Adds the sines and cosines of its position to each vector. Has no parameters.
 
     Args:
-        embedding_dim: Width of a vector. A multiple of ``axes``.
+        embedding_dim: Width of each vector. A multiple of ``axes``.
         base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"interleaved"`` or ``"half"``; see :func:`firstlayer.positions.sinusoidal.encode`.
-        shift: What the exponents' denominator is smaller by, 0 or 1; see
+        layout: ``"interleaved"`` or ``"half"``; see
+            :func:`firstlayer.positions.sinusoidal.encode`.
+        shift: Subtracted from the denominator of the exponents, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
         cos_first: Swap sines and cosines.
-        scale: What the waves are multiplied by; MLX takes ``(2 / embedding_dim) ** 0.5``.
-        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: How many coordinates a position has. Each gets an equal share of the
-            features, in the order of the axes.
-        frequency_scale: What every frequency is multiplied by.
+        scale: Multiplier of the features; MLX has ``(2 / embedding_dim) ** 0.5``.
+        odd: Last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: Number of coordinates of a position. The features are divided evenly among
+            them, in the order of the axes.
+        frequency_scale: Multiplier of every frequency.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
         - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
-          …`` moved on by ``offset``. With several axes the coordinates come first,
-          ``(axes, length)`` or ``(axes, batch, length)``, and must be given.
+          …`` shifted by ``offset``. Several axes need ``(axes, length)`` or ``(axes, batch,
+          length)``.
         - output: as ``x``, in the dtype of ``x``
 
     There is no maximum length. A position of 2^24 or more in size is a ValueError.
@@ -91,18 +92,18 @@ class SinusoidalPositions(Module):
         self.frequency_scale = number("frequency_scale", frequency_scale)
         self.scale, self.odd = number("scale", scale), odd
         self.cos_first = bool(cos_first)
-        found = frequencies(
+        pairs = frequencies(
             embedding_dim // axes,
             base=base,
             shift=shift,
             odd=odd,
             frequency_scale=frequency_scale,
         )
-        self.tables, self.rates = phase_tables(found, scale=scale)
+        self.tables, self.rates = phase_tables(pairs, scale=scale)
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+        """Return the layer of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
 
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
@@ -112,7 +113,7 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves of Marian and Pegasus; with ``axes=2``, those of ViT-MAE.
+        """Return the layer of Marian and Pegasus; with ``axes=2``, that of ViT-MAE.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0]).tolist()
@@ -122,9 +123,9 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the waves that tell a diffusion model its step (DiT, Stable Diffusion).
+        """Return the timestep encoding of diffusion models (DiT, Stable Diffusion).
 
-        Give ``shift=1, cos_first=False`` for the first diffusion models.
+        Pass ``shift=1, cos_first=False`` for the first diffusion models.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
@@ -140,9 +141,9 @@ class SinusoidalPositions(Module):
         offset: Any = 0,
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
         x = vectors(x, self.embedding_dim)
-        found = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)
-        wide = upcast(x)
-        return (wide + self.encode(found, dtype=wide.dtype)).astype(x.dtype, copy=False)
+        at = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)
+        y = upcast(x)
+        return (y + self.encode(at, dtype=y.dtype)).astype(x.dtype, copy=False)
 
     def encode(
         self, positions: Shaped[Any, "..."] | list[Any] | int | float, *, dtype: Any = None
@@ -150,18 +151,18 @@ class SinusoidalPositions(Module):
         """Return the vectors that are added at these positions.
 
         Args:
-            positions: Integers or reals of any shape; with several axes, the coordinates
-                come first.
-            dtype: What the vectors are rounded to, float32 by default.
+            positions: Integers or reals of any shape. Several coordinates are on the first
+                axis.
+            dtype: Dtype of the result, float32 by default.
         """
-        found = positions_in_reach(positions_array(positions), LIMIT)
+        positions = positions_in_reach(positions_array(positions), LIMIT)
         if self.axes > 1:
-            check_axes(found, self.axes)
+            check_axes(positions, self.axes)
         dtype = float_dtype(dtype)
-        work = compute_dtype(dtype)
-        tables, rates = (a.astype(work, copy=False) for a in (self.tables, self.rates))
+        compute = compute_dtype(dtype)
+        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
         features = features_at(
-            found,
+            positions,
             tables,
             rates,
             embedding_dim=self.embedding_dim // self.axes,
@@ -179,26 +180,12 @@ class SinusoidalPositions(Module):
         *,
         offset: Any = 0,
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, np.ndarray]]]:
-        """Return the output and the function from its gradient to that of ``x``.
+        """Return the output and the pullback from its gradient to that of ``x``.
 
         Example:
-            >>> y, pull = SinusoidalPositions(2).vjp(np.zeros((1, 2)))
-            >>> pull([[3.0, 4.0]])["x"].tolist()
+            >>> y, pullback = SinusoidalPositions(2).vjp(np.zeros((1, 2)))
+            >>> pullback([[3.0, 4.0]])["x"].tolist()
             [[3.0, 4.0]]
         """
         y = self(x, positions, offset=offset)
         return y, lambda dy: {"x": gradient_of(y, dy).astype(y.dtype)}
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "embedding_dim": self.embedding_dim,
-            "base": self.base,
-            "layout": self.layout,
-            "shift": self.shift,
-            "cos_first": self.cos_first,
-            "scale": self.scale,
-            "odd": self.odd,
-            "axes": self.axes,
-            "frequency_scale": self.frequency_scale,
-        }

@@ -1,4 +1,4 @@
-"""T5's relative bias on NumPy: a learned number for each bucket of distances."""
+"""T5's relative bias for NumPy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,37 +9,38 @@ from jaxtyping import Float
 from .._array import compute_dtype
 from .._check import float_dtype, positive
 from ..embeddings.token import Init, Seed, initial
+from ..files.layer_configs import config_of
 from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
 from ._module import given
 
 
 class T5Bias(Bias):
-    """Adds a learned number to the score of every query and key, by their distance.
+    """Adds a learned bias per bucket of distances to the attention scores.
 
     Args:
-        num_heads: Numbers for each bucket. Positive.
-        num_buckets: Rows of the table: even and at least 4, or at least 2 if not
+        num_heads: Number of heads. Positive.
+        num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: From here on all distances share a bucket. Greater than the number of
-            distances with a bucket of their own: ``num_buckets`` by 4, or by 2 if not
-            ``bidirectional``.
-        bidirectional: Whether keys after the query are told apart: True in T5's encoder,
-            False in its decoder.
-        weight: The table to use, not copied if it fits.
-        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
+        max_distance: Distance from which on all share a bucket. Greater than the number of
+            distances with their own bucket: ``num_buckets / 4``, or ``num_buckets / 2`` if
+            not ``bidirectional``.
+        bidirectional: Whether keys after the query have their own buckets: True in T5's
+            encoder, False in its decoder.
+        weight: Table to use, without a copy if its dtype and layout fit.
+        init: Initializer of a new table; see :func:`firstlayer.embeddings.token.initial`.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for ``init``.
+        rng: Seed or generator for ``init``.
 
     Shape:
         - weight: ``(num_buckets, num_heads)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    T5 does not divide its scores by the root of head_dim, and one table serves all layers.
-    If ``bidirectional``, the first row of the second half is never used, as in T5.
+    T5 does not divide its scores by √head_dim, and all its layers share one table. If
+    ``bidirectional``, the first row of the second half is never used, as in T5.
 
     Example:
         >>> layer = T5Bias(8, rng=0)
@@ -61,14 +62,12 @@ class T5Bias(Bias):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        #: The bucket of each distance, from the farthest before the query onwards.
+        #: Bucket of each relative position, from the most negative upwards.
         self.buckets = t5_buckets(
             num_buckets, max_distance=max_distance, bidirectional=bidirectional
         )
-        self.num_heads, self.num_buckets = (
-            positive("num_heads", num_heads),
-            int(num_buckets),
-        )
+        self.num_heads = positive("num_heads", num_heads)
+        self.num_buckets = int(num_buckets)
         self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
@@ -86,9 +85,9 @@ class T5Bias(Bias):
         """Return the bias of every query and key.
 
         Args:
-            q_positions: Where the queries stand.
-            k_positions: Where the keys stand.
-            dtype: Of the result, the table's if None.
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result, the table's if None.
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         weight = self.weight if dtype is None else self.weight.astype(float_dtype(dtype))
@@ -105,11 +104,12 @@ class T5Bias(Bias):
         q_positions: QPositions,
         k_positions: KPositions,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
-        """Return the bias and the function from its gradient to the table's.
+        """Return the bias and the pullback from its gradient to the table's.
 
         Example:
-            >>> bias, pull = T5Bias(1, num_buckets=4, max_distance=2).vjp([0, 1], [0, 1])
-            >>> pull(np.ones_like(bias))["weight"].ravel().tolist()
+            >>> layer = T5Bias(1, num_buckets=4, max_distance=2)
+            >>> bias, pullback = layer.vjp([0, 1], [0, 1])
+            >>> pullback(np.ones_like(bias))["weight"].ravel().tolist()
             [2.0, 1.0, 0.0, 1.0]
         """
         bias = self.bias(q_positions, k_positions)
@@ -117,28 +117,21 @@ class T5Bias(Bias):
         left, right = reach(self.buckets, bidirectional=self.bidirectional)
         bucket = self.buckets[clipped_index(relative, left=left, right=right)].ravel()
 
-        def pull(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
+        def pullback(dbias: Float[Any, "*batch heads q k"]) -> dict[str, np.ndarray]:
             by_head = np.moveaxis(gradient_like(dbias, bias), -3, 0)
             sums = [
                 np.bincount(bucket, weights=head.ravel(), minlength=self.num_buckets)
                 for head in by_head
             ]
-            return {
-                "weight": np.stack(sums, axis=1).astype(compute_dtype(self.weight.dtype))
-            }
+            dtype = compute_dtype(self.weight.dtype)
+            return {"weight": np.stack(sums, axis=1).astype(dtype)}
 
-        return bias, pull
+        return bias, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "num_heads": self.num_heads,
-            "num_buckets": self.num_buckets,
-            "max_distance": self.max_distance,
-            "bidirectional": self.bidirectional,
-            "dtype": self.weight.dtype.name,
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=self.weight.dtype.name)

@@ -1,14 +1,14 @@
-"""ALiBi: a penalty on attention scores that grows in proportion to distance.
+"""ALiBi: a penalty on attention scores proportional to distance.
 
-Each head has a slope, and a key that is ``d`` positions before the query has ``slope * d``
-taken off its score. Nothing is learned, and a model trained on short sequences reads
-longer ones (Press et al. 2021, https://arxiv.org/abs/2108.12409).
+Each head has a slope, and a key ``d`` positions before the query loses ``slope * d`` from
+its score. Nothing is learned, and a model trained on short sequences generalizes to longer
+ones (Press et al. 2021, https://arxiv.org/abs/2108.12409).
 
-The distance is taken before anything is rounded. Adding ``slope * key position`` instead,
-as several models do, is the same under a causal softmax, but in bfloat16 it merges 4096
-keys into 769; here the keys near the query, which have the weight, keep their exact bias
-in half precision. ``alibi_bias`` creates no arrays and runs unchanged on NumPy, torch and
-JAX.
+The distance is computed before anything is rounded. Several models add ``slope * key
+position`` instead, which is equivalent under a causal softmax, but in bfloat16 it gives
+4096 keys only 769 different biases. Here the keys near the query, which get most of the
+attention, have exact biases in half precision. ``alibi_bias`` creates no arrays and runs
+unchanged on NumPy, torch and JAX.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ def alibi_slopes(
 ) -> Float64[np.ndarray, " num_heads"]:
     """Return the slope of each head.
 
-    For a power of two they fall evenly, on a logarithmic scale, to ``2 ** -max_bias``. Any
-    other number has the slopes of the power of two below it, followed by every second slope
-    of the power of two above it.
+    For a power of two, slopes decrease geometrically to ``2 ** -max_bias``. Any other
+    number of heads has the slopes of the power of two below it, followed by every second
+    slope of the power of two above it.
 
     Args:
-        num_heads: Any positive number.
-        max_bias: The exponent of the smallest slope: 8 in the paper, ``alibi_bias_max`` in
-            MPT. Positive.
-        factor: How many times longer than in training sequences are: slopes are divided by
-            it, so that the farthest bias stays what it was
+        num_heads: Number of heads. Positive.
+        max_bias: Negated exponent of the smallest slope: 8 in the paper,
+            ``alibi_bias_max`` in MPT. Positive.
+        factor: Ratio of the sequence length to the training length. Slopes are divided by
+            it, so that the largest bias does not change
             (https://arxiv.org/abs/2310.13017). Positive.
 
     Example:
@@ -60,14 +60,14 @@ def alibi_bias(
     slopes: Float[Any, " num_heads"],
     symmetric: bool = False,
 ) -> Float[Any, "*batch num_heads q_length k_length"]:
-    """Return the bias of every query and key, in float32 or in the float64 of ``slopes``.
+    """Return the bias of every query and key, in float32, or float64 if ``slopes`` are.
 
     Args:
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
         slopes: From :func:`alibi_slopes`, as an array of the same library.
-        symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, which
-            is positive for keys after the query: a causal mask removes those.
+        symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
+            which is positive for keys after the query; a causal mask removes those.
 
     Example:
         >>> alibi_bias(np.array([2]), np.arange(4), slopes=np.array([0.5])).tolist()

@@ -1,14 +1,14 @@
-"""Fourier features: waves of a point's coordinates, for inputs that are places or times.
+"""Fourier features: cosines and sines of coordinates, such as places or times.
 
-A network fed with coordinates alone learns only what varies slowly. Fed with
-``[cos 2πBv, sin 2πBv]`` for a fixed matrix ``B`` of frequencies it learns the fine detail
-too (Tancik et al. 2020, https://arxiv.org/abs/2006.10739). ``B`` is drawn from a normal
-distribution whose width says how fine; NeRF takes octaves on each axis instead (Mildenhall
-et al. 2020, https://arxiv.org/abs/2003.08934).
+A network that is given raw coordinates learns only what varies slowly. Given ``[cos 2πBv,
+sin 2πBv]`` for a fixed matrix ``B`` of frequencies, it also learns fine detail (Tancik et
+al. 2020, https://arxiv.org/abs/2006.10739). ``B`` is drawn from a normal distribution, and
+its standard deviation controls how fine the detail is. NeRF uses octaves on each axis
+instead (Mildenhall et al. 2020, https://arxiv.org/abs/2003.08934).
 
-``B`` is never trained, and there is nothing in it to train. A wave is the product of its
-coordinates' turns, from the tables of :mod:`firstlayer.positions.phases`, so that float32 coordinates give
-the right wave at any frequency up to 65536 radians per unit.
+``B`` is not trained. The phase of a pair is the product of its coordinates' phases from the
+tables of :mod:`firstlayer.positions.phases`, so float32 coordinates give accurate features
+at any frequency up to 65536 radians per unit.
 """
 
 from typing import Any
@@ -18,8 +18,7 @@ from jaxtyping import Float, Float32, Float64
 
 from .._array import cast, compute_dtype, move_axis, namespace_of
 from .._check import positive, positive_number
-from .phases import axial_digit_phases
-from .sinusoidal import phase_tables, split
+from .phases import axial_digit_phases, phase_tables, split_fraction
 
 
 def gaussian_matrix(
@@ -28,10 +27,10 @@ def gaussian_matrix(
     """Return frequencies drawn from a normal distribution, in cycles per unit.
 
     Args:
-        pairs: How many waves, each with its cosine and its sine.
-        axes: How many coordinates a point has.
-        std: Standard deviation: the greater, the finer the detail. Positive.
-        rng: Where the randomness comes from.
+        pairs: Number of frequencies, each with a cosine and a sine.
+        axes: Number of coordinates of a point.
+        std: Standard deviation. Larger values resolve finer detail. Positive.
+        rng: Random generator.
 
     Example:
         >>> gaussian_matrix(4, axes=2, std=10.0, rng=np.random.default_rng(0)).shape
@@ -43,11 +42,11 @@ def gaussian_matrix(
 
 
 def octave_matrix(octaves: int, *, axes: int) -> Float64[np.ndarray, "pairs axes"]:
-    """Return NeRF's frequencies, ``2^k / 2`` cycles per unit on each axis for itself.
+    """Return NeRF's frequencies: ``2^k / 2`` cycles per unit, on one axis at a time.
 
     Args:
-        octaves: How many frequencies an axis has: ``k`` is 0, 1, …, ``octaves - 1``.
-        axes: How many coordinates a point has.
+        octaves: Number of frequencies per axis: ``k`` is 0, 1, …, ``octaves - 1``.
+        axes: Number of coordinates of a point.
 
     Example:
         >>> octave_matrix(2, axes=2).tolist()
@@ -63,7 +62,7 @@ def fourier_tables(
     """Return the tables and the rates that :func:`fourier_phases` needs.
 
     Args:
-        matrix: Cycles per unit of each wave along each coordinate.
+        matrix: Cycles per unit of each pair along each coordinate.
 
     Example:
         >>> tables, rates = fourier_tables(np.array([[0.5, 10.0]]))
@@ -79,12 +78,12 @@ def fourier_phases(
     tables: Float[Any, "parts 2 3 256 pairs"],
     rates: Float[Any, "parts pairs"],
 ) -> tuple[Float[Any, "*batch pairs"], Float[Any, "*batch pairs"]]:
-    """Return the cosine and the sine of each wave, NaN at coordinates out of reach.
+    """Return the cosine and the sine of each pair, NaN where a coordinate is out of range.
 
     Args:
         coordinates: Reals smaller than ``firstlayer.positions.phases.LIMIT`` in size.
         tables: From :func:`fourier_tables`, as an array of the same library.
-        rates: Likewise, in the dtype of ``tables``.
+        rates: From :func:`fourier_tables`, in the dtype of ``tables``.
 
     Example:
         >>> cos, sin = fourier_phases(np.array([0.25]), *fourier_tables(np.array([[1.0]])))
@@ -95,5 +94,5 @@ def fourier_phases(
     real = cast(coordinates, compute_dtype(coordinates.dtype))
     parts = move_axis(real, -1, 0)
     if tables.shape[0] > parts.shape[0]:
-        parts = xp.concat(split(parts))
+        parts = xp.concat(split_fraction(parts))
     return axial_digit_phases(parts, tables, rates)

@@ -1,13 +1,13 @@
-"""How fast each rotary feature pair turns: the frequencies that make a rotary scheme.
+"""Frequencies of rotary feature pairs.
 
-A pair's angle is the sum, over the coordinates of a position, of coordinate times
-frequency. So a scheme is a row of frequencies, ``(pairs,)``, or a matrix of them, ``(axes,
-pairs)``, in which a pair that belongs to one axis has frequency 0 on the others. Text
-models turn by one coordinate. Multimodal models (M-RoPE) turn by time, height and width;
-image towers by row and column.
+The angle of a pair is the sum, over the coordinates of a position, of coordinate times
+frequency. A rotary scheme is therefore a vector of frequencies, ``(pairs,)``, or a matrix
+of them, ``(axes, pairs)``, in which a pair that belongs to one axis has frequency 0 on the
+others. Text models have one coordinate, multimodal models (M-RoPE) have time, height and
+width, and image towers have row and column.
 
-Everything here is float64 on the host, made once from hyper-parameters; the scaling rules
-for long contexts are in :mod:`firstlayer.positions.scaling`.
+Frequencies are computed once from hyper-parameters, in float64 on the host. The scaling
+rules for long contexts are in :mod:`firstlayer.positions.scaling`.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def inverse_frequencies(
     """Return the angle per position of each feature pair, fastest first.
 
     Args:
-        rotary_dim: How many features are rotated. Positive and even.
-        base: Ratio of the slowest wavelength to the fastest, nearly. Greater than 1.
+        rotary_dim: Number of rotated features. Positive and even.
+        base: Approximate ratio of the slowest wavelength to the fastest. Greater than 1.
 
     Example:
         >>> inverse_frequencies(4)
@@ -45,14 +45,13 @@ def section_frequencies(
     *,
     interleaved: bool = False,
 ) -> Float64[np.ndarray, "axes pairs"]:
-    """Share the pairs out between the axes of a position, as M-RoPE does.
+    """Assign each pair to one axis of a position, as M-RoPE does.
 
     Args:
-        frequencies: The frequency of each pair.
-        sections: How many pairs each axis gets, in the order of the axes; they add up to
-            the number of pairs.
-        interleaved: Deal the pairs out in turn, what is left to the first axis (Qwen3-VL),
-            instead of giving each axis a run of them (Qwen2-VL).
+        frequencies: Frequency of each pair.
+        sections: Number of pairs of each axis. Their sum is the number of pairs.
+        interleaved: Assign pairs to the axes round-robin, and the remaining ones to the
+            first axis (Qwen3-VL), instead of in contiguous runs (Qwen2-VL).
 
     Example:
         >>> w = np.array([1.0, 0.1, 0.01])
@@ -65,57 +64,57 @@ def section_frequencies(
     if sum(sections) != pairs:
         raise ValueError(f"sections must add up to {pairs} pairs, got {sections}")
     axes = np.arange(len(sections))
-    owner = _dealt(sections, pairs) if interleaved else np.repeat(axes, sections)
-    return np.where(owner == axes[:, None], frequencies, 0.0)
+    axis_of = _round_robin(sections, pairs) if interleaved else np.repeat(axes, sections)
+    return np.where(axis_of == axes[:, None], frequencies, 0.0)
 
 
-def _dealt(sections: list[int], pairs: int) -> np.ndarray:
-    turn = np.arange(pairs) % len(sections)
-    most = np.bincount(turn, minlength=len(sections))
-    for axis, (size, limit) in enumerate(zip(sections, most, strict=True)):
+def _round_robin(sections: list[int], pairs: int) -> np.ndarray:
+    axis_of = np.arange(pairs) % len(sections)
+    limits = np.bincount(axis_of, minlength=len(sections))
+    for axis, (size, limit) in enumerate(zip(sections, limits, strict=True)):
         if axis and size > limit:
             raise ValueError(
                 f"sections[{axis}] must be at most {limit} of {pairs} interleaved pairs, "
                 f"got {size}"
             )
     rounds = np.arange(pairs) // len(sections)
-    return np.where(rounds < np.asarray(sections)[turn], turn, 0)
+    return np.where(rounds < np.asarray(sections)[axis_of], axis_of, 0)
 
 
 def qwen_axial_frequencies(
     head_dim: int, *, base: float = 10_000.0
 ) -> Float64[np.ndarray, "2 pairs"]:
-    """Return the frequencies of Qwen-VL's image towers: rows, then columns, as fast.
+    """Return the frequencies of Qwen-VL's image towers: the same for rows and columns.
 
     Args:
-        head_dim: Size of the axis to rotate, a multiple of 4.
+        head_dim: Number of features of a head, a multiple of 4.
         base: As in :func:`inverse_frequencies`.
 
     Example:
         >>> qwen_axial_frequencies(8).tolist()
         [[1.0, 0.01, 0.0, 0.0], [0.0, 0.0, 1.0, 0.01]]
     """
-    _quarters(head_dim)
+    _check_multiple_of_4(head_dim)
     return np.kron(np.eye(2), inverse_frequencies(head_dim // 2, base=base))
 
 
 def pixtral_axial_frequencies(
     head_dim: int, *, base: float = 10_000.0
 ) -> Float64[np.ndarray, "2 pairs"]:
-    """Return the frequencies of Pixtral's image tower: rows the even, columns the odd.
+    """Return the frequencies of Pixtral's image tower: even for rows, odd for columns.
 
     Args:
-        head_dim: Size of the axis to rotate, a multiple of 4.
+        head_dim: Number of features of a head, a multiple of 4.
         base: As in :func:`inverse_frequencies`.
 
     Example:
         >>> pixtral_axial_frequencies(8).round(3).tolist()
         [[1.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.1, 0.001]]
     """
-    _quarters(head_dim)
+    _check_multiple_of_4(head_dim)
     pairs = inverse_frequencies(head_dim, base=base)
-    none = np.zeros(head_dim // 4)
-    return np.stack([np.r_[pairs[0::2], none], np.r_[none, pairs[1::2]]])
+    zeros = np.zeros(head_dim // 4)
+    return np.stack([np.r_[pairs[0::2], zeros], np.r_[zeros, pairs[1::2]]])
 
 
 def layer_frequencies(
@@ -128,16 +127,17 @@ def layer_frequencies(
     interleaved_sections: bool = False,
     frequencies: Any = None,
 ) -> tuple[Float64[np.ndarray, "*axes pairs"], float]:
-    """Return the frequencies of a rotary layer, and what its turns are multiplied by.
+    """Return the frequencies of a rotary layer and its attention factor.
 
     Args:
-        head_dim: Size of the axis to rotate. Positive, and even if all of it is rotated.
+        head_dim: Number of features of a head. Positive, and even if all are rotated.
         base: As in :func:`inverse_frequencies`.
-        scaling: A rule of :mod:`firstlayer.positions.scaling`, or None.
-        rotary_dim: How many features are rotated, the first ones; None is all.
-        sections: How many pairs each axis of a position gets; None is one axis.
+        scaling: Rule of :mod:`firstlayer.positions.scaling`, or None.
+        rotary_dim: Number of rotated features, the first ones; None is all.
+        sections: Number of pairs of each axis of a position; None is one axis.
         interleaved_sections: As ``interleaved`` in :func:`section_frequencies`.
-        frequencies: Ready ones, ``(pairs,)`` or ``(axes, pairs)``, in place of all others.
+        frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, used instead
+            of the arguments above.
 
     Example:
         >>> layer_frequencies(8, rotary_dim=4)
@@ -148,8 +148,8 @@ def layer_frequencies(
             raise ValueError(
                 "give frequencies or scaling, rotary_dim and sections, not both"
             )
-        return _ready(frequencies, head_dim), 1.0
-    rotary_dim = rotated_features(rotary_dim, head_dim)
+        return _check_frequencies(frequencies, head_dim), 1.0
+    rotary_dim = check_rotary_dim(rotary_dim, head_dim)
     if scaling is None:
         pairs, factor = inverse_frequencies(rotary_dim, base=base), 1.0
     else:
@@ -160,8 +160,8 @@ def layer_frequencies(
     return section_frequencies(pairs, sections, interleaved=interleaved_sections), factor
 
 
-def rotated_features(rotary_dim: int | None, head_dim: int) -> int:
-    """Return ``rotary_dim``, or ``head_dim`` if that is None, if it can be rotated."""
+def check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    """Return ``rotary_dim``, or ``head_dim`` if it is None, if it is valid."""
     if rotary_dim is None:
         return _even("head_dim", head_dim)
     if _even("rotary_dim", rotary_dim) > positive("head_dim", head_dim):
@@ -177,21 +177,21 @@ def _even(name: str, value: int) -> int:
     return int(value)
 
 
-def _ready(frequencies: Any, head_dim: int) -> np.ndarray:
-    ready = np.array(frequencies, np.float64)
-    if ready.ndim not in (1, 2) or ready.size == 0 or not np.isfinite(ready).all():
+def _check_frequencies(frequencies: Any, head_dim: int) -> np.ndarray:
+    array = np.array(frequencies, np.float64)
+    if array.ndim not in (1, 2) or array.size == 0 or not np.isfinite(array).all():
         raise ValueError(
             "frequencies must be finite, of shape (pairs,) or (axes, pairs), "
-            f"got shape {ready.shape}"
+            f"got shape {array.shape}"
         )
-    if 2 * ready.shape[-1] > positive("head_dim", head_dim):
+    if 2 * array.shape[-1] > positive("head_dim", head_dim):
         raise ValueError(
             f"frequencies must have at most {head_dim // 2} pairs for head_dim {head_dim}, "
-            f"got {ready.shape[-1]}"
+            f"got {array.shape[-1]}"
         )
-    return ready
+    return array
 
 
-def _quarters(head_dim: int) -> None:
+def _check_multiple_of_4(head_dim: int) -> None:
     if positive("head_dim", head_dim) % 4:
         raise ValueError(f"head_dim must be a multiple of 4, got {head_dim}")

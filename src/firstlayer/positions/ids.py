@@ -1,16 +1,16 @@
-"""Position ids: plain, moved on by a cache, from a padding mask, per packed document.
+"""Position ids: from a padding mask, for packed documents, from a cache offset, for a grid.
 
-Every scheme takes explicit positions, so that left padding, packed documents and cached
-keys are a matter of these few functions and of nothing else. A layer counts ``0, 1, …`` by
-itself, from its ``offset`` if it is given one; what you need beyond that is here:
+Every scheme takes explicit positions, so left padding, packed documents and cached keys
+need nothing but these functions. By default a layer counts ``0, 1, …`` from its
+``offset``. Other positions are built by:
 
 - a padded batch: :func:`from_mask`
 - documents packed into one sequence: :func:`from_documents`, :func:`from_lengths`
 - an image or another grid: :func:`from_grid`
-- training for sequences longer than those at hand: :func:`randomised`
+- training for longer sequences than the data has: :func:`randomised`
 
-What is made from arrays runs unchanged on NumPy, torch and JAX arrays; what is made from
-plain numbers (lengths, the sizes of a grid, a random draw) is made on the host, by NumPy.
+Functions of arrays run unchanged on NumPy, torch and JAX arrays. Functions of plain
+numbers (lengths, grid sizes, random draws) return NumPy arrays.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from jaxtyping import Int, Shaped
 from .._array import cast, namespace_of, running_max
 from .._check import integers, not_negative, positive
 
-# A whole offset is smaller than this in size, so that counting on stays within 64 bits.
+# Integer offsets must be smaller than this in size, so that positions fit in 64 bits.
 LIMIT = 2**62
 
 
 def plain_offset(offset: Any) -> Any:
-    """Return an offset that is one whole number as an int, and any other as it is.
+    """Return an integer scalar offset as an int, and any other offset unchanged.
 
     Example:
         >>> plain_offset(np.uint8(3))
@@ -39,13 +39,13 @@ def plain_offset(offset: Any) -> Any:
     return int(offset)
 
 
-def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*moved"]:
-    """Return ``steps`` moved on by ``offset``, as a cache of that many positions asks.
+def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*shifted"]:
+    """Return ``steps`` shifted by ``offset``, the number of positions already cached.
 
     Args:
         steps: ``0, 1, …`` as an array of the library in use.
-        offset: How many positions came before: a number, or an array of one per row, which
-            gives positions of shape ``(batch, length)``.
+        offset: A number, or an array of one per row, which gives positions of shape
+            ``(batch, length)``.
 
     Example:
         >>> from_offset(np.arange(3), np.array([0, 10])).tolist()
@@ -54,8 +54,8 @@ def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*mo
     if isinstance(offset, int | float):
         return steps + offset
     if not hasattr(offset, "ndim"):
-        kind = type(offset).__name__
-        raise TypeError(f"offset must be a number or an array of one per row, got {kind}")
+        name = type(offset).__name__
+        raise TypeError(f"offset must be a number or an array of one per row, got {name}")
     if offset.ndim == 0:
         return steps + offset
     return steps + offset[..., None]
@@ -66,32 +66,33 @@ def from_mask(
 ) -> Shaped[Any, "*batch length"]:
     """Return positions that count the tokens of a padded batch and skip the padding.
 
-    Padded left, right or in between, a sequence gets the positions it has alone.
+    With padding on the left, on the right or in between, a sequence gets the positions it
+    would have without padding.
 
     Args:
-        mask: True or 1 where there is a token, False or 0 where there is padding.
-        offset: How many tokens came before: a number, or an array of one per row.
-        at_padding: The position of padding. -1 with a table whose ``row_offset`` is 2 gives
-            the rows that OPT and RoBERTa take.
+        mask: True or 1 at tokens, False or 0 at padding.
+        offset: Number of preceding tokens: a number, or an array of one per row.
+        at_padding: Position of padding. -1 with a table whose ``row_offset`` is 2 gives
+            the rows that OPT and RoBERTa use.
 
     Example:
         >>> from_mask(np.array([[0, 0, 1, 1], [1, 1, 1, 0]])).tolist()
         [[0, 0, 0, 1], [0, 1, 2, 0]]
     """
     xp = namespace_of(mask)
-    real = mask != 0
-    count = xp.cumsum(cast(real, "int32"), axis=-1)
-    return xp.where(real, from_offset(count - 1, offset), at_padding)
+    is_token = mask != 0
+    count = xp.cumsum(cast(is_token, "int32"), axis=-1)
+    return xp.where(is_token, from_offset(count - 1, offset), at_padding)
 
 
 def from_documents(
     documents: Shaped[Any, "*batch length"],
 ) -> Shaped[Any, "*batch length"]:
-    """Return positions that begin again at 0 wherever the document changes.
+    """Return positions that restart at 0 where the document changes.
 
     Args:
-        documents: Which document each token of a packed sequence belongs to. Only changes
-            along the length count: an id that comes back later is a new document.
+        documents: Document id of each token of a packed sequence. Only changes along the
+            length matter: an id that reappears later starts a new document.
 
     Example:
         >>> from_documents(np.array([7, 7, 7, 2, 2, 9])).tolist()
@@ -99,16 +100,16 @@ def from_documents(
     """
     xp = namespace_of(documents)
     steps = xp.cumsum(cast(xp.ones_like(documents), "int32"), axis=-1) - 1
-    before = xp.concat([documents[..., :1], documents[..., :-1]], axis=-1)
-    return steps - running_max(xp.where(documents != before, steps, 0))
+    previous = xp.concat([documents[..., :1], documents[..., :-1]], axis=-1)
+    return steps - running_max(xp.where(documents != previous, steps, 0))
 
 
 def from_lengths(lengths: Any) -> Int[np.ndarray, " total"]:
-    """Return the positions of documents packed one after the other.
+    """Return the positions of documents packed one after another.
 
     Args:
-        lengths: How long each document is, at least 0. For cumulative lengths, as
-            ``cu_seqlens``, give their differences.
+        lengths: Length of each document, at least 0. For cumulative lengths such as
+            ``cu_seqlens``, pass their differences.
 
     Example:
         >>> from_lengths([3, 2, 1]).tolist()
@@ -124,10 +125,10 @@ def from_lengths(lengths: Any) -> Int[np.ndarray, " total"]:
 
 
 def from_grid(sizes: tuple[int, ...]) -> Int[np.ndarray, "axes length"]:
-    """Return the coordinates of a grid's cells, row by row: one line for each axis.
+    """Return the coordinates of a grid's cells in row-major order, one row per axis.
 
     Args:
-        sizes: How many cells the grid has along each axis: height and width of an image.
+        sizes: Number of cells along each axis, such as height and width of an image.
 
     Example:
         >>> from_grid((2, 3)).tolist()
@@ -144,17 +145,16 @@ def randomised(
     rng: int | np.random.Generator | None = None,
     batch: int | None = None,
 ) -> Int[np.ndarray, "*batch length"]:
-    """Return ``length`` different positions drawn from ``[0, below)``, in ascending order.
+    """Return ``length`` distinct positions drawn from ``[0, below)``, in ascending order.
 
-    A model trained on them has met every position up to ``below`` before it meets a
+    A model trained on them has seen every position up to ``below`` before it is given a
     sequence that long (Ruoss et al. 2023, https://arxiv.org/abs/2305.16843).
 
     Args:
-        length: How many positions, at most ``below``.
-        below: What all positions are smaller than; longer than any sequence to come.
-        rng: A seed or a generator; None is random.
-        batch: Draw this many rows, each for itself. None draws a single one, without the
-            batch axis.
+        length: Number of positions, at most ``below``.
+        below: Exclusive upper bound, at least the longest sequence at inference.
+        rng: Seed or generator; None is random.
+        batch: Number of independent rows. None draws one, without the batch axis.
 
     Example:
         >>> ids = randomised(4, below=100, rng=0)
@@ -174,12 +174,12 @@ def randomised(
 
 
 def resolve(positions: Any, *, offset: Any, steps: Any) -> Any:
-    """Return ``positions`` if they were given, else ``steps`` moved on by ``offset``.
+    """Return ``positions``, or ``steps`` shifted by ``offset`` if ``positions`` is None.
 
     Args:
-        positions: What the caller gave, or None.
-        offset: As in :func:`from_offset`. Given together with positions it would be
-            counted twice or not at all, so that is a ValueError.
+        positions: Positions given by the caller, or None.
+        offset: As in :func:`from_offset`. A ValueError if positions are given too, because
+            it is ambiguous whether they include it.
         steps: ``0, 1, …`` as an array of the library in use.
 
     Example:
@@ -194,15 +194,15 @@ def resolve(positions: Any, *, offset: Any, steps: Any) -> Any:
 
 
 def check_fit(positions: tuple[int, ...], x: tuple[int, ...]) -> None:
-    """Refuse positions that do not belong to vectors of this shape.
+    """Raise if positions of this shape do not fit vectors of this shape.
 
-    ``(length,)`` serves every sequence. With more axes there is one for each axis of ``x``
-    but the last, of the same size or 1. Nothing else is broadcast: a batch that happens to
-    be as long as its sequences is never taken for them.
+    ``(length,)`` applies to every sequence. Otherwise there must be one axis for each axis
+    of ``x`` but the last, of the same size or 1. Nothing else is broadcast, so a batch
+    whose size equals its length is never confused with it.
 
     Args:
-        positions: The shape of the positions.
-        x: The shape of the vectors, ``(..., length, embedding_dim)``.
+        positions: Shape of the positions.
+        x: Shape of the vectors, ``(..., length, embedding_dim)``.
 
     Example:
         >>> check_fit((4, 5), (3, 5, 8))
@@ -213,15 +213,15 @@ def check_fit(positions: tuple[int, ...], x: tuple[int, ...]) -> None:
     lead = x[:-1]
     if positions == lead[-1:]:
         return
-    same = len(positions) == len(lead) and positions[-1:] == lead[-1:]
-    # Not `in`: a compiler that has symbols for sizes finds no number among them.
-    if not same or any(p != 1 and p != n for p, n in zip(positions, lead, strict=True)):
+    aligned = len(positions) == len(lead) and positions[-1:] == lead[-1:]
+    # Two comparisons instead of `in`, which fails on a compiler's symbolic sizes.
+    if not aligned or any(p != 1 and p != n for p, n in zip(positions, lead, strict=True)):
         shapes = " or ".join(dict.fromkeys(map(str, (lead[-1:], lead))))
         raise ValueError(f"positions must have shape {shapes}, got {positions}")
 
 
 def check_axes(positions: Shaped[Any, "..."], axes: int) -> None:
-    """Refuse positions that have not one coordinate for each of ``axes``, on their first.
+    """Raise if the first axis of ``positions`` does not have one entry per coordinate.
 
     Example:
         >>> check_axes(np.zeros((2, 7)), 2)

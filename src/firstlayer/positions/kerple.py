@@ -1,15 +1,14 @@
 """KERPLE: a learned penalty that grows with distance, logarithmically or as a power.
 
-Two numbers a head say how fast the score of a key falls with its distance ``d`` from the
-query: ``-r1 * ln(1 + r2 * d)`` or ``-r1 * d ** r2``. Both are conditionally positive
-definite kernels, which is what keeps a softmax over them well behaved at lengths never
-trained on, as long as the numbers are positive and the power is at most 2 (Chi et al. 2022,
-https://arxiv.org/abs/2205.09921).
+Each head has two parameters. A key at distance ``d`` from the query gets the bias
+``-r1 * ln(1 + r2 * d)`` or ``-r1 * d ** r2``. Both are conditionally positive definite
+kernels if the parameters are positive and the power is at most 2, which keeps the softmax
+well behaved at lengths beyond training (Chi et al. 2022, https://arxiv.org/abs/2205.09921).
 
-The numbers are used within these limits: at least 0.01, a power at most 2. Beyond them the
-bias does not change, so there the gradient is zero; ``kerple_limited`` also brings stored
-parameters back after an optimizer step, and a parameter on its limit has a gradient.
-``kerple_bias`` creates no arrays and runs unchanged on NumPy, torch and JAX.
+Parameters are clamped when they are used: to at least 0.01, and a power to at most 2.
+Beyond a limit the bias is constant and the gradient zero; on a limit there is a gradient.
+``kerple_limited`` also projects stored parameters after an optimizer step. ``kerple_bias``
+creates no arrays and runs unchanged on NumPy, torch and JAX.
 """
 
 from typing import Any, Literal
@@ -23,39 +22,39 @@ from .t5 import distances
 
 Form = Literal["log", "power"]
 FORMS = ("log", "power")
-LEAST, GREATEST_POWER = 1e-2, 2.0
+MINIMUM, MAXIMUM_POWER = 1e-2, 2.0
 
 
 def kerple_initial(
     num_heads: int, *, form: Form = "log", rng: np.random.Generator
 ) -> tuple[Float64[np.ndarray, " num_heads"], Float64[np.ndarray, " num_heads"]]:
-    """Draw ``r1`` and ``r2`` evenly, as published, within their limits.
+    """Draw ``r1`` and ``r2`` uniformly within their limits, as published.
 
-    The factor of the logarithm and the power are at most 2, the other number at most 1.
+    The factor of the logarithm and the power are at most 2, the other parameter at most 1.
 
     Args:
-        num_heads: How many of each.
+        num_heads: Number of heads.
         form: ``"log"`` or ``"power"``.
-        rng: Where the numbers come from.
+        rng: Random generator.
 
     Example:
         >>> r1, r2 = kerple_initial(100, rng=np.random.default_rng(0))
         >>> bool(r1.max() > 1 > r2.max())
         True
     """
-    most = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[one_of("form", form, FORMS)]
-    r1, r2 = (rng.uniform(LEAST, limit, num_heads) for limit in most)
+    limits = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[one_of("form", form, FORMS)]
+    r1, r2 = (rng.uniform(MINIMUM, limit, num_heads) for limit in limits)
     return r1, r2
 
 
 def kerple_limited(
     r1: Float[Any, " num_heads"], r2: Float[Any, " num_heads"], *, form: Form = "log"
 ) -> tuple[Float[Any, " num_heads"], Float[Any, " num_heads"]]:
-    """Return the two numbers as they are used: within their limits.
+    """Return both parameters clamped to their limits.
 
     Args:
-        r1: The factor.
-        r2: The rate of the logarithm, or the power.
+        r1: Factor of each head.
+        r2: Rate of the logarithm, or power, of each head.
         form: ``"log"`` or ``"power"``.
 
     Example:
@@ -64,10 +63,10 @@ def kerple_limited(
     """
     xp = namespace_of(r1)
     one_of("form", form, FORMS)
-    # Not a clip: that hides which side a gradient at the limit belongs to.
-    r1, r2 = xp.where(r1 < LEAST, LEAST, r1), xp.where(r2 < LEAST, LEAST, r2)
+    # Not a clip, whose gradient at the limit differs between the libraries.
+    r1, r2 = xp.where(r1 < MINIMUM, MINIMUM, r1), xp.where(r2 < MINIMUM, MINIMUM, r2)
     if form == "power":
-        r2 = xp.where(r2 > GREATEST_POWER, GREATEST_POWER, r2)
+        r2 = xp.where(r2 > MAXIMUM_POWER, MAXIMUM_POWER, r2)
     return r1, r2
 
 
@@ -79,13 +78,13 @@ def kerple_bias(
     r2: Float[Any, " num_heads"],
     form: Form = "log",
 ) -> Float[Any, "*batch num_heads q_length k_length"]:
-    """Return the bias of every query and key, in float32 or in the float64 of ``r1``.
+    """Return the bias of every query and key, in float32, or float64 if ``r1`` is.
 
     Args:
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise.
-        r1: The factor of each head, float32 or float64.
-        r2: The rate of the logarithm, or the power, of each head.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
+        r1: Factor of each head, float32 or float64.
+        r2: Rate of the logarithm, or power, of each head.
         form: ``"log"`` or ``"power"``.
 
     Example:
@@ -104,8 +103,9 @@ def kerple_bias(
 def zero_safe_power(
     distance: Float[Any, "*#pairs"], power: Float[Any, "*#pairs"]
 ) -> Float[Any, "*pairs"]:
-    """Return ``distance ** power``, with zero for zero and a gradient that is never NaN."""
+    """Return ``distance ** power``, 0 at distance 0, with a gradient that is never NaN."""
     xp = namespace_of(distance)
-    apart = distance != 0
-    # At zero a power has a logarithm in its derivative, and below one an infinite slope.
-    return xp.where(apart, xp.where(apart, distance, 1.0) ** power, 0.0)
+    nonzero = distance != 0
+    # At 0 the derivative by the power takes a logarithm, and a power below 1 has an
+    # infinite slope.
+    return xp.where(nonzero, xp.where(nonzero, distance, 1.0) ** power, 0.0)

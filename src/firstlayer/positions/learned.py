@@ -1,17 +1,16 @@
-"""Learned positions: a table with one row for each position, added to the token's vector.
+"""Learned positions: a table with one row per position, added to the token's vector.
 
-GPT-2, BERT, OPT, RoBERTa, ViT and CLIP learn where a token stands as they learn what it is.
-The table has an end: what lies beyond it was never trained.
+Used by GPT-2, BERT, OPT, RoBERTa, ViT and CLIP. The table has a fixed number of positions.
 
-Position ``p`` is in row ``p + row_offset``. Rows before that are for what is no position:
-OPT and RoBERTa have ``row_offset=2`` and send padding to position -1, which is row 1. A
-real-valued position lies between two rows and is interpolated linearly, which squeezes a
-longer sequence into a table as it is.
+Position ``p`` is in row ``p + row_offset``. The rows before position 0 are reserved: OPT
+and RoBERTa have ``row_offset=2`` and give padding position -1, which is row 1. A real
+position is interpolated linearly between two rows, which fits a longer sequence into the
+table without changing it.
 
-A table can also be made anew for another length (:func:`resize_linear`) or for another
-grid of image patches (:func:`resize_grid`, bicubic). Resampling is a weighted sum of a few
-rows; it is done in float64 on the host and rounded once, and equals what
-``torch.nn.functional.interpolate`` computes.
+A table can also be resampled to another length (:func:`resize_linear`) or to another grid
+of image patches (:func:`resize_grid`, bicubic). Resampling is a weighted sum of a few rows.
+It is computed in float64 on the host, rounded once, and equals
+``torch.nn.functional.interpolate``.
 """
 
 from typing import Any, Literal
@@ -24,11 +23,12 @@ from .._check import integer, not_negative, number, one_of, positive
 from ..embeddings.token import normal, whole_inside
 
 Align = Literal["ends", "centres", "starts"]
+# Rows that each new row is a sum of, and their weights.
 Taps = tuple[Int[np.ndarray, "new taps"], Float[np.ndarray, "new taps"]]
 
 
 def small_normal(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Draw with standard deviation 0.02, as GPT-2 and BERT draw their positions."""
+    """Draw normally with standard deviation 0.02, as GPT-2 and BERT do."""
     return normal(shape, rng, std=0.02)
 
 
@@ -38,13 +38,13 @@ def rows_at(
     *,
     row_offset: int = 0,
 ) -> Float[Any, "*seq embedding_dim"]:
-    """Return the row of each position, NaN where the table has none.
+    """Return the row of each position, NaN where the position is out of range.
 
     Args:
-        weight: The table.
-        positions: Integers, for rows as they are, or reals, for a mix of the two rows
-            around each, in float32 (float64 for float64).
-        row_offset: The row of position 0.
+        weight: Table of positions.
+        positions: Integers, or reals, which are interpolated between two rows in float32
+            (float64 for a float64 table).
+        row_offset: Row of position 0.
 
     Example:
         >>> rows_at(np.array([[0.0], [10.0], [30.0]]), np.array([1.5, 0.1])).tolist()
@@ -53,49 +53,49 @@ def rows_at(
     xp = namespace_of(weight)
     last = weight.shape[0] - 1 - row_offset
     if not is_real(positions):
-        inside, near = whole_inside(positions, first=-row_offset, last=last)
-        return xp.where(inside[..., None], weight[near + row_offset], float("nan"))
-    inside, low, high, share = neighbours(positions, first=-row_offset, last=last)
-    work = compute_dtype(weight.dtype)
-    a, b = (cast(weight[row + row_offset], work) for row in (low, high))
-    share = cast(share, work)[..., None]
-    # Chosen last: a share of NaN would make the gradient of the rows NaN.
-    return xp.where(inside[..., None], a * (1 - share) + b * share, float("nan"))
+        in_range, safe = whole_inside(positions, first=-row_offset, last=last)
+        return xp.where(in_range[..., None], weight[safe + row_offset], float("nan"))
+    in_range, low, high, fraction = neighbours(positions, first=-row_offset, last=last)
+    dtype = compute_dtype(weight.dtype)
+    a, b = (cast(weight[row + row_offset], dtype) for row in (low, high))
+    fraction = cast(fraction, dtype)[..., None]
+    # NaN is written last: a NaN fraction would make the gradient of the rows NaN.
+    return xp.where(in_range[..., None], a * (1 - fraction) + b * fraction, float("nan"))
 
 
 def neighbours(
     positions: Float[Any, "*seq"], *, first: int, last: int
 ) -> tuple[Bool[Any, "*seq"], Int[Any, "*seq"], Int[Any, "*seq"], Float[Any, "*seq"]]:
-    """Return which positions there are, the whole ones around each, and the upper's share.
+    """Return whether each position is in range, the integers around it and its fraction.
 
-    Where there is no such position the others are those of ``first``.
+    Positions out of range get the neighbours of ``first``.
 
     Args:
         positions: Reals.
-        first: The first whole position there is.
-        last: The last one.
+        first: First valid position.
+        last: Last valid position.
 
     Example:
-        >>> inside, low, high, share = neighbours(np.array([2.25, 5.0]), first=0, last=5)
-        >>> low.tolist(), high.tolist(), share.tolist()
+        >>> _, low, high, fraction = neighbours(np.array([2.25, 5.0]), first=0, last=5)
+        >>> low.tolist(), high.tolist(), fraction.tolist()
         ([2, 5], [3, 5], [0.25, 0.0])
     """
     xp = namespace_of(positions)
     real = cast(positions, compute_dtype(positions.dtype))
-    inside = (real >= first) & (real <= last)
-    near = xp.where(inside, real, first)
-    below = xp.floor(near)
-    low = cast(below, "int32")
-    return inside, low, xp.clip(low + 1, None, last), near - below
+    in_range = (real >= first) & (real <= last)
+    safe = xp.where(in_range, real, first)
+    floor = xp.floor(safe)
+    low = cast(floor, "int32")
+    return in_range, low, xp.clip(low + 1, None, last), safe - floor
 
 
 def check_positions(positions: np.ndarray, *, max_positions: int, row_offset: int) -> None:
-    """Refuse positions that a table has no row for.
+    """Raise if a table has no row for a position.
 
     Args:
-        positions: Integers or reals, on the host.
-        max_positions: How many positions the table has.
-        row_offset: How many rows come before that of position 0.
+        positions: Integers or reals in host memory.
+        max_positions: Number of positions of the table.
+        row_offset: Number of rows before position 0.
 
     Example:
         >>> check_positions(np.array([0, 600]), max_positions=512, row_offset=0)
@@ -122,11 +122,11 @@ def check_positions(positions: np.ndarray, *, max_positions: int, row_offset: in
         )
 
 
-def padding_row(padding_idx: int | None, row_offset: int) -> int | None:
-    """Return the row that is padding, if it is one before that of position 0, or None.
+def check_padding_idx(padding_idx: int | None, row_offset: int) -> int | None:
+    """Return ``padding_idx`` as an int if it is a row before position 0, or None.
 
     Example:
-        >>> padding_row(2, 2)
+        >>> check_padding_idx(2, 2)
         Traceback (most recent call last):
         ...
         ValueError: padding_idx must be one of the 2 rows before position 0, got 2
@@ -144,16 +144,16 @@ def padding_row(padding_idx: int | None, row_offset: int) -> int | None:
 def resize_linear(
     weight: Float[np.ndarray, "old embedding_dim"], length: int, *, align: Align = "ends"
 ) -> Float[np.ndarray, "length embedding_dim"]:
-    """Return a table of ``length`` rows along the lines between the rows of ``weight``.
+    """Return a table of ``length`` rows, interpolated linearly between those of ``weight``.
 
     Args:
-        weight: The table as it is, without rows that are no positions.
-        length: How many rows there shall be. Positive.
-        align: Where new row ``m`` of N' lies among the N old ones. ``"ends"``: the first on
-            the first, the last on the last, at ``m * (N - 1) / (N' - 1)`` (torch's
-            ``align_corners=True``). ``"centres"``: every row in the middle of its share, at
-            ``(m + 0.5) * N / N' - 0.5`` (torch's default). ``"starts"``: at ``m * N / N'``
-            (position interpolation). Places beyond the last row are on it.
+        weight: Table of positions, without the rows before position 0.
+        length: New number of rows. Positive.
+        align: Where new row ``m`` of N' lies among the N old rows. ``"ends"``: at
+            ``m * (N - 1) / (N' - 1)``, so first and last rows coincide (torch's
+            ``align_corners=True``). ``"centres"``: at ``(m + 0.5) * N / N' - 0.5``
+            (torch's default). ``"starts"``: at ``m * N / N'`` (position interpolation).
+            Beyond the last row, the last row is used.
 
     Example:
         >>> resize_linear(np.array([[0.0], [3.0]]), 4).ravel().tolist()
@@ -162,9 +162,9 @@ def resize_linear(
     one_of("align", align, ("ends", "centres", "starts"))
     old = len(weight)
     places = _places(positive("weight rows", old), positive("length", length), align)
-    _, low, high, share = neighbours(np.clip(places, 0, old - 1), first=0, last=old - 1)
-    taps = np.stack([low, high], axis=1), np.stack([1 - share, share], axis=1)
-    return _resampled(weight, taps, axis=0).astype(weight.dtype)
+    _, low, high, fraction = neighbours(np.clip(places, 0, old - 1), first=0, last=old - 1)
+    taps = np.stack([low, high], axis=1), np.stack([1 - fraction, fraction], axis=1)
+    return _resample(weight, taps, axis=0).astype(weight.dtype)
 
 
 def resize_grid(
@@ -176,18 +176,18 @@ def resize_grid(
     antialias: bool = False,
     nudge: float = 0.0,
 ) -> Float[np.ndarray, "new_rows embedding_dim"]:
-    """Return the table of an image's patches for another grid, bicubically.
+    """Return a table of image patches resampled bicubically to another grid.
 
-    Equals what ViT, DINOv2 and their kin compute when they meet another image size.
+    Equals what ViT and DINOv2 compute for another image size.
 
     Args:
-        weight: The table as it is: ``class_tokens`` rows, then the patches row by row.
-        new_grid: Height and width in patches that it shall have.
-        grid: Height and width that it has.
-        class_tokens: How many rows come before the patches. They are kept as they are.
-        antialias: Widen the kernel when the grid shrinks, as torch does with
-            ``antialias=True``, whose kernel is also a sharper one (-0.5 against -0.75).
-        nudge: Added to each new size before the ratio is taken; the first DINOv2 had 0.1.
+        weight: Table of ``class_tokens`` rows, then the patches in row-major order.
+        new_grid: New height and width in patches.
+        grid: Current height and width in patches.
+        class_tokens: Number of rows before the patches. They are kept.
+        antialias: Widen the kernel when the grid shrinks, like torch's ``antialias=True``,
+            whose kernel also has another sharpness (-0.5 instead of -0.75).
+        nudge: Added to each new size before the ratio is taken; 0.1 in the first DINOv2.
 
     Example:
         >>> table = np.arange(5.0)[:, None]
@@ -195,7 +195,7 @@ def resize_grid(
         [0.0, 2.0, 3.0]
     """
     sizes = [positive("grid", size) for size in grid]
-    is_other = tuple(sizes) != tuple(new_grid)
+    changes = tuple(sizes) != tuple(new_grid)
     nudge = number("nudge", nudge)
     rows = not_negative("class_tokens", class_tokens) + sizes[0] * sizes[1]
     if len(weight) != rows:
@@ -205,10 +205,11 @@ def resize_grid(
         )
     cells = weight[class_tokens:].reshape(*sizes, -1)
     for axis, (old, new) in enumerate(zip(sizes, new_grid, strict=True)):
-        # A nudge moves what stays as large, but with antialias torch leaves it alone.
-        if positive("new_grid", new) != old or not antialias and is_other:
-            make = _smooth_taps if antialias else _cubic_taps
-            cells = _resampled(cells, make(old, new, step=old / (new + nudge)), axis=axis)
+        # A nudge also moves an axis of unchanged size, except in torch with antialias.
+        if positive("new_grid", new) != old or not antialias and changes:
+            taps_of = _antialiased_taps if antialias else _cubic_taps
+            taps = taps_of(old, new, step=old / (new + nudge))
+            cells = _resample(cells, taps, axis=axis)
     cells = cells.reshape(-1, weight.shape[1]).astype(weight.dtype)
     return np.concatenate([weight[:class_tokens], cells])
 
@@ -221,22 +222,23 @@ def _places(old: int, new: int, align: Align) -> np.ndarray:
 
 
 def _cubic_taps(old: int, new: int, *, step: float) -> Taps:
-    # The four rows around each place; beyond an end, the end itself.
+    # The four rows around each place. Beyond an end, the end row is repeated.
     places = (np.arange(new) + 0.5) * step - 0.5
     rows = np.floor(places).astype(int)[:, None] + np.arange(-1, 3)
-    shares = _cubic(rows - places[:, None], sharpness=-0.75)
-    return np.clip(rows, 0, old - 1), shares
+    weights = _cubic(rows - places[:, None], sharpness=-0.75)
+    return np.clip(rows, 0, old - 1), weights
 
 
-def _smooth_taps(old: int, new: int, *, step: float) -> Taps:
-    # As many rows as one new row covers; beyond an end nothing, and the rest sums to one.
-    wide = max(step, 1.0)
+def _antialiased_taps(old: int, new: int, *, step: float) -> Taps:
+    # The rows that one new row covers. Rows beyond an end are dropped, and the weights of
+    # the others are normalized.
+    width = max(step, 1.0)
     centres = (np.arange(new)[:, None] + 0.5) * step
-    # torch takes the rows whose middle is in reach, by truncating; the kernel is 0 there.
-    rows = np.floor(centres - 2 * wide + 0.5).astype(int) + np.arange(int(4 * wide) + 2)
-    shares = _cubic((rows + 0.5 - centres) / wide, sharpness=-0.5)
-    shares = np.where((rows >= 0) & (rows < old), shares, 0.0)
-    return np.clip(rows, 0, old - 1), shares / shares.sum(axis=1, keepdims=True)
+    # torch truncates to the rows whose centre is within the kernel; it is 0 at the others.
+    rows = np.floor(centres - 2 * width + 0.5).astype(int) + np.arange(int(4 * width) + 2)
+    weights = _cubic((rows + 0.5 - centres) / width, sharpness=-0.5)
+    weights = np.where((rows >= 0) & (rows < old), weights, 0.0)
+    return np.clip(rows, 0, old - 1), weights / weights.sum(axis=1, keepdims=True)
 
 
 def _cubic(distance: np.ndarray, *, sharpness: float) -> np.ndarray:
@@ -247,11 +249,11 @@ def _cubic(distance: np.ndarray, *, sharpness: float) -> np.ndarray:
     return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
 
 
-def _resampled(table: np.ndarray, taps: Taps, *, axis: int) -> np.ndarray:
-    rows, shares = taps
+def _resample(table: np.ndarray, taps: Taps, *, axis: int) -> np.ndarray:
+    rows, weights = taps
     moved = np.moveaxis(table, axis, 0).astype(np.float64)
     out = sum(
-        moved[rows[:, tap]] * shares[:, tap].reshape(-1, *(1,) * (moved.ndim - 1))
+        moved[rows[:, tap]] * weights[:, tap].reshape(-1, *(1,) * (moved.ndim - 1))
         for tap in range(rows.shape[1])
     )
     return np.moveaxis(np.asarray(out), 0, axis)

@@ -1,18 +1,22 @@
-"""The cosine and the sine of every feature pair at any position, right far out.
+"""Cosines and sines of ``position * frequency``, accurate at positions up to 2^24.
 
-Sinusoidal and rotary positions both need ``cos(position * frequency)``. In float32 that
-angle is off by 0.06 at position 1,000,000, because the product rounds. Here a position is
-written in base 256, and the turn to it is the product of the turns to its digits (complex
-numbers of size one): three tables of 256 rows, built in float64 and rounded once, reach
-16,777,216 positions either side of zero with an error of at most 2.5e-7.
+Sinusoidal and rotary positions both need the *phase* of each feature pair: the cosine and
+the sine of its angle, a complex number of modulus 1. Computing the angle in float32 is off
+by 0.06 radians at position 1,000,000, because the product is rounded.
 
-A real-valued position is its whole part, from the tables, times the turn of its fraction,
-which ``phases`` takes from tables too where a pair turns by more than one radian.
-Several coordinates (an image's row and column) multiply their turns, so a pair that
-belongs to one axis has frequency 0 on the others.
+A position is written in base 256. The phase of a position is the product of its digits'
+phases. Three digits reach 16,777,216 positions on either side of zero. The phases of the
+256 values of each digit are computed in float64 and rounded once to float32 tables, which
+bounds the error by 2.5e-7.
 
-``digit_phases`` and ``phases`` create no arrays, so they run unchanged on NumPy, JAX and torch,
-eager or compiled, and give the same bits in all three.
+A real position is a whole part plus a fraction, and its phase is the product of theirs. If
+a frequency exceeds one radian per position, the fraction is looked up in tables too, as a
+whole number of steps of 1/65536 position (:func:`phases`). The phase of a position with
+several coordinates, such as an image's row and column, is the product of the coordinates'
+phases; a pair that belongs to one axis has frequency 0 on the others.
+
+Apart from the two that build tables, these functions create no arrays. They run unchanged
+on NumPy, JAX and torch, eager or compiled, and return the same bits for integer positions.
 """
 
 from typing import Any
@@ -23,19 +27,20 @@ from jaxtyping import Float, Float32, Float64, Shaped
 from .._array import cast, compute_dtype, is_real, namespace_of
 from .._check import number
 
+#: Positions must be smaller than this in size: three digits in base 256.
 LIMIT = 256**3
-# What a fraction of a position is counted in: the fraction times a power of two is exact.
-FINE = 65536
+#: Steps per position that fractions are counted in. A power of two, so scaling is exact.
+FRACTION_STEPS = 65536
 
 
 def digit_tables(
     frequencies: Float64[np.ndarray, "*axes pairs"], *, factor: float = 1.0
 ) -> Float32[np.ndarray, "*axes 2 3 256 pairs"]:
-    """Return the cosine and the sine of each digit's angle, one table a digit.
+    """Return the cosine and the sine of each digit's angle, one table per digit.
 
     Args:
         frequencies: Angle per position of each pair, in radians.
-        factor: What every turn is multiplied by, as YaRN's attention factor.
+        factor: Multiplier of every phase, such as YaRN's attention factor.
 
     Example:
         >>> digit_tables(np.array([1.0, 0.01])).shape
@@ -45,15 +50,15 @@ def digit_tables(
     frequencies = np.asarray(frequencies, np.float64)
     *axes, pairs = frequencies.shape
     tables = np.empty((*axes, 2, 3, 256, pairs), np.float32)
-    # Level by level: what is float64 on the way is a fraction of the tables.
-    for level in range(3):
-        angles = digits[level, :, None] * frequencies[..., None, :]
-        for place, wave in enumerate((np.cos, np.sin)):
-            turned = wave(angles)
-            if level == 0:
-                # Once, however many axes there are: their turns are multiplied.
-                turned.reshape(-1, 256, pairs)[0] *= factor
-            tables[..., place, level, :, :] = turned
+    # One digit at a time, so that the float64 temporaries stay smaller than the tables.
+    for digit in range(3):
+        angles = digits[digit, :, None] * frequencies[..., None, :]
+        for part, function in enumerate((np.cos, np.sin)):
+            values = function(angles)
+            if digit == 0:
+                # On the first axis only: the phases of the axes are multiplied.
+                values.reshape(-1, 256, pairs)[0] *= factor
+            tables[..., part, digit, :, :] = values
     return tables
 
 
@@ -62,13 +67,12 @@ def digit_phases(
     tables: Float[Any, "2 3 256 pairs"],
     rates: Float[Any, " pairs"],
 ) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
-    """Return the cosine and the sine at each position, NaN where it is out of reach.
+    """Return the cosine and the sine at each position, NaN where it is out of range.
 
     Args:
-        positions: Integers or reals, negative ones included, smaller than ``LIMIT`` in
-            size.
-        tables: What :func:`digit_tables` made, as an array of the same library.
-        rates: The frequencies in the dtype of ``tables``; only reals need them.
+        positions: Integers or reals smaller than ``LIMIT`` in size; may be negative.
+        tables: From :func:`digit_tables`, as an array of the same library.
+        rates: The frequencies in the dtype of ``tables``. Used for real positions only.
 
     Example:
         >>> tables = digit_tables(np.array([1.0]))
@@ -79,18 +83,18 @@ def digit_phases(
     if not is_real(positions):
         return _integer_phases(positions, tables)
     xp = namespace_of(tables)
-    # As exact as it came: a float64 position rounded to float32 is another position.
+    # float64 positions stay float64: rounding to float32 would move them.
     real = cast(positions, compute_dtype(positions.dtype))
-    inside = (real < LIMIT) & (real > -LIMIT)
-    real = xp.where(inside, real, 0.0)
-    # Towards zero, so that the fraction is smaller than one and has the sign of the whole.
+    in_range = (real < LIMIT) & (real > -LIMIT)
+    real = xp.where(in_range, real, 0.0)
+    # Towards zero, so that the fraction is below 1 in size and has the sign of the whole.
     whole = xp.trunc(real)
-    part = cast(real - whole, str(tables.dtype).removeprefix("torch."))
-    angle = part[..., None] * rates
-    cos, sin = _times(
+    fraction = cast(real - whole, str(tables.dtype).removeprefix("torch."))
+    angle = fraction[..., None] * rates
+    cos, sin = _multiply(
         *_integer_phases(cast(whole, "int32"), tables), xp.cos(angle), xp.sin(angle)
     )
-    return _where_inside(inside, cos, sin)
+    return _nan_outside(in_range, cos, sin)
 
 
 def axial_digit_phases(
@@ -98,24 +102,24 @@ def axial_digit_phases(
     tables: Float[Any, "axes 2 3 256 pairs"],
     rates: Float[Any, "axes pairs"],
 ) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
-    """Return the cosine and the sine at positions of several coordinates.
+    """Return :func:`digit_phases` at positions of several coordinates.
 
     Args:
-        positions: One coordinate along each entry of the first axis.
-        tables: One set of tables for each coordinate.
-        rates: One set of frequencies for each coordinate.
+        positions: Coordinates, one per entry of the first axis.
+        tables: One set of tables per coordinate.
+        rates: One set of frequencies per coordinate.
 
     Example:
         >>> w = np.array([[1.0, 0.0], [0.0, 1.0]])
-        >>> cos, sin = axial_digit_phases(np.array([[2], [3]]), digit_tables(w), w.astype("f4"))
+        >>> tables, rates = digit_tables(w), w.astype("float32")
+        >>> cos, sin = axial_digit_phases(np.array([[2], [3]]), tables, rates)
         >>> bool(np.allclose(sin, np.sin([2.0, 3.0])))
         True
     """
     cos, sin = digit_phases(positions[0], tables[0], rates[0])
     for axis in range(1, tables.shape[0]):
-        cos, sin = _times(
-            cos, sin, *digit_phases(positions[axis], tables[axis], rates[axis])
-        )
+        other = digit_phases(positions[axis], tables[axis], rates[axis])
+        cos, sin = _multiply(cos, sin, *other)
     return cos, sin
 
 
@@ -127,23 +131,23 @@ def phase_tables(
 ]:
     """Return the tables and the rates that :func:`phases` needs.
 
-    There is one level if no frequency is greater than one radian per position. Otherwise
-    a fraction of a position would turn so far that float32 could not say how far, and a
-    second level counts it in steps of 1/65536.
+    There is one level if no frequency exceeds one radian per position. Otherwise the angle
+    of a fraction would be inaccurate in float32, and a second level holds the tables of
+    fractions, counted in steps of 1/65536.
 
     Args:
         frequencies: Angle per position of each pair, in radians.
-        scale: What every turn is multiplied by.
+        scale: Multiplier of every phase.
 
     Example:
-        >>> tables, rates = wave_tables(np.array([1000.0, 1.0]))
+        >>> tables, rates = phase_tables(np.array([1000.0, 1.0]))
         >>> tables.shape, rates.shape
         ((2, 2, 3, 256, 2), (2, 2))
     """
     levels = [np.asarray(frequencies, np.float64)]
     tables = [digit_tables(levels[0], factor=number("scale", scale))]
     if np.abs(levels[0]).max(initial=0.0) > 1.0:
-        levels.append(levels[0] / FINE)
+        levels.append(levels[0] / FRACTION_STEPS)
         tables.append(digit_tables(levels[1]))
     return np.stack(tables), np.stack(levels).astype(np.float32)
 
@@ -153,22 +157,23 @@ def phases(
     tables: Float[Any, "levels 2 3 256 pairs"],
     rates: Float[Any, "levels pairs"],
 ) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
-    """Return the cosine and the sine of each pair, NaN where a position is out of reach.
+    """Return the cosine and the sine of each pair, NaN where a position is out of range.
 
     Args:
         positions: Integers or reals smaller than ``LIMIT`` in size.
         tables: From :func:`phase_tables`, as an array of the same library.
-        rates: Likewise, in the dtype of ``tables``.
+        rates: From :func:`phase_tables`, in the dtype of ``tables``.
 
     Example:
-        >>> cos, sin = waves(np.array([0.5]), *wave_tables(np.array([3.0])))
+        >>> cos, sin = phases(np.array([0.5]), *phase_tables(np.array([3.0])))
         >>> bool(np.allclose(sin, np.sin(1.5)))
         True
     """
     if tables.shape[0] == 1 or not is_real(positions):
         return digit_phases(positions, tables[0], rates[0])
     real = cast(positions, compute_dtype(positions.dtype))
-    return axial_digit_phases(namespace_of(real).stack(split(real)), tables, rates)
+    parts = namespace_of(real).stack(split_fraction(real))
+    return axial_digit_phases(parts, tables, rates)
 
 
 def axial_phases(
@@ -176,60 +181,62 @@ def axial_phases(
     tables: Float[Any, "levels axes 2 3 256 pairs"],
     rates: Float[Any, "levels axes pairs"],
 ) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
-    """Return what :func:`phases` does, at positions of several coordinates.
+    """Return :func:`phases` at positions of several coordinates.
 
     Args:
-        positions: One coordinate along each entry of the first axis.
-        tables: From :func:`phase_tables`, of one row of frequencies for each coordinate.
-        rates: Likewise.
+        positions: Coordinates, one per entry of the first axis.
+        tables: From :func:`phase_tables`, given one row of frequencies per coordinate.
+        rates: From :func:`phase_tables`.
 
     Example:
         >>> w = np.array([[9.0, 0.0], [0.0, 9.0]])
-        >>> cos, sin = axial_waves(np.array([[0.5], [2.0]]), *wave_tables(w))
+        >>> cos, sin = axial_phases(np.array([[0.5], [2.0]]), *phase_tables(w))
         >>> bool(np.allclose(sin, np.sin([4.5, 18.0])))
         True
     """
     cos, sin = phases(positions[0], tables[:, 0], rates[:, 0])
     for axis in range(1, tables.shape[1]):
         other = phases(positions[axis], tables[:, axis], rates[:, axis])
-        cos, sin = _times(cos, sin, *other)
+        cos, sin = _multiply(cos, sin, *other)
     return cos, sin
 
 
-def split(real: Float[Any, "*seq"]) -> tuple[Float[Any, "*seq"], Float[Any, "*seq"]]:
+def split_fraction(
+    real: Float[Any, "*seq"],
+) -> tuple[Float[Any, "*seq"], Float[Any, "*seq"]]:
     """Return the whole part of each number and its fraction in steps of 1/65536.
 
-    Both are exact. The fraction carries the gradient.
+    Both are exact. The gradient flows through the fraction.
 
     Example:
-        >>> [part.tolist() for part in split(np.array([3.5, -0.25]))]
+        >>> [part.tolist() for part in split_fraction(np.array([3.5, -0.25]))]
         [[3.0, -0.0], [32768.0, -16384.0]]
     """
     whole = namespace_of(real).trunc(real)
-    return whole, (real - whole) * FINE
+    return whole, (real - whole) * FRACTION_STEPS
 
 
 def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
     xp = namespace_of(tables)
     if positions.dtype.itemsize < 4:
         positions = cast(positions, "int32")  # int8 cannot be compared with LIMIT
-    # Compared before it is narrowed, and never by its size: -(-2**31) is -2**31 in int32.
-    inside = positions < LIMIT
-    if "uint" not in str(positions.dtype):  # -LIMIT is a huge number in JAX's uint32
-        inside = inside & (positions > -LIMIT)
-    near = cast(xp.where(inside, positions, xp.zeros_like(positions)), "int32")
-    far = xp.abs(near)
-    cos, sin = tables[0, 0][far % 256], tables[1, 0][far % 256]
-    for level, digit in ((1, far // 256 % 256), (2, far // 65536)):
-        cos, sin = _times(cos, sin, tables[0, level][digit], tables[1, level][digit])
-    return _where_inside(inside, cos, xp.where((near < 0)[..., None], -sin, sin))
+    # Compared before the cast, and without abs(): -(-2**31) overflows int32.
+    in_range = positions < LIMIT
+    if "uint" not in str(positions.dtype):  # -LIMIT wraps around in JAX's uint32
+        in_range = in_range & (positions > -LIMIT)
+    safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
+    size = xp.abs(safe)
+    cos, sin = tables[0, 0][size % 256], tables[1, 0][size % 256]
+    for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
+        cos, sin = _multiply(cos, sin, tables[0, place][digit], tables[1, place][digit])
+    return _nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 
 
-def _times(cos: Any, sin: Any, c: Any, s: Any) -> tuple[Any, Any]:
+def _multiply(cos: Any, sin: Any, c: Any, s: Any) -> tuple[Any, Any]:
     return cos * c - sin * s, sin * c + cos * s
 
 
-def _where_inside(inside: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+def _nan_outside(in_range: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
     xp = namespace_of(cos)
-    inside = inside[..., None]
-    return xp.where(inside, cos, float("nan")), xp.where(inside, sin, float("nan"))
+    in_range = in_range[..., None]
+    return xp.where(in_range, cos, float("nan")), xp.where(in_range, sin, float("nan"))

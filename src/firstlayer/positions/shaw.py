@@ -1,13 +1,13 @@
-"""Shaw's relative keys: the query is also compared with a vector for the distance.
+"""Shaw's relative keys: the query is also multiplied with a vector for the distance.
 
 A table holds one vector for each distance from ``max_left`` before the query to
-``max_right`` after it; what is farther shares the vector at the end. The score of a query
+``max_right`` after it; larger distances use the vector at the end. The score of a query
 ``q`` at ``m`` and a key ``k`` at ``n`` is ``(q·k + q·a[n - m]) / √head_dim`` (Shaw et al.
 2018, https://arxiv.org/abs/1803.02155), as in wav2vec2-BERT (64 before, 8 after).
 
-The vectors are never gathered by pair, which would take head_dim times the memory of the
-scores: each query is multiplied with the table once, and the products are picked by
-distance. ``shaw_scores`` creates no arrays and runs unchanged on NumPy, torch and JAX.
+Gathering a vector for every pair would take head_dim times the memory of the scores.
+Instead, each query is multiplied with the whole table once, and the products are gathered
+by distance. ``shaw_scores`` creates no arrays and runs unchanged on NumPy, torch and JAX.
 """
 
 import math
@@ -32,11 +32,11 @@ def shaw_scores(
 
     Args:
         q: Queries, ``(..., heads, length, head_dim)``, in float32 or float64.
-        k: Keys, likewise.
+        k: Keys, ``(..., heads, length, head_dim)``, in the dtype of ``q``.
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise.
-        weight: The vectors, from that of ``max_left`` before the query onwards.
-        max_left: The farthest distance before the query with a vector of its own.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
+        weight: Vectors, starting with that of ``max_left`` before the query.
+        max_left: Largest distance before the query with its own vector.
 
     Example:
         >>> import numpy as np
@@ -47,36 +47,36 @@ def shaw_scores(
     """
     relative = relative_positions(q_positions, k_positions)
     index = clipped_index(relative, left=max_left, right=weight.shape[0] - 1 - max_left)
-    index = lined_up(index, q, k)
+    index = align_pairs(index, q, k)
     scores = (q @ k.mT + take_last(q @ weight.mT, index)) / math.sqrt(weight.shape[1])
     if is_real(relative):
-        known = lined_up(relative == relative, q, k)
-        scores = namespace_of(q).where(known, scores, float("nan"))
+        not_nan = align_pairs(relative == relative, q, k)
+        scores = namespace_of(q).where(not_nan, scores, float("nan"))
     return scores
 
 
-def lined_up(
-    index: Shaped[Any, "*batch q_length k_length"],
+def align_pairs(
+    values: Shaped[Any, "*batch q_length k_length"],
     q: Float[Any, "*lead q_length head_dim"],
     k: Float[Any, "*lead k_length head_dim"],
 ) -> Shaped[Any, "*#lead q_length k_length"]:
-    """Line what is known by pair up with the axes of the scores.
+    """Align values per query and key with the axes of the scores.
 
-    Without a batch it serves every sequence and head. With a batch it belongs to
+    Values without a batch apply to every sequence and head. Values with a batch belong to
     ``q`` of shape ``(batch, heads, q_length, head_dim)`` or ``(batch, q_length,
-    head_dim)``: which of the two is read off the number of axes, never off their sizes.
+    head_dim)``; the number of axes decides which, never their sizes.
     """
     for axis, name, x in ((-2, "q", q), (-1, "k", k)):
-        if index.shape[axis] != x.shape[-2]:
+        if values.shape[axis] != x.shape[-2]:
             raise ValueError(
                 f"{name}_positions must have one entry for each of the {x.shape[-2]} rows "
-                f"of {name}, got {index.shape[axis]}"
+                f"of {name}, got {values.shape[axis]}"
             )
-    if index.ndim == 3 and q.ndim not in (3, 4):
+    if values.ndim == 3 and q.ndim not in (3, 4):
         raise ValueError(
             "positions of shape (batch, length) need q with 3 or 4 axes, "
             f"got shape {tuple(q.shape)}"
         )
-    if index.ndim == 3 and q.ndim == 4:
-        return index[:, None]
-    return index[(None,) * (q.ndim - index.ndim)]
+    if values.ndim == 3 and q.ndim == 4:
+        return values[:, None]
+    return values[(None,) * (q.ndim - values.ndim)]

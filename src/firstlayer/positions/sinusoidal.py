@@ -1,17 +1,17 @@
 """Sinusoidal positions: sines and cosines of the position, added to the token's vector.
 
-Each pair of features is a clock hand that turns at its own speed, the fastest one radian
-per position, the slowest ``base`` times slower. The vector of position ``p + k`` is a
-rotation of the vector of ``p`` that depends on ``k`` alone, so that a linear layer can
-learn to look ``k`` back (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, §3.5).
+Each pair of features has its own frequency, from one radian per position down to ``base``
+times less. The vector of position ``p + k`` is a rotation of the vector of ``p`` that
+depends on ``k`` alone, so a linear layer can learn to attend ``k`` positions back (Vaswani
+et al. 2017, https://arxiv.org/abs/1706.03762, §3.5).
 
-Four conventions are in wide use. They differ in the order of the features, in the slowest
-frequency and in what an odd width does; a checkpoint works with one of them. All are
-arguments here, and ``CONVENTIONS`` gives them names.
+Four conventions are in wide use. They differ in the order of the features, the lowest
+frequency and the last feature of an odd width; a checkpoint works with one of them. All
+are arguments here, and ``CONVENTIONS`` names them.
 
-The hands are set by :mod:`firstlayer.positions.phases`, so they are right at any position up to 2^24 and
-there is no maximum to declare. ``encode`` and ``join_axes`` create no arrays of their own
-and run unchanged on NumPy, JAX and torch.
+Cosines and sines come from :mod:`firstlayer.positions.phases`: they are accurate at any
+position up to 2^24, and there is no maximum length. ``encode`` and ``join_axes`` create no
+arrays and run unchanged on NumPy, JAX and torch.
 """
 
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from .._array import is_real, namespace_of
 from .._check import number, one_of, positive, positive_number
 from .phases import phase_tables as phase_tables
 from .phases import phases as phases
-from .phases import split as split
 
 Layout = Literal["interleaved", "half"]
 Odd = Literal["sine", "zero"]
@@ -60,11 +59,10 @@ def frequencies(
         base: Ratio of the slowest wavelength to the fastest, reached with ``shift=1``.
             Positive.
         shift: 0 in the paper, 1 in tensor2tensor and fairseq. Smaller than half of
-            ``embedding_dim``, unless there is but one pair.
-        odd: What the last feature of an odd width is: ``"sine"`` makes it the sine of one
-            more frequency (the paper, Marian), ``"zero"`` leaves it zero (tensor2tensor).
-        frequency_scale: What every frequency is multiplied by; what diffusion calls
-            ``scale``. Positive.
+            ``embedding_dim``, unless there is only one pair.
+        odd: Last feature of an odd width: ``"sine"`` is the sine of one more frequency
+            (the paper, Marian), ``"zero"`` is zero (tensor2tensor).
+        frequency_scale: Multiplier of every frequency (``scale`` in diffusion). Positive.
 
     Example:
         >>> frequencies(4), frequencies(4, shift=1.0)
@@ -80,7 +78,7 @@ def frequencies(
     half, pairs = (dim / 2, (dim + 1) // 2) if odd == "sine" else (dim // 2, dim // 2)
     if pairs > 1 and not shift < half:
         raise ValueError(f"shift must be smaller than {half}, got {shift}")
-    # A single pair has exponent 0, whatever the shift; half - shift may be 0 there.
+    # A single pair has exponent 0 for any shift; half - shift may be 0 there.
     exponents = np.arange(pairs) / (half - shift if pairs > 1 else 1.0)
     return frequency_scale * base**-exponents
 
@@ -93,13 +91,13 @@ def encode(
     layout: Layout = "interleaved",
     cos_first: bool = False,
 ) -> Float[Any, "*seq embedding_dim"]:
-    """Put cosines and sines in the order of the features.
+    """Return cosines and sines in the order of the features.
 
     Args:
         cos: Cosines from :func:`phases`.
-        sin: Sines, likewise.
-        embedding_dim: Number of features. If it is odd, the last pair is a sine alone, or
-            a zero is added, by the number of pairs there are.
+        sin: Sines of the same shape.
+        embedding_dim: Number of features. If it is odd, the last one is a sine if there
+            are ``(embedding_dim + 1) / 2`` pairs, otherwise a zero.
         layout: ``"interleaved"`` is sine, cosine, sine, cosine, … (the paper); ``"half"``
             is all sines, then all cosines (tensor2tensor, Marian).
         cos_first: Swap sines and cosines (diffusion's ``flip_sin_to_cos``).
@@ -133,20 +131,20 @@ def features_at(
     layout: Layout,
     cos_first: bool,
 ) -> Float[np.ndarray, "*seq embedding_dim"]:
-    """Return the features at positions on the host, by the kernels if they are whole.
+    """Return the features at positions in host memory, by a kernel if they are integers.
 
     Args:
-        positions: Within reach.
-        tables: What :func:`phase_tables` made, in the dtype of the result.
-        rates: Likewise.
+        positions: Positions in range.
+        tables: From :func:`phase_tables`, in the dtype of the result.
+        rates: The rates that belong to ``tables``.
         embedding_dim: As in :func:`encode`.
-        layout: Likewise.
-        cos_first: Likewise.
+        layout: As in :func:`encode`.
+        cos_first: As in :func:`encode`.
 
     Example:
-        >>> tables, rates = wave_tables(frequencies(2))
-        >>> how = {"embedding_dim": 2, "layout": "interleaved", "cos_first": False}
-        >>> features_at(np.array([0]), tables, rates, **how).tolist()
+        >>> tables, rates = phase_tables(frequencies(2))
+        >>> options = {"embedding_dim": 2, "layout": "interleaved", "cos_first": False}
+        >>> features_at(np.array([0]), tables, rates, **options).tolist()
         [[0.0, 1.0]]
     """
     if is_real(positions):
@@ -156,20 +154,20 @@ def features_at(
             layout=layout,
             cos_first=cos_first,
         )
-    found = kernels.sinusoid_features(
+    features = kernels.sinusoid_features(
         np.ascontiguousarray(positions, np.int64).reshape(-1),
         tables[0],
         width=embedding_dim,
         interleaved=layout == "interleaved",
         cos_first=cos_first,
     )
-    return found.reshape(*positions.shape, embedding_dim)
+    return features.reshape(*positions.shape, embedding_dim)
 
 
 def join_axes(
     features: Float[Any, "axes *seq part"],
 ) -> Float[Any, "*seq embedding_dim"]:
-    """Return the features of several coordinates side by side, in the order of the axes.
+    """Concatenate the features of several coordinates, in the order of the axes.
 
     Example:
         >>> join_axes(np.array([[[1.0, 2.0]], [[3.0, 4.0]]])).tolist()

@@ -1,16 +1,16 @@
-"""How far each key is from each query, and T5's learned bias for it.
+"""Relative positions of keys and queries, and T5's learned bias.
 
-A relative scheme adds a number to an attention score that depends on the distance between
-key and query alone. T5 learns it: distances fall into buckets, one for each short distance
-and then ever wider ones, and every head has a number for each bucket (Raffel et al. 2019,
-https://arxiv.org/abs/1910.10683). A distance is the key's position minus the query's, so
-that left padding, packed documents and cached keys are a matter of positions alone, and
-one query's bias is one row of the whole.
+A relative scheme adds a bias to an attention score that depends on the distance between
+key and query only. T5 learns it: distances are grouped into buckets, one for each short
+distance and then wider and wider ones, and every head has a bias for each bucket (Raffel et
+al. 2019, https://arxiv.org/abs/1910.10683). A relative position is the key's position minus
+the query's, so left padding, packed documents and cached keys only change the positions,
+and the bias of one query is one row of the whole matrix.
 
-Where a bucket begins is found on the host in whole numbers, and what is looked up at run
-time is a table by distance: no logarithm is taken on a device, so that no two libraries or
-devices can disagree about a bucket. Apart from the two that make
-tables, these functions create no arrays and run unchanged on NumPy, torch and JAX.
+Bucket boundaries are computed on the host in integers, and a table maps distances to
+buckets at run time. No logarithm is computed on a device, so all libraries and devices
+agree on every bucket. Apart from the two that build tables, these functions create no
+arrays and run unchanged on NumPy, torch and JAX.
 """
 
 import math
@@ -29,12 +29,13 @@ def relative_positions(
 ) -> Shaped[Any, "*batch q_length k_length"]:
     """Return the position of each key minus that of each query.
 
-    Whole numbers are subtracted as whole numbers of at least 32 bits, reals in float32 or
-    float64, never in half precision.
+    Integers are subtracted as int32 or int64, reals in float32 or float64, never in half
+    precision.
 
     Args:
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise. A side without a batch serves every row of the other.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``. Positions
+            without a batch apply to every row.
 
     Example:
         >>> relative_positions(np.array([1, 2]), np.array([0, 1, 2])).tolist()
@@ -63,12 +64,12 @@ def distances(
     *,
     dtype: str,
 ) -> Float[Any, "*batch q_length k_length"]:
-    """Return how far apart each query and key are, whichever comes first.
+    """Return the absolute distance of each query and key.
 
     Args:
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise.
-        dtype: The name of the result's dtype, to which it is rounded last.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
+        dtype: Name of the dtype of the result, rounded to at the end.
 
     Example:
         >>> distances(np.array([2]), np.array([0, 3]), dtype="float32")
@@ -83,36 +84,37 @@ def clipped_index(
 ) -> Int[Any, "*pairs"]:
     """Return the row of each relative position in a table from ``-left`` to ``right``.
 
-    What is farther away has the first or the last row; a real counts as its whole part.
+    Larger distances use the first or the last row. Reals are truncated.
 
     Args:
         relative: From :func:`relative_positions`.
-        left: How many rows are for keys before the query.
-        right: How many rows are for keys after it.
+        left: Number of rows for keys before the query.
+        right: Number of rows for keys after it.
 
     Example:
         >>> clipped_index(np.array([-9, -1, 0, 5]), left=2, right=1).tolist()
         [0, 1, 2, 3]
     """
     xp = namespace_of(relative)
-    near = xp.clip(relative, -left, right)
+    clipped = xp.clip(relative, -left, right)
     if is_real(relative):
-        near = cast(xp.trunc(xp.where(near == near, near, 0.0)), "int32")
-    return near + left
+        clipped = cast(xp.trunc(xp.where(clipped == clipped, clipped, 0.0)), "int32")
+    return clipped + left
 
 
 def t5_edges(num_buckets: int, *, max_distance: int = 128) -> Int64[np.ndarray, " buckets"]:
-    """Return the shortest distance in each of the buckets of one direction.
+    """Return the shortest distance in each bucket of one direction.
 
-    The first half hold one distance each. The others divide the way from there to
-    ``max_distance`` evenly on a logarithmic scale, and the last has no end. T5's formula is
-    compared in whole numbers here. Where it falls on an edge exactly (27 and 17 buckets, at
-    18; none of the published settings), float32 can be one bucket off.
+    The first half of the buckets hold one distance each. The others divide the range up to
+    ``max_distance`` evenly on a logarithmic scale, and the last one is unbounded. T5's
+    formula is evaluated exactly, in integers. T5's own float32 can be one bucket off where
+    the formula falls exactly on an edge (27 and 17 buckets, at 18; none of the published
+    settings).
 
     Args:
-        num_buckets: Buckets of one direction, at least 2.
-        max_distance: Greater than ``num_buckets // 2``. A small one leaves buckets that no
-            distance is in.
+        num_buckets: Number of buckets of one direction, at least 2.
+        max_distance: Greater than ``num_buckets // 2``. If it is small, some buckets are
+            empty.
 
     Example:
         >>> t5_edges(8, max_distance=64).tolist()
@@ -124,15 +126,15 @@ def t5_edges(num_buckets: int, *, max_distance: int = 128) -> Int64[np.ndarray, 
             f"max_distance must be greater than {exact}, the number of distances with a "
             f"bucket of their own, got {max_distance}"
         )
-    wide = num_buckets - exact
+    steps = num_buckets - exact
     edges = list(range(exact + 1))
-    for step in range(1, wide):
-        # The least d with (d / exact) ** wide >= (max_distance / exact) ** step.
-        place = exact * (max_distance / exact) ** (step / wide)
-        edge = round(place)
-        if abs(place - edge) > 1e-9 * place:
-            edge = math.ceil(place)
-        elif edge**wide * exact**step < max_distance**step * exact**wide:
+    for step in range(1, steps):
+        # The smallest d with (d / exact) ** steps >= (max_distance / exact) ** step.
+        estimate = exact * (max_distance / exact) ** (step / steps)
+        edge = round(estimate)
+        if abs(estimate - edge) > 1e-9 * estimate:
+            edge = math.ceil(estimate)
+        elif edge**steps * exact**step < max_distance**step * exact**steps:
             edge += 1
         edges.append(edge)
     return np.array(edges, np.int64)
@@ -141,26 +143,26 @@ def t5_edges(num_buckets: int, *, max_distance: int = 128) -> Int64[np.ndarray, 
 def t5_buckets(
     num_buckets: int = 32, *, max_distance: int = 128, bidirectional: bool = True
 ) -> Int32[np.ndarray, " distances"]:
-    """Return the bucket of each relative position, from the farthest before to that after.
+    """Return the bucket of each relative position, from the most negative upwards.
 
     Args:
-        num_buckets: How many there are. Even and at least 4 if ``bidirectional``, when the
+        num_buckets: Number of buckets. Even and at least 4 if ``bidirectional``, where the
             first half is for keys up to the query and the second for those after it;
             otherwise at least 2.
-        max_distance: From here on all distances share the last bucket of their direction.
-        bidirectional: Whether keys after the query are told apart. If not, they are all in
-            bucket 0, the query's own.
+        max_distance: Distance from which on all share the last bucket of their direction.
+        bidirectional: Whether keys after the query have their own buckets. If False, they
+            are all in bucket 0.
 
     Example:
         >>> t5_buckets(4, max_distance=2).tolist()
         [1, 0, 3]
     """
     _check_buckets(num_buckets, max_distance, bidirectional)
-    each = num_buckets // 2 if bidirectional else num_buckets
-    edges = t5_edges(each, max_distance=max_distance)
-    bucket = np.searchsorted(edges, np.arange(edges[-1] + 1), side="right") - 1
-    after = each + bucket[1:] if bidirectional else bucket[:0]
-    return np.concatenate([bucket[::-1], after]).astype(np.int32)
+    per_direction = num_buckets // 2 if bidirectional else num_buckets
+    edges = t5_edges(per_direction, max_distance=max_distance)
+    before = np.searchsorted(edges, np.arange(edges[-1] + 1), side="right") - 1
+    after = per_direction + before[1:] if bidirectional else before[:0]
+    return np.concatenate([before[::-1], after]).astype(np.int32)
 
 
 def t5_bias(
@@ -175,10 +177,10 @@ def t5_bias(
 
     Args:
         q_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
-        k_positions: Likewise.
-        weight: A number for each bucket and head. The bias has its dtype.
-        buckets: What :func:`t5_buckets` made, as an array of the same library.
-        bidirectional: As ``buckets`` were made.
+        k_positions: Integers or reals, ``(length,)`` or ``(batch, length)``.
+        weight: Bias of each bucket and head. The result has its dtype.
+        buckets: From :func:`t5_buckets`, as an array of the same library.
+        bidirectional: Same as in the call of :func:`t5_buckets`.
 
     Example:
         >>> weight, buckets = np.arange(4.0)[:, None], t5_buckets(4, max_distance=2)
@@ -196,7 +198,7 @@ def t5_bias(
 
 
 def reach(buckets: Int[Any, " distances"], *, bidirectional: bool) -> tuple[int, int]:
-    """Return how far before and how far after the query ``buckets`` reach.
+    """Return the largest distance before and after the query in ``buckets``.
 
     Example:
         >>> reach(t5_buckets(8, bidirectional=False), bidirectional=False)
@@ -210,7 +212,7 @@ def _difference_dtype(*positions: Any) -> str:
     real = [str(side.dtype) for side in positions if is_real(side)]
     if real:
         return "float64" if any("float64" in name for name in real) else "float32"
-    # Signed, for unsigned differences wrap; 64 bits only where the caller has them.
+    # Signed, because unsigned differences wrap. int64 only if an input is 64-bit.
     return "int64" if any(side.dtype.itemsize == 8 for side in positions) else "int32"
 
 

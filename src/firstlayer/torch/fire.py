@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._check import number, positive, positive_number
 from ..files.layer_configs import config_of
-from ..positions.fire import fire_bias, fire_share
+from ..positions.fire import fire_bias, normalized_distances
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
 from ._tensors.buffers import compute_dtype, in_full_precision, name_of, upcast
@@ -99,7 +99,7 @@ class FireBias(Bias):
         positions = self._checked_pair(q_positions, k_positions)
         with in_full_precision(self.c.device):
             c, threshold = upcast(self.c), upcast(self.multiplier) * self.threshold
-            share = fire_share(*positions, c=c, threshold=threshold, eps=self.eps)
+            share = normalized_distances(*positions, c=c, threshold=threshold, eps=self.eps)
             out = fire_bias(share, **self._network())
         return out.to(dtype or self.c.dtype)
 

@@ -10,7 +10,7 @@ from .._check import one_of, positive
 from ..files.layer_configs import config_of
 from ..positions.kerple import (
     FORMS,
-    LEAST,
+    MINIMUM,
     Form,
     kerple_bias,
     kerple_limited,
@@ -119,7 +119,7 @@ class KerpleBias(Bias):
     def _draw(self, name: str) -> None:
         # As published: r1 of "log" and r2 of "power" are drawn up to 2, the others up to 1.
         doubled = (name == "r1") == (self.form == "log")
-        nn.init.uniform_(self.get_parameter(name), LEAST, 2.0 if doubled else 1.0)
+        nn.init.uniform_(self.get_parameter(name), MINIMUM, 2.0 if doubled else 1.0)
 
     def _pair_bias(self) -> PairBias:
         form, all_r1, all_r2 = self.form, self.r1, self.r2

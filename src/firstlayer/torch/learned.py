@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from .._check import not_negative, number, positive
 from ..positions.learned import (
     Align,
+    check_padding_idx,
     check_positions,
     neighbours,
-    padding_row,
     resize_grid,
     resize_linear,
 )
@@ -86,7 +86,7 @@ class LearnedPositions(Padded):
         self.max_positions = positive("max_positions", max_positions)
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
-        padding_idx = padding_row(padding_idx, row_offset)
+        padding_idx = check_padding_idx(padding_idx, row_offset)
         self.padding_idx, self.scale = padding_idx, number("scale", scale)
         shape = (max_positions + row_offset, embedding_dim)
         self.weight = parameter(weight, shape, device=device, dtype=dtype)

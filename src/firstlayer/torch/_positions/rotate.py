@@ -17,8 +17,7 @@ from ... import kernels
 from ..._check import positions_in_reach
 from ...positions.ids import resolve
 from ...positions.phases import LIMIT
-from ...positions.rotary import over_heads
-from ...positions.rotary_rows import inverse_phases, rotated
+from ...positions.rotary import inverse_phases, over_heads, rotate_rows
 from .._tensors.memory import array_of, concrete, fusable, tensor_of, threads_of_torch
 
 #: Largest number of features that a kernel processes on one thread in any case.
@@ -124,7 +123,7 @@ def _run_kernel(
     x: Tensor, phases: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
     with _threads(x.numel()):
-        out = rotated(array_of(x), phases, seq, read_half=read_half, write_half=write_half)
+        out = rotate_rows(array_of(x), phases, seq, read_half=read_half, write_half=write_half)
     return tensor_of(out)
 
 
