@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlayer.embeddings.bag import MODES, divided, pool
-from firstlayer.embeddings.ragged import bag_numbers, bags_of, bounds_of
+from firstlayer.embeddings.bag import MODES, divide_or_zero, pool
+from firstlayer.embeddings.ragged import bag_bounds, bag_indices, flatten_bags
 from firstlayer.kernels import bags as kernels
 from firstlayer.kernels import get_num_threads, set_num_threads
 from firstlayer.numpy.bag import EmbeddingBag
@@ -440,9 +440,9 @@ def test_pool_of_no_length_is_zeros_and_of_infinity_infinity():
 def test_bag_numbers_and_divided_are_the_same_in_every_library():
     bounds, steps = np.array([0, 0, 2, 2, 5]), np.arange(5)
     for make in (np.asarray, torch.tensor, jnp.asarray):
-        assert as_numpy(bag_numbers(make(bounds), make(steps))).tolist() == [1, 1, 3, 3, 3]
+        assert as_numpy(bag_indices(make(bounds), make(steps))).tolist() == [1, 1, 3, 3, 3]
         by = make(np.array([2.0, 0.0], "float32"))
-        got = divided(make(np.array([3.0, 3.0], "float32")), by)
+        got = divide_or_zero(make(np.array([3.0, 3.0], "float32")), by)
         assert as_numpy(got).tolist() == [1.5, 0.0] and "float32" in str(got.dtype)
 
 
@@ -481,7 +481,7 @@ def test_an_end_is_needed_where_it_was_announced():
         ValueError, match="^offsets must have an end with include_last_offset"
     ):
         EmbeddingBag(5, 2, include_last_offset=True)([], [])
-    assert bounds_of((0,), [0], include_last_offset=True).tolist() == [0]
+    assert bag_bounds((0,), [0], include_last_offset=True).tolist() == [0]
 
 
 @pytest.mark.rejects
@@ -593,8 +593,8 @@ def test_a_table_that_grows_or_cannot_be_written_is_pooled():
 
 
 def test_padding_is_left_out_before_anything_else():
-    kept = partial(bags_of, num_embeddings=4, padding_idx=0)
+    kept = partial(flatten_bags, num_embeddings=4, padding_idx=0)
     bags = kept([0, 3, 0, 2, 1], [0, 1, 4], weights=[1, 2, 3, 4, 5])
     assert bags.ids.tolist() == [3, 2, 1] and bags.bounds.tolist() == [0, 0, 2, 3]
     assert bags.weights is not None and bags.weights.tolist() == [2, 4, 5]
-    assert bags_of([[1, 2]], num_embeddings=4).places is None
+    assert flatten_bags([[1, 2]], num_embeddings=4).places is None

@@ -15,7 +15,7 @@ from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from firstlayer._check import float_dtype
-from firstlayer.embeddings.layer import combine, standardise
+from firstlayer.embeddings.layer import add_embeddings, normalize_rows
 from firstlayer.numpy.alibi import AlibiBias
 from firstlayer.numpy.layer import EmbeddingLayer
 from firstlayer.numpy.learned import LearnedPositions
@@ -455,9 +455,9 @@ def test_gpt2_positions_after_a_cache_are_those_of_transformers():
 def test_the_core_is_the_same_on_torch():
     x = rng.standard_normal((2, 3, 6))
     part = rng.standard_normal((3, 6))
-    want, factor = standardise(combine(x, part, scale=True), eps=0.1)
-    got, theirs = standardise(
-        combine(torch.from_numpy(x), torch.from_numpy(part), scale=True), eps=0.1
+    want, factor = normalize_rows(add_embeddings(x, part, scale=True), eps=0.1)
+    got, theirs = normalize_rows(
+        add_embeddings(torch.from_numpy(x), torch.from_numpy(part), scale=True), eps=0.1
     )
     np.testing.assert_allclose(got.numpy(), want, atol=1e-12)
     np.testing.assert_allclose(theirs.numpy(), factor, atol=1e-12)

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlayer.embeddings.token import initial, normal, resized, uniform, within_norm
+from firstlayer.embeddings.init import initial_table, normal, uniform
+from firstlayer.embeddings.resize import resize_table
+from firstlayer.embeddings.token import clip_norms
 from firstlayer.numpy.token import Embedding
 from tests.support.gradients import central_difference
 
@@ -142,7 +144,7 @@ def test_a_generator_is_advanced_so_that_two_tables_differ():
     ],
 )
 def test_initial_distribution(init, std, limit):
-    table = initial((4000, 50), init=init, rng=0)
+    table = initial_table((4000, 50), init=init, rng=0)
     assert abs(table.mean()) < 4 * std / table.size**0.5
     assert table.std() == pytest.approx(std, rel=0.01)
     assert np.abs(table).max() <= limit
@@ -332,8 +334,8 @@ def test_max_norm_shortens_long_rows_and_leaves_the_table(norm_type):
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
 def test_within_norm_is_the_same_on_torch(norm_type):
     rows = rng.standard_normal((9, 4)).astype(np.float32)
-    want = within_norm(rows, max_norm=1.5, norm_type=norm_type)
-    got = within_norm(torch.from_numpy(rows), max_norm=1.5, norm_type=norm_type)
+    want = clip_norms(rows, max_norm=1.5, norm_type=norm_type)
+    got = clip_norms(torch.from_numpy(rows), max_norm=1.5, norm_type=norm_type)
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-6)
 
 
@@ -452,7 +454,7 @@ def test_shrinking_drops_the_last_rows():
 
 def test_rows_drawn_as_gaussian_have_the_mean_and_covariance_of_the_old():
     old = rng.standard_normal((200, 3)) @ np.diag([1.0, 2.0, 0.1]) + [5.0, 0.0, -1.0]
-    table, _ = resized(old, 40_200, init="gaussian", rng=0)
+    table, _ = resize_table(old, 40_200, init="gaussian", rng=0)
     np.testing.assert_allclose(table[200:].mean(0), old.mean(0), atol=0.05)
     np.testing.assert_allclose(np.cov(table[200:].T), np.cov(old.T, ddof=0), atol=0.1)
 
@@ -461,7 +463,7 @@ def test_rows_drawn_as_gaussian_have_the_mean_and_covariance_of_the_old():
 def test_new_rows_may_be_drawn_or_given(init):
     layer = Embedding(3, 3, rng=0)
     layer.resize(5, init=init, rng=7)
-    want = init if isinstance(init, np.ndarray) else initial((2, 3), init=init, rng=7)
+    want = init if isinstance(init, np.ndarray) else initial_table((2, 3), init=init, rng=7)
     np.testing.assert_array_equal(layer.weight[3:], want)
 
 
