@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._array import compute_dtype
 from .._check import not_negative_number, positive, probability
-from ..embeddings.layer import combine, zero_where
+from ..embeddings.layer import add_embeddings, mask_rows
 from ._layer.arguments import Call, checked_call
 from ._layer.norm import normalised
 from ._layer.position import position_layer
@@ -240,7 +240,7 @@ class EmbeddingLayer(Module):
         work = compute_dtype(self.dtype)
         if call.ids is not None and rows is None:
             rows = self.token._rows(call.ids, self.token._how(wide=True))
-        total = combine(rows.astype(work), scale=self.scale)
+        total = add_embeddings(rows.astype(work), scale=self.scale)
         if self.position is not None:
             total = self.position(total, positions, offset=offset).astype(work)
         if self.segment is not None and call.segments is not None:
@@ -276,4 +276,4 @@ def _finished(
     out = normalised(total, layer.norm, used=both(call.mask, call.inside))
     out = layer._dropped(out, key=key, inference=inference)
     out = nan_outside(out.astype(layer.dtype), call.inside)
-    return out if call.mask is None else zero_where(out, call.mask)
+    return out if call.mask is None else mask_rows(out, call.mask)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import not_negative, number, positive
-from ..embeddings.token import whole_inside
+from ..embeddings.token import mask_out_of_range
 from ..positions.learned import (
     Align,
     check_positions,
@@ -219,7 +219,7 @@ class LearnedPositions(Module):
             share = share.astype(a.dtype)[..., None]
             rows = nan_outside(a * (1 - share) + b * share, inside)
         else:
-            inside, near = whole_inside(positions, **ends)
+            inside, near = mask_out_of_range(positions, **ends)
             rows = nan_outside(self._at(near), inside)
         return rows if self.scale == 1.0 else rows * self.scale
 

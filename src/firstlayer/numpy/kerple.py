@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import float_dtype, positive
-from ..embeddings.token import Seed
+from ..embeddings.init import Seed
 from ..positions.kerple import (
     Form,
     kerple_bias,
@@ -18,7 +18,7 @@ from ..positions.kerple import (
 )
 from ..positions.t5 import distances
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like, sum_over_pairs
-from ._module import given, upcast
+from ._module import as_parameter, upcast
 
 
 class KerpleBias(Bias):
@@ -63,7 +63,9 @@ class KerpleBias(Bias):
         drawn = kerple_initial(num_heads, form=form, rng=np.random.default_rng(rng))
         new = [number.astype(float_dtype(dtype)) for number in drawn]
         self.r1, self.r2 = (
-            fresh if value is None else given(value, (num_heads,), dtype=dtype, name=name)
+            fresh
+            if value is None
+            else as_parameter(value, (num_heads,), dtype=dtype, name=name)
             for name, value, fresh in (("r1", r1, new[0]), ("r2", r2, new[1]))
         )
         if self.r1.dtype != self.r2.dtype:

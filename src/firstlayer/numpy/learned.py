@@ -8,8 +8,8 @@ from jaxtyping import Float, Shaped
 
 from .._array import is_real
 from .._check import float_dtype, not_negative, number, positions_array, positive
+from ..embeddings.init import Init, Seed
 from ..embeddings.row_gradient import RowGradient
-from ..embeddings.token import Init, Seed
 from ..positions.learned import (
     Align,
     check_positions,
@@ -40,7 +40,7 @@ class LearnedPositions(Module):
         weight: The table to use, of ``max_positions + row_offset`` rows, not copied if it
             fits. A padding row in it stays.
         init: How a new table is drawn, normal with standard deviation 0.02 by default; see
-            :func:`firstlayer.embeddings.token.initial`.
+            :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: A seed or a generator for ``init``.
 
@@ -246,7 +246,7 @@ class LearnedPositions(Module):
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
         if is_real(positions):
-            self.table.make_ready()
+            self.table.catch_up()
             rows = rows_at(self.weight, positions, row_offset=self.row_offset)
         else:
             rows = upcast(self.table(positions.astype(np.int64) + self.row_offset))

@@ -15,7 +15,7 @@ from ..positions.phases import LIMIT, phase_tables
 from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, over_rows
 from ..positions.rotary_rows import inverse_phases, phases_at, rotated
 from ..positions.scaling import Scaling, scaling_from
-from ._module import Module, native, positions_for
+from ._module import Module, native_byte_order, resolve_positions
 from ._positions import gradient_of
 
 
@@ -242,13 +242,13 @@ class RotaryPositions(Module):
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             want = f"(..., {', '.join(axes)}, {self.head_dim})"
             raise ValueError(f"{name} must have shape {want}, got {x.shape}")
-        return native(x)
+        return native_byte_order(x)
 
     def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
         if positions is None and self.axes is not None and self.ready:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
         length = x.shape[-2 if self.heads_axis == -3 else -3]
-        found = positions_for(length, positions=positions, offset=offset)
+        found = resolve_positions(length, positions=positions, offset=offset)
         if positions is None and self.axes is not None:
             # Text, whose time, height and width are one.
             found = np.broadcast_to(found, (self.axes, *found.shape))

@@ -21,7 +21,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import cast, compute_dtype, is_real, namespace_of
 from .._check import integer, not_negative, number, one_of, positive
-from ..embeddings.token import normal, whole_inside
+from ..embeddings.init import normal
+from ..embeddings.token import mask_out_of_range
 
 Align = Literal["ends", "centres", "starts"]
 Taps = tuple[Int[np.ndarray, "new taps"], Float[np.ndarray, "new taps"]]
@@ -53,7 +54,7 @@ def rows_at(
     xp = namespace_of(weight)
     last = weight.shape[0] - 1 - row_offset
     if not is_real(positions):
-        inside, near = whole_inside(positions, first=-row_offset, last=last)
+        inside, near = mask_out_of_range(positions, first=-row_offset, last=last)
         return xp.where(inside[..., None], weight[near + row_offset], float("nan"))
     inside, low, high, share = neighbours(positions, first=-row_offset, last=last)
     work = compute_dtype(weight.dtype)

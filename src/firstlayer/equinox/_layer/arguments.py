@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ...embeddings.layer import check_mask, check_segments, lead_of
+from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import vectors
 from .._table.lookup import Found, both
 from .._table.module import Table
@@ -53,7 +53,7 @@ def checked_call(
         embeds = vectors(embeds, layer.embedding_dim, name="inputs_embeds")
     found = None if ids is None else layer.token._find(ids)
     kept = None if found is None else found.ids
-    lead = lead_of(kept, embeds, has_positions=layer.position is not None)
+    lead = leading_shape(kept, embeds, has_positions=layer.position is not None)
     return Call(
         lead,
         found,

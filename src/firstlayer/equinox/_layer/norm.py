@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ...embeddings.layer import standardise, zero_where
+from ...embeddings.layer import mask_rows, normalize_rows
 
 Rows = Float[Array, "*batch embedding_dim"]
 
@@ -28,12 +28,12 @@ def normalised(
     if norm is None:
         return x
     if used is None:
-        y, _ = standardise(x, eps=norm.eps)
+        y, _ = normalize_rows(x, eps=norm.eps)
     else:
         # Before the norm and inside it, where rows of zeros without an epsilon are NaN:
         # what does not count must not reach the norm's gradient.
-        y, _ = standardise(zero_where(x, used), eps=norm.eps)
-        y = zero_where(y, used)
+        y, _ = normalize_rows(mask_rows(x, used), eps=norm.eps)
+        y = mask_rows(y, used)
     weight, bias = (
         None if row is None else jnp.broadcast_to(row.astype(y.dtype), y.shape)
         for row in (norm.weight, norm.bias)

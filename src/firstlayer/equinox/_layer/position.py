@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...embeddings.layer import check_adds, described_position
+from ...embeddings.layer import check_position, position_config
 from .._table.parameters import Key
 from ..learned import LearnedPositions
 from ..sinusoidal import SinusoidalPositions
@@ -17,7 +17,7 @@ def position_layer(
     key: Key | None,
 ) -> Any:
     """Return the module that ``position`` names, describes or is."""
-    described = described_position(
+    described = position_config(
         position, max_positions=max_positions, embedding_dim=embedding_dim
     )
     if described is not None:
@@ -27,5 +27,5 @@ def position_layer(
         else:
             position = SinusoidalPositions(**options)
     if position is not None:
-        check_adds(position, embedding_dim)
+        check_position(position, embedding_dim)
     return position

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from ..._check import FLOATS
-from ...embeddings.bag import Mode, divided, pool
-from ...embeddings.ragged import bag_numbers, bounds_of
+from ...embeddings.bag import Mode, divide_or_zero, pool
+from ...embeddings.ragged import bag_bounds, bag_indices
 from .lookup import on_host, whole
 
 
@@ -33,10 +33,10 @@ def checked_offsets(
         return None
     values = None if offsets is None else on_host(offsets)
     if offsets is None or values is not None:
-        bounds = bounds_of(shape, values, include_last_offset=include_last_offset)
+        bounds = bag_bounds(shape, values, include_last_offset=include_last_offset)
         return jnp.asarray(bounds.astype(np.int32))
     # Traced: the axes are looked at as ever, and offsets stand for those of one empty bag.
-    bounds_of(shape if len(shape) != 1 else (0,), [0])
+    bag_bounds(shape if len(shape) != 1 else (0,), [0])
     found = whole(offsets, name="offsets")
     if found.ndim != 1:
         raise ValueError(f"offsets must have 1 axis, got shape {found.shape}")
@@ -102,7 +102,7 @@ class Ragged:
     @property
     def numbers(self) -> Int[Array, " ids"]:
         """Which bag each id is in; ``count`` where it is in none."""
-        return bag_numbers(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
+        return bag_indices(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
 
     @property
     def valid(self) -> Bool[Array, ""]:
@@ -126,7 +126,7 @@ class Ragged:
             return self._largest(terms, counted)
         sums = self._summed(terms)
         if mode == "mean":
-            return divided(sums, self._summed(factors)[:, None])
+            return divide_or_zero(sums, self._summed(factors)[:, None])
         return sums
 
     def anywhere(self, flags: Bool[Array, " ids"]) -> Bool[Array, " bags"]:

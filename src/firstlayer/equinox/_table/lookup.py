@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from ..._check import ids_in_range
-from ...embeddings.token import whole_inside, within_norm
+from ...embeddings.token import clip_norms, mask_out_of_range
 from .._module import concrete, upcast
 
 
@@ -115,7 +115,7 @@ def find(
     """
     values, inside = on_host(ids), None
     if values is None:
-        inside, near = whole_inside(whole(ids, name=name), last=num_embeddings - 1)
+        inside, near = mask_out_of_range(whole(ids, name=name), last=num_embeddings - 1)
     else:
         kept = ids_in_range(values, num_embeddings, name=name, bound=bound)
         near = (ids if isinstance(ids, Tracer) else kept).astype(np.int32)
@@ -195,7 +195,7 @@ def shortened(
     rows = upcast(rows)
     if how.max_norm is None:
         return rows
-    return within_norm(rows, max_norm=how.max_norm, norm_type=how.norm_type)
+    return clip_norms(rows, max_norm=how.max_norm, norm_type=how.norm_type)
 
 
 def _take(weight: Array, place: Array) -> Array:

@@ -26,7 +26,8 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from ..._array import compute_dtype
 from ..._check import check_real, integers, not_negative, padding_index
-from ...embeddings.token import Resized, check_norm, resized
+from ...embeddings.resize import Resized, resize_table
+from ...embeddings.token import check_norm
 from .._module import Module, bits_of, concrete, floats_of, replaced
 from .lookup import Found, How, SomeRows, find, rows_at, shortened, whole
 from .parameters import INITS, Init, Key, drawn, given
@@ -157,7 +158,7 @@ class Table(Module):
             if key is None:
                 raise ValueError("key must be given to draw parameters, got None")
             rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-        table, what = resized(
+        table, what = resize_table(
             np.asarray(self.parameters()["weight"]),
             num_embeddings,
             init=np.asarray(init) if isinstance(init, jax.Array) else init,
