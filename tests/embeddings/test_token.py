@@ -411,9 +411,7 @@ def test_logits_are_products_with_every_row(dtype, monkeypatch):
     got = layer.logits(x)
     assert got.dtype == x.dtype
     tolerance = {8: 1e-15, 4: 1e-6, 2: 2**-8}[got.dtype.itemsize]
-    np.testing.assert_allclose(
-        got.astype(float), want, rtol=tolerance, atol=8 * tolerance
-    )
+    np.testing.assert_allclose(got.astype(float), want, rtol=tolerance, atol=8 * tolerance)
 
 
 @pytest.mark.parametrize("padding_idx", [None, 1])
@@ -424,9 +422,7 @@ def test_gradients_of_the_tied_head_equal_finite_differences(padding_idx):
     got = pull(d)
     dx = central_difference(lambda: float((layer.logits(x) * d).sum()), x)
     np.testing.assert_allclose(got["x"], dx, atol=1e-8)
-    dweight = central_difference(
-        lambda: float((layer.logits(x) * d).sum()), layer.weight
-    )
+    dweight = central_difference(lambda: float((layer.logits(x) * d).sum()), layer.weight)
     assert dweight.all()
     np.testing.assert_allclose(got["weight"], dweight, atol=1e-8)
 
@@ -452,7 +448,11 @@ def test_growing_keeps_rows_and_adds_the_mean_of_the_tokens():
     layer.set_padding(100.0)
     before = layer.weight.copy()
     changes = layer.resize(8)
-    assert (changes.kept, changes.added, changes.dropped) == (range(5), range(5, 8), range(8, 5))
+    assert (changes.kept, changes.added, changes.dropped) == (
+        range(5),
+        range(5, 8),
+        range(8, 5),
+    )
     assert layer.num_embeddings == 8 and layer.padding_idx == 4
     np.testing.assert_array_equal(layer.weight[:5], before)
     np.testing.assert_allclose(

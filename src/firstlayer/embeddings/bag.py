@@ -81,7 +81,7 @@ def pool(
     return sums
 
 
-def pool_bags(
+def pool_ragged(
     table: Float[np.ndarray, "rows embedding_dim"], bags: Bags, *, mode: Mode
 ) -> tuple[Float[np.ndarray, "bags embedding_dim"], np.ndarray | None]:
     """Pool rows over ragged bags; for ``"max"`` also return which id won each entry.
@@ -93,7 +93,7 @@ def pool_bags(
 
     Example:
         >>> bags = Bags(np.array([0, 1, 1]), np.array([0, 2, 3]), None, None)
-        >>> pool_bags(np.array([[1.0], [4.0]]), bags, mode="mean")[0].tolist()
+        >>> pool_ragged(np.array([[1.0], [4.0]]), bags, mode="mean")[0].tolist()
         [[2.5], [4.0]]
     """
     flat = bags.ids, bags.bounds
@@ -111,7 +111,7 @@ def table_gradient(
     winners: np.ndarray | None = None,
     scale_grad_by_freq: bool = False,
 ) -> RowGradient:
-    """Return the gradient of the table that :func:`pool_bags` read.
+    """Return the gradient of the table that :func:`pool_ragged` read.
 
     The gradient of a row is itself a sum over bags: those that its id was in.
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, Real
 
 from .._array import compute_dtype
 from .._check import is_float, one_of
-from ..embeddings.bag import MODES, Mode, pool_bags, table_gradient, weights_gradient
+from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
 from ..embeddings.token import clip_norms
@@ -93,7 +93,7 @@ class EmbeddingBag(Embedding):
     ) -> Float[np.ndarray, "bags embedding_dim"]:
         bags = self._bags(ids, offsets, per_sample_weights)
         table, pooled = self._rows_of(bags, copy=False)
-        y, _ = pool_bags(table, pooled, mode=self.mode)
+        y, _ = pool_ragged(table, pooled, mode=self.mode)
         return y.astype(self.weight.dtype, copy=False)
 
     def vjp(
@@ -117,7 +117,7 @@ class EmbeddingBag(Embedding):
         # Copies: the caller may change the ids or the table before calling the pullback.
         bags = replace(bags, ids=bags.ids.copy())
         table, pooled = self._rows_of(bags, copy=per_sample_weights is not None)
-        y, winners = pool_bags(table, pooled, mode=self.mode)
+        y, winners = pool_ragged(table, pooled, mode=self.mode)
         weights = None if per_sample_weights is None else np.asarray(per_sample_weights)
 
         def pull(dy: np.ndarray) -> dict[str, Any]:

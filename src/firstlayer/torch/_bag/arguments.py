@@ -14,7 +14,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from ..._array import compute_dtype
-from ...embeddings.bag import MODES, pool_bags
+from ...embeddings.bag import MODES, pool_ragged
 from ...embeddings.ragged import Bags, bag_bounds, flatten_bags
 from .._table.lookup import HALF, INDEX, Table, as_index
 from .._tensors.errors import torch_classes
@@ -83,7 +83,7 @@ def _on_kernels(
     if wanted and torch.is_grad_enabled():
         return _Pool.apply(weight, weights, ids, bags, how)  # pyright: ignore
     with threads_of_torch():
-        return tensor_of(pool_bags(array_of_table(weight), bags, mode=how.mode)[0])
+        return tensor_of(pool_ragged(array_of_table(weight), bags, mode=how.mode)[0])
 
 
 class _Pool(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Pool(torch.autograd.Function):
         table = weight if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(weights, table, ids)
         with threads_of_torch():
-            y, winners = pool_bags(array_of_table(weight), bags, mode=how.mode)
+            y, winners = pool_ragged(array_of_table(weight), bags, mode=how.mode)
         ctx.gradients = Gradients(bags, how.mode, winners, how.table(weight))
         return tensor_of(y)
 
