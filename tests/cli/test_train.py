@@ -18,7 +18,7 @@ from firstlayer.word_vectors import train as study
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
 from firstlayer.word_vectors.skipgram import SkipGram
 from firstlayer.word_vectors.text import read_blocks, read_lines, standard_library
-from tests.support.command import call, data, held, one_sentence, refusal, run_alone
+from tests.support.command import call, call_alone, data, held, one_sentence, refusal
 
 FAST = ["--dim", "8", "--epochs", "2", "--batch", "256", "--sample", "1", "-q"]
 rng = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def test_ctrl_c_while_text_is_read_ends_at_once(folder, monkeypatch):
 
 def test_a_terminal_sees_tokens_per_second_and_loss(folder):
     master, terminal = os.openpty()
-    done = run_alone(
+    done = call_alone(
         "train", "a.txt", *FAST[:-1], folder=folder, stdout=subprocess.PIPE, stderr=terminal
     )
     os.close(terminal)
@@ -372,10 +372,10 @@ def test_a_full_disk_leaves_what_was_there(folder):
     data("train", "a.txt", *FAST)
     before = held(folder)
     args = ["train", "a.txt", *FAST, "--force", "--seed", "1"]
-    done = run_alone(*args, folder=folder, before=FULL)
+    done = call_alone(*args, folder=folder, before=FULL)
     assert done.returncode == 1
     assert one_sentence(done.stdout, done.stderr) == "file too large"
-    done = run_alone(*args, "-o", "new", folder=folder, before=FULL)
+    done = call_alone(*args, "-o", "new", folder=folder, before=FULL)
     assert done.returncode == 1 and held(folder) == before
     assert sorted(os.listdir(folder)) == ["a.txt", "vectors"]
 
