@@ -1,4 +1,4 @@
-"""The code in the README and the docs runs."""
+"""Runs the code blocks of the README and the docs."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_run(page, tmp_path):
-    # Each in a process of its own, for what they do to the libraries they import.
+    # In processes of their own: some blocks change the libraries they import.
     for block in blocks(page):
         run_alone(block, folder=tmp_path)
 
 
-def test_the_readme_has_code_to_run():
+def test_readme_has_code_blocks():
     assert len(blocks(ROOT / "README.md")) >= 2

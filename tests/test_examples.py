@@ -1,4 +1,4 @@
-"""The examples learn what they say, and write the same with a cache as without."""
+"""The examples learn, and their cached decoding equals the uncached one."""
 
 import importlib.util
 import math
@@ -23,7 +23,7 @@ SCHEMES = ["learned", "sinusoidal", "rotary", "alibi", "t5", "none"]
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Return a function that runs an example as a script and returns what it printed."""
+    """Return a function that runs an example as a script and returns its stdout."""
 
     def run_script(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -38,22 +38,22 @@ def nats(printed: str) -> list[float]:
 
 
 def module(name: str) -> Any:
-    """Return an example as a module, fresh, whose constants may be changed."""
+    """Return an example as a new module, whose constants may be changed."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
 
 
 def text_file(folder: Path) -> str:
-    """Return a file of one's own: the same few sentences, over and over."""
-    path = folder / "mine.txt"
+    """Return the path of a file with a few sentences, repeated."""
+    path = folder / "text.txt"
     path.write_text("The cat sat on the mat. A dog ran to the sea.\n" * 60, "utf-8")
     return str(path)
 
 
-def test_no_example_is_forgotten():
+def test_every_example_is_tested():
     known = "bag_classifier next_token text_classifier transformer transformer_jax"
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
 
@@ -63,25 +63,25 @@ def test_next_token_learns(run):
     assert last < first - 2
 
 
-def test_text_classifier_learns_which_way_text_runs(run):
+def test_text_classifier_learns_the_direction_of_text(run):
     chance, *_, held_out = nats(run("text_classifier", "--steps", "90"))
     assert chance == pytest.approx(math.log(2), abs=0.01)
-    # By letters alone, which are the same both ways, there is nothing below chance.
+    # Letter counts are the same both ways, so they give no better than chance.
     assert held_out < 0.4
 
 
-def test_text_classifier_reads_a_file_of_ones_own(run, tmp_path):
+def test_text_classifier_reads_a_given_file(run, tmp_path):
     printed = run("text_classifier", text_file(tmp_path), "--steps", "40")
     assert printed.startswith("2,760 bytes") and nats(printed)[-1] < 0.4
 
 
-def test_bag_classifier_learns_where_lines_come_from(run):
+def test_bag_classifier_learns_the_file_of_a_line(run):
     chance, *_, held_out = nats(run("bag_classifier", "--steps", "400"))
     assert chance == pytest.approx(math.log(8), abs=0.01)
     assert held_out < 0.8
 
 
-def test_bag_classifier_reads_files_of_ones_own(run, tmp_path):
+def test_bag_classifier_reads_given_files(run, tmp_path):
     one, other = tmp_path / "one.txt", tmp_path / "other.txt"
     one.write_text("the sun is warm\n" * 400, "utf-8")
     other.write_text("the moon is cold\n" * 400, "utf-8")
@@ -91,15 +91,15 @@ def test_bag_classifier_reads_files_of_ones_own(run, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformer_learns_and_writes_with_a_cache(run, scheme, tmp_path):
-    mine = text_file(tmp_path)
-    printed = run("transformer", mine, "--positions", scheme, "--steps", "25")
+def test_transformer_learns_and_decodes_with_a_cache(run, scheme, tmp_path):
+    text = text_file(tmp_path)
+    printed = run("transformer", text, "--positions", scheme, "--steps", "25")
     chance, *_, last = nats(printed)
     assert chance == 5.55 and last < 2.2
     assert "equal to the output without" in printed and "NOT equal" not in printed
 
 
-def test_transformer_learns_more_than_how_often_each_byte_occurs(run):
+def test_transformer_learns_more_than_byte_frequencies(run):
     *_, last = nats(run("transformer", "--steps", "100"))
     text = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     counts = np.bincount(np.frombuffer(text.read_bytes(), np.uint8))
@@ -109,7 +109,7 @@ def test_transformer_learns_more_than_how_often_each_byte_occurs(run):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @torch.no_grad()
-def test_a_cached_step_has_the_logits_of_the_whole(scheme):
+def test_cached_logits_equal_those_of_the_full_sequence(scheme):
     torch.manual_seed(0)
     example = module("transformer")
     model = example.Transformer(scheme).eval()
@@ -127,7 +127,7 @@ def test_a_cached_step_has_the_logits_of_the_whole(scheme):
 
 
 @torch.no_grad()
-def test_every_scheme_but_none_tells_positions_apart():
+def test_every_scheme_but_none_distinguishes_positions():
     example = module("transformer")
     example.LAYERS = 1
     ids = torch.tensor([[5, 6, 7, 8], [6, 5, 7, 8]])
@@ -137,13 +137,13 @@ def test_every_scheme_but_none_tells_positions_apart():
         if scheme == "t5":
             nn.init.normal_(model.bias.weight)
         one, other = model(ids)[0][:, -1]
-        # One layer that knows no positions sees a bag of what came before.
+        # Without positions, one layer sees an unordered bag of the previous tokens.
         assert torch.allclose(one, other, atol=1e-5) == (scheme == "none"), scheme
 
 
-def test_the_jax_transformer_learns_and_writes_with_a_cache(run, tmp_path):
-    mine = text_file(tmp_path)
-    printed = run("transformer_jax", mine, "--steps", "25")
+def test_jax_transformer_learns_and_decodes_with_a_cache(run, tmp_path):
+    text = text_file(tmp_path)
+    printed = run("transformer_jax", text, "--steps", "25")
     chance, *_, last = nats(printed)
     assert chance == 5.55 and last < 2.2
     assert "equal to the output without" in printed and "NOT equal" not in printed
@@ -151,14 +151,14 @@ def test_the_jax_transformer_learns_and_writes_with_a_cache(run, tmp_path):
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    """Return the JAX example with a model of one layer for eight places."""
+    """Return the JAX example with one layer and a length of eight."""
     example = module("transformer_jax")
     example.LAYERS, example.LENGTH, example.WIDTH = 1, 8, 16
     return example
 
 
 @pytest.mark.parametrize("scheme", ["learned", "rotary", "alibi", "t5"])
-def test_a_cached_step_in_jax_has_the_logits_of_the_whole(small, scheme):
+def test_cached_jax_logits_equal_those_of_the_full_sequence(small, scheme):
     model = small.Transformer(scheme, key=jax.random.key(0))
     if scheme == "t5":
         weight = jax.random.normal(jax.random.key(1), model.bias.weight.shape)
@@ -177,7 +177,7 @@ def test_a_cached_step_in_jax_has_the_logits_of_the_whole(small, scheme):
     np.testing.assert_allclose(*both(model, jnp.asarray(ids)), atol=1e-5)
 
 
-def test_attention_in_jax_is_equinoxs_own(small):
+def test_jax_attention_equals_that_of_equinox(small):
     model = small.Transformer("rotary", key=jax.random.key(0))
     block, x = model.blocks[0], jax.random.normal(jax.random.key(1), (8, 16))
 

@@ -1,27 +1,25 @@
-"""What an import costs, and which part of the package may know which."""
+"""What importing loads, and which folder of the package may import which."""
 
 import ast
 import json
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.support.run_alone import run_alone
 
 SOURCE = Path(__file__).parent.parent / "src" / "firstlayer"
 FRAMEWORKS = {"torch", "jax", "equinox", "flax", "tensorflow"}
 HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich"}
 
-USED_BY = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
-FRONT_ENDS = USED_BY.keys()
+FRONT_ENDS = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 
-# Import arrows point down: for each folder, the folders of the package and the libraries
-# that its files may import, wherever in a file the import stands. Every folder may import
-# ``_array`` and ``_check``.
+# For each folder, the other folders of the package and the libraries that its files may
+# import, at any level of a file. Every folder may import ``_array`` and ``_check``.
 CORE = {"positions", "embeddings", "optim", "files"}
 ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
-PARTS = {
+ALLOWED = {
     "_array": (set(), set()),
     "_check": (set(), ARRAYS),
     "kernels": (set(), {"numpy", "numba", "llvmlite"}),
@@ -50,58 +48,56 @@ PARTS = {
 
 def imported_by(code: str) -> set[str]:
     """Return the modules that ``code`` imports in a fresh interpreter."""
-    script = "import json, sys; before = set(sys.modules)\n" + textwrap.dedent(code)
-    script += "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    before = "import json, sys; before = set(sys.modules)\n"
+    after = "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    return set(json.loads(run_alone(before, code, after).splitlines()[-1]))
 
 
-def outside(modules: set[str]) -> set[str]:
-    """Return what is neither Firstlayer's nor the standard library's, by first name."""
+def third_party(modules: set[str]) -> set[str]:
+    """Return the top-level names of third-party modules."""
     tops = {name.partition(".")[0] for name in modules}
     return tops - sys.stdlib_module_names - {"firstlayer"}
 
 
 def test_import_firstlayer_loads_the_standard_library_only():
     loaded = imported_by("import firstlayer; dir(firstlayer); firstlayer.__doc__")
-    assert "firstlayer" in loaded and not outside(loaded)
+    assert "firstlayer" in loaded and not third_party(loaded)
 
 
-def test_every_public_name_comes_without_numba_or_a_framework():
+def test_public_names_load_neither_numba_nor_a_framework():
     loaded = imported_by("""
         import firstlayer
         for name in firstlayer.__all__:
             getattr(firstlayer, name)
     """)
-    assert {"numpy", "jaxtyping"} <= outside(loaded)
-    assert not outside(loaded) & (HEAVY | {"safetensors", "ml_dtypes"})
+    assert {"numpy", "jaxtyping"} <= third_party(loaded)
+    assert not third_party(loaded) & (HEAVY | {"safetensors", "ml_dtypes"})
 
 
-def test_the_numpy_face_comes_without_numba_or_a_framework():
+def test_numpy_front_end_loads_neither_numba_nor_a_framework():
     loaded = imported_by("""
         import firstlayer.numpy
         for name in firstlayer.numpy.__all__:
             getattr(firstlayer.numpy, name)
     """)
     assert "firstlayer.numpy.token" in loaded
-    assert not outside(loaded) & (HEAVY | {"safetensors"})
+    assert not third_party(loaded) & (HEAVY | {"safetensors"})
 
 
-@pytest.mark.parametrize("face", [face for face in FRONT_ENDS if (SOURCE / face).is_dir()])
-def test_a_face_comes_without_the_others(face):
-    loaded = imported_by(f"import firstlayer.{face}")
-    others = {f"firstlayer.{other}" for other in FRONT_ENDS - {face}}
-    assert f"firstlayer.{face}" in loaded and not loaded & others
-    assert not outside(loaded) & (FRAMEWORKS - USED_BY[face])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_front_end_does_not_load_the_others(front_end):
+    loaded = imported_by(f"import firstlayer.{front_end}")
+    others = {f"firstlayer.{other}" for other in FRONT_ENDS.keys() - {front_end}}
+    assert f"firstlayer.{front_end}" in loaded and not loaded & others
+    assert not third_party(loaded) & (FRAMEWORKS - FRONT_ENDS[front_end])
 
 
-def test_numba_comes_with_the_first_kernel_call():
+def test_numba_loads_with_the_first_kernel_call():
     build = "from firstlayer.numpy import Embedding; layer = Embedding(5, 4)"
     assert "numba" not in imported_by(build)
     call = build + "; import numpy as np; layer.vjp([1, 1])[1](np.ones((2, 4), 'float32'))"
     loaded = imported_by(call)
-    assert "numba" in loaded and not outside(loaded) & FRAMEWORKS
+    assert "numba" in loaded and not third_party(loaded) & FRAMEWORKS
 
 
 def test_files_are_written_and_read_without_a_framework(tmp_path):
@@ -110,18 +106,18 @@ def test_files_are_written_and_read_without_a_framework(tmp_path):
         write({str(tmp_path / "a")!r}, {{}}, {{}})
         read({str(tmp_path / "a")!r})
     """)
-    assert not outside(loaded) & (HEAVY | {"safetensors"})
+    assert not third_party(loaded) & (HEAVY | {"safetensors"})
 
 
-def part_of(module: str) -> str:
-    """Return the folder or file that a dotted name after ``firstlayer.`` belongs to."""
+def folder_of(module: str) -> str:
+    """Return the top-level folder or file of a dotted name after ``firstlayer.``."""
     first = module.partition(".")[0]
     exists = (SOURCE / first).is_dir() or (SOURCE / f"{first}.py").is_file()
     return first if first and exists else "__init__"
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the absolute names that the import statements of a file mention."""
+    """Return the absolute names that a file imports."""
     package = ["firstlayer", *path.relative_to(SOURCE).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -134,19 +130,19 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def wrong_arrows(path: Path) -> list[str]:
-    """Return the imports of a file that its folder may not make."""
-    part = part_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
-    ours, theirs = PARTS[part]
-    wrong = []
+def forbidden_imports(path: Path) -> list[str]:
+    """Return the imports of a file that are not allowed in its folder."""
+    folder = folder_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    folders, libraries = ALLOWED[folder]
+    forbidden = []
     for name in imports_of(path):
         top, _, rest = name.partition(".")
         if top == "firstlayer":
-            allowed = part_of(rest) in {part, "_array", "_check", *ours}
+            allowed = folder_of(rest) in {folder, "_array", "_check", *folders}
         else:
-            allowed = top in theirs or top in sys.stdlib_module_names
-        wrong += [] if allowed else [name]
-    return sorted(wrong)
+            allowed = top in libraries or top in sys.stdlib_module_names
+        forbidden += [] if allowed else [name]
+    return sorted(forbidden)
 
 
 def name_of(path: Path) -> str:
@@ -154,8 +150,8 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=name_of)
-def test_arrows_point_down(path):
-    assert wrong_arrows(path) == []
+def test_file_imports_only_what_its_folder_may(path):
+    assert forbidden_imports(path) == []
 
 
 @pytest.mark.parametrize(
@@ -179,9 +175,9 @@ def test_arrows_point_down(path):
         ("numpy/x.py", "from numba import njit", "numba.njit"),
     ],
 )
-def test_an_arrow_that_points_up_is_found(where, line, name, tmp_path, monkeypatch):
-    for part in ("kernels", "positions", "embeddings", "files", "numpy", "torch", "cli"):
-        (tmp_path / part).mkdir()
+def test_forbidden_import_is_found(where, line, name, tmp_path, monkeypatch):
+    for folder in ("kernels", "positions", "embeddings", "files", "numpy", "torch", "cli"):
+        (tmp_path / folder).mkdir()
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / where).write_text(f"import numpy as np\nfrom . import _check\n{line}\n")
-    assert wrong_arrows(tmp_path / where) == [name]
+    assert forbidden_imports(tmp_path / where) == [name]

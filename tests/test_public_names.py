@@ -1,4 +1,4 @@
-"""The public names are a promise: adding one is a choice, losing one is a break."""
+"""Public names, their documentation and their leading parameters."""
 
 import doctest
 import importlib
@@ -8,6 +8,32 @@ import pytest
 
 import firstlayer
 
+FRONT_ENDS = ["firstlayer.numpy", "firstlayer.torch", "firstlayer.equinox"]
+# Each layer with the arguments that may be positional, in every front end.
+LAYERS = {
+    "AlibiBias": ["num_heads"],
+    "Embedding": ["num_embeddings", "embedding_dim"],
+    "EmbeddingBag": ["num_embeddings", "embedding_dim"],
+    "EmbeddingLayer": ["num_embeddings", "embedding_dim"],
+    "FireBias": ["num_heads"],
+    "FourierFeatures": ["matrix"],
+    "KerpleBias": ["num_heads"],
+    "LearnedPositions": ["max_positions", "embedding_dim"],
+    "RotaryPositions": ["head_dim"],
+    "ShawScores": ["head_dim"],
+    "SinusoidalPositions": ["embedding_dim"],
+    "T5Bias": ["num_heads"],
+}
+OPTIMIZERS = [
+    "RowAdagrad",
+    "RowAdam",
+    "RowAdamW",
+    "RowLion",
+    "RowOptimizer",
+    "RowRMSprop",
+    "RowSGD",
+    "RowWiseAdagrad",
+]
 NAMES = {
     "firstlayer": [
         "DynamicNTK",
@@ -25,154 +51,63 @@ NAMES = {
         "query_temperature",
         "set_num_threads",
     ],
-    "firstlayer.numpy": [
-        "AlibiBias",
-        "Embedding",
-        "EmbeddingBag",
-        "EmbeddingLayer",
-        "FireBias",
-        "FourierFeatures",
-        "KerpleBias",
-        "LearnedPositions",
-        "RotaryPositions",
-        "ShawScores",
-        "SinusoidalPositions",
-        "T5Bias",
-        "load",
-        "save",
-    ],
+    "firstlayer.numpy": [*LAYERS, "load", "save"],
     "firstlayer.torch": [
-        "AlibiBias",
-        "Embedding",
-        "EmbeddingBag",
-        "EmbeddingLayer",
-        "FireBias",
-        "FourierFeatures",
+        *LAYERS,
         "HFRotary",
-        "KerpleBias",
-        "LearnedPositions",
         "PartlyFrozenEmbedding",
-        "RotaryPositions",
-        "ShawScores",
-        "SinusoidalPositions",
-        "T5Bias",
         "functional",
         "load",
         "replace_rotary",
         "save",
     ],
-    "firstlayer.equinox": [
-        "AlibiBias",
-        "Embedding",
-        "EmbeddingBag",
-        "EmbeddingLayer",
-        "FireBias",
-        "FourierFeatures",
-        "KerpleBias",
-        "LearnedPositions",
-        "RotaryPositions",
-        "ShawScores",
-        "SinusoidalPositions",
-        "T5Bias",
-        "load",
-        "load_leaves",
-        "rows",
-        "save",
-    ],
-    "firstlayer.optim": [
-        "RowAdagrad",
-        "RowAdam",
-        "RowAdamW",
-        "RowLion",
-        "RowOptimizer",
-        "RowRMSprop",
-        "RowSGD",
-        "RowWiseAdagrad",
-    ],
-    "firstlayer.torch.optim": [
-        "RowAdagrad",
-        "RowAdam",
-        "RowAdamW",
-        "RowLion",
-        "RowOptimizer",
-        "RowRMSprop",
-        "RowSGD",
-        "RowWiseAdagrad",
-        "clip_grad_norm_",
-    ],
+    "firstlayer.equinox": [*LAYERS, "load", "load_leaves", "rows", "save"],
+    "firstlayer.optim": OPTIMIZERS,
+    "firstlayer.torch.optim": [*OPTIMIZERS, "clip_grad_norm_"],
 }
-# torch's own signature, which these two keep whole, begins with the same names.
-DROP_IN = ("Embedding", "EmbeddingBag")
-
-# Names whose example is that of another.
-SHOWN_WITH = {
+# These keep the whole signature of torch's classes, which starts with the same names.
+TORCH_SIGNATURES = ("Embedding", "EmbeddingBag")
+# Names whose example is in the docstring of another.
+SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
 }
 
-# The arguments that may be given by position, in every face.
-LEADING = {
-    "AlibiBias": ["num_heads"],
-    "Embedding": ["num_embeddings", "embedding_dim"],
-    "EmbeddingBag": ["num_embeddings", "embedding_dim"],
-    "EmbeddingLayer": ["num_embeddings", "embedding_dim"],
-    "FireBias": ["num_heads"],
-    "FourierFeatures": ["matrix"],
-    "KerpleBias": ["num_heads"],
-    "LearnedPositions": ["max_positions", "embedding_dim"],
-    "RotaryPositions": ["head_dim"],
-    "ShawScores": ["head_dim"],
-    "SinusoidalPositions": ["embedding_dim"],
-    "T5Bias": ["num_heads"],
-}
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names_are_pinned(name):
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(NAMES[name])
+    assert all(hasattr(module, public) for public in module.__all__)
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_public_names_are_pinned(module):
-    found = importlib.import_module(module)
-    assert sorted(found.__all__) == NAMES[module]
-    for name in found.__all__:
-        assert getattr(found, name) is not None
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_an_example(name):
+    module = importlib.import_module(name)
+    for public in set(module.__all__) - {"__version__", "functional", "positions"}:
+        value = getattr(module, SHARED_EXAMPLES.get(public, public))
+        examples = doctest.DocTestFinder().find(value, public)
+        assert any(test.examples for test in examples), public
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_every_public_name_is_documented_with_an_example_that_runs(module):
-    found = importlib.import_module(module)
-    for name in set(found.__all__) - {"__version__", "functional", "positions"}:
-        value = getattr(found, name)
-        if name in SHOWN_WITH:
-            value = getattr(found, SHOWN_WITH[name])
-        examples = doctest.DocTestFinder().find(value, name)
-        assert any(test.examples for test in examples), name
-
-
-@pytest.mark.parametrize(
-    "face", ["firstlayer.numpy", "firstlayer.torch", "firstlayer.equinox"]
-)
-@pytest.mark.parametrize("name", LEADING)
-def test_leading_parameters_are_the_same_in_every_face(name, face):
-    layer = getattr(importlib.import_module(face), name)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_positional_parameters_are_the_same_in_every_front_end(name, front_end):
+    layer = getattr(importlib.import_module(front_end), name)
     parameters = inspect.signature(layer).parameters.values()
-    leading = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if face == "firstlayer.torch" and name in DROP_IN:
-        leading = leading[:2]
-    assert leading == LEADING[name]
-
-
-def test_the_faces_offer_the_same_names():
-    assert set(NAMES["firstlayer.numpy"]) <= set(NAMES["firstlayer.torch"])
-    assert set(NAMES["firstlayer.numpy"]) <= set(NAMES["firstlayer.equinox"])
-    assert set(NAMES["firstlayer.optim"]) <= set(NAMES["firstlayer.torch.optim"])
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if front_end == "firstlayer.torch" and name in TORCH_SIGNATURES:
+        positional = positional[:2]
+    assert positional == LAYERS[name]
 
 
 @pytest.mark.rejects
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(
-        AttributeError, match="module 'firstlayer' has no attribute 'Torch'"
-    ):
-        firstlayer.Torch  # noqa: B018  # pyright: ignore
+def test_an_unknown_name_is_an_attribute_error():
+    name = "Torch"
+    with pytest.raises(AttributeError, match="'firstlayer' has no attribute 'Torch'"):
+        getattr(firstlayer, name)
 
 
-def test_dir_lists_what_is_fetched_on_demand():
+def test_dir_lists_lazily_imported_names():
     assert {"YaRN", "RowGradient", "positions"} <= set(dir(firstlayer))

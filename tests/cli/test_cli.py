@@ -18,7 +18,7 @@ import pytest
 from firstlayer.cli import COMMANDS
 from firstlayer.cli._group import message
 from firstlayer.cli._output import check_output, columns, emit, plain, progress, say
-from tests.support.command import call, data, one_sentence, refusal, run_alone
+from tests.support.command import call, data, one_sentence, refusal, call_alone
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
 
@@ -54,7 +54,7 @@ def test_help_imports_only_click(args, tmp_path):
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
 """
-    done = run_alone(*args, folder=tmp_path, before=watch)
+    done = call_alone(*args, folder=tmp_path, before=watch)
     loaded = set(done.stderr.split())
     assert done.returncode == 0 and "click" in loaded
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
@@ -164,12 +164,12 @@ def test_traceback_environment_variable(raising, monkeypatch):
 @pytest.mark.rejects
 def test_missing_click_error_names_the_extra(tmp_path):
     hidden = "import sys; sys.modules['click'] = None"
-    done = run_alone("--help", folder=tmp_path, before=hidden)
+    done = call_alone("--help", folder=tmp_path, before=hidden)
     want = "firstlayer: the command line needs click: pip install 'firstlayer[cli]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", want)
     (tmp_path / "a.txt").write_text("one two " * 50)
     hidden = "import sys; sys.modules['tokenizers'] = None"
-    done = run_alone("train", "a.txt", "-q", folder=tmp_path, before=hidden)
+    done = call_alone("train", "a.txt", "-q", folder=tmp_path, before=hidden)
     want = "this needs tokenizers: pip install 'firstlayer[cli]'"
     assert one_sentence(done.stdout, done.stderr) == want and done.returncode == 1
     assert os.listdir(tmp_path) == ["a.txt"]
@@ -177,11 +177,11 @@ def test_missing_click_error_names_the_extra(tmp_path):
 
 def test_full_or_closed_stdout_gives_no_traceback(tmp_path):
     with open("/dev/full", "w") as full:
-        done = run_alone("--help", folder=tmp_path, stdout=full, stderr=subprocess.PIPE)
+        done = call_alone("--help", folder=tmp_path, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1 and done.stderr == "firstlayer: no space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
-    done = run_alone("--help", folder=tmp_path, stdout=writer, stderr=subprocess.PIPE)
+    done = call_alone("--help", folder=tmp_path, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
@@ -202,10 +202,10 @@ name.command = click.command()(lambda: warnings.warn("noise"))
 
 
 def test_python_warnings_are_hidden(tmp_path):
-    done = run_alone("inspect", folder=tmp_path, before=WARNS)
+    done = call_alone("inspect", folder=tmp_path, before=WARNS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     shown = {**os.environ, "PYTHONWARNINGS": "default"}
-    done = run_alone("inspect", folder=tmp_path, before=WARNS, env=shown)
+    done = call_alone("inspect", folder=tmp_path, before=WARNS, env=shown)
     assert "UserWarning: noise" in done.stderr
 
 
@@ -218,7 +218,7 @@ class Press:
         if name == "click": signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Press())
 """
-    done = run_alone("--help", folder=tmp_path, before=pressed)
+    done = call_alone("--help", folder=tmp_path, before=pressed)
     assert (done.returncode, done.stderr) == (1, "firstlayer: interrupted\n")
 
 

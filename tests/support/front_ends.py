@@ -1,14 +1,15 @@
-"""One layer in three faces: built from one file, called and differentiated alike.
+"""One layer in three front ends: built from one file, called and differentiated alike.
 
-A :class:`Case` is a configuration and a way to call it. ``in_all_faces`` builds it on
-NumPy, with a seed, and loads it in the other faces from NumPy's file; ``pulled`` returns
-the output and all gradients of a face as NumPy arrays; ``terms`` says how large the sums
-are that these numbers are the results of, which is what their difference is measured by.
+A :class:`Case` is a configuration and the arguments of a call. ``in_all_front_ends`` builds
+it on NumPy, with a seed, and loads NumPy's file in the others. ``output_and_gradients``
+returns NumPy arrays. ``term_sizes`` returns Σ|terms| of the sums behind each number, which
+tolerances are relative to.
 """
 
 import functools
 import importlib
 import inspect
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,22 +22,22 @@ import torch
 
 from firstlayer.embeddings.row_gradient import RowGradient
 
-FACES = ("numpy", "torch", "equinox")
+FRONT_ENDS = ("numpy", "torch", "equinox")
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A configuration of a layer, and what it is called with.
+    """A configuration of a layer, and the arguments of a call.
 
     Args:
-        name: The layer's class, the same in every face.
-        options: What it is built with.
-        real: Shapes of the real arrays that it is called with, by name.
-        rest: Whatever else, as arrays of integers or reals.
-        method: What is called, if not the layer itself.
-        names: Under which keywords ``rest`` goes in, if not by position.
-        linear: The parameters and inputs that the output is a linear function of.
+        name: Name of the layer's class.
+        options: Constructor arguments.
+        real: Shapes of the arguments that get a gradient, by name.
+        rest: Other arguments, as arrays of integers or reals.
+        method: Method that is called.
+        names: Keywords of ``rest`` after the first, if they are not positional.
+        linear: Parameters and inputs that the output is linear in.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Case:
     linear: tuple[str, ...] = ()
 
     def draw(self, seed: int) -> Arrays:
-        """Return the real arrays, in float32."""
+        """Return random values of the real arguments, in float32."""
         rng = np.random.default_rng(seed)
         return {
             name: rng.standard_normal(shape).astype(np.float32)
@@ -58,7 +59,7 @@ class Case:
     def arguments(
         self, real: dict[str, Any], rest: tuple[Any, ...]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return how the layer is called, the names of real arrays being its own too."""
+        """Return the positional and keyword arguments of the call."""
         if self.names:
             return [rest[0]], dict(zip(self.names, rest[1:], strict=True))
         if self.name == "EmbeddingBag":
@@ -66,48 +67,49 @@ class Case:
         return [*real.values(), *rest], {}
 
 
-def class_of(face: str, name: str) -> Any:
-    """Return the class of a layer in a face."""
-    return getattr(importlib.import_module(f"firstlayer.{face}"), name)
+def class_of(front_end: str, name: str) -> Any:
+    """Return the class of a layer in a front end."""
+    return getattr(importlib.import_module(f"firstlayer.{front_end}"), name)
 
 
 @functools.cache
-def in_all_faces(case: Case) -> dict[str, Any]:
-    """Return the layer by face, with one state, the same layers whenever it is asked."""
-    return built_in_all_faces(case)
+def in_all_front_ends(case: Case) -> dict[str, Any]:
+    """Return the layer by front end, with one state; the layers are shared by all tests."""
+    return built_in_all_front_ends(case)
 
 
-def built_in_all_faces(case: Case) -> dict[str, Any]:
-    """Return the layer by face, with one state."""
+def built_in_all_front_ends(case: Case) -> dict[str, Any]:
+    """Return new layers by front end, with one state."""
     cls = class_of("numpy", case.name)
     seed = {"rng": 0} if "rng" in inspect.signature(cls).parameters else {}
     layers = {"numpy": cls(**case.options, **seed)}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/layer.safetensors"
         importlib.import_module("firstlayer.numpy").save(path, layers["numpy"])
-        for face in FACES[1:]:
-            layers[face] = importlib.import_module(f"firstlayer.{face}").load(path)
+        for front_end in FRONT_ENDS[1:]:
+            module = importlib.import_module(f"firstlayer.{front_end}")
+            layers[front_end] = module.load(path)
     return layers
 
 
-def pulled(
-    face: str, case: Case, real: Arrays, rest: tuple[Any, ...], dy: np.ndarray
+def output_and_gradients(
+    front_end: str, case: Case, real: Arrays, rest: tuple[Any, ...], dy: np.ndarray
 ) -> tuple[np.ndarray, Arrays]:
-    """Return the output of a face, and the gradients of everything, given its own."""
-    run = {"numpy": _on_numpy, "torch": _on_torch, "equinox": _on_equinox}[face]
-    return run(in_all_faces(case)[face], case, real, rest, dy)
+    """Return the output, and the gradients of all inputs and parameters, given ``dy``."""
+    run = {"numpy": _on_numpy, "torch": _on_torch, "equinox": _on_equinox}[front_end]
+    return run(in_all_front_ends(case)[front_end], case, real, rest, dy)
 
 
-def called(case: Case, layer: Any, real: dict[str, Any], rest: tuple[Any, ...]) -> Any:
+def call(case: Case, layer: Any, real: dict[str, Any], rest: tuple[Any, ...]) -> Any:
     """Return the output of a layer."""
-    # JAX sorts the keys of a dict.
+    # In the order of the case: JAX sorts the keys of a dict.
     args, options = case.arguments({name: real[name] for name in case.real}, rest)
     return getattr(layer, case.method)(*args, **options)
 
 
 def _on_numpy(layer: Any, case: Case, real: Arrays, rest: Any, dy: Any) -> Any:
     if not hasattr(layer, "vjp"):
-        return called(case, layer, real, rest), {}
+        return call(case, layer, real, rest), {}
     args, options = case.arguments(real, rest)
     y, pull = layer.vjp(*args, **options)
     return y, _dense(pull(dy), layer)
@@ -123,90 +125,92 @@ def _dense(gradients: dict[str, Any], layer: Any) -> Arrays:
 
 def _on_torch(layer: Any, case: Case, real: Arrays, rest: Any, dy: Any) -> Any:
     tensors = {name: torch.tensor(x, requires_grad=True) for name, x in real.items()}
-    y = called(case, layer, tensors, tuple(torch.as_tensor(x) for x in rest))
+    y = call(case, layer, tensors, tuple(torch.as_tensor(x) for x in rest))
     if not y.requires_grad:
         return y.numpy(), {}
     layer.zero_grad()
     y.backward(torch.from_numpy(dy))
-    found = {**dict(layer.named_parameters()), **tensors}
+    leaves = {**dict(layer.named_parameters()), **tensors}
     return y.detach().numpy(), {
-        name: x.grad.numpy().copy() for name, x in found.items() if x.grad is not None
+        name: x.grad.numpy().copy() for name, x in leaves.items() if x.grad is not None
     }
 
 
 def _on_equinox(layer: Any, case: Case, real: Arrays, rest: Any, dy: Any) -> Any:
-    y, gradients = _pulled(case, layer, real, tuple(jnp.asarray(x) for x in rest), dy)
+    y, gradients = _jitted_vjp(case, layer, real, tuple(jnp.asarray(x) for x in rest), dy)
     return np.asarray(y), {
         name: np.asarray(value) for name, value in gradients.items() if value is not None
     }
 
 
 @eqx.filter_jit
-def _pulled(case: Case, layer: Any, real: Any, rest: Any, dy: Any) -> Any:
+def _jitted_vjp(case: Case, layer: Any, real: Any, rest: Any, dy: Any) -> Any:
     def run(layer: Any, real: Any) -> Any:
-        return called(case, layer, real, rest)
+        return call(case, layer, real, rest)
 
-    y, back = eqx.filter_vjp(run, layer, real)
-    own, given = back(dy)
-    return y, {**own.parameters(), **given}
+    y, pullback = eqx.filter_vjp(run, layer, real)
+    dlayer, dreal = pullback(dy)
+    return y, {**dlayer.parameters(), **dreal}
 
 
-def terms(
+def term_sizes(
     case: Case, real: Arrays, rest: tuple[Any, ...], dy: np.ndarray
 ) -> tuple[np.ndarray, Arrays]:
-    """Return the sum of the sizes of what is added up, for each output and gradient.
+    """Return Σ|terms| of each output and each gradient, from the Jacobians in float64.
 
-    From the derivatives of every output by every input, in float64. A gradient is a sum
-    over the outputs. An output is a sum over the inputs that it is linear in, and of what
-    depends on none of them.
+    A gradient is a sum over outputs. An output is a sum over the inputs that it is linear
+    in, plus a term that does not depend on them.
     """
-    layer, wide = _in_float64(case), {n: x.astype(np.float64) for n, x in real.items()}
+    layer = _in_float64(case)
+    inputs = {name: x.astype(np.float64) for name, x in real.items()}
     if not hasattr(layer, "vjp"):
-        return np.abs(called(case, layer, wide, rest)), {}
-    args, options = case.arguments(wide, rest)
+        return np.abs(call(case, layer, inputs, rest)), {}
+    args, options = case.arguments(inputs, rest)
     y, pull = layer.vjp(*args, **options)
     units = np.eye(y.size).reshape(y.size, *y.shape)
-    by_unit = [_dense(pull(unit), layer) for unit in units]
-    slopes = {n: np.stack([one[n].ravel() for one in by_unit]) for n in by_unit[0]}
-    values = {**layer.parameters(), **wide}
-    parts = {n: slopes[n] * values[n].ravel() for n in case.linear}
-    rest_of = y.ravel() - sum(part.sum(axis=1) for part in parts.values())
-    sizes = np.abs(rest_of) + sum(np.abs(part).sum(axis=1) for part in parts.values())
-    arriving = np.abs(dy).ravel()
+    rows = [_dense(pull(unit), layer) for unit in units]
+    jacobians = {n: np.stack([row[n].ravel() for row in rows]) for n in rows[0]}
+    values = {**layer.parameters(), **inputs}
+    linear = {n: jacobians[n] * values[n].ravel() for n in case.linear}
+    constant = y.ravel() - sum(term.sum(axis=1) for term in linear.values())
+    sizes = np.abs(constant) + sum(np.abs(term).sum(axis=1) for term in linear.values())
     return sizes.reshape(y.shape), {
-        n: (arriving @ np.abs(slope)).reshape(values[n].shape)
-        for n, slope in slopes.items()
+        n: (np.abs(dy).ravel() @ np.abs(jacobian)).reshape(values[n].shape)
+        for n, jacobian in jacobians.items()
     }
 
 
 def _in_float64(case: Case) -> Any:
-    layer = in_all_faces(case)["numpy"]
-    config = layer.config()
-    if "dtype" not in config:
+    layer = in_all_front_ends(case)["numpy"]
+    if "dtype" not in layer.config():
         return layer
     options = {k: v for k, v in case.options.items() if k not in ("dtype", "weight")}
-    wide = type(layer)(**options, dtype="float64")
-    wide.load_state_dict({n: x.astype(np.float64) for n, x in layer.state_dict().items()})
-    return wide
+    other = type(layer)(**options, dtype="float64")
+    other.load_state_dict({n: x.astype(np.float64) for n, x in layer.state_dict().items()})
+    return other
 
 
-def assert_agree(found: dict[str, np.ndarray], sizes: np.ndarray, what: str) -> None:
-    """Fail unless all faces are within 1e-6 · max(1, Σ|terms|) of each other."""
+def assert_agree(arrays: dict[str, np.ndarray], sizes: np.ndarray, what: str) -> None:
+    """Assert that all front ends are within 1e-6 · max(1, Σ|terms|) of each other."""
     bound = 1e-6 * np.maximum(1.0, sizes)
-    for a, b in (("numpy", "torch"), ("numpy", "equinox"), ("torch", "equinox")):
-        assert found[a].shape == found[b].shape == sizes.shape, (what, a, b)
-        apart = np.abs(found[a].astype(np.float64) - found[b].astype(np.float64))
-        assert (apart <= bound).all(), (what, a, b, float((apart / bound).max()))
+    for a, b in itertools.combinations(FRONT_ENDS, 2):
+        assert arrays[a].shape == arrays[b].shape == sizes.shape, (what, a, b)
+        difference = np.abs(arrays[a].astype(np.float64) - arrays[b].astype(np.float64))
+        assert (difference <= bound).all(), (what, a, b, float((difference / bound).max()))
 
 
-def refusals(run: Callable[[str], Any]) -> dict[str, tuple[str, str]]:
-    """Return the class and the sentence of the error that each face raises."""
-    found = {}
-    for face in FACES:
+def errors_of(run: Callable[[str], Any]) -> dict[str, tuple[str, str]]:
+    """Return the class and message of the error that each front end raises."""
+    errors = {}
+    for front_end in FRONT_ENDS:
         try:
-            run(face)
+            run(front_end)
         except (ValueError, TypeError, IndexError) as error:
-            kinds = [kind for kind in (ValueError, TypeError, IndexError)
-                     if isinstance(error, kind)]  # fmt: skip
-            found[face] = kinds[0].__name__, str(error.args[0]).split("\n----")[0]
-    return found
+            base = next(
+                base
+                for base in (ValueError, TypeError, IndexError)
+                if isinstance(error, base)
+            )
+            # Equinox appends its own explanation after a line of dashes.
+            errors[front_end] = base.__name__, str(error.args[0]).split("\n----")[0]
+    return errors

@@ -1,4 +1,4 @@
-"""Gradients by central differences, to hold every other gradient against."""
+"""Numerical gradients, the reference for all others."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 def central_difference(f: Callable[[], float], x: np.ndarray, *, step: float = 1e-6):
-    """Return the gradient of the number ``f()`` with respect to the float64 array ``x``."""
+    """Return the gradient of ``f()`` with respect to the float64 array ``x``."""
     grad = np.zeros_like(x)
-    for place in np.ndindex(*x.shape):
-        kept = x[place]
-        x[place] = kept + step
+    for index in np.ndindex(*x.shape):
+        value = x[index]
+        x[index] = value + step
         above = f()
-        x[place] = kept - step
-        grad[place] = (above - f()) / (2 * step)
-        x[place] = kept
+        x[index] = value - step
+        grad[index] = (above - f()) / (2 * step)
+        x[index] = value
     return grad

@@ -17,7 +17,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 import firstlayer.numpy.token
-from firstlayer.embeddings.token import within_norm
+from firstlayer.embeddings.token import clip_norms
 from firstlayer.torch._table import grad_hooks, lookup
 from firstlayer.torch.frozen import PartlyFrozenEmbedding
 from firstlayer.torch.functional import embedding
@@ -763,7 +763,7 @@ def test_copies_on_several_machines_shorten_the_same_rows(monkeypatch):
 def test_max_norm_with_a_tied_head_has_the_gradients_of_both_uses(head_first, padding_idx):
     layer = Embedding(5, 3, max_norm=1.0, padding_idx=padding_idx, dtype=torch.float64)
     stored = layer.weight.detach().clone().numpy()
-    used = within_norm(stored, max_norm=1.0)
+    used = clip_norms(stored, max_norm=1.0)
     ids, h = np.array([1, 4, 4]), np.random.default_rng(1).standard_normal((2, 3))
 
     def loss():

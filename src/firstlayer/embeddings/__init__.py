@@ -1,1 +1,1 @@
-"""What a lookup means: token tables, bags, the complete layer, row gradients."""
+"""Token tables, bags, the complete layer and row gradients, shared by all front ends."""

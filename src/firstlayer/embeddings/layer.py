@@ -1,11 +1,9 @@
-"""The complete layer: what is added, scaled, normalised and dropped, in which order.
+"""The complete layer, with array operations of any library.
 
-Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm if asked →
-dropout if asked → zero at padding if asked. This is BERT's and the original Transformer's
-first layer, and GPT-2's without the norm. Only token rows are scaled (Vaswani et al. 2017),
-and zeroing comes last, so that a norm's bias does not bring padding back to life.
-
-The functions here run unchanged on NumPy, torch and JAX arrays.
+Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm → dropout
+→ zero at padding; all but the token rows are optional. This is the first layer of BERT and
+of the original Transformer, and without the norm that of GPT-2. Only token rows are scaled
+(Vaswani et al. 2017). Zeroing comes last because the norm's bias makes padding nonzero.
 """
 
 from typing import Any
@@ -16,21 +14,21 @@ from .._array import namespace_of
 from .._check import one_of
 
 
-def lead_of(
+def leading_shape(
     ids: Shaped[Any, "*batch"] | None,
     embeds: Float[Any, "*batch embedding_dim"] | None,
     *,
     has_positions: bool,
 ) -> tuple[int, ...]:
-    """Return the shape of the output without its last axis, as the arguments agree on it.
+    """Return the shape of the output without its last axis.
 
     Args:
         ids: Token ids, or None.
-        embeds: Token rows that were looked up elsewhere, or None.
-        has_positions: Whether the layer adds positions, which need a length.
+        embeds: Token rows looked up by the caller, or None.
+        has_positions: Whether the layer adds positions, which need a length axis.
 
     Example:
-        >>> lead_of(None, None, has_positions=False)
+        >>> leading_shape(None, None, has_positions=False)
         Traceback (most recent call last):
         ...
         ValueError: give ids or inputs_embeds, got neither
@@ -51,32 +49,32 @@ def lead_of(
 
 
 def check_segments(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
-    """Refuse segments that are neither one for each token nor one for each place."""
-    # Not `in`: a compiler that has symbols for sizes finds no number among them.
+    """Raise if segments have neither the shape of the ids nor ``(length,)``."""
+    # Not `in`: torch.compile cannot search a tuple of symbolic sizes.
     if tuple(shape) != lead and tuple(shape) != lead[-1:]:
         raise ValueError(f"segments must have shape {lead}, got {tuple(shape)}")
 
 
 def check_mask(dtype: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
-    """Refuse a mask that is not one bool for each token."""
+    """Raise if a mask is not one bool per token."""
     if dtype != "bool" or tuple(shape) != lead:
         raise ValueError(f"mask must be bools of shape {lead}, got {dtype} {tuple(shape)}")
 
 
-def described_position(
+def position_config(
     position: Any, *, max_positions: int | None, embedding_dim: int
 ) -> tuple[str, dict[str, Any]] | None:
-    """Return the class and the arguments of the layer that ``position`` tells to make.
+    """Return the class name and arguments of the position layer to build.
 
-    None if it tells of none: it is a layer itself, or nothing.
+    None if there is nothing to build: ``position`` is a layer or None.
 
     Args:
-        position: As the complete layer takes it.
-        max_positions: Likewise; for ``"learned"`` alone.
-        embedding_dim: Width of a vector.
+        position: The complete layer's argument.
+        max_positions: Number of positions, for ``"learned"`` only.
+        embedding_dim: Width of each vector.
 
     Example:
-        >>> described_position("learned", max_positions=9, embedding_dim=4)
+        >>> position_config("learned", max_positions=9, embedding_dim=4)
         ('LearnedPositions', {'max_positions': 9, 'embedding_dim': 4})
     """
     if isinstance(position, str) and position == "learned":
@@ -99,15 +97,15 @@ def described_position(
     return None
 
 
-def check_adds(position: Any, embedding_dim: int) -> None:
-    """Refuse what is no layer that adds positions, or one of another width."""
+def check_position(position: Any, embedding_dim: int) -> None:
+    """Raise if ``position`` is not a layer that adds vectors of this width."""
     if isinstance(position, type) or not hasattr(position, "encode"):
-        found = type(position).__name__
+        got = type(position).__name__
         if isinstance(position, type):
-            found = f"the class {position.__name__}"
+            got = f"the class {position.__name__}"
         raise TypeError(
             "position must be 'learned', 'sinusoidal', None or a layer that adds "
-            f"positions, got {found}"
+            f"positions, got {got}"
         )
     if getattr(position, "embedding_dim", None) != embedding_dim:
         raise ValueError(
@@ -116,57 +114,57 @@ def check_adds(position: Any, embedding_dim: int) -> None:
         )
 
 
-def combine(
+def add_embeddings(
     token: Float[Any, "*batch embedding_dim"],
-    *added: Float[Any, "*#batch embedding_dim"],
+    *others: Float[Any, "*#batch embedding_dim"],
     scale: bool,
 ) -> Float[Any, "*batch embedding_dim"]:
-    """Return the token rows, scaled if asked, plus everything that is ``added``.
+    """Return the token rows, times √embedding_dim if ``scale``, plus all ``others``.
 
     Example:
         >>> import numpy as np
-        >>> combine(np.ones((1, 4)), np.ones((1, 4)), scale=True).tolist()
+        >>> add_embeddings(np.ones((1, 4)), np.ones((1, 4)), scale=True).tolist()
         [[3.0, 3.0, 3.0, 3.0]]
     """
     total = token * token.shape[-1] ** 0.5 if scale else token
-    for part in added:
-        total = total + part
+    for other in others:
+        total = total + other
     return total
 
 
-def standardise(
+def normalize_rows(
     x: Float[Any, "*batch embedding_dim"], *, eps: float
 ) -> tuple[Float[Any, "*batch embedding_dim"], Float[Any, "*batch 1"]]:
-    """Return ``x`` with mean 0 and variance 1 in each row, and what it was multiplied by.
+    """Return rows with mean 0 and variance 1, and the reciprocal standard deviations.
 
     Args:
-        x: In float32 or float64.
-        eps: Added to the variance, so that a constant row stays finite.
+        x: Rows in float32 or float64.
+        eps: Added to the variance.
     """
     xp = namespace_of(x)
-    centred = x - xp.mean(x, axis=-1, keepdims=True)
-    factor = (xp.mean(centred * centred, axis=-1, keepdims=True) + eps) ** -0.5
-    return centred * factor, factor
+    centered = x - xp.mean(x, axis=-1, keepdims=True)
+    rstd = (xp.mean(centered * centered, axis=-1, keepdims=True) + eps) ** -0.5
+    return centered * rstd, rstd
 
 
-def standardise_backward(
+def normalize_rows_backward(
     dy: Float[Any, "*batch embedding_dim"],
     y: Float[Any, "*batch embedding_dim"],
-    factor: Float[Any, "*batch 1"],
+    rstd: Float[Any, "*batch 1"],
 ) -> Float[Any, "*batch embedding_dim"]:
-    """Return the gradient of what :func:`standardise` was given, from that of its result.
+    """Return the gradient of the input of :func:`normalize_rows`.
 
     Args:
-        dy: Gradient of the standardised rows.
-        y: The standardised rows.
-        factor: What they were multiplied by.
+        dy: Gradient of the normalized rows.
+        y: Normalized rows.
+        rstd: Reciprocal standard deviations.
     """
     xp = namespace_of(y)
-    along = xp.mean(dy * y, axis=-1, keepdims=True)
-    return factor * (dy - xp.mean(dy, axis=-1, keepdims=True) - y * along)
+    projection = xp.mean(dy * y, axis=-1, keepdims=True)
+    return rstd * (dy - xp.mean(dy, axis=-1, keepdims=True) - y * projection)
 
 
-def zero_where(
+def mask_rows(
     x: Float[Any, "*batch embedding_dim"], mask: Bool[Any, "*batch"]
 ) -> Float[Any, "*batch embedding_dim"]:
     """Return ``x`` where ``mask`` is True and zero elsewhere, even where ``x`` is NaN."""

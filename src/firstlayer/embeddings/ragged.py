@@ -1,8 +1,6 @@
-"""Ragged bags: how the ids, offsets and weights of a call become flat, checked arrays.
+"""Ragged bags: checks the ids, offsets and weights of a call and flattens them.
 
-Bags come as 2-D ids, a row each, or as 1-D ids with ``offsets``, where each bag begins.
-What does not count (padding, ids after the last bag) is left out here, so that nothing
-that follows needs to know of it.
+Padding and ids after the last bag are dropped here; pooling sees only ids that count.
 """
 
 from dataclasses import dataclass
@@ -17,22 +15,22 @@ from .._check import ids_in_range, integers, positions_array
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Bags one after the other, without what does not count.
+    """Concatenated bags, without the ids that do not count.
 
     Args:
-        ids: The ids that count. Bag ``b`` is ``ids[bounds[b]:bounds[b + 1]]``.
-        bounds: Where each bag begins, and the end of the last.
-        weights: What each row is multiplied by, or None for 1.
-        places: Where each id was among the ids given, flattened; None if all count.
+        ids: Ids that count. Bag ``b`` is ``ids[bounds[b]:bounds[b + 1]]``.
+        bounds: Start of each bag, and the end of the last.
+        weights: Factor of each row, or None for 1.
+        kept: Index of each id in the caller's flattened ids; None if all count.
     """
 
     ids: Int64[np.ndarray, " counted"]
     bounds: Int64[np.ndarray, " ends"]
     weights: Float[np.ndarray, " counted"] | None
-    places: Int64[np.ndarray, " counted"] | None
+    kept: Int64[np.ndarray, " counted"] | None
 
 
-def bags_of(
+def flatten_bags(
     ids: Integer[Any, "*batch"] | list[Any],
     offsets: Integer[Any, " offsets"] | list[Any] | None = None,
     *,
@@ -42,54 +40,55 @@ def bags_of(
     include_last_offset: bool = False,
     dtype: Any = "float32",
 ) -> Bags:
-    """Check what a call was given and return the bags it means.
+    """Check the arguments of a call and return its bags.
 
     Args:
-        ids: ``(bags, length)``, or ``(n,)`` with offsets. Any integer dtype, lists too.
-        offsets: Where each bag begins: 0 first, never decreasing.
-        num_embeddings: How many rows there are.
+        ids: ``(bags, length)``, or ``(n,)`` with offsets. Any integer dtype, or lists.
+        offsets: Start of each bag: 0 first, never decreasing.
+        num_embeddings: Number of rows.
         weights: ``per_sample_weights``, in the shape of ``ids``.
-        padding_idx: The id that does not count, from the front.
+        padding_idx: Id that does not count; not negative.
         include_last_offset: Whether the last offset is the end of the last bag. Ids after
             it are in no bag.
-        dtype: Of the table, which says what weights are worked on in.
+        dtype: Dtype of the table; weights are cast to its compute dtype.
 
     Example:
-        >>> bags = bags_of([4, 0, 2, 2], [0, 3], num_embeddings=5, padding_idx=0)
-        >>> bags.ids.tolist(), bags.bounds.tolist(), bags.places.tolist()
+        >>> bags = flatten_bags([4, 0, 2, 2], [0, 3], num_embeddings=5, padding_idx=0)
+        >>> bags.ids.tolist(), bags.bounds.tolist(), bags.kept.tolist()
         ([4, 2, 2], [0, 2, 3], [0, 2, 3])
     """
     ids = ids_in_range(ids, num_embeddings)
-    bounds = bounds_of(ids.shape, offsets, include_last_offset=include_last_offset)
+    bounds = bag_bounds(ids.shape, offsets, include_last_offset=include_last_offset)
     if weights is not None:
         weights = _weights_like(ids, weights).astype(compute_dtype(dtype)).reshape(-1)
     flat, end = np.ascontiguousarray(ids).reshape(-1), int(bounds[-1])
     if padding_idx is None and end == flat.size:
         return Bags(flat, bounds, weights, None)
-    counts = np.arange(flat.size) < end
+    counted = np.arange(flat.size) < end
     if padding_idx is not None:
-        counts &= flat != padding_idx
-    before = np.concatenate([[0], np.cumsum(counts)])
-    places = np.flatnonzero(counts)
-    kept = None if weights is None else weights[places]
-    return Bags(flat[places], before[bounds], kept, places)
+        counted &= flat != padding_idx
+    counted_before = np.concatenate([[0], np.cumsum(counted)])
+    kept = np.flatnonzero(counted)
+    if weights is not None:
+        weights = weights[kept]
+    return Bags(flat[kept], counted_before[bounds], weights, kept)
 
 
-def bounds_of(
+def bag_bounds(
     shape: tuple[int, ...],
     offsets: Integer[Any, " offsets"] | list[Any] | None,
     *,
     include_last_offset: bool = False,
 ) -> Int64[np.ndarray, " ends"]:
-    """Return where each bag begins in the flat ids, and the end of the last.
+    """Return the start of each bag in the flat ids, and the end of the last.
 
     Args:
-        shape: Of the ids.
-        offsets: Where each bag begins; None for 2-D ids.
+        shape: Shape of the ids.
+        offsets: Start of each bag; None for 2-D ids.
         include_last_offset: Whether the last offset is the end of the last bag.
 
     Example:
-        >>> bounds_of((2, 3), None).tolist(), bounds_of((6,), [0, 5]).tolist()
+        >>> bag_bounds((2, 3), None).tolist(), bag_bounds((6,), [0, 5]).tolist()
         ([0, 3, 6], [0, 5, 6])
     """
     if len(shape) == 2:
@@ -110,17 +109,17 @@ def bounds_of(
     return bounds if include_last_offset else np.append(bounds, shape[0])
 
 
-def bag_numbers(
+def bag_indices(
     bounds: Int[Any, " ends"], steps: Int[Any, " counted"]
 ) -> Int[Any, " counted"]:
-    """Return which bag each id is in.
+    """Return the index of each id's bag.
 
     Args:
-        bounds: Where each bag begins, and the end of the last.
+        bounds: Start of each bag, and the end of the last.
         steps: ``0, 1, …`` for each id, of the same library.
 
     Example:
-        >>> bag_numbers(np.array([0, 2, 2, 3]), np.arange(3)).tolist()
+        >>> bag_indices(np.array([0, 2, 2, 3]), np.arange(3)).tolist()
         [0, 0, 2]
     """
     return namespace_of(bounds).searchsorted(bounds, steps, side="right") - 1
@@ -143,9 +142,9 @@ def _check_offsets(offsets: np.ndarray, size: int) -> None:
         raise ValueError(f"offsets must begin with 0, got none for {size} ids")
     if offsets.size and offsets[0] != 0:
         raise ValueError(f"offsets must begin with 0, got {offsets[0]}")
-    falls = offsets[1:] < offsets[:-1]
-    if falls.any():
-        at = int(np.argmax(falls)) + 1
+    decreases = offsets[1:] < offsets[:-1]
+    if decreases.any():
+        at = int(np.argmax(decreases)) + 1
         raise ValueError(
             f"offsets must not decrease, got {offsets[at]} after {offsets[at - 1]}"
         )

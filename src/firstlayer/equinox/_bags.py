@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from .._check import FLOATS
-from ..embeddings.bag import Mode, divided, pool
-from ..embeddings.ragged import bag_numbers, bounds_of
+from ..embeddings.bag import Mode, divide_or_zero, pool
+from ..embeddings.ragged import bag_indices, bag_bounds
 from ._lookup import host_values, traced_integers
 
 
@@ -32,10 +32,10 @@ def checked_offsets(
         return None
     values = None if offsets is None else host_values(offsets)
     if offsets is None or values is not None:
-        bounds = bounds_of(shape, values, include_last_offset=include_last_offset)
+        bounds = bag_bounds(shape, values, include_last_offset=include_last_offset)
         return jnp.asarray(bounds.astype(np.int32))
     # Traced offsets: check the axes of the ids against offsets that are known to be right.
-    bounds_of(shape if len(shape) != 1 else (0,), [0])
+    bag_bounds(shape if len(shape) != 1 else (0,), [0])
     offsets = traced_integers(offsets, name="offsets")
     if offsets.ndim != 1:
         raise ValueError(f"offsets must have 1 axis, got shape {offsets.shape}")
@@ -101,7 +101,7 @@ class RaggedBags:
     @property
     def numbers(self) -> Int[Array, " ids"]:
         """Bag number of each id; ``count`` for ids in no bag."""
-        return bag_numbers(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
+        return bag_indices(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
 
     @property
     def valid(self) -> Bool[Array, ""]:
@@ -125,7 +125,7 @@ class RaggedBags:
             return self._max(terms, counted)
         sums = self._sum(terms)
         if mode == "mean":
-            return divided(sums, self._sum(factors)[:, None])
+            return divide_or_zero(sums, self._sum(factors)[:, None])
         return sums
 
     def any(self, flags: Bool[Array, " ids"]) -> Bool[Array, " bags"]:

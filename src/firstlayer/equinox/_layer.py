@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..embeddings.layer import (
-    check_adds,
+    check_position,
     check_mask,
     check_segments,
-    described_position,
-    lead_of,
-    standardise,
-    zero_where,
+    position_config,
+    leading_shape,
+    normalize_rows,
+    mask_rows,
 )
 from ._lookup import CheckedIds, mask_and
 from ._parameters import Key
@@ -60,7 +60,7 @@ def check_arguments(
     if embeds is not None:
         embeds = checked_vectors(embeds, layer.embedding_dim, name="inputs_embeds")
     ids = None if ids is None else layer.token._check_ids(ids)
-    lead = lead_of(
+    lead = leading_shape(
         None if ids is None else ids.ids, embeds, has_positions=layer.position is not None
     )
     segments = _checked_segments(layer.segment, lead, segments)
@@ -106,7 +106,7 @@ def position_layer(
     key: Key | None,
 ) -> Any:
     """Return the layer that ``position`` names or describes, or ``position`` itself."""
-    described = described_position(
+    described = position_config(
         position, max_positions=max_positions, embedding_dim=embedding_dim
     )
     if described is not None:
@@ -116,7 +116,7 @@ def position_layer(
         else:
             position = SinusoidalPositions(**options)
     if position is not None:
-        check_adds(position, embedding_dim)
+        check_position(position, embedding_dim)
     return position
 
 
@@ -141,11 +141,11 @@ def layer_norm(
     if norm is None:
         return x
     if mask is None:
-        y, _ = standardise(x, eps=norm.eps)
+        y, _ = normalize_rows(x, eps=norm.eps)
     else:
         # Masked before and after: a row of zeros is NaN after standardising if eps is 0.
-        y, _ = standardise(zero_where(x, mask), eps=norm.eps)
-        y = zero_where(y, mask)
+        y, _ = normalize_rows(mask_rows(x, mask), eps=norm.eps)
+        y = mask_rows(y, mask)
     weight, bias = (
         None if row is None else jnp.broadcast_to(row.astype(y.dtype), y.shape)
         for row in (norm.weight, norm.bias)

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._check import ids_in_range
-from ..embeddings.token import whole_inside, within_norm
+from ..embeddings.token import mask_out_of_range, clip_norms
 from ._module import is_concrete, upcast
 
 
@@ -117,7 +117,7 @@ def check_ids(
     """
     values, valid = host_values(ids), None
     if values is None:
-        valid, ids = whole_inside(traced_integers(ids, name=name), last=num_embeddings - 1)
+        valid, ids = mask_out_of_range(traced_integers(ids, name=name), last=num_embeddings - 1)
     else:
         checked = ids_in_range(values, num_embeddings, name=name, bound=bound)
         ids = (ids if isinstance(ids, Tracer) else checked).astype(np.int32)
@@ -188,7 +188,7 @@ def limit_norm(
     rows = upcast(rows)
     if options.max_norm is None:
         return rows
-    return within_norm(rows, max_norm=options.max_norm, norm_type=options.norm_type)
+    return clip_norms(rows, max_norm=options.max_norm, norm_type=options.norm_type)
 
 
 def _take(weight: Array, index: Array) -> Array:

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from .._array import compute_dtype
 from .._check import check_real, integers, not_negative, padding_index
-from ..embeddings.token import Resized, check_norm, resized
+from ..embeddings.resize import Resized, resize_table
+from ..embeddings.token import check_norm
 from ._lookup import (
     CheckedIds,
     LookupOptions,
@@ -135,7 +136,7 @@ class TableModule(Module):
             if key is None:
                 raise ValueError("key must be given to draw parameters, got None")
             rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-        table, changes = resized(
+        table, changes = resize_table(
             np.asarray(self.weight),
             num_embeddings,
             init=np.asarray(init) if isinstance(init, jax.Array) else init,

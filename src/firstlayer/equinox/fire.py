@@ -108,7 +108,9 @@ class FireBias(Bias):
         pair = checked_pair(q_positions, k_positions)
         values = {name: upcast(value) for name, value in self.parameters().items()}
         threshold = values["multiplier"] * self.threshold
-        share = normalized_distances(*pair, c=values["c"], threshold=threshold, eps=self.eps)
+        share = normalized_distances(
+            *pair, c=values["c"], threshold=threshold, eps=self.eps
+        )
         with jax.default_matmul_precision("highest"):
             out = fire_bias(share, **{name: values[name] for name in NETWORK})
         return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))

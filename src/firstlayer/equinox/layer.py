@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._array import compute_dtype
 from .._check import not_negative_number, positive, probability
-from ..embeddings.layer import combine, zero_where
+from ..embeddings.layer import add_embeddings, mask_rows
 from ..files.layer_configs import config_of
 from ._layer import LayerArguments, check_arguments, layer_norm, position_layer
 from ._lookup import mask_and, nan_if_invalid
@@ -237,7 +237,7 @@ class EmbeddingLayer(Module):
         dtype = compute_dtype(self.dtype)
         if arguments.ids is not None and rows is None:
             rows = self.token._rows(arguments.ids, upcast=True)
-        total = combine(rows.astype(dtype), scale=self.scale)
+        total = add_embeddings(rows.astype(dtype), scale=self.scale)
         if self.position is not None:
             total = self.position(total, positions, offset=offset).astype(dtype)
         if self.segment is not None and arguments.segments is not None:
@@ -274,4 +274,4 @@ def _finish(
     out = layer_norm(total, layer.norm, mask=mask_and(arguments.mask, valid))
     out = layer._drop(out, key=key, inference=inference)
     out = nan_if_invalid(out.astype(layer.dtype), valid)
-    return out if arguments.mask is None else zero_where(out, arguments.mask)
+    return out if arguments.mask is None else mask_rows(out, arguments.mask)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import not_negative, number, positive
-from ..embeddings.token import whole_inside
+from ..embeddings.token import mask_out_of_range
 from ..positions.learned import (
     Align,
     check_padding_idx,
@@ -180,7 +180,7 @@ class LearnedPositions(Module):
             nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
-        resized = resize_grid(
+        resize_table = resize_grid(
             rows,
             new_grid,
             grid=grid,
@@ -188,7 +188,7 @@ class LearnedPositions(Module):
             antialias=antialias,
             nudge=nudge,
         )
-        return self._with_rows(before, resized)
+        return self._with_rows(before, resize_table)
 
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
@@ -217,7 +217,7 @@ class LearnedPositions(Module):
             share = share.astype(a.dtype)[..., None]
             rows = nan_if_invalid(a * (1 - share) + b * share, valid)
         else:
-            valid, positions = whole_inside(positions, **ends)
+            valid, positions = mask_out_of_range(positions, **ends)
             rows = nan_if_invalid(self._lookup(positions), valid)
         return rows if self.scale == 1.0 else rows * self.scale
 

@@ -1,7 +1,7 @@
-"""The NumPy face: layers as plain objects on ndarrays.
+"""The NumPy front end: layers are plain objects on ndarrays.
 
-``layer(...)`` computes; ``y, pull = layer.vjp(...)`` also returns the function from the
-gradient of ``y`` to the gradients of what went in, tables as row gradients.
+``layer(...)`` computes the output; ``y, pull = layer.vjp(...)`` also returns the pullback,
+from the gradient of ``y`` to those of the inputs and parameters, tables as row gradients.
 """
 
 from .alibi import AlibiBias as AlibiBias

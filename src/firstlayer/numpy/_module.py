@@ -1,8 +1,4 @@
-"""What every layer of this face has: named parameters, a state that saves, a config.
-
-A layer says which arrays it holds (``parameters``) and what it was built from
-(``config``); loading, copying and saving follow from those two.
-"""
+"""Base class of the NumPy layers, and the argument conversions they share."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,13 +13,13 @@ from ..positions.ids import plain_offset, resolve
 
 
 class Module:
-    """Base of the NumPy layers. Holds no state of its own."""
+    """Base class of the NumPy layers."""
 
-    #: What tensor names begin with in a file: ``"token."`` for a table of tokens.
+    #: Prefix of tensor names in a file: ``"token."`` for a table of tokens.
     prefix: ClassVar[str] = ""
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the arrays that are trained, by name. They are the layer's own."""
+        """Return the trainable arrays by name, not copied."""
         return {}
 
     def embeddings(self) -> dict[str, Any]:
@@ -44,70 +40,70 @@ class Module:
         return {name: value.copy() for name, value in self.parameters().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Copy ``state`` into the layer. Nothing is changed if a name or shape is wrong.
+        """Copy ``state`` into the parameters, or change nothing if it does not fit.
 
         Args:
-            state: An array for each name in :meth:`parameters`, of the same shape. It is
-                rounded to the layer's dtype.
+            state: An array of the same shape for each name in :meth:`parameters`. It is
+                cast to the parameter's dtype.
         """
-        mine = self.parameters()
-        missing, unknown = sorted(mine.keys() - state), sorted(state.keys() - mine)
+        own = self.parameters()
+        missing, unknown = sorted(own.keys() - state), sorted(state.keys() - own)
         if missing or unknown:
             raise ValueError(
-                f"state must have exactly the names {sorted(mine)}; "
+                f"state must have exactly the names {sorted(own)}; "
                 f"missing {missing}, unknown {unknown}"
             )
-        for name, value in mine.items():
+        for name, value in own.items():
             if np.shape(state[name]) != value.shape:
                 raise ValueError(
                     f"state[{name!r}] must have shape {value.shape}, "
                     f"got {np.shape(state[name])}"
                 )
             check_real(state[name], name=f"state[{name!r}]")
-        for name, value in mine.items():
+        for name, value in own.items():
             value[...] = state[name]
 
     def __repr__(self) -> str:
-        words = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
-        return f"{type(self).__name__}({words})"
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
+        return f"{type(self).__name__}({arguments})"
 
 
-def given(
+def as_parameter(
     value: Float[Any, "..."] | Sequence[Any],
     shape: tuple[int, ...],
     *,
     dtype: Any,
     name: str = "weight",
 ) -> Float[np.ndarray, "..."]:
-    """Return ``value`` as a parameter of that shape, not copied if it fits.
+    """Return ``value`` as a parameter of this shape, without a copy if possible.
 
     Args:
-        value: What the caller gave.
-        shape: The shape it must have.
-        dtype: None keeps the one it has.
-        name: What it is called in the sentence.
+        value: Array given by the caller.
+        shape: Required shape.
+        dtype: Dtype to cast to; None keeps that of ``value``.
+        name: Name used in error messages.
     """
     array = np.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     check_real(array, name=name, whole=dtype is not None)
     if dtype is None:
-        return np.ascontiguousarray(native(array))
+        return np.ascontiguousarray(native_byte_order(array))
     return np.ascontiguousarray(array, dtype=float_dtype(dtype))
 
 
-def native(x: np.ndarray) -> np.ndarray:
-    """Return ``x`` with its bytes in this machine's order, as the kernels take them."""
+def native_byte_order(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` in this machine's byte order, which the kernels require."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def upcast(x: np.ndarray) -> np.ndarray:
-    """Return ``x`` in the dtype that its numbers are worked on in."""
+    """Return ``x`` in its compute dtype."""
     return x.astype(compute_dtype(x.dtype), copy=False)
 
 
-def positions_for(length: int, *, positions: Any, offset: Any) -> np.ndarray:
-    """Return checked positions: those given, or ``0, 1, …`` moved on by ``offset``."""
+def resolve_positions(length: int, *, positions: Any, offset: Any) -> np.ndarray:
+    """Return the checked ``positions``, or ``offset, offset + 1, …`` if they are None."""
     if positions is not None:
         positions = positions_array(positions)
     offset = plain_offset(offset)

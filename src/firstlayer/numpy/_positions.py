@@ -6,7 +6,7 @@ import numpy as np
 
 from .._check import is_float
 from ..positions.ids import check_axes, check_fit
-from ._module import native, positions_for
+from ._module import native_byte_order, resolve_positions
 
 
 def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
@@ -17,7 +17,7 @@ def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
     if x.ndim < 2 or x.shape[-1] != embedding_dim:
         shape = f"(..., length, {embedding_dim})"
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    return native(x)
+    return native_byte_order(x)
 
 
 def positions_of(
@@ -33,7 +33,7 @@ def positions_of(
     """
     if axes > 1 and positions is None:
         raise ValueError(f"positions must be given when axes is {axes}, got None")
-    positions = positions_for(shape[-2], positions=positions, offset=offset)
+    positions = resolve_positions(shape[-2], positions=positions, offset=offset)
     if axes > 1:
         check_axes(positions, axes)
     check_fit(positions.shape if axes == 1 else positions.shape[1:], shape)
@@ -45,4 +45,4 @@ def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
     dy = np.asarray(dy)
     if dy.shape != y.shape:
         raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")
-    return native(dy)
+    return native_byte_order(dy)

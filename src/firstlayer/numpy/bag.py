@@ -9,37 +9,38 @@ from jaxtyping import Float, Integer, Real
 
 from .._array import compute_dtype
 from .._check import is_float, one_of
-from ..embeddings.bag import MODES, Mode, pooled, table_gradient, weights_gradient
-from ..embeddings.ragged import Bags, bags_of
-from ..embeddings.token import Init, Seed, within_norm
+from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
+from ..embeddings.init import Init, Seed
+from ..embeddings.ragged import Bags, flatten_bags
+from ..embeddings.token import clip_norms
 from ._module import upcast
 from .token import Embedding
 
 
 class EmbeddingBag(Embedding):
-    """Looks up rows of a table and pools them, a row of output for each bag of ids.
+    """Looks up rows of a table and pools them, one output row per bag of ids.
 
-    What a bag gives, in every mode, with padding and weights, is said in
-    :mod:`firstlayer.embeddings.bag`. The rest is as in :class:`Embedding`.
+    :mod:`firstlayer.embeddings.bag` defines the modes, padding and weights.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of each row.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        padding_idx: The id that is padding and does not count; negative counts from the
+        padding_idx: Id of padding, which is left out of every bag; negative counts from the
             end.
-        max_norm: Rows longer than this are shortened to it before they are pooled.
+        max_norm: Largest norm of a row before pooling.
         norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         include_last_offset: Whether the last offset is the end of the last bag.
-        weight: The table to use, not copied if it fits.
-        init: How a new table is drawn; see :func:`firstlayer.embeddings.token.initial`.
+        weight: Table to use, not copied if possible. Its padding row is kept.
+        init: Initial values; see :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator for ``init``.
+        rng: Seed or generator for ``init``.
 
     Shape:
-        - ids: ``(bags, length)``, or ``(n,)`` with offsets; any integer dtype, lists too
-        - offsets: ``(bags,)``, where each bag begins: 0 first, never decreasing;
+        - ids: ``(bags, length)``, or ``(n,)`` with offsets; any integer dtype, or lists
+        - offsets: ``(bags,)`` starts of the bags, 0 first and never decreasing;
           ``(bags + 1,)`` with ``include_last_offset``
         - per_sample_weights: as ``ids``
         - output: ``(bags, embedding_dim)``, in the table's dtype
@@ -91,8 +92,8 @@ class EmbeddingBag(Embedding):
         per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
     ) -> Float[np.ndarray, "bags embedding_dim"]:
         bags = self._bags(ids, offsets, per_sample_weights)
-        table, used = self._rows_of(bags, copied=False)
-        y, _ = pooled(table, used, mode=self.mode)
+        table, pooled = self._rows_of(bags, copy=False)
+        y, _ = pool_ragged(table, pooled, mode=self.mode)
         return y.astype(self.weight.dtype, copy=False)
 
     def vjp(
@@ -101,10 +102,10 @@ class EmbeddingBag(Embedding):
         offsets: Integer[Any, " offsets"] | list[Any] | None = None,
         per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, Any]]]:
-        """Return the output and the function from its gradient to all others.
+        """Return the output and its pullback.
 
-        These are ``"weight"``, as row gradients, and ``"per_sample_weights"`` if they were
-        given. Padding gets no gradient.
+        The pullback returns the gradients of ``"weight"``, by row, and of
+        ``"per_sample_weights"`` if they were given. Padding gets none.
 
         Example:
             >>> y, pull = EmbeddingBag(5, 2, mode="sum").vjp([[3, 1, 3]])
@@ -113,38 +114,31 @@ class EmbeddingBag(Embedding):
             ([1, 3], [1.0, 2.0])
         """
         bags = self._bags(ids, offsets, per_sample_weights)
-        # What the caller does to ids or table between here and the pull changes nothing.
+        # Copies: the caller may change the ids or the table before calling the pullback.
         bags = replace(bags, ids=bags.ids.copy())
-        table, used = self._rows_of(bags, copied=per_sample_weights is not None)
-        y, winners = pooled(table, used, mode=self.mode)
-        given = None if per_sample_weights is None else np.asarray(per_sample_weights)
+        table, pooled = self._rows_of(bags, copy=per_sample_weights is not None)
+        y, winners = pool_ragged(table, pooled, mode=self.mode)
+        weights = None if per_sample_weights is None else np.asarray(per_sample_weights)
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
-            d = self._checked(dy, y.shape)
-            weight = table_gradient(
+            d = self._checked_gradient(dy, y.shape)
+            dtable = table_gradient(
                 bags,
                 d,
                 mode=self.mode,
                 winners=winners,
                 scale_grad_by_freq=self.scale_grad_by_freq,
             )
-            if given is None:
-                return {"weight": weight}
-            flat = weights_gradient(table, used, dy=d, mode=self.mode, winners=winners)
-            return {"weight": weight, "per_sample_weights": _like(given, flat, bags)}
+            if weights is None:
+                return {"weight": dtable}
+            flat = weights_gradient(table, pooled, dy=d, mode=self.mode, winners=winners)
+            dweights = _expand_gradient(flat, bags, like=weights)
+            return {"weight": dtable, "per_sample_weights": dweights}
 
         return y.astype(self.weight.dtype, copy=False), pull
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            **super().config(),
-            "mode": self.mode,
-            "include_last_offset": self.include_last_offset,
-        }
-
     def _bags(self, ids: Any, offsets: Any, weights: Any) -> Bags:
-        bags = bags_of(
+        bags = flatten_bags(
             ids,
             offsets,
             num_embeddings=self.num_embeddings,
@@ -153,32 +147,34 @@ class EmbeddingBag(Embedding):
             include_last_offset=self.include_last_offset,
             dtype=self.weight.dtype,
         )
-        self.make_ready(bags.ids)
+        self.catch_up(bags.ids)
         return bags
 
-    def _rows_of(self, bags: Bags, *, copied: bool) -> tuple[np.ndarray, Bags]:
-        """Return the rows as they are used, and the bags with ids into those."""
-        if self.max_norm is None and not copied:
+    def _rows_of(self, bags: Bags, *, copy: bool) -> tuple[np.ndarray, Bags]:
+        """Return a table of the rows to pool, and the bags with ids into it."""
+        if self.max_norm is None and not copy:
             return self.weight, bags
         unique, ids = np.unique(bags.ids, return_inverse=True)
         rows = self.weight[unique]
         if self.max_norm is not None:
-            # Not rounded to the table's dtype: that happens once, after pooling.
-            rows = within_norm(
+            # Not rounded to the table's dtype, which happens once, after pooling.
+            rows = clip_norms(
                 upcast(rows), max_norm=self.max_norm, norm_type=self.norm_type
             )
         return rows, replace(bags, ids=ids)
 
-    def _checked(self, dy: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _checked_gradient(self, dy: Any, shape: tuple[int, ...]) -> np.ndarray:
         d = np.asarray(dy)
         if d.shape != shape:
             raise ValueError(f"dy must have shape {shape}, got {d.shape}")
         return np.ascontiguousarray(d, dtype=compute_dtype(self.weight.dtype))
 
 
-def _like(given: np.ndarray, gradient: np.ndarray, bags: Bags) -> np.ndarray:
-    """Return the gradient in the shape and, if it is a float, the dtype of ``given``."""
-    dtype = given.dtype if is_float(given.dtype) else gradient.dtype
-    out = np.zeros(given.size, dtype)
-    out[slice(None) if bags.places is None else bags.places] = gradient
-    return out.reshape(given.shape)
+def _expand_gradient(gradient: np.ndarray, bags: Bags, *, like: np.ndarray) -> np.ndarray:
+    """Return a gradient of the ids that count in the shape of ``like``, zero elsewhere.
+
+    In the dtype of ``like`` if that is a float.
+    """
+    out = np.zeros(like.size, like.dtype if is_float(like.dtype) else gradient.dtype)
+    out[slice(None) if bags.kept is None else bags.kept] = gradient
+    return out.reshape(like.shape)

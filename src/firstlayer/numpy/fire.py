@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import float_dtype, number, positive, positive_number
-from ..embeddings.token import Seed, initial, uniform
+from ..embeddings.init import Seed, initial_table, uniform
 from ..files.layer_configs import config_of
 from ..positions.fire import fire_bias, normalized_distances
 from ..positions.t5 import distances
@@ -68,7 +68,7 @@ class FireBias(Bias):
         self.c = np.array(number("c", c), dtype)
         self.multiplier = np.array(1.0, dtype)
         self.hidden_weight, self.hidden_bias, self.head_weight, self.head_bias = (
-            initial(
+            initial_table(
                 shape,
                 init=lambda shape, rng, limit=limit: uniform(shape, rng, limit=limit),
                 rng=rng,

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import float_dtype, positive
-from ..embeddings.token import Seed
+from ..embeddings.init import Seed
 from ..files.layer_configs import config_of
 from ..positions.kerple import (
     Form,
@@ -19,7 +19,7 @@ from ..positions.kerple import (
 )
 from ..positions.t5 import distances
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like, sum_over_pairs
-from ._module import given, upcast
+from ._module import as_parameter, upcast
 
 
 class KerpleBias(Bias):
@@ -66,7 +66,7 @@ class KerpleBias(Bias):
         self.r1, self.r2 = (
             initial.astype(float_dtype(dtype))
             if value is None
-            else given(value, (num_heads,), dtype=dtype, name=name)
+            else as_parameter(value, (num_heads,), dtype=dtype, name=name)
             for name, value, initial in zip(("r1", "r2"), (r1, r2), drawn, strict=True)
         )
         if self.r1.dtype != self.r2.dtype:

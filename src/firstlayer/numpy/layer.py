@@ -8,47 +8,46 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import compute_dtype
 from .._check import float_dtype, not_negative_number, positive, probability
-from ..embeddings.layer import zero_where
-from ..embeddings.token import Init, Seed, normal
+from ..embeddings.init import Init, Seed, normal
+from ..embeddings.layer import mask_rows
+from ..files.layer_configs import config_of
 from ..positions.learned import small_normal
-from ._layer.call import dropped, looked_up
-from ._layer.norm import normalised, normalised_backward
+from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.position import position_layer
+from ._layer.tables import LayerTables
 from ._module import Module
 from ._positions import gradient_of
-from .learned import LearnedPositions
 from .token import Embedding
 
 
 class EmbeddingLayer(Module):
     """Token rows, positions, segments, LayerNorm and dropout, in this order.
 
-    Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm if
-    asked → dropout if asked → zero at padding if asked.
+    Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm →
+    dropout → zero at padding; all but the token rows are optional.
 
     Args:
-        num_embeddings: How many ids there are.
-        embedding_dim: Width of a vector.
+        num_embeddings: Number of ids.
+        embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
             layer that adds positions. Rotary, ALiBi and T5 act on attention, not here.
-        max_positions: Rows of a learned position table; nothing else has one.
-        scale: Multiply token rows by √embedding_dim, as the original Transformer does.
-        segments: How many segments (BERT's token types) there are; None is no such table.
-        layer_norm: Normalise the sum.
-        norm_eps: What the norm adds to the variance; BERT's is 1e-12.
-        dropout: Probability that an entry is dropped while training.
-        padding_idx: The id that is padding; negative counts from the end.
-        zero_padding: Make the output zero at padding, last of all. Padding then trains
-            nothing, positions and the norm included.
-        init: How new token and segment rows are drawn; None is normal with standard
+        max_positions: Number of learned positions, for ``"learned"`` only.
+        scale: Multiply token rows by √embedding_dim, as in the original Transformer.
+        segments: Number of segments (BERT's token types); None for no segment table.
+        layer_norm: Normalize the sum.
+        norm_eps: Epsilon of the norm; BERT uses 1e-12.
+        dropout: Probability of dropping an entry while training.
+        padding_idx: Id of padding; negative counts from the end.
+        zero_padding: Zero the output at padding. Padding then passes no gradient to any
+            parameter.
+        init: Initial values of token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32 (the default), float16 or bfloat16.
-        rng: A seed or a generator, for what is drawn and for dropout.
+        rng: Seed or generator, for initial values and dropout.
 
     Shape:
         - ids: ``(..., length)`` integers
-        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` moved on by
-          ``offset``
+        - positions: ``(length,)`` or one for each id; None is ``offset, offset + 1, …``
         - output: ``(..., length, embedding_dim)``
 
     Example:
@@ -85,10 +84,10 @@ class EmbeddingLayer(Module):
         self.norm_eps = not_negative_number("norm_eps", norm_eps)
         self.training = False
         self.rng = np.random.default_rng(rng)
-        drawn = init or (_unit_when_scaled if scale else small_normal)
-        tables = {"init": drawn, "dtype": dtype, "rng": self.rng}
+        init = init or (_unit_when_scaled if scale else small_normal)
+        options = {"init": init, "dtype": dtype, "rng": self.rng}
         self.token = Embedding(
-            num_embeddings, embedding_dim, padding_idx=padding_idx, **tables
+            num_embeddings, embedding_dim, padding_idx=padding_idx, **options
         )
         self.position = position_layer(
             position,
@@ -100,13 +99,13 @@ class EmbeddingLayer(Module):
         self.segment = None
         if segments is not None:
             self.segment = Embedding(
-                positive("segments", segments), embedding_dim, **tables
+                positive("segments", segments), embedding_dim, **options
             )
         #: Weight and bias of the LayerNorm, or None.
         self.norm: tuple[np.ndarray, np.ndarray] | None = None
         if layer_norm:
-            found = float_dtype(dtype)
-            self.norm = np.ones(embedding_dim, found), np.zeros(embedding_dim, found)
+            dtype = float_dtype(dtype)
+            self.norm = np.ones(embedding_dim, dtype), np.zeros(embedding_dim, dtype)
 
     def __call__(
         self,
@@ -121,15 +120,15 @@ class EmbeddingLayer(Module):
         """Return the vectors of ``ids``.
 
         Args:
-            ids: May be None if ``inputs_embeds`` is given.
-            positions: Where each token stands.
-            offset: How many positions came before, a number or one per row.
-            segments: Which segment each token is in, 0 if None.
-            inputs_embeds: Token rows that were looked up elsewhere; ``ids`` then only tell
-                what is padding.
-            mask: False at padding; None reads it off the ids.
+            ids: Token ids. May be None if ``inputs_embeds`` is given.
+            positions: Position of each token.
+            offset: First position, a number or one per row.
+            segments: Segment of each token; None is 0.
+            inputs_embeds: Token rows looked up by the caller; ``ids`` then only mark
+                padding.
+            mask: False at padding; None derives it from the ids.
         """
-        call = looked_up(
+        arguments = check_arguments(
             self,
             ids,
             positions=positions,
@@ -138,13 +137,7 @@ class EmbeddingLayer(Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        if self.training and self.dropout:
-            out = call.rows(norm=self.norm, dtype=compute_dtype(self.dtype))
-            out = _thinned(out, dropped(out.shape, self.dropout, self.rng))
-            out = out.astype(self.dtype, copy=False)
-        else:
-            out = call.rows(norm=self.norm, dtype=self.dtype)
-        return out if call.mask is None else zero_where(out, call.mask)
+        return self._output(arguments, arguments.read_tables())[0]
 
     def vjp(
         self,
@@ -156,10 +149,7 @@ class EmbeddingLayer(Module):
         inputs_embeds: Float[Any, "*batch length embedding_dim"] | None = None,
         mask: Bool[Any, "*batch length"] | list[Any] | None = None,
     ) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-        """Return the output and the function from its gradient to all others, by name.
-
-        Tables have row gradients. ``inputs_embeds`` has one if it was given. All arguments
-        are those of a call.
+        """Return the output and its pullback, which returns all gradients by name.
 
         Example:
             >>> layer = EmbeddingLayer(9, 4, max_positions=5, layer_norm=True, rng=0)
@@ -167,7 +157,7 @@ class EmbeddingLayer(Module):
             >>> sorted(pull(np.ones_like(y)))
             ['norm.bias', 'norm.weight', 'position.weight', 'token.weight']
         """
-        call = looked_up(
+        arguments = check_arguments(
             self,
             ids,
             positions=positions,
@@ -176,42 +166,32 @@ class EmbeddingLayer(Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        counts, norm, eps = call.mask, self.norm, self.norm_eps
-        total = call.rows(norm=None, dtype=compute_dtype(self.dtype))
-        out = total if norm is None else normalised(total, norm=norm, eps=eps)
-        # What is pulled back later is what was worked with now.
-        weight = None if norm is None else norm[0].copy()
-        kept = None
-        if self.training and self.dropout:
-            kept = dropped(out.shape, self.dropout, self.rng)
-            out = _thinned(out, kept)
-        y = out if counts is None else zero_where(out, counts)
-        y = y.astype(self.dtype, copy=False)
+        tables = arguments.read_tables()
+        y, dropout_factors = self._output(arguments, tables)
+        saved = arguments.saved_for_backward(tables)
+        norm = None if self.norm is None else (self.norm[0].copy(), self.norm_eps)
 
         def pull(dy: Any) -> dict[str, Any]:
-            dy = gradient_of(y, dy).astype(total.dtype, copy=False)
-            dy = dy if counts is None else zero_where(dy, counts)
-            dy = dy if kept is None else _thinned(dy, kept)
-            if weight is None:
-                return call.gradients(dy)
-            back = normalised_backward(dy, total, weight=weight, eps=eps, mask=counts)
-            return {**call.gradients(back[0]), **back[1]}
+            dy = gradient_of(y, dy).astype(compute_dtype(y.dtype), copy=False)
+            if dropout_factors is not None:
+                dy = _drop(dy, dropout_factors)
+            return arguments.gradients(saved, dy, norm=norm)
 
         return y, pull
 
     @property
     def num_embeddings(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return self.token.num_embeddings
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the tables and of the output."""
+        """Dtype of the tables and of the output."""
         return self.token.weight.dtype
 
     @property
     def padding_idx(self) -> int | None:
-        """The id that is padding, counted from the front, or None."""
+        """Id of padding, not negative, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Int[Any, "*batch length"] | list[Any]) -> np.ndarray:
@@ -219,9 +199,9 @@ class EmbeddingLayer(Module):
         return self.token.mask(ids)
 
     def train(self, mode: bool = True) -> "EmbeddingLayer":
-        """Drop entries from now on if ``mode``, and return the layer.
+        """Switch dropout on if ``mode``, and return the layer.
 
-        If not, every row is brought up to date.
+        If not, dropout is switched off and all stale rows are caught up.
         """
         self.training = mode
         if not mode:
@@ -229,7 +209,7 @@ class EmbeddingLayer(Module):
         return self
 
     def eval(self) -> "EmbeddingLayer":
-        """Drop nothing from now on, and return the layer."""
+        """Switch dropout off, catch up all stale rows, and return the layer."""
         return self.train(False)
 
     def logits(self, x: Float[Any, "*batch embedding_dim"]) -> np.ndarray:
@@ -237,48 +217,65 @@ class EmbeddingLayer(Module):
         return self.token.logits(x)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return every trained array, by the names that files have them under."""
-        found = {f"token.{name}": value for name, value in self.token.parameters().items()}
+        """Return the trainable arrays by the names they have in files, not copied."""
+        parameters = {
+            f"token.{name}": value for name, value in self.token.parameters().items()
+        }
         if isinstance(self.position, Module):
             for name, value in self.position.parameters().items():
-                found[f"position.{name}"] = value
+                parameters[f"position.{name}"] = value
         if self.segment is not None:
-            found["segment.weight"] = self.segment.parameters()["weight"]
+            parameters["segment.weight"] = self.segment.parameters()["weight"]
         if self.norm is not None:
-            found["norm.weight"], found["norm.bias"] = self.norm
-        return found
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Copy ``state`` into the layer. Its padding rows become what padding is."""
-        super().load_state_dict(state)
-        self.token.keep_padding()
-        if isinstance(self.position, LearnedPositions):
-            self.position.table.keep_padding()
+            parameters["norm.weight"], parameters["norm.bias"] = self.norm
+        return parameters
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
+        """Return the constructor arguments that rebuild this layer, as plain values."""
         position = self.position
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "position": position,
-            "scale": self.scale,
-            "segments": None if self.segment is None else self.segment.num_embeddings,
-            "layer_norm": self.norm is not None,
-            "norm_eps": self.norm_eps,
-            "dropout": self.dropout,
-            "padding_idx": self.padding_idx,
-            "zero_padding": self.zero_padding,
-            "dtype": self.dtype.name,
-        }
+        config = config_of(
+            self,
+            position=position,
+            max_positions=None,
+            segments=None if self.segment is None else self.segment.num_embeddings,
+            layer_norm=self.norm is not None,
+            dtype=self.dtype.name,
+        )
+        del config["max_positions"]  # part of the position layer's config
+        return config
+
+    def _output(
+        self, arguments: LayerArguments, tables: LayerTables
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the output and the factors of dropout, or None without dropout."""
+        drops = self.training and self.dropout
+        dtype = compute_dtype(self.dtype) if drops else self.dtype
+        out, factors = np.empty(arguments.shape, dtype), None
+        tables.forward(out, norm=self.norm, eps=self.norm_eps)
+        if drops:
+            factors = _dropout_factors(out.shape, self.dropout, self.rng)
+            out = _drop(out, factors).astype(self.dtype, copy=False)
+        if arguments.mask is not None:
+            out = mask_rows(out, arguments.mask)
+        return out, factors
 
 
 def _unit_when_scaled(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return normal(shape, rng, std=shape[-1] ** -0.5)
 
 
-def _thinned(x: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    # By choice and not by product: 0 · NaN is NaN.
-    return np.where(kept == 0, 0, x * kept).astype(x.dtype, copy=False)
+def _dropout_factors(
+    shape: tuple[int, ...], probability: float, rng: np.random.Generator
+) -> np.ndarray:
+    """Return 0 with this probability and ``1 / (1 - probability)`` otherwise."""
+    if probability == 1.0:
+        return np.zeros(shape, np.float32)
+    kept = rng.random(shape, dtype=np.float32) >= probability
+    return kept * np.float32(1 / (1 - probability))
+
+
+def _drop(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    # Not a plain product: 0 · NaN is NaN.
+    return np.where(factors == 0, 0, x * factors).astype(x.dtype, copy=False)

@@ -8,8 +8,9 @@ from jaxtyping import Float, Shaped
 
 from .._array import is_real
 from .._check import float_dtype, not_negative, number, positions_array, positive
+from ..embeddings.init import Init, Seed
 from ..embeddings.row_gradient import RowGradient
-from ..embeddings.token import Init, Seed
+from ..embeddings.init import Init, Seed
 from ..files.layer_configs import config_of
 from ..positions.learned import (
     Align,
@@ -39,7 +40,7 @@ class LearnedPositions(Module):
         weight: Table to use, of ``max_positions + row_offset`` rows, without a copy if its
             dtype and layout fit.
         init: Initializer of a new table, normal with standard deviation 0.02 by default;
-            see :func:`firstlayer.embeddings.token.initial`.
+            see :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``init``.
 
@@ -240,7 +241,7 @@ class LearnedPositions(Module):
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
         if is_real(positions):
-            self.table.make_ready()
+            self.table.catch_up()
             rows = rows_at(self.weight, positions, row_offset=self.row_offset)
         else:
             rows = upcast(self.table(positions.astype(np.int64) + self.row_offset))

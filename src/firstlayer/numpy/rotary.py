@@ -24,7 +24,7 @@ from ..positions.rotary import (
     rotate_rows,
 )
 from ..positions.scaling import Scaling, scaling_from
-from ._module import Module, native, positions_for
+from ._module import Module, native_byte_order, resolve_positions
 from ._positions import gradient_of
 
 
@@ -244,13 +244,13 @@ class RotaryPositions(Module):
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             shape = f"(..., {', '.join(axes)}, {self.head_dim})"
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-        return native(x)
+        return native_byte_order(x)
 
     def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
         if positions is None and self.axes is not None and self._explicit:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
         length = x.shape[-2 if self.heads_axis == -3 else -3]
-        at = positions_for(length, positions=positions, offset=offset)
+        at = resolve_positions(length, positions=positions, offset=offset)
         if positions is None and self.axes is not None:
             # In text, all coordinates of a token are equal.
             at = np.broadcast_to(at, (self.axes, *at.shape))

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 
 from .._array import compute_dtype
 from .._check import is_float, not_negative, positive
-from ..embeddings.token import Init, Seed, initial
+from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.shaw import align_pairs, shaw_scores
 from ..positions.t5 import clipped_index, relative_positions
 from ._bias import KPositions, QPositions, checked_pair, gradient_like
-from ._module import Module, given
+from ._module import Module, as_parameter
 
 
 class ShawScores(Module):
@@ -25,7 +25,7 @@ class ShawScores(Module):
         max_left: Largest distance before the query with its own vector.
         max_right: Largest distance after the query with its own vector.
         weight: Table to use, without a copy if its dtype and layout fit.
-        init: Initializer of a new table; see :func:`firstlayer.embeddings.token.initial`.
+        init: Initializer of a new table; see :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``init``.
 
@@ -61,9 +61,9 @@ class ShawScores(Module):
         self.max_right = not_negative("max_right", max_right)
         shape = (self.max_left + self.max_right + 1, self.head_dim)
         if weight is None:
-            self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
+            self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)
         else:
-            self.weight = given(weight, shape, dtype=dtype)
+            self.weight = as_parameter(weight, shape, dtype=dtype)
 
     def scores(
         self,

@@ -8,11 +8,11 @@ from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import float_dtype, positive
-from ..embeddings.token import Init, Seed, initial
+from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
-from ._module import given
+from ._module import as_parameter
 
 
 class T5Bias(Bias):
@@ -28,7 +28,7 @@ class T5Bias(Bias):
         bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: Table to use, without a copy if its dtype and layout fit.
-        init: Initializer of a new table; see :func:`firstlayer.embeddings.token.initial`.
+        init: Initializer of a new table; see :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``init``.
 
@@ -71,9 +71,9 @@ class T5Bias(Bias):
         self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
-            self.weight = initial(shape, init=init, rng=rng, dtype=dtype)
+            self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)
         else:
-            self.weight = given(weight, shape, dtype=dtype)
+            self.weight = as_parameter(weight, shape, dtype=dtype)
 
     def bias(
         self,

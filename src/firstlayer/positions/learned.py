@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import cast, compute_dtype, is_real, namespace_of
 from .._check import integer, not_negative, number, one_of, positive
-from ..embeddings.token import normal, whole_inside
+from ..embeddings.init import normal
+from ..embeddings.token import mask_out_of_range
 
 Align = Literal["ends", "centres", "starts"]
 # Rows that each new row is a sum of, and their weights.
@@ -53,7 +54,7 @@ def rows_at(
     xp = namespace_of(weight)
     last = weight.shape[0] - 1 - row_offset
     if not is_real(positions):
-        in_range, safe = whole_inside(positions, first=-row_offset, last=last)
+        in_range, safe = mask_out_of_range(positions, first=-row_offset, last=last)
         return xp.where(in_range[..., None], weight[safe + row_offset], float("nan"))
     in_range, low, high, fraction = neighbours(positions, first=-row_offset, last=last)
     dtype = compute_dtype(weight.dtype)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .._check import ids_in_range
-from ..embeddings.token import Init, Resized, Seed
+from ..embeddings.init import Init, Seed
+from ..embeddings.resize import Resized
 from ._table.grad_hooks import coalesce_gradient, install_grad_hook
 from ._table.lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
 from ._table.module import check_arguments, products, resized_tensor
@@ -194,7 +195,7 @@ class PartlyFrozenEmbedding(nn.Module):
 
         Args:
             num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.embeddings.token.resized`.
+            init: What new rows are; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: A seed or a generator for what is drawn; None follows torch's seed.
         """
         table, what = resized_tensor(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm as normalise
 
 from .._check import not_negative, not_negative_number, positive, probability
-from ..embeddings.layer import combine, zero_where
+from ..embeddings.layer import add_embeddings, mask_rows
 from ._layer.arguments import Call, checked_call
 from ._layer.eligibility import plan_of, watched
 from ._layer.position import position_layer
@@ -184,7 +184,7 @@ class EmbeddingLayer(nn.Module):
         out = self._plain(call) if plan is None else plan.run()
         if plan is None or dropping:
             out = (dropout(out) if dropping else out).to(self.token.weight.dtype)
-        return out if call.mask is None else zero_where(out, call.mask)
+        return out if call.mask is None else mask_rows(out, call.mask)
 
     @property
     def padding_idx(self) -> int | None:
@@ -230,7 +230,7 @@ class EmbeddingLayer(nn.Module):
             check_ids(call.ids, self.token.num_embeddings)
         rows = self.token(call.ids) if call.embeds is None else call.embeds
         kind = compute_dtype(self.token.weight.dtype)
-        total = combine(rows.to(kind), scale=self.scale)
+        total = add_embeddings(rows.to(kind), scale=self.scale)
         if self.position is not None:
             total = self.position(total, call.positions, offset=call.offset)
         if self.segment is not None:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..._check import one_of, positive
-from ...embeddings.layer import zero_where
+from ...embeddings.layer import mask_rows
 from .embedding import TokenEmbedding
 from .lru import LRU
 
@@ -187,14 +187,14 @@ def pooled(
     """
     if mode == "mean":
         count = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        return zero_where(x, mask).sum(dim=-2) / count.to(x.dtype)
+        return mask_rows(x, mask).sum(dim=-2) / count.to(x.dtype)
     if mode == "max":
         greatest = torch.where(mask[..., None], x, -torch.inf).amax(dim=-2)
-        return zero_where(greatest, mask.any(dim=-1))
+        return mask_rows(greatest, mask.any(dim=-1))
     steps = torch.arange(mask.shape[-1], device=x.device)
     last = torch.where(mask, steps, 0).amax(dim=-1)
     index = last[..., None, None].expand(*last.shape, 1, x.shape[-1])
-    return zero_where(x.gather(-2, index)[..., 0, :], mask.any(dim=-1))
+    return mask_rows(x.gather(-2, index)[..., 0, :], mask.any(dim=-1))
 
 
 def _for_each(name: str, value: Any, count: int) -> list[Any]:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from ..._check import probability
-from ...embeddings.layer import zero_where
+from ...embeddings.layer import mask_rows
 from ...torch import Embedding, LearnedPositions
 from ...torch._positions.arguments import Offset, Positions
 
@@ -103,7 +103,7 @@ class TokenEmbedding(nn.Module):
             add_positions = self.position_embedding.position_embedding
             vectors = add_positions(vectors, positions, offset=offset)
         if self.padding_idx is not None:
-            vectors = zero_where(vectors, self.token_embedding.mask(token_ids))
+            vectors = mask_rows(vectors, self.token_embedding.mask(token_ids))
         return self.dropout(vectors)
 
     @property

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 
 from ... import numpy as layers
 from ..._check import positive
-from ...embeddings.token import Seed
+from ...embeddings.init import Seed
 
 __all__ = ["Embedding", "EmbeddingBag", "RotaryEmbedding", "SinusoidalEmbedding"]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from ..._check import ids_in_range, positive
-from ...embeddings.layer import combine
+from ...embeddings.layer import add_embeddings
 from ...torch import SinusoidalPositions
 from ...torch.functional import embedding
 from .tensor import Tensor
@@ -178,7 +178,7 @@ class EmbeddingLayer:
 
     def forward(self, tokens: Any, start_pos: int = 0) -> Tensor:
         """Return the vectors of ``tokens``, with positions starting at ``start_pos``."""
-        rows = combine(self.token_embedding(tokens), scale=self.scale_embeddings)
+        rows = add_embeddings(self.token_embedding(tokens), scale=self.scale_embeddings)
         if isinstance(self.pos_encoding, SinusoidalPositions):
             return _as_tensor(self.pos_encoding(rows, offset=start_pos))
         if self.pos_encoding is None:

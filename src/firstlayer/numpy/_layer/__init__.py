@@ -1,1 +1,1 @@
-"""Parts of the complete layer on NumPy."""
+"""Arguments, tables and position layer of the complete layer on NumPy."""

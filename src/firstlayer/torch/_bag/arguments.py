@@ -14,8 +14,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from ..._array import compute_dtype
-from ...embeddings.bag import MODES, pooled
-from ...embeddings.ragged import Bags, bags_of, bounds_of
+from ...embeddings.bag import MODES, pool_ragged
+from ...embeddings.ragged import Bags, bag_bounds, flatten_bags
 from .._table.lookup import HALF, INDEX, Table, as_index
 from .._tensors.errors import torch_classes
 from .._tensors.memory import (
@@ -51,7 +51,7 @@ def pool_bags(
         _bags(ids, how.table(weight), offsets=offsets, weights=weights, how=how)
     elif (ids.ndim, offsets is None) not in ((1, False), (2, True)):
         with torch_classes():
-            bounds_of(tuple(ids.shape), None if offsets is None else np.array([0]))
+            bag_bounds(tuple(ids.shape), None if offsets is None else np.array([0]))
     index = as_index(ids)
     return in_operators(index, weight, offsets=offsets, weights=weights, how=how)
 
@@ -65,7 +65,7 @@ def _bags(
     weights: Tensor | None = None,
 ) -> Bags:
     with torch_classes():
-        return bags_of(
+        return flatten_bags(
             array_of(ids),
             None if offsets is None else array_of(offsets),
             num_embeddings=table.num_embeddings,
@@ -83,7 +83,7 @@ def _on_kernels(
     if wanted and torch.is_grad_enabled():
         return _Pool.apply(weight, weights, ids, bags, how)  # pyright: ignore
     with threads_of_torch():
-        return tensor_of(pooled(array_of_table(weight), bags, mode=how.mode)[0])
+        return tensor_of(pool_ragged(array_of_table(weight), bags, mode=how.mode)[0])
 
 
 class _Pool(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Pool(torch.autograd.Function):
         table = weight if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(weights, table, ids)
         with threads_of_torch():
-            y, winners = pooled(array_of_table(weight), bags, mode=how.mode)
+            y, winners = pool_ragged(array_of_table(weight), bags, mode=how.mode)
         ctx.gradients = Gradients(bags, how.mode, winners, how.table(weight))
         return tensor_of(y)
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...embeddings.bag import Mode, divided, table_gradient, weights_gradient
-from ...embeddings.ragged import Bags, bag_numbers
+from ...embeddings.bag import Mode, divide_or_zero, table_gradient, weights_gradient
+from ...embeddings.ragged import Bags, bag_indices
 from .._table.lookup import Table
 from .._tensors.buffers import compute_dtype, upcast
 from .._tensors.memory import array_of, array_of_table, fusable, tensor_of, threads_of_torch
@@ -58,10 +58,10 @@ class Gradients:
     ) -> tuple[Tensor | None, Tensor | None]:
         ids, d_table, d_weights = tensor_of(self.bags.ids), None, None
         steps = np.arange(self.bags.ids.size)
-        numbers = tensor_of(bag_numbers(self.bags.bounds, steps))
+        numbers = tensor_of(bag_indices(self.bags.bounds, steps))
         factors, d = self._factors(weights), upcast(dy)
         by = self._divisors(factors, numbers, like=d)
-        d = divided(d, by[:, None])
+        d = divide_or_zero(d, by[:, None])
         # The gradient of each term `factor · row` of the sums.
         terms = d[numbers] if self.winners is None else self._won(d)
         if wanted:
@@ -72,7 +72,7 @@ class Gradients:
             if self.mode == "mean":
                 # Of Σ w x / Σ w: every weight also makes the divisor larger.
                 shares = torch.zeros_like(by).index_add(0, numbers, factors * dots)
-                dots = dots - divided(shares, by)[numbers]
+                dots = dots - divide_or_zero(shares, by)[numbers]
             d_weights = self._put_back(dots, weights)
         return d_table, d_weights
 
@@ -81,7 +81,7 @@ class Gradients:
             return None
         flat, places = (
             weights.reshape(-1).to(compute_dtype(self.table.dtype)),
-            self.bags.places,
+            self.bags.kept,
         )
         return flat if places is None else flat[tensor_of(places)]
 
@@ -100,7 +100,7 @@ class Gradients:
 
     def _put_back(self, flat: Tensor, weights: Tensor) -> Tensor:
         """Return the gradient of what counts as that of all weights."""
-        flat, places = flat.to(weights.dtype), self.bags.places
+        flat, places = flat.to(weights.dtype), self.bags.kept
         if places is not None:
             zeros = flat.new_zeros(weights.numel())
             flat = zeros.index_copy(0, tensor_of(places), flat)

@@ -11,8 +11,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...embeddings.bag import Mode, divided, pool
-from ...embeddings.ragged import bag_numbers
+from ...embeddings.bag import Mode, divide_or_zero, pool
+from ...embeddings.ragged import bag_indices
 from .._table.lookup import Table, as_index, lookup, with_gradient_divided
 
 
@@ -71,7 +71,7 @@ def in_operators(
     else:
         bounds = _bounds(offsets, ids.shape[0], end_given=how.include_last_offset)
         steps = torch.arange(ids.shape[0], device=ids.device)
-        bags = Ragged(bag_numbers(bounds, steps), bounds.shape[0] - 1)
+        bags = Ragged(bag_indices(bounds, steps), bounds.shape[0] - 1)
         counted = counted & (bags.numbers < bags.count)
         if how.scale_grad_by_freq:
             often = rows.new_zeros(len(weight)).index_add(0, ids, counted.to(rows.dtype))
@@ -102,7 +102,9 @@ class Ragged:
         if mode == "max" and rows.shape[0]:
             return self.largest(terms, counted)
         sums = self.summed(terms)
-        return divided(sums, self.summed(factors)[:, None]) if mode == "mean" else sums
+        return (
+            divide_or_zero(sums, self.summed(factors)[:, None]) if mode == "mean" else sums
+        )
 
     def summed(self, terms: Tensor) -> Tensor:
         """Return the sum of each bag's terms."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...embeddings.layer import check_mask, check_segments, lead_of
+from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import as_index
 from .._tensors.buffers import name_of
@@ -55,7 +55,7 @@ def checked_call(
     if ids is not None:
         ids = _ids(ids, layer._modules["token"])
         _check_nested(layer, ids, name="ids")
-    lead = lead_of(ids, inputs_embeds, has_positions=layer.position is not None)
+    lead = leading_shape(ids, inputs_embeds, has_positions=layer.position is not None)
     segments = _segments(layer, lead, segments)
     mask = _mask(layer, ids, lead, mask)
     return Call(lead, ids, inputs_embeds, positions, offset, segments, mask)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import kernels
-from ...embeddings.layer import combine, standardise, standardise_backward
+from ...embeddings.layer import add_embeddings, normalize_rows, normalize_rows_backward
 from ...embeddings.layer_gradients import layer_gradients
 from .._table.lookup import Table, lookup
 from .._tensors.buffers import upcast
@@ -183,13 +183,13 @@ class Plan(NamedTuple):
         dy, dnorm = upcast(dy), []
         if self.norm:
             rows = (_looked_up(part, len(dy)) for part in self.parts)
-            total = combine(*rows, scale=self.scale != 1.0)
+            total = add_embeddings(*rows, scale=self.scale != 1.0)
             if self.mask is not None:
                 steps = torch.arange(total.shape[-1], dtype=total.dtype, device=dy.device)
                 total = torch.where(self.mask.reshape(-1, 1), total, steps)
-            y, factor = standardise(total, eps=self.eps)
+            y, factor = normalize_rows(total, eps=self.eps)
             dnorm = [(dy * y).sum(0), dy.sum(0)]
-            dy = standardise_backward(dy * upcast(self.norm[0]), y, factor)
+            dy = normalize_rows_backward(dy * upcast(self.norm[0]), y, factor)
         found: list[Any] = []
         for part in self.parts:
             d = dy * self.scale if part is self.token and self.scale != 1.0 else dy

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ...embeddings.layer import check_adds, described_position
+from ...embeddings.layer import check_position, position_config
 from ..learned import LearnedPositions
 from ..sinusoidal import SinusoidalPositions
 
@@ -18,7 +18,7 @@ def position_layer(
     dtype: torch.dtype | None,
 ) -> Any:
     """Return the module that ``position`` names, describes or is."""
-    described = described_position(
+    described = position_config(
         position, max_positions=max_positions, embedding_dim=embedding_dim
     )
     if described is not None:
@@ -29,5 +29,5 @@ def position_layer(
             position = SinusoidalPositions(**options)
             position = position if device is None else position.to(device)
     if position is not None:
-        check_adds(position, embedding_dim)
+        check_position(position, embedding_dim)
     return position

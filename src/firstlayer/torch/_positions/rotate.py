@@ -123,7 +123,9 @@ def _run_kernel(
     x: Tensor, phases: np.ndarray, seq: tuple[int, ...], read_half: bool, write_half: bool
 ) -> Tensor:
     with _threads(x.numel()):
-        out = rotate_rows(array_of(x), phases, seq, read_half=read_half, write_half=write_half)
+        out = rotate_rows(
+            array_of(x), phases, seq, read_half=read_half, write_half=write_half
+        )
     return tensor_of(out)
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding as torch_embedding
 from ... import kernels
 from ..._check import float_dtype, padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from ...embeddings.token import within_norm
+from ...embeddings.token import clip_norms
 from .._tensors.buffers import compute_dtype, name_of, upcast
 from .._tensors.errors import WrongType, WrongValue, bad_id, explained
 from .._tensors.memory import (
@@ -131,7 +131,7 @@ def shortened(
     That is torch's: it shortens the table in place, and then looks up.
     """
     kept = rows.detach()
-    short = within_norm(upcast(kept), max_norm=max_norm, norm_type=norm_type)
+    short = clip_norms(upcast(kept), max_norm=max_norm, norm_type=norm_type)
     short = short.to(rows.dtype)
     if not rows.requires_grad and eager():
         return short

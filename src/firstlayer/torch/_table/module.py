@@ -16,7 +16,9 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from ..._check import not_negative
-from ...embeddings.token import Init, Resized, Seed, check_norm, resized
+from ...embeddings.init import Init, Seed
+from ...embeddings.resize import Resized, resize_table
+from ...embeddings.token import check_norm
 from .._tensors.buffers import name_of
 from .._tensors.errors import WrongType, WrongValue, check_ids, torch_classes
 from .._tensors.large_pages import with_large_pages
@@ -91,7 +93,7 @@ class Table(Padded):
 
         Args:
             num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.embeddings.token.resized`.
+            init: What new rows are; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: A seed or a generator for what is drawn; None follows torch's seed.
         """
         self._catch_up_rows()
@@ -166,9 +168,9 @@ def resized_tensor(
     rng: Seed,
     padding_idx: int | None,
 ) -> tuple[Tensor, Resized]:
-    """Return what :func:`firstlayer.embeddings.token.resized` does, as a tensor on the table's device."""
+    """Return what :func:`firstlayer.embeddings.resize.resize_table` does, as a tensor on the table's device."""
     with torch_classes():
-        table, what = resized(
+        table, what = resize_table(
             array_of_table(weight.cpu()),
             num_embeddings,
             init=array_of(init.cpu()) if isinstance(init, Tensor) else init,
