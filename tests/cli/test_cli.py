@@ -18,7 +18,7 @@ import pytest
 from firstlayer.cli import COMMANDS
 from firstlayer.cli._group import message
 from firstlayer.cli._output import check_output, columns, emit, plain, progress, say
-from tests.support.command import call, data, one_sentence, refusal, call_alone
+from tests.support.command import call, call_alone, data, one_sentence, refusal
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
 

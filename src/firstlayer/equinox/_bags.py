@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from .._check import FLOATS
 from ..embeddings.bag import Mode, divide_or_zero, pool
-from ..embeddings.ragged import bag_indices, bag_bounds
+from ..embeddings.ragged import bag_bounds, bag_indices
 from ._lookup import host_values, traced_integers
 
 

@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..embeddings.layer import (
-    check_position,
     check_mask,
+    check_position,
     check_segments,
-    position_config,
     leading_shape,
-    normalize_rows,
     mask_rows,
+    normalize_rows,
+    position_config,
 )
 from ._lookup import CheckedIds, mask_and
 from ._parameters import Key

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._check import ids_in_range
-from ..embeddings.token import mask_out_of_range, clip_norms
+from ..embeddings.token import clip_norms, mask_out_of_range
 from ._module import is_concrete, upcast
 
 
@@ -117,7 +117,9 @@ def check_ids(
     """
     values, valid = host_values(ids), None
     if values is None:
-        valid, ids = mask_out_of_range(traced_integers(ids, name=name), last=num_embeddings - 1)
+        valid, ids = mask_out_of_range(
+            traced_integers(ids, name=name), last=num_embeddings - 1
+        )
     else:
         checked = ids_in_range(values, num_embeddings, name=name, bound=bound)
         ids = (ids if isinstance(ids, Tracer) else checked).astype(np.int32)

@@ -10,7 +10,6 @@ from .._array import is_real
 from .._check import float_dtype, not_negative, number, positions_array, positive
 from ..embeddings.init import Init, Seed
 from ..embeddings.row_gradient import RowGradient
-from ..embeddings.init import Init, Seed
 from ..files.layer_configs import config_of
 from ..positions.learned import (
     Align,
