@@ -72,7 +72,10 @@ def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
         >>> config_of(AlibiBias(4, max_bias=2.0), factor=None)["max_bias"]
         2.0
     """
-    skipped = _MAKING | {*KINDS[type(layer).__name__].names}
+    # A subclass has the parameters of the layer it extends.
+    names = (base.__name__ for base in type(layer).__mro__)
+    kind = next(KINDS[name] for name in names if name in KINDS)
+    skipped = _MAKING | {*kind.names}
     return {
         name: _plain(overrides[name] if name in overrides else getattr(layer, name))
         for name in inspect.signature(type(layer)).parameters
