@@ -297,6 +297,15 @@ def test_config_rebuilds_the_layer_and_there_are_no_parameters():
     assert layer.parameters() == {} and layer.prefix == "bias."
 
 
+def test_a_subclass_has_the_config_of_its_base():
+    class Subclass(AlibiBias):
+        pass
+
+    layer = Subclass(5, max_bias=6.0)
+    assert layer.config() == AlibiBias(5, max_bias=6.0).config()
+    assert repr(layer).startswith("Subclass(num_heads=5, ")
+
+
 @pytest.mark.rejects
 @pytest.mark.parametrize("num_heads", [0, -3])
 def test_rejects_num_heads_below_one(num_heads):
