@@ -239,7 +239,7 @@ def test_row_optimizer_treats_the_padding_row_as_torch_does():
     table = rng.standard_normal((5, 3)).astype(np.float32)
     layer = Embedding(5, 3, padding_idx=2, weight=table.copy())
     theirs = torch.nn.Embedding(5, 3, padding_idx=2, _weight=torch.from_numpy(table.copy()))
-    options = {"lr": 0.1, "weight_decay": 0.3}
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.3}
     optimizer = RowAdamW(layer, **options)
     dense = torch.optim.AdamW(theirs.parameters(), **options)
     for ids in ([2, 0, 2], [1, 2, 4], [3, 3, 2]):
