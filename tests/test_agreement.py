@@ -230,8 +230,8 @@ def test_half_precision_gathers_are_bitwise_equal(case):
         for front_end in ("numpy", "equinox")
     )
     np.testing.assert_array_equal(want.view(np.int16), got.view(np.int16))
-    theirs = call(case, layers["torch"], {}, tuple(map(torch.as_tensor, case.rest)))
-    bits = theirs.detach().view(torch.int16).numpy()
+    output = call(case, layers["torch"], {}, tuple(map(torch.as_tensor, case.rest)))
+    bits = output.detach().view(torch.int16).numpy()
     np.testing.assert_array_equal(want.view(np.int16), bits)
 
 
@@ -422,10 +422,10 @@ def test_files_are_identical_and_load_in_every_front_end(name, tmp_path):
         tmp_path / "equinox.safetensors"
     )
     assert loaded.config() == layers["numpy"].config()
-    theirs = importlib.import_module("firstlayer.torch").load(
+    torch_layer = importlib.import_module("firstlayer.torch").load(
         tmp_path / "equinox.safetensors"
     )
-    assert type(theirs).__name__ == CASES[name].name
+    assert type(torch_layer).__name__ == CASES[name].name
 
 
 # ------------------------------------------------------------------------- errors

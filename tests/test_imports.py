@@ -1,4 +1,4 @@
-"""What importing loads, and which folder of the package may import which."""
+"""Modules loaded by an import, and imports allowed in each folder of the package."""
 
 import ast
 import json

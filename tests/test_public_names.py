@@ -86,7 +86,7 @@ def test_public_names_are_pinned(name):
 def test_every_public_name_has_an_example(name):
     module = importlib.import_module(name)
     for public in set(module.__all__) - {"__version__", "functional", "positions"}:
-        value = getattr(module, SHARED_EXAMPLES.get(public, public))
+        value = getattr(module, SHARED_EXAMPLES.get(public) or public)
         examples = doctest.DocTestFinder().find(value, public)
         assert any(test.examples for test in examples), public
 

@@ -185,15 +185,15 @@ def test_nan_and_infinity_propagate(dtype):
     inf, nan = np.inf, np.nan
     table = np.array([[nan, 1.0], [2.0, -inf], [3.0, -inf], [nan, -inf]]).astype(dtype)
     for width in (1, 40):
-        wide = np.repeat(table, width, axis=1)
-        largest = EmbeddingBag(4, 2 * width, mode="max", weight=wide)
+        repeated = np.repeat(table, width, axis=1)
+        largest = EmbeddingBag(4, 2 * width, mode="max", weight=repeated)
         y, pull = largest.vjp([[1, 0, 2], [2, 3, 0], [2, 1, 1]])
         want = np.array([[nan, 1.0], [nan, 1.0], [3.0, -inf]]).repeat(width, axis=1)
         np.testing.assert_array_equal(y.astype(float), want)
         # The first NaN wins, not the last.
         won = pull(np.ones(y.shape))["weight"].dense(4)[:, 0]
         assert won.tolist() == [1, 0, 1, 1]
-        total = EmbeddingBag(4, 2 * width, mode="sum", weight=wide)
+        total = EmbeddingBag(4, 2 * width, mode="sum", weight=repeated)
         np.testing.assert_array_equal(
             total([[1, 0]]).astype(float), [[nan] * width + [-inf] * width]
         )
@@ -229,7 +229,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(kernels, "GRAIN", 1)
     before, ends = get_num_threads(), np.sort(rng.integers(0, 400, 50))
     ids, offsets = rng.integers(0, 60, 400), np.r_[0, ends]
-    found = []
+    results = []
     for mode, width, threads in itertools.product(MODES, [20, 100], [1, 2, 5]):
         set_num_threads(threads)
         y, pull = EmbeddingBag(60, width, mode=mode, rng=2).vjp(
@@ -237,9 +237,9 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
         )
         grads = pull(np.cos(np.arange(y.size)).reshape(y.shape))
         arrays = y, grads["weight"].values, grads["per_sample_weights"]
-        found.append([mode, width, *(a.tobytes() for a in arrays)])
+        results.append([mode, width, *(a.tobytes() for a in arrays)])
     set_num_threads(before)
-    assert found[0::3] == found[1::3] == found[2::3]
+    assert results[0::3] == results[1::3] == results[2::3]
 
 
 # Gradients
@@ -376,8 +376,8 @@ def test_scale_grad_by_freq_agrees_with_torch_lookups(mode):
     table = torch.tensor(layer.weight, requires_grad=True)
     rows = torch.nn.functional.embedding(torch.tensor(ids), table, scale_grad_by_freq=True)
     reduce = {"sum": torch.sum, "mean": torch.mean, "max": torch.max}[mode]
-    found = reduce(rows, dim=1)
-    (found.values if mode == "max" else found).square().sum().backward()
+    reduced = reduce(rows, dim=1)
+    (reduced.values if mode == "max" else reduced).square().sum().backward()
     assert table.grad is not None
     want = table.grad.numpy()
     np.testing.assert_allclose(pull(2 * y)["weight"].dense(7), want, rtol=1e-12)

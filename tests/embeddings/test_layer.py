@@ -156,11 +156,11 @@ def test_ids_may_have_any_shape_in_every_dtype(shape, dtype, position, offset):
 def test_half_precision_is_the_float32_result_rounded_once(dropout):
     options = {"layer_norm": True, "segments": 2, "dropout": dropout}
     half = build(dtype="bfloat16", **options).train()
-    wide = build(dtype="float32", **options).train()
-    wide.load_state_dict({n: v.astype(np.float32) for n, v in half.state_dict().items()})
+    full = build(dtype="float32", **options).train()
+    full.load_state_dict({n: v.astype(np.float32) for n, v in half.state_dict().items()})
     for run in (lambda layer: layer(IDS), lambda layer: layer.vjp(IDS)[0]):
-        half.rng, wide.rng = np.random.default_rng(3), np.random.default_rng(3)
-        want = run(wide).astype(ml_dtypes.bfloat16)
+        half.rng, full.rng = np.random.default_rng(3), np.random.default_rng(3)
+        want = run(full).astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(run(half).view(np.uint16), want.view(np.uint16))
 
 
@@ -185,13 +185,13 @@ def test_parameters_may_have_different_dtypes(dtypes):
     y, pull = layer.vjp(IDS)
     np.testing.assert_allclose(y.astype(float), reference(layer, IDS), atol=atol)
     np.testing.assert_array_equal(layer(IDS), y)
-    wide = EmbeddingLayer(
+    full = EmbeddingLayer(
         9, 65, max_positions=8, layer_norm=True, dtype="float64", norm_eps=layer.norm_eps
     )
-    wide.load_state_dict(layer.state_dict())
+    full.load_state_dict(layer.state_dict())
     dy = rng.standard_normal(y.shape)
     for name, gradient in pull(dy).items():
-        want = wide.vjp(IDS)[1](dy)[name]
+        want = full.vjp(IDS)[1](dy)[name]
         got, want = (getattr(g, "values", g) for g in (gradient, want))
         np.testing.assert_allclose(got, want, atol=1e-4 if atol > 1e-9 else 1e-10)
 
@@ -340,19 +340,19 @@ def test_zero_padding_zeroes_nan_rows():
 def test_masked_nan_rows_pass_no_gradient(norm_eps, dropout):
     layer = build(layer_norm=True, norm_eps=norm_eps, dropout=dropout, zero_padding=True)
     layer.train()
-    x, found = rng.standard_normal((2, 4, 6)), []
+    x, results = rng.standard_normal((2, 4, 6)), []
     for padding in (1.0, np.nan):
         x[IDS == 0] = padding
         layer.rng = np.random.default_rng(5)
         y, pull = layer.vjp(IDS, inputs_embeds=x)
         dy = np.where(IDS[..., None] == 0, padding, np.ones_like(y))
-        found.append((y, pull(dy)))
-    (y, want), (again, got) = found
+        results.append((y, pull(dy)))
+    (y, want), (again, got) = results
     np.testing.assert_array_equal(y, again)
     for name, gradient in want.items():
-        mine, other = (getattr(g, "values", g) for g in (got[name], gradient))
-        np.testing.assert_array_equal(mine, other, err_msg=name)
-        assert np.isfinite(mine).all(), name
+        values, expected = (getattr(g, "values", g) for g in (got[name], gradient))
+        np.testing.assert_array_equal(values, expected, err_msg=name)
+        assert np.isfinite(values).all(), name
 
 
 def test_dropped_entries_are_zero_even_if_nan():
@@ -383,8 +383,8 @@ def test_pullback_uses_the_parameters_of_its_call():
     for value in layer.parameters().values():
         value[...] = 7
     for name, gradient in pull(dy).items():
-        mine, other = (getattr(g, "values", g) for g in (gradient, want[name]))
-        np.testing.assert_array_equal(mine, other, err_msg=name)
+        values, expected = (getattr(g, "values", g) for g in (gradient, want[name]))
+        np.testing.assert_array_equal(values, expected, err_msg=name)
 
 
 def test_ids_mark_padding_of_inputs_embeds():
@@ -441,12 +441,10 @@ def test_pretrained_weights_agree_with_transformers():
         for name, value in load_file(str(path)).items()
         if name.startswith("embeddings.") and value.dtype == np.float32
     }
-    theirs = BertEmbeddings(
+    bert = BertEmbeddings(
         BertConfig(vocab_size=30522, hidden_size=384, max_position_embeddings=512)
     ).eval()
-    theirs.load_state_dict(
-        {n: torch.from_numpy(v) for n, v in weights.items()}, strict=False
-    )
+    bert.load_state_dict({n: torch.from_numpy(v) for n, v in weights.items()}, strict=False)
     layer = EmbeddingLayer(
         30522,
         384,
@@ -467,7 +465,7 @@ def test_pretrained_weights_agree_with_transformers():
     ids[:, 150:] = 0
     segments = rng.integers(0, 2, (3, 200))
     with torch.no_grad():
-        want = theirs(torch.from_numpy(ids), torch.from_numpy(segments)).numpy()
+        want = bert(torch.from_numpy(ids), torch.from_numpy(segments)).numpy()
     np.testing.assert_allclose(layer(ids, segments=segments), want, atol=2e-6)
 
 
@@ -490,11 +488,11 @@ def test_normalize_rows_is_the_same_on_torch():
     x = rng.standard_normal((2, 3, 6))
     part = rng.standard_normal((3, 6))
     want, rstd = normalize_rows(add_embeddings(x, part, scale=True), eps=0.1)
-    got, theirs = normalize_rows(
+    got, got_rstd = normalize_rows(
         add_embeddings(torch.from_numpy(x), torch.from_numpy(part), scale=True), eps=0.1
     )
     np.testing.assert_allclose(got.numpy(), want, atol=1e-12)
-    np.testing.assert_allclose(theirs.numpy(), rstd, atol=1e-12)
+    np.testing.assert_allclose(got_rstd.numpy(), rstd, atol=1e-12)
 
 
 # Copies, configs and initial values

@@ -238,17 +238,19 @@ def test_row_optimizer_treats_the_padding_row_as_torch_does():
     # A lookup passes it no gradient, and AdamW decays it as every other row.
     table = rng.standard_normal((5, 3)).astype(np.float32)
     layer = Embedding(5, 3, padding_idx=2, weight=table.copy())
-    theirs = torch.nn.Embedding(5, 3, padding_idx=2, _weight=torch.from_numpy(table.copy()))
-    options = {"lr": 0.1, "weight_decay": 0.3}
+    torch_layer = torch.nn.Embedding(
+        5, 3, padding_idx=2, _weight=torch.from_numpy(table.copy())
+    )
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.3}
     optimizer = RowAdamW(layer, **options)
-    dense = torch.optim.AdamW(theirs.parameters(), **options)
+    dense = torch.optim.AdamW(torch_layer.parameters(), **options)
     for ids in ([2, 0, 2], [1, 2, 4], [3, 3, 2]):
         y, pull = layer.vjp(ids)
         optimizer.step(pull(2 * y))
         dense.zero_grad()
-        theirs(torch.tensor(ids)).square().sum().backward()
+        torch_layer(torch.tensor(ids)).square().sum().backward()
         dense.step()
-    want = theirs.weight.detach().numpy()
+    want = torch_layer.weight.detach().numpy()
     assert (want[2] != table[2]).all()
     np.testing.assert_allclose(layer(np.arange(5)), want, rtol=1e-5)
 
@@ -309,14 +311,14 @@ def test_scale_grad_by_freq_agrees_with_torch():
     ids = rng.integers(0, 6, (4, 5))
     dy = rng.standard_normal((4, 5, 3))
     layer = Embedding(6, 3, dtype="float64", padding_idx=2, scale_grad_by_freq=True)
-    theirs = torch.nn.Embedding(
+    torch_layer = torch.nn.Embedding(
         6, 3, padding_idx=2, scale_grad_by_freq=True, dtype=torch.float64
     )
-    theirs(torch.from_numpy(ids)).backward(torch.from_numpy(dy))
+    torch_layer(torch.from_numpy(ids)).backward(torch.from_numpy(dy))
     _, pull = layer.vjp(ids)
-    assert theirs.weight.grad is not None
+    assert torch_layer.weight.grad is not None
     np.testing.assert_allclose(
-        pull(dy)["weight"].dense(6), theirs.weight.grad.numpy(), atol=1e-12
+        pull(dy)["weight"].dense(6), torch_layer.weight.grad.numpy(), atol=1e-12
     )
 
 
@@ -389,13 +391,13 @@ def test_project_clips_the_stored_rows_of_the_given_ids():
 
 def test_max_norm_output_agrees_with_torch():
     table = rng.standard_normal((20, 5)).astype(np.float32)
-    theirs = torch.nn.Embedding(20, 5, max_norm=1.0, norm_type=3.0)
+    torch_layer = torch.nn.Embedding(20, 5, max_norm=1.0, norm_type=3.0)
     with torch.no_grad():
-        theirs.weight.copy_(torch.from_numpy(table))
+        torch_layer.weight.copy_(torch.from_numpy(table))
     ids = rng.integers(0, 20, 30)
     got = Embedding(20, 5, max_norm=1.0, norm_type=3.0, weight=table)(ids)
     np.testing.assert_allclose(
-        got, theirs(torch.from_numpy(ids)).detach().numpy(), rtol=2e-6
+        got, torch_layer(torch.from_numpy(ids)).detach().numpy(), rtol=2e-6
     )
 
 

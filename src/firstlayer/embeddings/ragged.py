@@ -69,9 +69,8 @@ def flatten_bags(
         counted &= flat != padding_idx
     counted_before = np.concatenate([[0], np.cumsum(counted)])
     kept = np.flatnonzero(counted)
-    if weights is not None:
-        weights = weights[kept]
-    return Bags(flat[kept], counted_before[bounds], weights, kept)
+    kept_weights = None if weights is None else weights[kept]
+    return Bags(flat[kept], counted_before[bounds], kept_weights, kept)
 
 
 def bag_bounds(

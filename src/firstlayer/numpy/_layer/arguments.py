@@ -76,22 +76,22 @@ class LayerArguments:
             norm: Weight and epsilon of the norm during the call, or None.
         """
         token, position, segment, _ = tables
-        found = tables.backward(dy, norm=norm, by_id=self.embeds is None, mask=self.mask)
+        by_table = tables.backward(dy, norm=norm, by_id=self.embeds is None, mask=self.mask)
         gradients: dict[str, Any] = {}
-        if isinstance(found.token, RowGradient):
-            gradients["token.weight"] = token.row_gradient(found.token)
+        if isinstance(by_table.token, RowGradient):
+            gradients["token.weight"] = token.row_gradient(by_table.token)
         elif self.embeds is not None:
-            dembeds = found.token.reshape(self.shape)
+            dembeds = by_table.token.reshape(self.shape)
             gradients["inputs_embeds"] = dembeds.astype(self.embeds.dtype, copy=False)
-        if position and found.position and hasattr(self.layer.position, "row_gradient"):
-            drows = position.row_gradient(found.position)
+        if position and by_table.position and hasattr(self.layer.position, "row_gradient"):
+            drows = position.row_gradient(by_table.position)
             gradients["position.weight"] = self._position_gradient(drows)
-        if segment is not None and found.segment is not None:
+        if segment is not None and by_table.segment is not None:
             used = np.unique(segment.rows)
-            gradients["segment.weight"] = RowGradient(used, found.segment[used])
+            gradients["segment.weight"] = RowGradient(used, by_table.segment[used])
         if norm is not None:
-            gradients["norm.weight"] = found.norm_weight
-            gradients["norm.bias"] = found.norm_bias
+            gradients["norm.weight"] = by_table.norm_weight
+            gradients["norm.bias"] = by_table.norm_bias
         return gradients
 
     def _token(self) -> TableRows:
