@@ -210,7 +210,6 @@ def _in_place_of(old: nn.Embedding) -> Embedding:
         _weight=old.weight,
     )
     new.weight = old.weight
-    new.keep_padding()
     vars(new).update({key: value for key, value in vars(old).items() if "hook" in key})
     return new.train(old.training)
 
@@ -241,7 +240,8 @@ def _tokens(config: Any) -> Embedding:
 def _table(config: Any, rows: int, *, padding_idx: int | None = None) -> Embedding:
     table = Embedding(rows, config.hidden_size, padding_idx)
     nn.init.normal_(table.weight, std=getattr(config, "initializer_range", 0.02))
-    table.repair()
+    if padding_idx is not None:
+        table.set_padding(0.0)
     return table
 
 

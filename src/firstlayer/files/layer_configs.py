@@ -72,10 +72,11 @@ def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
         >>> config_of(AlibiBias(4, max_bias=2.0), factor=None)["max_bias"]
         2.0
     """
-    skipped = _MAKING | {*KINDS[type(layer).__name__].names}
+    cls = next(cls for cls in type(layer).__mro__ if cls.__name__ in KINDS)
+    skipped = _MAKING | {*KINDS[cls.__name__].names}
     return {
         name: _plain(overrides[name] if name in overrides else getattr(layer, name))
-        for name in inspect.signature(type(layer)).parameters
+        for name in inspect.signature(cls).parameters
         if name in overrides or name not in skipped
     }
 

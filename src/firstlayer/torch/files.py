@@ -17,7 +17,7 @@ from torch import nn
 from .._check import float_dtype
 from ..files.layer_configs import KINDS, check_options, own_tensors
 from ..files.safetensors import Path, Tensors, read, write
-from ._tensors.buffers import name_of
+from ._tensors.dtypes import dtype_name
 from ._tensors.memory import array_of, tensor_of
 from .bag import EmbeddingBag
 from .token import Embedding
@@ -95,7 +95,7 @@ def _config(layer: Any) -> dict[str, Any]:
         "max_norm": layer.max_norm,
         "norm_type": layer.norm_type,
         "scale_grad_by_freq": layer.scale_grad_by_freq,
-        "dtype": name_of(layer.weight.dtype),
+        "dtype": dtype_name(layer.weight.dtype),
     }
     if isinstance(layer, EmbeddingBag):
         config["mode"] = layer.mode

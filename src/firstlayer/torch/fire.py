@@ -10,7 +10,7 @@ from .._check import number, positive, positive_number
 from ..positions.fire import fire_bias, fire_share
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import compute_dtype, in_full_precision, name_of, upcast
+from ._tensors.dtypes import compute_dtype, dtype_name, in_full_precision, upcast
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -109,7 +109,7 @@ class FireBias(Bias):
             "c": self.initial_c,
             "threshold": self.threshold,
             "eps": self.eps,
-            "dtype": name_of(self.c.dtype),
+            "dtype": dtype_name(self.c.dtype),
         }
 
     def _network(self) -> dict[str, Tensor]:

@@ -16,10 +16,11 @@ from ..positions.fourier import (
 )
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
 from ._positions.arguments import in_reach
-from ._tensors.buffers import Precomputed, name_of, upcast
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import dtype_name, upcast
 
 
-class FourierFeatures(Precomputed):
+class FourierFeatures(PrecomputedBuffers):
     """Turns coordinates into waves of fixed frequencies. Has no parameters.
 
     Frequencies that were drawn cannot be made again, so they are part of a state_dict: the
@@ -101,7 +102,7 @@ class FourierFeatures(Precomputed):
             coordinates: Reals, one for each axis on the last axis.
         """
         if not coordinates.is_floating_point():
-            raise TypeError(f"coordinates must be real, got {name_of(coordinates.dtype)}")
+            raise TypeError(f"coordinates must be real, got {dtype_name(coordinates.dtype)}")
         if tuple(coordinates.shape[-1:]) != (self.axes,):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), "

@@ -17,7 +17,7 @@ from ..positions.kerple import (
 )
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import name_of, upcast
+from ._tensors.dtypes import dtype_name, upcast
 
 
 class KerpleBias(Bias):
@@ -73,7 +73,7 @@ class KerpleBias(Bias):
         if self.r1.dtype != self.r2.dtype:
             raise ValueError(
                 "r1 and r2 must have one dtype, "
-                f"got {name_of(self.r1.dtype)} and {name_of(self.r2.dtype)}"
+                f"got {dtype_name(self.r1.dtype)} and {dtype_name(self.r2.dtype)}"
             )
 
     def reset_parameters(self) -> None:
@@ -116,7 +116,7 @@ class KerpleBias(Bias):
         return {
             "num_heads": self.num_heads,
             "form": self.form,
-            "dtype": name_of(self.r1.dtype),
+            "dtype": dtype_name(self.r1.dtype),
         }
 
     def _draw(self, name: str) -> None:

@@ -31,11 +31,12 @@ from ._positions.arguments import (
     positions_tensor,
 )
 from ._positions.rotate import integer_phases, turned, whole_positions
-from ._tensors.buffers import Precomputed, upcast
-from ._tensors.memory import concrete, fusable
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import upcast
+from ._tensors.memory import is_plain_cpu, kernel_eligible
 
 
-class RotaryPositions(Precomputed):
+class RotaryPositions(PrecomputedBuffers):
     """Rotates queries or keys by their positions. Has no parameters.
 
     Args:
@@ -154,7 +155,7 @@ class RotaryPositions(Precomputed):
             offset: How many positions came before, a number or one per row.
         """
         self._check(x)
-        on_kernels, axis = fusable(x), self.heads_axis
+        on_kernels, axis = kernel_eligible(x), self.heads_axis
         if positions is not None and not isinstance(positions, Tensor):
             positions = positions_tensor(positions, device=x.device)
         if on_kernels and self.axes is None:
@@ -164,7 +165,7 @@ class RotaryPositions(Precomputed):
         found, axial = self._positions(x, positions, offset), self.axes is not None
         lined = over_heads(found, x, heads_axis=axis, axial=axial)
         cos, sin = self._phases(lined, x.dtype)
-        if on_kernels and concrete(cos) and not cos.requires_grad:
+        if on_kernels and is_plain_cpu(cos) and not cos.requires_grad:
             turn = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
             return self._turned(x, turn, tuple(cos.shape[:-1]))
         return rotate(upcast(x), cos, sin, layout=self.layout).to(x.dtype)

@@ -10,7 +10,8 @@ from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
 from ._positions.arguments import Positions, check_vectors
 from ._positions.bias import checked, parameter
-from ._tensors.buffers import in_full_precision, name_of, repr_of
+from ._tensors.buffers import repr_of
+from ._tensors.dtypes import dtype_name, in_full_precision
 
 
 class ShawScores(nn.Module):
@@ -111,7 +112,7 @@ class ShawScores(nn.Module):
             "head_dim": self.head_dim,
             "max_left": self.max_left,
             "max_right": self.max_right,
-            "dtype": name_of(self.weight.dtype),
+            "dtype": dtype_name(self.weight.dtype),
         }
 
     def extra_repr(self) -> str:

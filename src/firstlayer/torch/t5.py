@@ -11,7 +11,7 @@ from .._check import positive
 from ..positions.t5 import reach, t5_bias, t5_buckets
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import name_of, upcast
+from ._tensors.dtypes import dtype_name, upcast
 
 
 class T5Bias(Bias):
@@ -109,7 +109,7 @@ class T5Bias(Bias):
             "num_buckets": self.num_buckets,
             "max_distance": self.max_distance,
             "bidirectional": self.bidirectional,
-            "dtype": name_of(self.weight.dtype),
+            "dtype": dtype_name(self.weight.dtype),
         }
 
     def _tables(self) -> dict[str, np.ndarray]:

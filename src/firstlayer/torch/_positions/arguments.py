@@ -17,8 +17,8 @@ from torch import Tensor
 from ..._check import positions_array, positions_in_reach
 from ...positions.ids import check_axes, check_fit, plain_offset, resolve
 from ...positions.phases import LIMIT
-from .._tensors.buffers import name_of
-from .._tensors.memory import concrete
+from .._tensors.dtypes import dtype_name
+from .._tensors.memory import is_plain_cpu
 
 Positions = Shaped[Tensor, "..."] | Sequence[Any] | int | float
 Offset = Shaped[Tensor, "..."] | Sequence[Any] | int | float
@@ -42,7 +42,7 @@ def positions_tensor(
             # Python's numbers come in torch's default dtype, which may be a half one.
             found = torch.as_tensor(value, device=device, dtype=torch.float32)
     if found.dtype == torch.bool or found.is_complex():
-        raise TypeError(f"{name} must be integers or reals, got {name_of(found.dtype)}")
+        raise TypeError(f"{name} must be integers or reals, got {dtype_name(found.dtype)}")
     return found
 
 
@@ -88,7 +88,7 @@ def positions_of(
 
 def in_reach(positions: Tensor, *, name: str = "positions") -> Shaped[Tensor, "*seq"]:
     """Return positions whose digits can be taken, once concrete ones have been checked."""
-    if concrete(positions):
+    if is_plain_cpu(positions):
         positions_in_reach(on_host(positions), LIMIT, name=name)
     return signed(positions)
 
@@ -108,7 +108,7 @@ def check_vectors(
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be real, got {name_of(x.dtype)}")
+        raise TypeError(f"{name} must be real, got {dtype_name(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:
         want = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")

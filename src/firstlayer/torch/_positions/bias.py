@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from .._tensors.buffers import Precomputed, dtype_of, name_of, upcast
-from .._tensors.memory import concrete
+from .._tensors.buffers import PrecomputedBuffers
+from .._tensors.dtypes import as_torch_dtype, dtype_name, upcast
+from .._tensors.memory import is_plain_cpu
 from .arguments import Positions, on_host, positions_tensor, signed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -16,7 +17,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 PairBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Bias(Precomputed):
+class Bias(PrecomputedBuffers):
     """Base of the layers whose output is added to attention scores.
 
     Shape:
@@ -105,7 +106,7 @@ def checked(
     if not found.is_floating_point():
         return found.to(torch.int64)
     found = upcast(found)
-    if concrete(found):
+    if is_plain_cpu(found):
         host = on_host(found)
         known = abs(host) < float("inf")
         if not known.all():
@@ -130,12 +131,12 @@ def parameter(
         dtype: Likewise. A name will do.
         name: What it is called in the sentence.
     """
-    dtype = dtype_of(dtype)
+    dtype = as_torch_dtype(dtype)
     if value is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     found = torch.as_tensor(value)
     if tuple(found.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(found.shape)}")
     if dtype is None and not found.is_floating_point():
-        raise TypeError(f"{name} must be real, got {name_of(found.dtype)}")
+        raise TypeError(f"{name} must be real, got {dtype_name(found.dtype)}")
     return nn.Parameter(found.detach().to(device=device, dtype=dtype))

@@ -18,7 +18,7 @@ from ...positions.ids import resolve
 from ...positions.phases import LIMIT
 from ...positions.rotary import over_heads
 from ...positions.rotary_rows import inverse_phases, rotated
-from .._tensors.memory import array_of, concrete, fusable, tensor_of, threads_of_torch
+from .._tensors.memory import array_of, is_plain_cpu, kernel_eligible, tensor_of, threads_of_torch
 
 #: Up to this many features a kernel runs on one thread anyway.
 ALONE = 2**17
@@ -46,7 +46,7 @@ def whole_positions(
     found = []
     for value in (positions, offset):
         if isinstance(value, Tensor):
-            if value.dtype not in WHOLE or not concrete(value):
+            if value.dtype not in WHOLE or not is_plain_cpu(value):
                 return None
             value = value.numpy()
         elif value is not None and type(value) is not int:
@@ -102,7 +102,7 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back, dy = inverse_phases(ctx.turn), grads[0]
-        if fusable(dy):
+        if kernel_eligible(dy):
             dx = turned(dy, back, ctx.seq, read_half=ctx.write, write_half=ctx.read)
         else:
             dx = _turned(dy, back.reshape(*ctx.seq, -1), ctx.write, ctx.read)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._table.padding import Padded
+from .._table.module import TableModule
 from ..frozen import PartlyFrozenEmbedding
 from .table_state import catch_up
 
@@ -28,7 +28,7 @@ def add_hooks(model: nn.Module) -> None:
     }
     for module in modules:
         used = {p for p in module.parameters(recurse=False) if p in tables}
-        if used and not isinstance(module, Padded | PartlyFrozenEmbedding):
+        if used and not isinstance(module, TableModule | PartlyFrozenEmbedding):
             _add(module)
 
 

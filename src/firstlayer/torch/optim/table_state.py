@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
-from .._tensors.memory import array_of, array_of_table, concrete, threads_of_torch
+from .._tensors.memory import array_of, array_of_table, is_plain_cpu, threads_of_torch
 
 # What stands on a parameter while it is waited for.
 NAMES = ("table_state", "__deepcopy__", "__reduce_ex__")
@@ -121,7 +121,7 @@ def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
 
 def _index(ids: Tensor | None) -> np.ndarray | None:
     """Return ids as the kernels take them, or None if they cannot be read."""
-    if ids is None or not concrete(ids):
+    if ids is None or not is_plain_cpu(ids):
         return None
     return np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
 
