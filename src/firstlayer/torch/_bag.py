@@ -314,7 +314,9 @@ class _TorchBags(torch.autograd.Function):
             or not kernel_eligible(grads[0])
             or table.needs_own_backward
         ):
-            bags = _PooledBags(_checked_bags(ids, table, options), options.mode, None, table)
+            bags = _PooledBags(
+                _checked_bags(ids, table, options), options.mode, None, table
+            )
             gradient, _ = bags.gradients(grads[0], None, table=None, trained=True)
             return gradient, None, None
         skip = -1 if options.padding_idx is None else options.padding_idx
@@ -380,7 +382,7 @@ class _RaggedBags:
     def pool(
         self, rows: Tensor, counted: Tensor, *, weights: Tensor | None, mode: Mode
     ) -> Tensor:
-        """Pool rows by bag, as :func:`firstlayer.embeddings.bag.pool` does along an axis."""
+        """Pool rows by bag, like :func:`firstlayer.embeddings.bag.pool` along an axis."""
         ones = counted.to(rows.dtype)
         factors = ones if weights is None else torch.where(counted, weights, 0.0)
         terms = torch.where(counted[:, None], rows * factors[:, None], 0.0)

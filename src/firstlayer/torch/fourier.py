@@ -102,7 +102,9 @@ class FourierFeatures(PrecomputedBuffers):
             coordinates: Reals, one for each axis on the last axis.
         """
         if not coordinates.is_floating_point():
-            raise TypeError(f"coordinates must be real, got {dtype_name(coordinates.dtype)}")
+            raise TypeError(
+                f"coordinates must be real, got {dtype_name(coordinates.dtype)}"
+            )
         if tuple(coordinates.shape[-1:]) != (self.axes,):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), "

@@ -17,7 +17,13 @@ from torch.nn import Parameter
 
 from .._check import ids_in_range
 from ..embeddings.token import Init, Resized, Seed
-from ._table.lookup import as_index, checked_padding_idx, divide_gradient, frequencies, lookup
+from ._table.lookup import (
+    as_index,
+    checked_padding_idx,
+    divide_gradient,
+    frequencies,
+    lookup,
+)
 from ._table.module import (
     check_arguments,
     coalesce_gradient,

@@ -4,7 +4,7 @@ Nothing here changes anything. The kernels bypass the forwards of the submodules
 must be of known classes, without hooks or overrides, with ordinary parameters.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +21,23 @@ from ..learned import LearnedPositions
 from ..sinusoidal import SinusoidalPositions
 from ..token import Embedding
 from .arguments import LayerArguments
-from .fused import LayerOptions, LayerTensors, TableRows
+from .fused import LayerOptions, LayerTensors
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
 
 
+class TableRows(NamedTuple):
+    """A table, the row of it for each token, and the options of its gradient."""
+
+    table: Tensor
+    rows: Tensor
+    options: LookupOptions | None
+
+
 def kernel_inputs(
     layer: "EmbeddingLayer", arguments: LayerArguments, *, upcast_output: bool
-) -> tuple[LayerTensors, LayerOptions] | None:
+) -> tuple[LayerTensors[Tensor], LayerOptions] | None:
     """Return the inputs of the fused layer, or None if the call is not eligible.
 
     Args:
@@ -38,8 +46,9 @@ def kernel_inputs(
         upcast_output: Whether the output is in the compute dtype.
     """
     # Read from the dict once: attributes of a module are slow.
+    modules: dict[str, Any] = layer._modules
     token, position, segment, norm = map(
-        layer._modules.get, ("token", "position", "segment", "norm")
+        modules.get, ("token", "position", "segment", "norm")
     )
     if (
         0 in arguments.lead
@@ -127,6 +136,7 @@ def _parameters(
 ) -> dict[str, Tensor] | None:
     """Return all parameters if they are contiguous, of one dtype and of the right shape."""
     width = token.embedding_dim
+    expected: list[tuple[str, Any, str, tuple[int, ...]]]
     expected = [("token", token, "weight", (token.num_embeddings, width))]
     if segment is not None:
         expected.append(("segment", segment, "weight", (segment.num_embeddings, width)))
@@ -177,8 +187,9 @@ def _position_rows(
     position: Any, weight: Tensor | None, arguments: LayerArguments, token_table: Tensor
 ) -> TableRows | None:
     lead, offset = arguments.lead, arguments.offset
-    plain = weight is not None and position.scale == 1.0
-    if plain and arguments.positions is None and type(offset) is int:
+    # A scaled table is read through encode(), like computed positions.
+    weight = weight if weight is not None and position.scale == 1.0 else None
+    if weight is not None and arguments.positions is None and type(offset) is int:
         fits = 0 <= offset <= position.max_positions - lead[-1]
         if fits and position.padding_idx is None:
             first = offset + position.row_offset
@@ -193,7 +204,7 @@ def _position_rows(
     )
     if not is_plain_cpu(positions):
         return None
-    if plain and not positions.is_floating_point():
+    if weight is not None and not positions.is_floating_point():
         check_positions(
             on_host(positions),
             max_positions=position.max_positions,

@@ -5,7 +5,7 @@ again, instead of saving several arrays of the output's size. A gradient that is
 itself differentiated is computed by plain operators.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,27 +21,18 @@ from .._tensors.dtypes import upcast
 from .._tensors.errors import out_of_range_error
 from .._tensors.memory import (
     array_of,
-    array_of_table,
+    arrays_of,
     kernel_eligible,
     request_large_pages,
     tensor_of,
     threads_of_torch,
 )
 
-
-class TableRows(NamedTuple):
-    """A table, the row of it for each token, and the options of its gradient.
-
-    ``options`` is None if the table has one row for each token, in order.
-    """
-
-    table: Tensor
-    rows: Tensor
-    options: LookupOptions | None
+T = TypeVar("T")
 
 
-class LayerTensors(NamedTuple):
-    """Tensors of one call, or their gradients. Absent ones are None.
+class LayerTensors(NamedTuple, Generic[T]):
+    """Tensors of one call, their arrays, or their gradients, by name.
 
     Args:
         token_table: The token table, or token vectors from elsewhere.
@@ -53,17 +44,19 @@ class LayerTensors(NamedTuple):
         norm_weight: Weight of the LayerNorm.
         norm_bias: Bias of the LayerNorm.
         mask: False for tokens whose output is zero.
+
+    Absent tensors are None.
     """
 
-    token_table: Any
-    token_rows: Any = None
-    position_table: Tensor | None = None
-    position_rows: Tensor | None = None
-    segment_table: Tensor | None = None
-    segment_rows: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    mask: Tensor | None = None
+    token_table: T
+    token_rows: T
+    position_table: T | None = None
+    position_rows: T | None = None
+    segment_table: T | None = None
+    segment_rows: T | None = None
+    norm_weight: T | None = None
+    norm_bias: T | None = None
+    mask: T | None = None
 
 
 class LayerOptions(NamedTuple):
@@ -89,7 +82,7 @@ class LayerOptions(NamedTuple):
 
 
 def fused_layer(
-    tensors: LayerTensors, options: LayerOptions
+    tensors: LayerTensors[Tensor], options: LayerOptions
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return the layer's output, before dropout and before padding is zeroed."""
     if torch.is_grad_enabled():
@@ -104,7 +97,7 @@ class _FusedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: LayerOptions, *args: Tensor | None) -> Tensor:
-        tensors = LayerTensors(*args)  # pyright: ignore
+        tensors: LayerTensors[Any] = LayerTensors(*args)
         saved, ctx.unsaved = tensors, {}
         if tensors.norm_weight is None:
             # The backward reads only the shapes of the tables, so they may change before.
@@ -117,7 +110,8 @@ class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         options = ctx.options
-        tensors = LayerTensors(*ctx.saved_tensors)._replace(**ctx.unsaved)
+        tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
+        tensors = tensors._replace(**ctx.unsaved)
         needed = LayerTensors(*ctx.needs_input_grad[1:])
         dy = grads[0].reshape(-1, options.shape[-1])
         by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
@@ -126,13 +120,13 @@ class _FusedLayer(torch.autograd.Function):
 
 
 def _tables_without_values(
-    tensors: LayerTensors, options: LayerOptions
+    tensors: LayerTensors[Tensor], options: LayerOptions
 ) -> dict[str, Tensor | None]:
     """Return the tables by field name, with token vectors replaced by an empty tensor.
 
     Parameters exist anyway; token vectors would stay in memory as long as the graph.
     """
-    token: Any = tensors.token_table
+    token = tensors.token_table
     return {
         "token_table": token if options.token else token.new_empty((0, token.shape[1])),
         "position_table": tensors.position_table,
@@ -140,52 +134,51 @@ def _tables_without_values(
     }
 
 
-def _forward(tensors: LayerTensors, options: LayerOptions) -> Tensor:
+def _forward(tensors: LayerTensors[Tensor], options: LayerOptions) -> Tensor:
     out = torch.empty(options.shape, dtype=options.dtype, device="cpu")
     request_large_pages(out)
-    norm = None
-    if tensors.norm_weight is not None and tensors.norm_bias is not None:
-        weight, bias = array_of_table(tensors.norm_weight), array_of_table(tensors.norm_bias)
-        norm = weight, bias, options.eps
-    table, rows = tensors.token_table, tensors.token_rows
+    arrays, norm = _arrays(tensors), None
+    if arrays.norm_weight is not None and arrays.norm_bias is not None:
+        norm = arrays.norm_weight, arrays.norm_bias, options.eps
     with threads_of_torch():
         in_range = kernels.layer_forward(
-            _arrays(table, rows),
-            position=_arrays_or_none(tensors.position_table, tensors.position_rows),
-            segment=_arrays_or_none(tensors.segment_table, tensors.segment_rows),
+            (arrays.token_table, arrays.token_rows.reshape(-1)),
+            position=_pair(arrays.position_table, arrays.position_rows),
+            segment=_pair(arrays.segment_table, arrays.segment_rows),
             scale=options.scale,
             norm=norm,
             out=array_of(out).reshape(-1, options.shape[-1]),
         )
     if not in_range:
-        raise out_of_range_error(rows, len(table))
+        raise out_of_range_error(tensors.token_rows, len(tensors.token_table))
     return out
 
 
 def _backward_by_kernels(
-    tensors: LayerTensors, options: LayerOptions, *, dy: Tensor, needed: LayerTensors
-) -> LayerTensors:
-    norm = None
-    if tensors.norm_weight is not None:
-        norm = array_of_table(tensors.norm_weight), options.eps
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    dy: Tensor,
+    needed: LayerTensors[bool],
+) -> LayerTensors[Tensor | None]:
+    arrays, token, position = _arrays(tensors), options.token, options.position
     with threads_of_torch():
         gradients = layer_gradients(
-            _arrays(tensors.token_table, tensors.token_rows),
-            position=_arrays_or_none(tensors.position_table, tensors.position_rows),
-            segment=_arrays_or_none(tensors.segment_table, tensors.segment_rows),
+            (arrays.token_table, arrays.token_rows.reshape(-1)),
+            position=_pair(arrays.position_table, arrays.position_rows),
+            segment=_pair(arrays.segment_table, arrays.segment_rows),
             scale=options.scale,
-            norm=norm,
+            norm=None if arrays.norm_weight is None else (arrays.norm_weight, options.eps),
             dy=array_of(dy.contiguous()),
-            by_id=options.token is not None,
-            token_padding=options.token and options.token.padding_idx,
-            position_padding=options.position and options.position.padding_idx,
-            mask=None if tensors.mask is None else array_of(tensors.mask).reshape(-1),
+            by_id=token is not None,
+            token_padding=None if token is None else token.padding_idx,
+            position_padding=None if position is None else position.padding_idx,
+            mask=None if arrays.mask is None else arrays.mask.reshape(-1),
         )
     return LayerTensors(
-        token_table=_as_tensor(gradients.token, options.token, needed.token_table),
-        position_table=_as_tensor(
-            gradients.position, options.position, needed.position_table
-        ),
+        token_table=_as_tensor(gradients.token, token, needed.token_table),
+        token_rows=None,
+        position_table=_as_tensor(gradients.position, position, needed.position_table),
         segment_table=_as_tensor(gradients.segment, options.segment, needed.segment_table),
         norm_weight=_like(gradients.norm_weight, tensors.norm_weight),
         norm_bias=_like(gradients.norm_bias, tensors.norm_bias),
@@ -193,8 +186,12 @@ def _backward_by_kernels(
 
 
 def _backward_by_operators(
-    tensors: LayerTensors, options: LayerOptions, *, dy: Tensor, needed: LayerTensors
-) -> LayerTensors:
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    dy: Tensor,
+    needed: LayerTensors[bool],
+) -> LayerTensors[Tensor | None]:
     dy, d_weight, d_bias = upcast(dy), None, None
     weight, bias = tensors.norm_weight, tensors.norm_bias
     if weight is not None and bias is not None:
@@ -207,6 +204,7 @@ def _backward_by_operators(
         d_token = _sum_by_row(d_token, tensors.token_rows, options.token)
     return LayerTensors(
         token_table=d_token if needed.token_table else None,
+        token_rows=None,
         position_table=_sum_by_row(dy, tensors.position_rows, options.position),
         segment_table=_sum_by_row(dy, tensors.segment_rows, options.segment),
         norm_weight=d_weight,
@@ -214,23 +212,25 @@ def _backward_by_operators(
     )
 
 
-def _sum_of_rows(tensors: LayerTensors, options: LayerOptions, *, count: int) -> Tensor:
+def _sum_of_rows(
+    tensors: LayerTensors[Tensor], options: LayerOptions, *, count: int
+) -> Tensor:
     """Return the input of the LayerNorm for ``count`` tokens, by operators."""
-    parts = [
-        TableRows(tensors.token_table, tensors.token_rows, options.token),
-        TableRows(tensors.position_table, tensors.position_rows, options.position),
-        TableRows(tensors.segment_table, tensors.segment_rows, options.segment),
-    ]
+    parts = (
+        (tensors.token_table, tensors.token_rows, options.token),
+        (tensors.position_table, tensors.position_rows, options.position),
+        (tensors.segment_table, tensors.segment_rows, options.segment),
+    )
     rows = [
         lookup(
-            _repeated(part.rows, count),
-            part.table,
-            padding_idx=part.options and part.options.padding_idx,
-            sparse=part.options is not None and part.options.sparse,
+            _repeated(index, count),
+            table,
+            padding_idx=lookup_options and lookup_options.padding_idx,
+            sparse=lookup_options is not None and lookup_options.sparse,
             upcast_output=True,
         )
-        for part in parts
-        if part.table is not None
+        for table, index, lookup_options in parts
+        if table is not None and index is not None
     ]
     total = combine(*rows, scale=options.scale != 1.0)
     if tensors.mask is None:
@@ -252,18 +252,20 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
     return rows.reshape(-1).repeat(count // rows.numel())
 
 
-def _arrays(table: Tensor, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    return array_of_table(table), array_of(rows).reshape(-1)
+def _arrays(tensors: LayerTensors[Tensor]) -> LayerTensors[np.ndarray]:
+    return LayerTensors(*arrays_of(tensors))  # pyright: ignore
 
 
-def _arrays_or_none(
-    table: Tensor | None, rows: Tensor | None
+def _pair(
+    table: np.ndarray | None, rows: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    return None if table is None or rows is None else _arrays(table, rows)
+    return None if table is None or rows is None else (table, rows.reshape(-1))
 
 
 def _as_tensor(
-    gradient: RowGradient | np.ndarray | None, options: LookupOptions | None, needed: Any
+    gradient: RowGradient | np.ndarray | None,
+    options: LookupOptions | None,
+    needed: bool | None,
 ) -> Tensor | None:
     if gradient is None or not needed:
         return None

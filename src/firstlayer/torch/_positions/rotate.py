@@ -18,7 +18,13 @@ from ...positions.ids import resolve
 from ...positions.phases import LIMIT
 from ...positions.rotary import over_heads
 from ...positions.rotary_rows import inverse_phases, rotated
-from .._tensors.memory import array_of, is_plain_cpu, kernel_eligible, tensor_of, threads_of_torch
+from .._tensors.memory import (
+    array_of,
+    is_plain_cpu,
+    kernel_eligible,
+    tensor_of,
+    threads_of_torch,
+)
 
 #: Up to this many features a kernel runs on one thread anyway.
 ALONE = 2**17

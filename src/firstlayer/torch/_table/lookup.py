@@ -192,7 +192,7 @@ class LookupOptions(NamedTuple):
 def frequencies(
     ids: Integer[Tensor, "*batch"], num_embeddings: int, *, like: Tensor
 ) -> Float[Tensor, "*batch"]:
-    """Return the number of times that each id occurs in ``ids``, in the dtype of ``like``."""
+    """Return how often each id occurs in ``ids``, in the dtype of ``like``."""
     ones = like.new_ones(()).expand(ids.numel())
     counts = like.new_zeros(num_embeddings).index_add(0, ids.reshape(-1), ones)
     return counts[ids]

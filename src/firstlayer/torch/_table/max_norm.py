@@ -40,6 +40,7 @@ def renormalize_rows(
     """
     if rows is None:
         rows = torch.ones(weight.shape[0], dtype=torch.bool, device=weight.device)
+    index = rows
     if rows.dtype == torch.bool:
         if not weight.is_cpu:
             # Selecting the rows that are too long would synchronize with the device.
@@ -48,9 +49,9 @@ def renormalize_rows(
             return
         dtype = compute_dtype(weight.dtype)
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, dtype=dtype)
-        rows = (rows & (norms > max_norm)).nonzero()[:, 0]
-    if rows.numel():
-        weight[rows] = renormalized(weight[rows], max_norm, norm_type=norm_type)
+        index = (rows & (norms > max_norm)).nonzero()[:, 0]
+    if index.numel():
+        weight[index] = renormalized(weight[index], max_norm, norm_type=norm_type)
 
 
 @torch.no_grad()

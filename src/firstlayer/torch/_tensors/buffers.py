@@ -18,7 +18,7 @@ from .dtypes import compute_dtype
 
 
 class PrecomputedBuffers(nn.Module):
-    """Base class of layers with precomputed tables. Each of ``_tables`` becomes a buffer."""
+    """Base class of layers with precomputed tables, one buffer for each of ``_tables``."""
 
     def _tables(self) -> dict[str, np.ndarray]:
         """Return the tables by buffer name, float32 or int32."""

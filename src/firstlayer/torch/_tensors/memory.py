@@ -13,6 +13,7 @@ Three predicates decide, each stricter than the one before:
 
 import ctypes
 import mmap
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -144,6 +145,16 @@ def array_of_table(weight: Tensor) -> np.ndarray:
     }
     array = np.asarray(memory)
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
+
+
+def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
+    """Return tensors as NumPy arrays of the same memory, floats kept resizable."""
+    arrays = []
+    for x in tensors:
+        if x is not None:
+            x = array_of_table(x) if x.dtype in FLOATS else array_of(x)
+        arrays.append(x)
+    return arrays
 
 
 def tensor_of(array: Any, *, dtype: torch.dtype | None = None) -> Tensor:
