@@ -1,8 +1,8 @@
-"""What may happen to a torch layer between two calls, after which its numbers are the same.
+"""Operations on a torch layer that must not change its output: copies, casts, moves, loads.
 
-A life takes a function that builds a layer, with one seed for its parameters or another,
-and returns a layer that has lived. Parameters are rounded to what half precision can hold,
-so that a cast there and back changes none of them.
+Each entry of ``LIVES`` takes a function that builds a layer and returns such a layer after
+the operation. Parameters are rounded to half precision, so that casting to it and back
+changes none of them.
 """
 
 import copy
@@ -22,7 +22,7 @@ Build = Callable[[], nn.Module]
 
 
 def built(build: Build, *, seed: int = 0) -> Any:
-    """Return a layer whose parameters depend on the seed alone, and survive a cast."""
+    """Return a layer whose parameters depend on the seed only and fit half precision."""
     torch.manual_seed(seed)
     layer = build()
     with torch.no_grad():
@@ -74,7 +74,7 @@ def _buffers_on_meta(layer: nn.Module) -> nn.Module:
 
 
 def converted(layer: Any, *, swap: bool) -> Any:
-    """Return a layer whose parameters torch has swapped, or replaced, to convert them."""
+    """Return a layer converted with torch's option to swap or overwrite parameters."""
     future = torch.__future__
     name = "swap" if swap else "overwrite"
     switch = getattr(future, f"set_{name}_module_params_on_conversion")
@@ -115,24 +115,24 @@ LIVES: dict[str, Callable[[Build], Any]] = {
 }
 
 
-class _Watching(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def plain_operators() -> Generator[None]:
-    """Let something watch every operator, so that no kernel runs inside."""
-    with _Watching():
+    """Run plain operators inside: kernels do not run under a dispatch mode."""
+    with _DispatchMode():
         yield
 
 
 def forget_graphs() -> None:
-    """Begin to count compiled graphs at zero."""
+    """Reset the count of compiled graphs."""
     torch._dynamo.reset()
     counters.clear()
 
 
 def graphs() -> int:
-    """Return how many graphs were compiled, those begun anew by the compiler once."""
+    """Return the number of compiled graphs, without restarts of the analysis."""
     return counters["stats"]["unique_graphs"]

@@ -1,4 +1,6 @@
-# A gradient is None before there is one; here there always is.
+"""Bags on torch: values, gradients of every order, compiled and exported."""
+
+# A gradient is None before the first backward.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import copy
@@ -16,7 +18,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 import firstlayer.numpy.bag
-from firstlayer.torch._bag import arguments
+from firstlayer.torch import _bag
 from firstlayer.torch.bag import EmbeddingBag
 from firstlayer.torch.functional import embedding_bag
 from tests.support.gradients import central_difference
@@ -24,7 +26,7 @@ from tests.support.torch_lives import forget_graphs, graphs
 
 MODES = ["sum", "mean", "max"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# Inductor and forward-mode derivatives make torch script some of its own functions.
+# Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
@@ -76,14 +78,14 @@ def calls(draw):
 
 
 def by_operators(*args, **options):
-    # Inside a level of forward-mode AD the kernels stay away.
+    # Kernels do not run under forward-mode AD.
     with forward_ad.dual_level():
         return embedding_bag(*args, **options)
 
 
 @settings(max_examples=60)
 @given(call=calls(), mode=st.sampled_from(MODES), dtype=st.sampled_from(DTYPES[:2]))
-def test_bags_are_what_the_definition_says(call, mode, dtype):
+def test_bags_equal_their_definition(call, mode, dtype):
     ids, offsets, end, weights, padding_idx = call
     table = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
     skip = None if padding_idx is None else padding_idx % 7
@@ -119,7 +121,7 @@ def test_rows_of_ids_are_bags(mode, padding_idx, shape):
         np.testing.assert_allclose(got.numpy(), want, atol=2e-4 if mode == "sum" else 2e-6)
 
 
-def test_numpy_and_torch_faces_agree():
+def test_numpy_and_torch_agree():
     weight, ids = torch.randn(40, 5), torch.randint(0, 40, (30,))
     offsets, weights = torch.tensor([0, 4, 4, 17]), torch.rand(30)
     dy = torch.randn(4, 5)
@@ -157,7 +159,7 @@ def test_half_precision_is_rounded_once(dtype, mode, weighted):
     weights = torch.rand(50, 40).to(dtype) if weighted else None
     got = embedding_bag(ids, table, mode=mode, padding_idx=0, per_sample_weights=weights)
     terms = table.float()[ids] * (1 if weights is None else weights.float()[..., None])
-    # One by one in float32, as the kernel adds them.
+    # In the order of the kernel's float32 sums.
     sums = torch.zeros(50, 64)
     for step in range(40):
         sums = sums + terms[:, step]
@@ -183,7 +185,7 @@ def test_half_precision_gradients_are_summed_in_float32(dtype, mode, sparse):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_first_of_equals_gets_the_gradient_and_nan_is_largest(mode):
+def test_first_of_equal_maxima_gets_the_gradient_and_nan_is_largest(mode):
     table = torch.tensor([[1.0, 2.0], [1.0, float("nan")], [0.0, 5.0]])
     ids = torch.tensor([2, 0, 1, 0])
     for function, offsets in product((embedding_bag, by_operators), (None, ids[1:2])):
@@ -197,7 +199,7 @@ def test_first_of_equals_gets_the_gradient_and_nan_is_largest(mode):
         assert leaf.grad.tolist() == [[1, 0], [0, 1], [0, 0]]
 
 
-def test_the_largest_of_nothing_but_minus_infinity():
+def test_maximum_of_minus_infinity():
     table = torch.tensor([[1.0], [-float("inf")]])
     for function in (embedding_bag, by_operators):
         ids, offsets = torch.tensor([0, 1, 0]), torch.tensor([0, 2])
@@ -205,7 +207,7 @@ def test_the_largest_of_nothing_but_minus_infinity():
         assert y.tolist() == [[-float("inf")], [0]]
 
 
-def test_a_mean_whose_weights_sum_to_zero_is_zero_and_sends_no_gradient():
+def test_mean_with_weights_that_sum_to_zero_is_zero_without_gradient():
     weights = torch.tensor([[1.0, -1.0], [1.0, 1.0]], requires_grad=True)
     for function in (embedding_bag, by_operators):
         table = torch.tensor([[3.0], [5.0]], requires_grad=True)
@@ -222,7 +224,7 @@ def test_a_mean_whose_weights_sum_to_zero_is_zero_and_sends_no_gradient():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 5}, {"include_last_offset": True}])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_derivatives_of_every_kind(mode, options, weighted):
+def test_first_and_second_derivatives_in_both_modes(mode, options, weighted):
     table = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(6, dtype=torch.float64, requires_grad=True) if weighted else None
     ids, offsets = torch.tensor([1, 2, 1, 5, 0, 5]), torch.tensor([0, 2, 2, 5])
@@ -250,7 +252,7 @@ def test_derivatives_of_rows_of_ids(mode, padding_idx):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradient_is_that_of_finite_differences(mode, sparse):
+def test_gradient_equals_finite_differences(mode, sparse):
     table = np.random.default_rng(0).standard_normal((7, 3))
     weights = np.random.default_rng(1).uniform(0.5, 2, (2, 4))
     ids = np.array([[1, 6, 1, 3], [0, 3, 3, 3]])
@@ -283,7 +285,7 @@ def test_gradient_is_that_of_finite_differences(mode, sparse):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_scale_grad_by_freq_divides_by_how_often_an_id_was_counted(mode, weighted):
+def test_scale_grad_by_freq_divides_by_the_counted_occurrences(mode, weighted):
     table = torch.randn(6, 3, dtype=torch.float64)
     ids, offsets = torch.tensor([1, 1, 2, 1, 4, 4]), torch.tensor([0, 2, 5])
     counts = torch.tensor([1, 3, 1, 1, 1, 1], dtype=torch.float64)
@@ -303,7 +305,7 @@ def test_scale_grad_by_freq_divides_by_how_often_an_id_was_counted(mode, weighte
         torch.testing.assert_close(grads[1], grads[0] / counts[:, None])
 
 
-def test_ids_written_to_before_backward_are_noticed():
+def test_ids_modified_before_backward_raise():
     layer, ids = EmbeddingBag(5, 2, mode="max"), torch.tensor([[1, 2]])
     y = layer(ids)
     ids[0, 0] = 3
@@ -311,7 +313,7 @@ def test_ids_written_to_before_backward_are_noticed():
         y.sum().backward()
 
 
-def test_a_table_may_move_between_forward_and_backward():
+def test_table_may_change_between_forward_and_backward():
     for mode in MODES:
         layer = EmbeddingBag(5, 2, mode=mode)
         y = layer(torch.tensor([[1, 2]]))
@@ -321,7 +323,7 @@ def test_a_table_may_move_between_forward_and_backward():
         assert layer.weight.grad.sum() == pytest.approx(4 if mode == "sum" else 2)
 
 
-# Drop-in and life
+# Ids, padding, max_norm, compiled and exported
 
 
 @pytest.mark.parametrize(
@@ -330,11 +332,11 @@ def test_a_table_may_move_between_forward_and_backward():
 def test_ids_and_offsets_of_any_integer_dtype(dtype):
     layer = EmbeddingBag(9, 3, padding_idx=1)
     ids, offsets = torch.tensor([1, 8, 3, 3]), torch.tensor([0, 3])
-    kind = getattr(torch, dtype)
+    integer = getattr(torch, dtype)
     want = layer(ids, offsets)
-    assert torch.equal(layer(ids.to(kind), offsets.to(kind)), want)
+    assert torch.equal(layer(ids.to(integer), offsets.to(integer)), want)
     with forward_ad.dual_level():
-        torch.testing.assert_close(layer(ids.to(kind), offsets.to(kind)), want)
+        torch.testing.assert_close(layer(ids.to(integer), offsets.to(integer)), want)
 
 
 def test_nested_ids_are_bags():
@@ -350,15 +352,13 @@ def test_nested_ids_are_bags():
     assert torch.equal(layer(nested, per_sample_weights=by), want)
 
 
-def test_padding_is_repaired_and_lives():
+def test_padding_row_is_excluded_and_keeps_its_value():
     layer = EmbeddingBag(5, 2, padding_idx=-2, mode="sum")
     assert layer.padding_idx == 3 and layer.weight[3].tolist() == [0, 0]
-    layer.set_padding(4.0)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
         nn.init.ones_(other.weight)
+        other.set_padding(4.0)
         assert other(torch.tensor([[3, 1]])).tolist() == [[1, 1]]
-        assert other.weight[3].tolist() == [4, 4]
-        other.weight.data.fill_(2.0)
         assert other.state_dict()["weight"][3].tolist() == [4, 4]
         assert list(other.state_dict()) == ["weight"] and not list(other.buffers())
     layer(torch.tensor([[3, 1]])).sum().backward()
@@ -368,7 +368,7 @@ def test_padding_is_repaired_and_lives():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_max_norm_shortens_rows_before_they_are_pooled(mode):
+def test_max_norm_scales_rows_before_pooling(mode):
     table = torch.randn(6, 3, dtype=torch.float64) * 3
     layer = EmbeddingBag(6, 3, mode=mode, max_norm=1.0, _weight=table.clone())
     ids, weights = (
@@ -384,7 +384,7 @@ def test_max_norm_shortens_rows_before_they_are_pooled(mode):
     (got**2).sum().backward()
     (want**2).sum().backward()
     torch.testing.assert_close(layer.weight.grad, short.grad)
-    # A row that is nowhere the largest gets no gradient, and one of no bag.
+    # Rows in no bag, and rows that are never the maximum, get no gradient.
     trained = (short.grad != 0).any(dim=1, keepdim=True)
     assert not trained[3:5].any()
     stored = torch.where(trained, short.detach(), table)
@@ -393,26 +393,28 @@ def test_max_norm_shortens_rows_before_they_are_pooled(mode):
 
 @pytest.mark.parametrize("padding_idx", [None, 0])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_torchs_operator_and_the_kernels_give_the_same(mode, padding_idx, monkeypatch):
+def test_torchs_operator_and_the_kernels_agree(mode, padding_idx, monkeypatch):
     layer, ids = (
         EmbeddingBag(9, 4, mode=mode, padding_idx=padding_idx),
         torch.randint(0, 9, (5, 6)),
     )
     results = []
     for few in (1 << 15, -1):
-        monkeypatch.setattr(arguments, "FEW", few)
-        monkeypatch.setattr(arguments, "_is_stock", lambda *a, few=few, **k: few > 0)
+        monkeypatch.setattr(_bag, "SMALL_BAGS", few)
+        monkeypatch.setattr(_bag, "_is_stock", lambda *a, few=few, **k: few > 0)
         layer.zero_grad()
         y = layer(ids)
         (y**2).sum().backward()
         results.append((y.detach(), layer.weight.grad.clone()))
-        assert y.grad_fn.name() == ("_StockBackward" if few > 0 else "_PoolBackward")
+        assert y.grad_fn.name() == (
+            "_TorchBagsBackward" if few > 0 else "_KernelBagsBackward"
+        )
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
 
 
 def test_compiled_bags_are_one_graph_for_all_lengths():
     options = {"padding_idx": 3, "mode": "mean"}
-    # In one graph: a compilation by Inductor takes seconds.
+    # One graph for both, because Inductor takes seconds to compile.
     bags = [EmbeddingBag(20, 6, **options, sparse=rows) for rows in (False, True)]
     forget_graphs()
 
@@ -526,14 +528,14 @@ def test_under_torch_func():
         ),
     ],
 )
-def test_what_is_wrong_is_named(ids, offsets, options, error, message):
+def test_errors_name_the_argument(ids, offsets, options, error, message):
     given = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(error, match=message):
         embedding_bag(torch.tensor(ids), torch.ones(5, 2), given, **options)
 
 
 @pytest.mark.rejects
-def test_more_that_is_refused():
+def test_invalid_mode_weight_and_nested_weights_raise():
     with pytest.raises(ValueError, match="mode must be 'sum', 'mean' or 'max', got 'avg'"):
         EmbeddingBag(5, 2, mode="avg")
     with pytest.raises(ValueError, match=r"weight must have 2 axes, got shape \(5,\)"):
@@ -550,7 +552,7 @@ def test_more_that_is_refused():
 
 
 def test_stock_sums_round_half_precision_twice():
-    # Why half precision does not go to torch's operator.
+    # The reason why half precision does not use torch's operator.
     table, ids = torch.randn(1000, 64).bfloat16(), torch.randint(0, 1000, (50, 200))
     exact = table.double()[ids].mean(1)
     ours = (embedding_bag(ids, table).double() - exact).abs().mean()

@@ -1,7 +1,6 @@
-"""The PyTorch face: ``nn.Module`` layers, and the functions they are made of.
+"""PyTorch front end: ``nn.Module`` layers, and the functions behind them.
 
-``Embedding`` and ``EmbeddingBag`` are torch's own with their faults mended, and take their
-place with nothing else changed.
+``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's.
 """
 
 try:

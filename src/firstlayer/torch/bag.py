@@ -6,40 +6,39 @@ from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
-from ._table.module import Table, check_arguments
-from .functional import embedding_bag, mode_of
+from ._table.module import TableModule, check_arguments
+from .functional import checked_mode, embedding_bag
 
 
-class EmbeddingBag(Table, TorchEmbeddingBag):
-    """Looks up rows and pools them. Takes the place of ``torch.nn.EmbeddingBag``.
+class EmbeddingBag(TableModule, TorchEmbeddingBag):
+    """Looks up rows and pools them. Drop-in replacement for ``torch.nn.EmbeddingBag``.
 
-    Arguments, attributes, ``from_pretrained`` and the state_dict are torch's. What a bag
-    gives, in every mode, with padding and weights, is said in :mod:`firstlayer.embeddings.bag`. What
-    differs from torch: every mode takes ``per_sample_weights``, ``sparse`` and
-    ``scale_grad_by_freq``; there are second derivatives and forward-mode ones; and what
-    :class:`firstlayer.torch.Embedding` does about padding, ``max_norm``, half precision and ids.
+    Arguments, attributes, ``from_pretrained`` and the state dict are torch's.
+    :mod:`firstlayer.embeddings.bag` defines the result of every mode. Differences from
+    torch: every mode supports ``per_sample_weights``, ``sparse`` and
+    ``scale_grad_by_freq``; second and forward-mode derivatives exist; ``max_norm``, half
+    precision and ids as in :class:`firstlayer.torch.Embedding`.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
-        max_norm: Rows longer than this are shortened to it before they are pooled; those
-            stored are when a gradient has arrived. Under FSDP2 those stored are only
-            if the table is split by rows and looked up eagerly.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
+        num_embeddings: Number of rows, one for each id.
+        embedding_dim: Width of each vector.
+        max_norm: Maximum norm of rows. Longer rows are scaled down before pooling, and in
+            the table once their gradient is accumulated. Under FSDP2 the table is scaled
+            only if it is sharded by rows and looked up eagerly.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        sparse: Whether the gradient of the table is a coalesced sparse tensor.
-        _weight: The table to use. A padding row in it stays.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
+        _weight: Table to use, with its padding row as it is.
         include_last_offset: Whether the last offset is the end of the last bag.
-        padding_idx: The id that is padding and does not count; negative counts from the
-            end.
-        device: Where the table is.
-        dtype: Of the table.
+        padding_idx: Id that is excluded from bags; negative counts from the end.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
         - input: ``(bags, length)``, or ``(n,)`` with offsets, or a jagged nested tensor;
           any integer dtype
-        - offsets: ``(bags,)``, where each bag begins: 0 first, never decreasing;
+        - offsets: ``(bags,)``, the start of each bag: 0 first, never decreasing;
           ``(bags + 1,)`` with ``include_last_offset``
         - per_sample_weights: as ``input``
         - output: ``(bags, embedding_dim)``, in the table's dtype
@@ -82,7 +81,7 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
             max_norm,
             norm_type,
             scale_grad_by_freq,
-            mode_of(mode),
+            checked_mode(mode),
             sparse,
             _weight,
             include_last_offset,
@@ -90,10 +89,7 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
             device,
             dtype,
         )
-        if _weight is None:
-            self._know(self.weight)
-        else:
-            self.keep_padding()
+        self._bind()
 
     def forward(
         self,
@@ -104,13 +100,13 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
         """Return the pooled rows of each bag.
 
         Args:
-            input: Ids: a row for each bag, or all of them in one line with ``offsets``.
-            offsets: Where each bag begins in that line.
-            per_sample_weights: What each id's row is multiplied by; None is 1.
+            input: Ids: one row for each bag, or 1-D with ``offsets``.
+            offsets: Start of each bag in 1-D ids.
+            per_sample_weights: Factor for the row of each id; None is 1.
         """
         weight = self.weight
-        # Padding is in no bag, so its row is never put into an output.
-        self._prepared(weight)
+        # embedding_bag catches up the rows.
+        self._install_grad_hook(weight)
         return embedding_bag(
             input,
             weight,
@@ -126,9 +122,8 @@ class EmbeddingBag(Table, TorchEmbeddingBag):
         )
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
-        # TorchScript compiles what it can read, which is torch's own layer.
-        self._catch_up_rows()
-        self.repair()
+        # TorchScript cannot compile this forward, so it gets torch's layer.
+        self._catch_up()
         twin = TorchEmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,

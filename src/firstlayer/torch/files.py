@@ -13,7 +13,7 @@ from torch import nn
 from ..files.layer_configs import config_of
 from ..files.layer_files import FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
-from ._tensors.buffers import dtype_of, name_of
+from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.memory import array_of, tensor_of
 from .bag import EmbeddingBag
 from .token import Embedding
@@ -58,13 +58,13 @@ def _arrays(layer: nn.Module) -> Tensors:
 
 def _config(layer: Any) -> dict[str, Any]:
     if isinstance(layer, Embedding | EmbeddingBag):
-        return config_of(layer, dtype=name_of(layer.weight.dtype))
+        return config_of(layer, dtype=dtype_name(layer.weight.dtype))
     return layer.config()
 
 
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> nn.Module:
     if "dtype" in options:
-        options = {**options, "dtype": dtype_of(options["dtype"])}
+        options = {**options, "dtype": as_torch_dtype(options["dtype"])}
     # On the meta device nothing is drawn and no memory is allocated.
     if "device" in inspect.signature(layer_class).parameters:
         options = {**options, "device": "meta"}

@@ -11,7 +11,7 @@ from ..files.layer_configs import config_of
 from ..positions.fire import fire_bias, normalized_distances
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import compute_dtype, in_full_precision, name_of, upcast
+from ._tensors.dtypes import compute_dtype, dtype_name, in_full_precision, upcast
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
@@ -105,7 +105,7 @@ class FireBias(Bias):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        return config_of(self, c=self.initial_c, dtype=name_of(self.c.dtype))
+        return config_of(self, c=self.initial_c, dtype=dtype_name(self.c.dtype))
 
     def _network(self) -> dict[str, Tensor]:
         return {name: upcast(getattr(self, name)) for name in NETWORK}

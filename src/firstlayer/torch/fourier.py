@@ -16,10 +16,11 @@ from ..positions.fourier import (
 )
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
 from ._positions.arguments import in_reach
-from ._tensors.buffers import Precomputed, name_of, upcast
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import dtype_name, upcast
 
 
-class FourierFeatures(Precomputed):
+class FourierFeatures(PrecomputedBuffers):
     """Fourier features: cosines and sines of coordinates. Has no parameters.
 
     Randomly drawn frequencies cannot be recomputed, so a state_dict contains them, as the
@@ -100,7 +101,9 @@ class FourierFeatures(Precomputed):
             coordinates: Floats, one per axis of ``matrix`` on the last axis.
         """
         if not coordinates.is_floating_point():
-            raise TypeError(f"coordinates must be real, got {name_of(coordinates.dtype)}")
+            raise TypeError(
+                f"coordinates must be real, got {dtype_name(coordinates.dtype)}"
+            )
         if tuple(coordinates.shape[-1:]) != (self.axes,):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), "

@@ -1,10 +1,9 @@
-"""A table of which some rows are trained and the others cannot be.
+"""A table with trained rows and frozen rows.
 
-Freezing rows by zeroing their gradient does not hold: weight decay and the momentum of
-Adam move a row whose gradient is zero. Here frozen rows are no parameter at all: they are
-a buffer beside the parameter that holds the trained rows, so that no optimizer knows of
-them and none keeps a state for them. Files do not see this: the state_dict has one
-``weight``, in the order of the ids.
+Zeroing the gradient of a row does not freeze it: weight decay and Adam's momentum move rows
+without a gradient. Here frozen rows are not parameters. They are a buffer next to the
+parameter with the trained rows, so no optimizer updates them or keeps a state for them. The
+state dict does not show this: it has one ``weight``, in the order of the ids.
 """
 
 from collections.abc import Iterable
@@ -19,12 +18,24 @@ from torch.nn import Parameter
 from .._check import ids_in_range
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
-from ._table.grad_hooks import coalesce_gradient, install_grad_hook
-from ._table.lookup import as_index, frequencies, lookup, padding_of, with_gradient_divided
-from ._table.module import check_arguments, products, resized_tensor
-from ._table.padding import is_token, row_from
-from ._tensors.errors import WrongValue, torch_classes
-from ._tensors.memory import eager
+from ._table.lookup import (
+    as_index,
+    checked_padding_idx,
+    divide_gradient,
+    frequencies,
+    lookup,
+)
+from ._table.module import (
+    check_arguments,
+    coalesce_gradient,
+    install_grad_hook,
+    is_token,
+    resized_tensor,
+    tied_logits,
+    write_padding_row,
+)
+from ._tensors.errors import torch_errors
+from ._tensors.memory import is_eager
 from .optim.table_state import catch_up
 
 
@@ -32,19 +43,19 @@ class PartlyFrozenEmbedding(nn.Module):
     """Looks up rows by id, of which some are never trained.
 
     ``trained_rows`` is the only parameter; ``frozen_rows`` is a buffer. Note that
-    DistributedDataParallel sends buffers around in every forward unless it is told
+    DistributedDataParallel broadcasts buffers in every forward unless it gets
     ``broadcast_buffers=False``.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
-        frozen: The ids that are not trained: a range, a list or a tensor.
-        padding_idx: The id that is padding; negative counts from the end. It is frozen.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        sparse: Whether the gradient of ``trained_rows`` is a coalesced sparse tensor.
-        _weight: The table to begin with, copied. A padding row in it stays.
-        device: Where the table is.
-        dtype: Of the table.
+        num_embeddings: Number of rows, one for each id.
+        embedding_dim: Width of each vector.
+        frozen: Ids that are not trained: a range, a list or a tensor.
+        padding_idx: Id of padding; negative counts from the end. It is frozen.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        sparse: Make the gradient of ``trained_rows`` a coalesced sparse tensor.
+        _weight: Initial table, copied, with its padding row as it is.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
         - input: any shape, any integer dtype
@@ -60,7 +71,7 @@ class PartlyFrozenEmbedding(nn.Module):
 
     trained_rows: Parameter
     frozen_rows: Tensor
-    #: For each id its row among the trained ones, or ``~row`` among the frozen ones.
+    #: For each id, its row in ``trained_rows``, or ``~row`` in ``frozen_rows``.
     place: Tensor
 
     def __init__(
@@ -81,13 +92,14 @@ class PartlyFrozenEmbedding(nn.Module):
             num_embeddings, embedding_dim, padding_idx=padding_idx, weight=_weight
         )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = padding_of(padding_idx, num_embeddings)
+        self.padding_idx = checked_padding_idx(padding_idx, num_embeddings)
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.is_frozen = _chosen(frozen, num_embeddings)
+        self.is_frozen = _bool_mask(frozen, num_embeddings)
         if self.padding_idx is not None:
             self.is_frozen[self.padding_idx] = True
         weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
-        trained, kept = self._parts(weight if _weight is None else _weight.to(weight))
+        weight = weight if _weight is None else _weight.to(weight)
+        trained, kept = self._split(weight)
         self.trained_rows = Parameter(trained)
         self.register_buffer("frozen_rows", kept)
         self._build(kept.device)
@@ -104,14 +116,14 @@ class PartlyFrozenEmbedding(nn.Module):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Self:
-        """Make a layer that begins with these rows; a padding row stays as it is.
+        """Return a layer with these initial rows, also the padding row.
 
         Args:
             embeddings: The table, copied.
-            frozen: The ids that are not trained.
-            padding_idx: The id that is padding; negative counts from the end.
-            scale_grad_by_freq: As for the layer.
-            sparse: As for the layer.
+            frozen: Ids that are not trained.
+            padding_idx: Id of padding; negative counts from the end.
+            scale_grad_by_freq: As in the constructor.
+            sparse: As in the constructor.
         """
         return cls(
             *embeddings.shape,
@@ -126,12 +138,12 @@ class PartlyFrozenEmbedding(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "num_embeddings embedding_dim"]:
-        """The whole table, put together; gradients reach the trained rows."""
+        """The whole table; gradients reach the trained rows."""
         catch_up(self.trained_rows)
         place = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
         trained: Any = self.trained_rows
         if hasattr(trained, "device_mesh"):
-            trained = trained.full_tensor()  # spread over several machines
+            trained = trained.full_tensor()  # a sharded DTensor
         return torch.cat([self.frozen_rows, trained])[place]
 
     def forward(
@@ -145,40 +157,49 @@ class PartlyFrozenEmbedding(nn.Module):
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
             return lookup(~place, self.frozen_rows)
+        self._prepare_lookup(place)
         if not self.scale_grad_by_freq:
             return self._rows(place)
-        rows = self._rows(place, wide=True)
-        by = frequencies(as_index(input), self.num_embeddings, like=rows)
-        return with_gradient_divided(rows, by).to(self.frozen_rows.dtype)
+        rows = self._rows(place, upcast_output=True)
+        counts = frequencies(as_index(input), self.num_embeddings, like=rows)
+        return divide_gradient(rows, counts).to(self.frozen_rows.dtype)
 
-    def _rows(self, place: Tensor, *, wide: bool = False) -> Tensor:
-        trained, sparse, now = self.trained_rows, self.sparse, eager()
-        catch_up(trained, place)
-        if sparse and now:
-            install_grad_hook(self, trained)
+    def _prepare_lookup(self, place: Tensor) -> None:
+        """Catch up trained rows and install the gradient hook if one is needed."""
+        catch_up(self.trained_rows, place)
+        if self.sparse and is_eager():
+            install_grad_hook(self, self.trained_rows)
+
+    def _rows(self, place: Tensor, *, upcast_output: bool = False) -> Tensor:
+        trained, sparse = self.trained_rows, self.sparse
         if not len(self.frozen_rows):
-            return lookup(place, trained, sparse=sparse, wide=wide)
-        kept = lookup((~place).clamp(min=0), self.frozen_rows, wide=wide)
-        if sparse and now:
-            # A row gradient must not know of rows that were not looked up.
-            chosen = place >= 0
-            rows = lookup(place[chosen], trained, sparse=True, wide=wide)
-            return kept.index_put((chosen,), rows)
-        rows = lookup(place.clamp(min=0), trained, sparse=sparse, wide=wide)
-        return torch.where((place < 0)[..., None], kept, rows)
+            return lookup(place, trained, sparse=sparse, upcast_output=upcast_output)
+        frozen = lookup(
+            (~place).clamp(min=0), self.frozen_rows, upcast_output=upcast_output
+        )
+        if sparse and is_eager():
+            # A sparse gradient must not contain rows that were not looked up.
+            is_trained = place >= 0
+            rows = lookup(
+                place[is_trained], trained, sparse=True, upcast_output=upcast_output
+            )
+            return frozen.index_put((is_trained,), rows)
+        index = place.clamp(min=0)
+        rows = lookup(index, trained, sparse=sparse, upcast_output=upcast_output)
+        return torch.where((place < 0)[..., None], frozen, rows)
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
         """Return the product of ``x`` with every row: the tied output head."""
-        return products(x, self.weight)
+        return tied_logits(x, self.weight)
 
     def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
-        """Make ``value`` the padding row, from now on."""
-        if self.padding_idx is None:
-            raise WrongValue("set_padding needs a layer with padding_idx, got None")
-        place = int(np.sum(self.is_frozen[: self.padding_idx]))
-        self.frozen_rows[place] = row_from(value, self.frozen_rows)
+        """Write a vector or a number to the padding row."""
+        row = None
+        if self.padding_idx is not None:
+            row = int(np.sum(self.is_frozen[: self.padding_idx]))
+        write_padding_row(self.frozen_rows, row, value)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -191,25 +212,29 @@ class PartlyFrozenEmbedding(nn.Module):
         init: Init | np.ndarray | Tensor = "mean",
         rng: Seed = None,
     ) -> Resized:
-        """Change the number of rows and return what became of which; new ones are trained.
+        """Change the number of rows, and return which were kept, added, dropped.
+
+        New rows are trained.
 
         Args:
-            num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.embeddings.resize.resize_table`.
-            rng: A seed or a generator for what is drawn; None follows torch's seed.
+            num_embeddings: New number of rows.
+            init: Initial values of new rows; see
+                :func:`firstlayer.embeddings.resize.resize_table`.
+            rng: Seed or generator for random values; None follows torch's seed.
         """
-        table, what = resized_tensor(
+        table, changes = resized_tensor(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
-        new = np.zeros(len(what.added), bool)
-        self.is_frozen = np.concatenate([self.is_frozen[: len(what.kept)], new])
+        new = np.zeros(len(changes.added), bool)
+        self.is_frozen = np.concatenate([self.is_frozen[: len(changes.kept)], new])
         self.num_embeddings, self.trained_rows.grad = num_embeddings, None
-        self.trained_rows.data, self.frozen_rows = self._parts(table)
+        self.trained_rows.data, self.frozen_rows = self._split(table)
         self._build(table.device)
-        return what
+        return changes
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew, the frozen ones too; padding becomes zero."""
+        """Draw all rows, also the frozen ones; the padding row becomes zero."""
+        catch_up(self.trained_rows)
         nn.init.normal_(self.trained_rows)
         nn.init.normal_(self.frozen_rows)
         if self.padding_idx is not None:
@@ -222,7 +247,7 @@ class PartlyFrozenEmbedding(nn.Module):
             words += f", padding_idx={self.padding_idx}"
         return words
 
-    def _parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         is_frozen = torch.from_numpy(self.is_frozen)
         ids = (~is_frozen).nonzero()[:, 0], is_frozen.nonzero()[:, 0]
         trained, kept = (weight.detach()[i.to(weight.device)] for i in ids)
@@ -234,8 +259,9 @@ class PartlyFrozenEmbedding(nn.Module):
         self.register_buffer("place", torch.from_numpy(place).to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        catch_up(self.trained_rows)
         super()._apply(fn, recurse)
-        # to_empty() leaves a buffer without its contents.
+        # to_empty() leaves buffers uninitialized.
         self._build(self.frozen_rows.device)
         return self
 
@@ -259,25 +285,26 @@ class PartlyFrozenEmbedding(nn.Module):
             want = (self.num_embeddings, self.embedding_dim)
             error_msgs.append(f"{name} must have shape {want}, got {tuple(whole.shape)}")
             return
-        trained, kept = self._parts(whole)
-        mine: Any = self.trained_rows
-        if hasattr(mine, "device_mesh"):
+        catch_up(self.trained_rows)
+        trained, kept = self._split(whole)
+        current: Any = self.trained_rows
+        if hasattr(current, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
-            trained = distribute_tensor(trained, mine.device_mesh, mine.placements)
+            trained = distribute_tensor(trained, current.device_mesh, current.placements)
         state |= {prefix + "trained_rows": trained, prefix + "frozen_rows": kept}
         super()._load_from_state_dict(
             state, prefix, local_metadata, strict,
             missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
-        # assign=True may have brought a layer from the meta device.
+        # assign=True may have moved the layer off the meta device.
         if self.place.device != self.frozen_rows.device:
             self._build(self.frozen_rows.device)
 
 
-def _chosen(ids: Iterable[int] | Tensor, num_embeddings: int) -> np.ndarray:
+def _bool_mask(ids: Iterable[int] | Tensor, num_embeddings: int) -> np.ndarray:
     given = ids.cpu().numpy() if isinstance(ids, Tensor) else list(ids)
-    chosen = np.zeros(num_embeddings, bool)
-    with torch_classes():
-        chosen[ids_in_range(given, num_embeddings, name="frozen")] = True
-    return chosen
+    mask = np.zeros(num_embeddings, bool)
+    with torch_errors():
+        mask[ids_in_range(given, num_embeddings, name="frozen")] = True
+    return mask

@@ -1,4 +1,4 @@
-"""The functions behind the layers, with the signatures of ``torch.nn.functional``."""
+"""Functions behind the layers, with the signatures of ``torch.nn.functional``."""
 
 from jaxtyping import Float, Integer, Real
 from torch import Tensor
@@ -7,10 +7,10 @@ from torch.nn.functional import embedding_bag as torch_embedding_bag
 from .._check import one_of
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
-from ._bag.arguments import How, pool_bags
-from ._table.lookup import lookup, padding_of
+from ._bag import BagOptions, pool_bags
+from ._table.lookup import checked_padding_idx, lookup
 from ._tensors.errors import WrongValue
-from ._tensors.memory import overridden
+from ._tensors.memory import overrides_torch_functions
 from .optim.table_state import catch_up
 
 
@@ -25,17 +25,17 @@ def embedding(
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return rows of a table, with the arguments of ``torch.nn.functional.embedding``.
 
-    Unlike torch's, ``max_norm`` does not write to the table, gradients of repeated ids are
-    summed in float32 also for half precision, and ids may have any integer dtype.
+    Unlike torch, ``max_norm`` does not write to the table, gradients of repeated ids are
+    summed in float32 also in half precision, and ids may have any integer dtype.
 
     Args:
         input: Ids.
         weight: The table.
-        padding_idx: The id whose row gets no gradient; negative counts from the end.
-        max_norm: Rows longer than this are returned shortened to it.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        sparse: Whether the gradient of the table is a coalesced sparse tensor.
+        padding_idx: Id whose row gets no gradient; negative counts from the end.
+        max_norm: Maximum norm of returned rows; longer ones are scaled down.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
 
     Example:
         >>> import torch
@@ -72,22 +72,22 @@ def embedding_bag(
 ) -> Float[Tensor, "bags embedding_dim"]:
     """Pool rows over bags, with the arguments of ``torch.nn.functional.embedding_bag``.
 
-    What a bag gives is said in :mod:`firstlayer.embeddings.bag`. Unlike torch's, every mode takes
+    :mod:`firstlayer.embeddings.bag` defines the result. Unlike torch, every mode supports
     ``per_sample_weights``, ``sparse`` and ``scale_grad_by_freq``, ``max_norm`` does not
-    write to the table, and there are second derivatives and forward-mode ones.
+    write to the table, and second and forward-mode derivatives exist.
 
     Args:
         input: ``(bags, length)`` ids, or ``(n,)`` with offsets, or a jagged nested tensor.
         weight: The table.
-        offsets: Where each bag begins: 0 first, never decreasing.
-        max_norm: Rows longer than this are shortened to it before they are pooled.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was counted.
+        offsets: Start of each bag: 0 first, never decreasing.
+        max_norm: Maximum norm of rows; longer ones are scaled down before pooling.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id counts.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        sparse: Whether the gradient of the table is a coalesced sparse tensor.
-        per_sample_weights: What each row is multiplied by, in the shape of ``input``.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
+        per_sample_weights: Factor for each row, in the shape of ``input``.
         include_last_offset: Whether the last offset is the end of the last bag.
-        padding_idx: The id that does not count; negative counts from the end.
+        padding_idx: Id that is excluded from bags; negative counts from the end.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def embedding_bag(
         input, offsets, per_sample_weights = _flat(input, per_sample_weights)
         include_last_offset = True
     given = (input, weight, offsets, per_sample_weights)
-    if not isinstance(input, Tensor) or any(map(overridden, given)):
+    if not isinstance(input, Tensor) or any(map(overrides_torch_functions, given)):
         return torch_embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode,
             sparse, per_sample_weights, include_last_offset, padding_idx,
@@ -107,20 +107,23 @@ def embedding_bag(
     if weight.dim() != 2:
         raise WrongValue(f"weight must have 2 axes, got shape {tuple(weight.shape)}")
     catch_up(weight, input)
-    how = How(
-        mode_of(mode),
+    options = BagOptions(
+        checked_mode(mode),
         max_norm,
         norm_type,
         scale_grad_by_freq,
         sparse,
         include_last_offset,
-        padding_of(padding_idx, weight.shape[0]),
+        checked_padding_idx(padding_idx, weight.shape[0]),
     )
-    return pool_bags(input, weight, offsets=offsets, weights=per_sample_weights, how=how)
+    return pool_bags(
+        input, weight, offsets=offsets, weights=per_sample_weights, options=options
+    )
 
 
-def mode_of(mode: str) -> Mode:
-    """Return the mode if it is one."""
+def checked_mode(mode: str) -> Mode:
+    """Return the mode, or raise an error if there is no such mode."""
+    # Not torch_errors(): a context manager breaks the graph in compiled code.
     try:
         return one_of("mode", mode, MODES)  # pyright: ignore
     except ValueError as error:

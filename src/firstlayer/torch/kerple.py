@@ -18,7 +18,7 @@ from ..positions.kerple import (
 )
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import name_of, upcast
+from ._tensors.dtypes import dtype_name, upcast
 
 
 class KerpleBias(Bias):
@@ -74,7 +74,7 @@ class KerpleBias(Bias):
         if self.r1.dtype != self.r2.dtype:
             raise ValueError(
                 "r1 and r2 must have one dtype, "
-                f"got {name_of(self.r1.dtype)} and {name_of(self.r2.dtype)}"
+                f"got {dtype_name(self.r1.dtype)} and {dtype_name(self.r2.dtype)}"
             )
 
     def reset_parameters(self) -> None:
@@ -114,7 +114,7 @@ class KerpleBias(Bias):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        return config_of(self, dtype=name_of(self.r1.dtype))
+        return config_of(self, dtype=dtype_name(self.r1.dtype))
 
     def _draw(self, name: str) -> None:
         # As published: r1 of "log" and r2 of "power" are drawn up to 2, the others up to 1.

@@ -6,18 +6,22 @@ from typing import Any, Self
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm as normalise
+from torch.compiler import is_compiling
+from torch.nn.functional import layer_norm as torch_layer_norm
 
 from .._check import not_negative, not_negative_number, positive, probability
-from ..embeddings.layer import add_embeddings, mask_rows
-from ._layer.arguments import Call, checked_call
-from ._layer.eligibility import plan_of, watched
-from ._layer.position import position_layer
+from ..embeddings.layer import add_embeddings, check_position, mask_rows, position_config
+from ..files.layer_configs import config_of
+from ._layer.arguments import LayerArguments, check_arguments
+from ._layer.eligibility import has_hooks, kernel_inputs
+from ._layer.fused import fused_layer
 from ._positions.arguments import Offset, Positions
-from ._tensors.buffers import compute_dtype, dtype_of, name_of, upcast
-from ._tensors.errors import check_ids
-from ._tensors.large_pages import with_large_pages
+from ._table.module import TableModule
+from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
+from ._tensors.memory import request_large_pages
 from .learned import LearnedPositions
+from .optim.table_state import catch_up
+from .sinusoidal import SinusoidalPositions
 from .token import Embedding
 
 
@@ -25,36 +29,35 @@ class EmbeddingLayer(nn.Module):
     """Token rows, positions, segments, LayerNorm and dropout, in this order.
 
     Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm if
-    asked → dropout if asked → zero at padding if asked.
+    ``layer_norm`` → dropout → zero at padding if ``zero_padding``.
 
     Args:
-        num_embeddings: How many ids there are.
-        embedding_dim: Width of a vector.
+        num_embeddings: Number of ids.
+        embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            module that adds positions. Rotary, ALiBi and T5 act on attention, not here.
-        max_positions: Rows of a learned position table; nothing else has one.
+            module that adds positions. Rotary, ALiBi and T5 act on attention instead.
+        max_positions: Number of learned positions; only for ``"learned"``.
         scale: Multiply token rows by √embedding_dim, as the original Transformer does.
-        segments: How many segments (BERT's token types) there are; None is no such table.
-        layer_norm: Normalise the sum.
-        norm_eps: What the norm adds to the variance; BERT's is 1e-12.
-        dropout: Probability that an entry is dropped while training.
-        padding_idx: The id that is padding; negative counts from the end.
-        zero_padding: Make the output zero at padding, last of all. Padding then trains
-            nothing, positions and the norm included.
-        sparse: Whether the gradient of the token table is a coalesced sparse tensor.
-        device: Where the parameters are.
-        dtype: Of the parameters and of the output.
+        segments: Number of segments (BERT's token types); None for no segments.
+        layer_norm: Normalize the sum.
+        norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
+        dropout: Probability of dropping an entry in training.
+        padding_idx: Id of padding; negative counts from the end.
+        zero_padding: Set the output at padding to zero, last of all. Padding then gives no
+            gradient to any parameter.
+        sparse: Make the gradient of the token table a coalesced sparse tensor.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters and of the output.
 
     Shape:
         - ids: ``(..., length)`` integers
-        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` moved on by
-          ``offset``
+        - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` plus ``offset``
         - output: ``(..., length, embedding_dim)``
 
     Tables are drawn with standard deviation 0.02; tokens and segments with
-    1/√embedding_dim if ``scale``. Everything is worked out in float32, float64 for float64,
-    and rounded to the layer's dtype once. Autocast changes nothing but the product of
-    :meth:`logits`. Eager on the CPU the layer is one pass over memory.
+    1/√embedding_dim if ``scale``. The layer computes in float32 (float64 for float64) and
+    rounds to its dtype once. Autocast changes only the product of :meth:`logits`. Eager on
+    the CPU, the layer is one pass over memory.
 
     Example:
         >>> layer = EmbeddingLayer(100, 8, max_positions=32, layer_norm=True)
@@ -90,12 +93,13 @@ class EmbeddingLayer(nn.Module):
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        place = {"device": device, "dtype": dtype_of(dtype)}
-        empty = with_large_pages(torch.empty(num_embeddings, embedding_dim, **place))
+        place = {"device": device, "dtype": as_torch_dtype(dtype)}
+        empty = torch.empty(num_embeddings, embedding_dim, **place)
+        request_large_pages(empty)
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx, sparse=sparse, _weight=empty
         )
-        self.position = position_layer(
+        self.position = _position_layer(
             position, max_positions=max_positions, embedding_dim=embedding_dim, **place
         )
         self.segment = None
@@ -118,29 +122,30 @@ class EmbeddingLayer(nn.Module):
     ) -> Self:
         """Return the embedding layer of a transformers checkpoint.
 
-        BERT, RoBERTa, GPT-2, OPT and Llama. Only the layer's own tensors are read, and not
-        copied: they are the file's memory, mapped so that writing does not change the file.
+        Supports BERT, RoBERTa, GPT-2, OPT and Llama. Only the layer's own tensors are read.
+        They are memory-mapped: writing to them does not change the file.
 
-        RoBERTa and OPT count positions from the padding mask; give
-        ``positions=firstlayer.positions.from_mask(mask, at_padding=-1)`` where there is padding.
+        RoBERTa and OPT count positions from the padding mask; pass
+        ``positions=firstlayer.positions.from_mask(mask, at_padding=-1)`` if there is
+        padding.
 
         Args:
-            checkpoint_dir: The folder with ``config.json`` and the safetensors files.
-            device: Where the layer shall be.
-            dtype: What it shall be in; None is what is in the files.
+            checkpoint_dir: Folder with ``config.json`` and the safetensors files.
+            device: Device of the layer.
+            dtype: Dtype of the layer; None is that of the files.
         """
         from .checkpoint import embedding_tensors
 
         options, position, tensors = embedding_tensors(checkpoint_dir)
-        found = {"device": "meta", "dtype": tensors["token.weight"].dtype}
+        meta = {"device": "meta", "dtype": tensors["token.weight"].dtype}
         if position is not None:
-            options["position"] = LearnedPositions(**position, **found)
-        layer = cls(**{"position": None, **options}, **found)
+            options["position"] = LearnedPositions(**position, **meta)
+        layer = cls(**{"position": None, **options}, **meta)
         layer.load_state_dict(tensors, assign=True)
         return layer.to(device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw every table anew and set the norm back; padding is zero."""
+        """Draw every table, with the padding row at zero, and reset the norm."""
         self._draw()
         for module in (self.position, self.norm):
             if module is not None and hasattr(module, "reset_parameters"):
@@ -159,15 +164,14 @@ class EmbeddingLayer(nn.Module):
         """Return the vectors of ``ids``.
 
         Args:
-            ids: May be None if ``inputs_embeds`` is given.
-            positions: Where each token stands.
-            offset: How many positions came before, a number or one per row.
-            segments: Which segment each token is in, 0 if None.
-            inputs_embeds: Token rows that were looked up elsewhere; ``ids`` then only tell
-                what is padding.
-            mask: False at padding; None reads it off the ids.
+            ids: Token ids; may be None if ``inputs_embeds`` is given.
+            positions: Position of each token.
+            offset: Number of preceding positions, for all rows or for each.
+            segments: Segment of each token; None is 0.
+            inputs_embeds: Token vectors from elsewhere; ``ids`` then only mark padding.
+            mask: False at padding; None derives it from the ids.
         """
-        call = checked_call(
+        arguments = check_arguments(
             self,
             ids,
             positions=positions,
@@ -176,19 +180,21 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
+        self._prepare_lookups(arguments)
         dropout = self.dropout
-        # Its own flag, not ours: it may stay on in evaluation, to see how sure a model is.
+        # The flag of the dropout module, not of this one: Monte Carlo dropout keeps
+        # dropout in training mode during evaluation.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
-        dropping = not idle or watched(dropout)
-        plan = plan_of(self, call, wide=dropping)
-        out = self._plain(call) if plan is None else plan.run()
-        if plan is None or dropping:
+        dropping = not idle or has_hooks(dropout)
+        inputs = kernel_inputs(self, arguments, upcast_output=dropping)
+        out = self._by_modules(arguments) if inputs is None else fused_layer(*inputs)
+        if inputs is None or dropping:
             out = (dropout(out) if dropping else out).to(self.token.weight.dtype)
-        return out if call.mask is None else mask_rows(out, call.mask)
+        return out if arguments.mask is None else mask_rows(out, arguments.mask)
 
     @property
     def padding_idx(self) -> int | None:
-        """The id that is padding, counted from the front, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Integer[Tensor, "*batch length"]) -> Bool[Tensor, "*batch length"]:
@@ -202,63 +208,103 @@ class EmbeddingLayer(nn.Module):
         return self.token.logits(x)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        position = self.position
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        position, norm = self.position, self.norm
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}
-        return {
-            "num_embeddings": self.token.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "position": position,
-            "scale": self.scale,
-            "segments": None if self.segment is None else self.segment.num_embeddings,
-            "layer_norm": self.norm is not None,
-            "norm_eps": self.norm_eps if self.norm is None else self.norm.eps,
-            "dropout": getattr(self.dropout, "p", 0.0),
-            "padding_idx": self.padding_idx,
-            "zero_padding": self.zero_padding,
-            "sparse": self.token.sparse,
-            "dtype": name_of(self.token.weight.dtype),
-        }
+        config = config_of(
+            self,
+            num_embeddings=self.token.num_embeddings,
+            position=position,
+            max_positions=None,
+            segments=None if self.segment is None else self.segment.num_embeddings,
+            layer_norm=norm is not None,
+            norm_eps=self.norm_eps if norm is None else norm.eps,
+            dropout=getattr(self.dropout, "p", 0.0),
+            sparse=self.token.sparse,
+            dtype=dtype_name(self.token.weight.dtype),
+        )
+        del config["max_positions"]  # in the config of the position layer
+        return config
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, zero_padding={self.zero_padding}"
 
-    def _plain(self, call: Call) -> Tensor:
-        """Return the normalised sum of rows in the dtype of the work, by operators."""
-        if call.ids is not None:
-            check_ids(call.ids, self.token.num_embeddings)
-        rows = self.token(call.ids) if call.embeds is None else call.embeds
-        kind = compute_dtype(self.token.weight.dtype)
-        total = add_embeddings(rows.to(kind), scale=self.scale)
+    def _prepare_lookups(self, arguments: LayerArguments) -> None:
+        """Catch up the rows that this call reads, and install gradient hooks.
+
+        In compiled code the modules do this in their forward.
+        """
+        if is_compiling():
+            return
+        ids, segments = arguments.ids, arguments.segments
+        if ids is not None and arguments.embeds is None:
+            token = self.token
+            if isinstance(token, TableModule):
+                token.prepare_lookup(ids)
+        if segments is not None and isinstance(self.segment, TableModule):
+            self.segment.prepare_lookup(segments)
+
+    def _by_modules(self, arguments: LayerArguments) -> Tensor:
+        """Return the normalized sum in the compute dtype, by calling the submodules."""
+        embeds = arguments.embeds
+        rows = self.token(arguments.ids) if embeds is None else embeds
+        dtype = compute_dtype(self.token.weight.dtype)
+        total = add_embeddings(rows.to(dtype), scale=self.scale)
         if self.position is not None:
-            total = self.position(total, call.positions, offset=call.offset)
+            total = self.position(total, arguments.positions, offset=arguments.offset)
         if self.segment is not None:
-            total = total + self.segment(call.segments).to(kind)
-        if call.mask is not None and self.norm is not None:
-            # A row that any norm takes: of NaN, or of zeros without an epsilon, the norm's
-            # gradient would be NaN where nothing is trained.
-            steps = torch.arange(self.embedding_dim, dtype=kind, device=total.device)
-            total = torch.where(call.mask[..., None], total, steps)
-        return _normalised(total, self.norm)
+            total = total + self.segment(arguments.segments).to(dtype)
+        if arguments.mask is not None and self.norm is not None:
+            # Replace masked rows by one that any norm accepts. The norm's gradient of NaN,
+            # or of zeros with an epsilon of 0, is NaN, which a zero gradient does not mask.
+            steps = torch.arange(self.embedding_dim, dtype=dtype, device=total.device)
+            total = torch.where(arguments.mask[..., None], total, steps)
+        return _normalize(total, self.norm)
 
     def _draw(self) -> None:
         std = self.embedding_dim**-0.5 if self.scale else 0.02
         for table in (self.token, self.segment):
             if table is not None:
+                catch_up(table.weight)
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)
 
 
-def _normalised(x: Tensor, norm: nn.Module | None) -> Tensor:
+def _position_layer(
+    position: Any,
+    *,
+    max_positions: int | None,
+    embedding_dim: int,
+    device: Any,
+    dtype: torch.dtype | None,
+) -> Any:
+    """Return the module that ``position`` names, describes or is."""
+    description = position_config(
+        position, max_positions=max_positions, embedding_dim=embedding_dim
+    )
+    if description is not None:
+        name, options = description
+        if name == "LearnedPositions":
+            position = LearnedPositions(**{"device": device, "dtype": dtype, **options})
+        else:
+            position = SinusoidalPositions(**options)
+            position = position if device is None else position.to(device)
+    if position is not None:
+        check_position(position, embedding_dim)
+    return position
+
+
+def _normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
     if norm is None:
         return x
     if type(norm) is not nn.LayerNorm or norm.weight is None:
         return norm(x).to(x.dtype)
     if norm.weight.dtype == x.dtype:
         return norm(x)
-    # torch normalises half precision by a float32 weight, but not the other way round.
+    # Torch normalizes half precision with a float32 weight, but not float32 with a
+    # half-precision weight.
     bias = None if norm.bias is None else upcast(norm.bias).to(x.dtype)
     weight = upcast(norm.weight).to(x.dtype)
-    return normalise(x, norm.normalized_shape, weight, bias, norm.eps)
+    return torch_layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)

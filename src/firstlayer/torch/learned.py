@@ -8,6 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .._check import not_negative, number, positive
+from ..files.layer_configs import config_of
 from ..positions.learned import (
     Align,
     check_padding_idx,
@@ -27,38 +28,37 @@ from ._positions.arguments import (
 )
 from ._positions.bias import parameter
 from ._table.lookup import lookup
-from ._table.padding import Padded
-from ._tensors.buffers import name_of, repr_of, upcast
-from ._tensors.memory import array_of, concrete, tensor_of
+from ._table.module import write_padding_row
+from ._tensors.buffers import repr_of
+from ._tensors.dtypes import dtype_name, upcast
+from ._tensors.memory import array_of, is_plain_cpu, tensor_of
 
 
-class LearnedPositions(Padded):
+class LearnedPositions(nn.Module):
     """Adds to each vector the row of its position.
 
     Args:
-        max_positions: How many positions there are. One that is not smaller is a
-            ValueError that names both on the CPU, and NaN on other devices and in compiled
-            code.
-        embedding_dim: Width of a row.
-        row_offset: How many rows come before that of position 0; OPT and RoBERTa have 2.
-        padding_idx: One of those rows, for padding: it is zero, gets no gradient, and
-            whatever else writes to it is undone. RoBERTa's is 1, which position -1 reads.
-        scale: What a row is multiplied by when it is added; x-transformers takes
-            ``embedding_dim ** -0.5``.
-        weight: The table to use, of ``max_positions + row_offset`` rows, not copied if it
-            fits. A padding row in it stays. None draws one with standard deviation 0.02.
-        device: Where the table is.
-        dtype: What the table is kept in.
+        max_positions: Number of positions. A larger position raises a ValueError on the
+            CPU, and gives NaN on other devices and in compiled code.
+        embedding_dim: Width of each vector.
+        row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
+        padding_idx: One of those rows, for padding. It starts at zero and gets no gradient.
+            RoBERTa's is 1, which position -1 reads.
+        scale: Factor of the added rows; x-transformers uses ``embedding_dim ** -0.5``.
+        weight: Table of ``max_positions + row_offset`` rows to use, not copied if device
+            and dtype match. None draws one with standard deviation 0.02.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
         - weight: ``(max_positions + row_offset, embedding_dim)``
         - x: ``(..., length, embedding_dim)``
-        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which mix the
-          two rows around them; None is ``0, 1, …`` moved on by ``offset``
+        - positions: ``(length,)`` or ``(batch, length)`` integers, or reals, which
+          interpolate between two rows; None is ``0, 1, …`` plus ``offset``
         - output: as ``x``, in the dtype of ``x``
 
-    Rows are added in float32, float64 for float64, and the sum is rounded to the dtype of
-    ``x`` once; a row's gradient is summed in float32 too. Autocast changes nothing.
+    Rows are added in float32 (float64 for float64) and the sum is rounded to the dtype of
+    ``x`` once; gradients are summed in float32 too. Autocast changes nothing.
 
     Example:
         >>> layer = LearnedPositions(512, 4)
@@ -92,14 +92,16 @@ class LearnedPositions(Padded):
         self.weight = parameter(weight, shape, device=device, dtype=dtype)
         if weight is None:
             self.reset_parameters()
-        else:
-            self.keep_padding()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew; padding is zero."""
+        """Draw the table; the padding row becomes zero."""
         nn.init.normal_(self.weight, std=0.02)
         if self.padding_idx is not None:
             self.set_padding(0.0)
+
+    def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
+        """Write a vector or a number to the padding row."""
+        write_padding_row(self.weight, self.padding_idx, value)
 
     def forward(
         self,
@@ -111,13 +113,13 @@ class LearnedPositions(Padded):
         """Return ``x`` with the rows of its positions added.
 
         Args:
-            x: Vectors of tokens.
-            positions: Where each vector stands; None counts from ``offset``.
-            offset: How many positions came before, a number or one per row.
+            x: Token vectors.
+            positions: Position of each vector; None counts from ``offset``.
+            offset: Number of preceding positions, for all rows or for each.
         """
         check_vectors(x, self.embedding_dim)
-        found = positions_of(x, positions=positions, offset=offset)
-        return (upcast(x) + self._rows(found)).to(x.dtype)
+        positions = positions_of(x, positions=positions, offset=offset)
+        return (upcast(x) + self._rows(positions)).to(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
@@ -126,23 +128,23 @@ class LearnedPositions(Padded):
 
         Args:
             positions: Integers or reals of any shape.
-            dtype: What the vectors are rounded to, the table's dtype by default.
+            dtype: Dtype of the vectors; None is the table's.
         """
-        found = positions_tensor(positions, device=self.weight.device)
-        return self._rows(found).to(dtype or self.weight.dtype)
+        positions = positions_tensor(positions, device=self.weight.device)
+        return self._rows(positions).to(dtype or self.weight.dtype)
 
     def resize(self, max_positions: int, *, align: Align = "ends") -> None:
         """Change the number of positions in place, by linear interpolation.
 
         Rows before position 0 are kept. ``weight`` stays the same parameter; an optimizer
-        that has a state for it does not follow.
+        with a state for it does not follow.
 
         Args:
-            max_positions: How many positions there shall be.
-            align: Where new rows lie among the old; see
+            max_positions: New number of positions.
+            align: Alignment of new and old rows; see
                 :func:`firstlayer.positions.learned.resize_linear`.
         """
-        self._replace(resize_linear(self._positions(), max_positions, align=align))
+        self._set_positions(resize_linear(self._positions(), max_positions, align=align))
 
     def resize_grid(
         self,
@@ -153,14 +155,14 @@ class LearnedPositions(Padded):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> None:
-        """Change the table of an image's patches to another grid in place, bicubically.
+        """Resize the table of image patches to another grid in place, bicubically.
 
         Args:
-            new_grid: Height and width in patches that it shall have.
-            grid: Height and width that it has.
-            class_tokens: How many positions come before the patches, and are kept.
+            new_grid: New height and width in patches.
+            grid: Current height and width.
+            class_tokens: Number of positions before the patches, which are kept.
             antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: Likewise.
+            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
         """
         rows = resize_grid(
             self._positions(),
@@ -170,45 +172,37 @@ class LearnedPositions(Padded):
             antialias=antialias,
             nudge=nudge,
         )
-        self._replace(rows)
+        self._set_positions(rows)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that build a layer like this one."""
-        return {
-            "max_positions": self.max_positions,
-            "embedding_dim": self.embedding_dim,
-            "row_offset": self.row_offset,
-            "padding_idx": self.padding_idx,
-            "scale": self.scale,
-            "dtype": name_of(self.weight.dtype),
-        }
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:
         return repr_of(self)
 
     def _rows(self, positions: Shaped[Tensor, "*seq"]) -> Float[Tensor, "*seq width"]:
-        """Return the rows as they are added, in the dtype they are worked on in."""
-        known = concrete(positions)
-        if known:
+        """Return the rows that are added, in the compute dtype."""
+        checked = is_plain_cpu(positions)
+        if checked:
             check_positions(
                 on_host(positions),
                 max_positions=self.max_positions,
                 row_offset=self.row_offset,
             )
         if positions.is_floating_point():
-            rows = self._between(positions)
+            rows = self._interpolate(positions)
         else:
-            rows = self._at(signed(positions).to(torch.int64), known)
+            index = signed(positions).to(torch.int64)
+            rows = self._lookup(index) if checked else self._lookup_or_nan(index)
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def _at(self, positions: Tensor, known: bool) -> Tensor:
-        if known:
-            return self._lookup(positions)
+    def _lookup_or_nan(self, positions: Tensor) -> Tensor:
         inside = (positions >= -self.row_offset) & (positions < self.max_positions)
         rows = self._lookup(torch.where(inside, positions, 0))
         return torch.where(inside[..., None], rows, float("nan"))
 
-    def _between(self, positions: Tensor) -> Tensor:
+    def _interpolate(self, positions: Tensor) -> Tensor:
         inside, low, high, share = neighbours(
             positions, first=-self.row_offset, last=self.max_positions - 1
         )
@@ -217,24 +211,20 @@ class LearnedPositions(Padded):
         return torch.where(inside[..., None], a * (1 - share) + b * share, float("nan"))
 
     def _lookup(self, positions: Tensor) -> Tensor:
-        row = None if self.padding_idx is None else self._row_to_insert(self.weight)
         rows = lookup(
             positions + self.row_offset,
             self.weight,
             padding_idx=self.padding_idx,
-            padding_row=row,
-            wide=True,
+            upcast_output=True,
         )
         return upcast(rows)
 
     def _positions(self) -> np.ndarray:
         return array_of(self.weight.detach().cpu())[self.row_offset :]
 
-    def _replace(self, rows: np.ndarray) -> None:
-        self.repair()
+    def _set_positions(self, rows: np.ndarray) -> None:
         weight = self.weight
         table = tensor_of(rows).to(weight.device)
         weight.grad = None
         weight.data = torch.cat([weight.data[: self.row_offset], table])
         self.max_positions = len(rows)
-        self._know(weight)

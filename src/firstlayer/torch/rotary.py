@@ -32,11 +32,12 @@ from ._positions.arguments import (
     positions_tensor,
 )
 from ._positions.rotate import integer_phases, integer_positions, rotate_fused
-from ._tensors.buffers import Precomputed, upcast
-from ._tensors.memory import concrete, fusable
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import upcast
+from ._tensors.memory import is_plain_cpu, kernel_eligible
 
 
-class RotaryPositions(Precomputed):
+class RotaryPositions(PrecomputedBuffers):
     """Rotary position embedding (RoPE) of queries or keys. Has no parameters.
 
     Args:
@@ -156,7 +157,7 @@ class RotaryPositions(Precomputed):
             offset: Number of preceding positions, or one number per row.
         """
         self._check(x)
-        can_fuse = fusable(x)
+        can_fuse = kernel_eligible(x)
         if positions is not None and not isinstance(positions, Tensor):
             positions = positions_tensor(positions, device=x.device)
         if can_fuse and self.axes is None:
@@ -166,7 +167,7 @@ class RotaryPositions(Precomputed):
             if at is not None:
                 return self._fused(x, integer_phases(at, self._host_tables(x)), at.shape)
         cos, sin = self._phases(self._positions(x, positions, offset), x.dtype)
-        if can_fuse and concrete(cos) and not cos.requires_grad:
+        if can_fuse and is_plain_cpu(cos) and not cos.requires_grad:
             both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
             return self._fused(x, both, tuple(cos.shape[:-1]))
         return rotate(upcast(x), cos, sin, layout=self.layout).to(x.dtype)

@@ -11,7 +11,8 @@ from ..files.layer_configs import config_of
 from ..positions.shaw import shaw_scores
 from ._positions.arguments import Positions, check_vectors
 from ._positions.bias import checked_positions, parameter
-from ._tensors.buffers import in_full_precision, name_of, repr_of
+from ._tensors.buffers import repr_of
+from ._tensors.dtypes import dtype_name, in_full_precision
 
 
 class ShawScores(nn.Module):
@@ -108,7 +109,7 @@ class ShawScores(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        return config_of(self, dtype=name_of(self.weight.dtype))
+        return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:
         return repr_of(self)

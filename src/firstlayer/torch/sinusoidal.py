@@ -29,11 +29,12 @@ from ._positions.arguments import (
     positions_of,
     positions_tensor,
 )
-from ._tensors.buffers import Precomputed, upcast
-from ._tensors.memory import array_of, concrete, tensor_of, threads_of_torch
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import upcast
+from ._tensors.memory import array_of, is_plain_cpu, tensor_of, threads_of_torch
 
 
-class SinusoidalPositions(Precomputed):
+class SinusoidalPositions(PrecomputedBuffers):
     """Adds sinusoidal position encodings to vectors. Has no parameters.
 
     Args:
@@ -189,7 +190,7 @@ class SinusoidalPositions(Precomputed):
             "cos_first": self.cos_first,
         }
         positions = in_reach(positions)
-        if not positions.is_floating_point() and concrete(positions, tables):
+        if not positions.is_floating_point() and is_plain_cpu(positions, tables):
             arrays = map(array_of, (positions, tables, rates))
             with threads_of_torch():
                 features = tensor_of(features_at(*arrays, **options))

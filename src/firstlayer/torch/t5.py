@@ -12,7 +12,7 @@ from ..files.layer_configs import config_of
 from ..positions.t5 import reach, t5_bias, t5_buckets
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias, parameter
-from ._tensors.buffers import name_of, upcast
+from ._tensors.dtypes import dtype_name, upcast
 
 
 class T5Bias(Bias):
@@ -105,7 +105,7 @@ class T5Bias(Bias):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        return config_of(self, dtype=name_of(self.weight.dtype))
+        return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def _tables(self) -> dict[str, np.ndarray]:
         buckets = t5_buckets(

@@ -7,42 +7,40 @@ from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
 from ._table.lookup import lookup
-from ._table.module import Table, check_arguments
-from .optim.table_state import catch_up
+from ._table.module import TableModule, check_arguments
 
 
-class Embedding(Table, TorchEmbedding):
-    """Looks up rows of a table by id. Takes the place of ``torch.nn.Embedding``.
+class Embedding(TableModule, TorchEmbedding):
+    """Looks up rows of a table by id. Drop-in replacement for ``torch.nn.Embedding``.
 
-    Arguments, attributes, ``from_pretrained`` and the state_dict are torch's. What differs:
-    padding stays padding (see ``padding_idx``), ``max_norm`` does not write to the table in
-    the forward, gradients of repeated ids are summed in float32 also for half precision, a
-    row gradient is summed by id, and ids may have any integer dtype.
+    Arguments, attributes, ``from_pretrained`` and the state dict are torch's. Differences:
+    ``max_norm`` does not write to the table in the forward, gradients of repeated ids are
+    summed in float32 also in half precision, sparse gradients are coalesced, and ids may
+    have any integer dtype.
 
     Args:
-        num_embeddings: Rows of the table, one for each id.
-        embedding_dim: Width of a row.
-        padding_idx: The id that is padding; negative counts from the end. Its row gets no
-            gradient, and whatever else writes to it is undone before the next lookup and
-            before it is saved. :meth:`set_padding` changes it; so does loading.
-        max_norm: Rows longer than this are shortened to it in the output; those stored are
-            when a gradient has arrived. Under FSDP2 those stored are only if the
-            table is split by rows and looked up eagerly.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        sparse: Whether the gradient of the table is a coalesced sparse tensor.
-        _weight: The table to use. A padding row in it stays.
-        _freeze: Whether the table is not trained.
-        device: Where the table is.
-        dtype: Of the table.
+        num_embeddings: Number of rows, one for each id.
+        embedding_dim: Width of each vector.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups. :meth:`set_padding` writes another value.
+        max_norm: Maximum norm of rows. Longer rows are scaled down in the output, and in
+            the table once their gradient is accumulated. Under FSDP2 the table is scaled
+            only if it is sharded by rows and looked up eagerly.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
+        _weight: Table to use, with its padding row as it is.
+        _freeze: Do not train the table.
+        device: Device of the table.
+        dtype: Dtype of the table.
 
     Shape:
         - input: any shape, any integer dtype
         - output: ``(*input.shape, embedding_dim)``, in the table's dtype
 
-    An id that is not a row, a negative one included, is an IndexError that names it; under
-    ``torch.compile`` and on other devices it is torch's own error. Autocast leaves lookups
-    in the table's dtype; :meth:`logits` multiplies in the dtype that autocast asks for.
+    An id out of range, also a negative one, raises an IndexError that names it; under
+    ``torch.compile`` and on other devices it is torch's own error. Autocast does not change
+    lookups; :meth:`logits` multiplies in the autocast dtype.
 
     Example:
         >>> import torch
@@ -90,10 +88,7 @@ class Embedding(Table, TorchEmbedding):
             device,
             dtype,
         )
-        if _weight is None:
-            self._know(self.weight)
-        else:
-            self.keep_padding()
+        self._bind()
 
     def forward(
         self, input: Integer[Tensor, "*batch"]
@@ -101,25 +96,22 @@ class Embedding(Table, TorchEmbedding):
         """Return the rows of the ids.
 
         Args:
-            input: Ids, of any shape and any integer dtype.
+            input: Ids of any shape and any integer dtype.
         """
-        weight = self.weight
-        catch_up(weight, input)
+        self.prepare_lookup(input)
         return lookup(
             input,
-            weight,
+            self.weight,
             padding_idx=self.padding_idx,
             max_norm=self.max_norm,
             norm_type=self.norm_type,
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
-            padding_row=self._prepared(weight),
         )
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
-        # TorchScript compiles what it can read, which is torch's own layer.
-        self._catch_up_rows()
-        self.repair()
+        # TorchScript cannot compile this forward, so it gets torch's layer.
+        self._catch_up()
         twin = TorchEmbedding(
             self.num_embeddings,
             self.embedding_dim,

@@ -18,7 +18,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from ..._check import positive
-from ...torch._tensors.buffers import upcast
+from ...torch._tensors.dtypes import upcast
 
 
 class LRU(nn.Module):

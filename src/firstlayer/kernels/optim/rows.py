@@ -1,13 +1,12 @@
 """List stale rows, and run kernel loops over rows."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from ..row_io import grain_of
 from ..runtime.compile import kernel
-from ..runtime.pool import run
+from ..runtime.pool import Arguments, Ticket, run
 from .row_slice import RowSlice
 
 
@@ -33,7 +32,11 @@ def stale_range(
     return rows[:count], from_step[:count]
 
 
-def run_on_rows(loop: Callable[..., None], rows: RowSlice, *args: Any) -> None:
+def run_on_rows(
+    loop: Callable[[Ticket, np.ndarray, np.ndarray, *Arguments], None],
+    rows: RowSlice,
+    *args: *Arguments,
+) -> None:
     """Run a kernel loop over rows, on several threads if there are enough of them."""
     size, grain = rows.state_rows.size, grain_of(rows.weight)
     run(loop, size, rows.weight_rows, rows.state_rows, *args, grain=grain)

@@ -1,1 +1,1 @@
-"""Parts of the complete layer on torch."""
+"""One call of the complete layer: arguments, kernel eligibility, the fused computation."""

@@ -1,10 +1,10 @@
-"""Which tables and rows a call of the complete layer is made of, for the kernels.
+"""Whether the kernels may compute a call of the complete layer, and from which tensors.
 
-Modules are looked through, not called, so this is only for modules that nobody is watching
-or has changed, and for parameters that are ordinary memory.
+Nothing here changes anything. The kernels bypass the forwards of the submodules, so those
+must be of known classes, without hooks or overrides, with ordinary parameters.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,76 +14,87 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..._array import repeating
 from ...positions.learned import check_positions
 from .._positions.arguments import on_host, positions_of, signed
-from .._table.lookup import Table
-from .._tensors.buffers import compute_dtype
-from .._tensors.errors import check_ids
-from .._tensors.memory import FLOATS, concrete, fusable, tensor_of
+from .._table.lookup import LookupOptions
+from .._tensors.dtypes import FLOATS, compute_dtype
+from .._tensors.memory import is_plain_cpu, tensor_of
 from ..learned import LearnedPositions
-from ..optim.table_state import catch_up
 from ..sinusoidal import SinusoidalPositions
 from ..token import Embedding
-from .arguments import Call
-from .fused import Part, Plan
+from .arguments import LayerArguments
+from .fused import LayerOptions, LayerTensors
+
+if TYPE_CHECKING:
+    from ..layer import EmbeddingLayer
 
 
-def plan_of(layer: Any, call: Call, *, wide: bool) -> Plan | None:
-    """Return what the kernels are to do for this call, or None if they may not run.
+class TableRows(NamedTuple):
+    """A table, the row of it for each token, and the options of its gradient."""
+
+    table: Tensor
+    rows: Tensor
+    options: LookupOptions | None
+
+
+_ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
+
+
+def kernel_inputs(
+    layer: "EmbeddingLayer", arguments: LayerArguments, *, upcast_output: bool
+) -> tuple[LayerTensors[Tensor], LayerOptions] | None:
+    """Return the inputs of the fused layer, or None if the call is not eligible.
 
     Args:
         layer: The complete layer.
-        call: Its arguments.
-        wide: Whether the output is to have the dtype of the work.
+        arguments: Arguments of the call.
+        upcast_output: Whether the output is in the compute dtype.
     """
-    # Read once: a module looks its parts up in Python.
+    # Read from the dict once: attributes of a module are slow.
+    modules: dict[str, Any] = layer._modules
     token, position, segment, norm = map(
-        layer._modules.get, ("token", "position", "segment", "norm")
+        modules.get, ("token", "position", "segment", "norm")
     )
-    own = _own(token, position, segment, norm=norm)
-    if 0 in call.lead or not own or watched(token, position, segment, norm):
+    if (
+        0 in arguments.lead
+        or not _are_standard(token, position, segment, norm)
+        or has_hooks(token, position, segment, norm)
+    ):
         return None
-    weights = _weights(token, position, segment, norm=norm)
-    if weights is None or not concrete(*weights, *_given(call)):
+    weights = _parameters(token, position, segment, norm)
+    if weights is None or not is_plain_cpu(*weights.values(), *_given(arguments)):
         return None
-    weight = weights[0]
-    first, second = _token(token, weight, call), None
-    if first is not None and position is not None:
-        second = _position(position, call, like=weight)
-    if first is None or (second is None and position is not None):
+    table = weights["token"]
+    tokens, positions, segments = _token_rows(token, table, arguments), _ABSENT, _ABSENT
+    if position is not None:
+        positions = _position_rows(position, weights.get("position"), arguments, table)
+    if tokens is None or positions is None:
         return None
-    return Plan(
-        first,
-        second,
-        None if segment is None else _segment(segment, call),
-        () if norm is None else tuple(weights[-2:]),
-        weight.shape[1] ** 0.5 if layer.scale else 1.0,
-        0.0 if norm is None else norm.eps,
-        (*call.lead, weight.shape[1]),
-        compute_dtype(weight.dtype) if wide else weight.dtype,
-        call.mask,
-    )
-
-
-def _own(token: Any, position: Any, segment: Any, *, norm: Any) -> bool:
-    """Tell whether the parts are such that the kernels do all that they would do."""
     if segment is not None:
-        plain = _is_plain(segment) and segment.padding_idx is None
-        if not plain or segment.sparse:
-            return False
-    return (
-        _is_plain(token)
-        and type(position) in (LearnedPositions, SinusoidalPositions, type(None))
-        and (norm is None or type(norm) is nn.LayerNorm)
+        rows = _repeating_rows(arguments.segments, arguments.lead)
+        segments = _table_rows(segment, weights["segment"], rows)
+    tensors = LayerTensors(
+        token_table=tokens.table,
+        token_rows=tokens.rows,
+        position_table=positions.table,
+        position_rows=positions.rows,
+        segment_table=segments.table,
+        segment_rows=segments.rows,
+        norm_weight=weights.get("norm_weight"),
+        norm_bias=weights.get("norm_bias"),
+        mask=arguments.mask,
+    )
+    return tensors, LayerOptions(
+        token=tokens.options,
+        position=positions.options,
+        segment=segments.options,
+        scale=table.shape[1] ** 0.5 if layer.scale else 1.0,
+        eps=0.0 if norm is None else norm.eps,
+        shape=(*arguments.lead, table.shape[1]),
+        dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
 
 
-def _is_plain(table: Any) -> bool:
-    """Tell whether a table's rows and gradients are used as they are."""
-    own = type(table) is Embedding
-    return own and table.max_norm is None and not table.scale_grad_by_freq
-
-
-def watched(*modules: nn.Module | None) -> bool:
-    """Tell whether anybody listens to one of the modules, or has replaced what it does."""
+def has_hooks(*modules: nn.Module | None) -> bool:
+    """Return whether a module has hooks or an overridden forward."""
     if _has_any_global_hook():
         return True
     for module in modules:
@@ -98,113 +109,122 @@ def watched(*modules: nn.Module | None) -> bool:
     return False
 
 
-def _weights(token: Any, position: Any, segment: Any, *, norm: Any) -> list[Any] | None:
-    """Return all parameters if they are contiguous, of one dtype and the right shape."""
+def _are_standard(token: Any, position: Any, segment: Any, norm: Any) -> bool:
+    """Return whether the kernels compute what these modules compute."""
+    for table in (token, segment):
+        if table is not None and (
+            type(table) is not Embedding
+            or table.max_norm is not None
+            or table.scale_grad_by_freq
+        ):
+            return False
+    if segment is not None and (segment.sparse or segment.padding_idx is not None):
+        return False
+    return (
+        token is not None
+        and type(position) in (LearnedPositions, SinusoidalPositions, type(None))
+        and (norm is None or type(norm) is nn.LayerNorm)
+    )
+
+
+def _parameters(
+    token: Any, position: Any, segment: Any, norm: Any
+) -> dict[str, Tensor] | None:
+    """Return all parameters if they are contiguous, of one dtype and of the right shape."""
     width = token.embedding_dim
-    found, shapes = [_parameter(token)], [(token.num_embeddings, width)]
+    expected: list[tuple[str, Any, str, tuple[int, ...]]]
+    expected = [("token", token, "weight", (token.num_embeddings, width))]
     if segment is not None:
-        found.append(_parameter(segment))
-        shapes.append((segment.num_embeddings, width))
+        expected.append(("segment", segment, "weight", (segment.num_embeddings, width)))
     if type(position) is LearnedPositions:
-        found.append(_parameter(position))
-        shapes.append((position.max_positions + position.row_offset, width))
+        shape = position.max_positions + position.row_offset, width
+        expected.append(("position", position, "weight", shape))
     if norm is not None:
-        found += [_parameter(norm), _parameter(norm, "bias")]
-        shapes += [(width,), (width,)]
-    dtype = getattr(found[0], "dtype", None)
-    for weight, shape in zip(found, shapes, strict=True):
-        if weight is None or weight.dtype is not dtype or weight.shape != shape:
+        expected.append(("norm_weight", norm, "weight", (width,)))
+        expected.append(("norm_bias", norm, "bias", (width,)))
+    parameters, dtype = {}, None
+    for name, module, attribute, shape in expected:
+        value = module._parameters.get(attribute)
+        if value is None:
+            # A parametrized weight is not among the parameters.
+            value = getattr(module, attribute, None)
+            if value is None:
+                return None
+        dtype = dtype or value.dtype
+        if value.shape != shape or value.dtype is not dtype or not value.is_contiguous():
             return None
-        if not weight.is_contiguous():
+        parameters[name] = value
+    return parameters if dtype in FLOATS else None
+
+
+def _given(arguments: LayerArguments) -> list[Tensor]:
+    given = []
+    for x in (arguments.ids, arguments.embeds, arguments.segments, arguments.mask):
+        if x is not None:
+            given.append(x)
+    return given
+
+
+def _token_rows(token: Any, table: Tensor, arguments: LayerArguments) -> TableRows | None:
+    ids, embeds = arguments.ids, arguments.embeds
+    if embeds is not None:
+        if embeds.dtype not in FLOATS:
             return None
-    return found if dtype in FLOATS else None
-
-
-def _parameter(module: Any, name: str = "weight") -> Any:
-    # Where it mostly is, which is found sooner than by its attribute.
-    found = module._parameters.get(name)
-    return getattr(module, name, None) if found is None else found
-
-
-def _given(call: Call) -> list[Tensor]:
-    given = call.ids, call.embeds, call.segments, call.mask
-    return [x for x in given if x is not None]
-
-
-def _token(token: Any, weight: Tensor, call: Call) -> Part | None:
-    if call.embeds is not None:
-        if not fusable(call.embeds):
-            return None
-        if call.ids is not None:
-            check_ids(call.ids, token.num_embeddings)
-        wide = call.embeds.resolve_neg().to(compute_dtype(weight.dtype))
-        table = wide.reshape(-1, token.embedding_dim).contiguous()
-        return Part(table, torch.arange(len(table), device="cpu"), None)
-    ids: Any = call.ids
-    catch_up(weight, ids)
-    if token._prepared(weight) is not None:
+        wide = embeds.resolve_neg().to(compute_dtype(table.dtype))
+        vectors = wide.reshape(-1, token.embedding_dim).contiguous()
+        return TableRows(vectors, torch.arange(len(vectors), device="cpu"), None)
+    if ids is None:
         return None
     rows = ids if ids.dtype is torch.int64 else ids.to(torch.int64)
-    return _part(token, rows.contiguous(), sparse=token.sparse)
+    return _table_rows(token, table, rows.contiguous(), sparse=token.sparse)
 
 
-def _segment(segment: Any, call: Call) -> Part:
-    catch_up(segment.weight, call.segments)
-    return _part(segment, _rows(call.segments, call.lead))
-
-
-def _position(position: Any, call: Call, *, like: Tensor) -> Part | None:
-    learned = type(position) is LearnedPositions and position.scale == 1.0
-    if learned and call.positions is None and type(call.offset) is int:
-        rows = _counted(position, call.offset, call.lead[-1])
-        if rows is not None:
-            return _part(position, rows)
-    shape = (*call.lead, position.embedding_dim)
-    found = positions_of(
-        like.new_empty(()).expand(shape),
-        positions=call.positions,
-        offset=call.offset,
+def _position_rows(
+    position: Any, weight: Tensor | None, arguments: LayerArguments, token_table: Tensor
+) -> TableRows | None:
+    lead, offset = arguments.lead, arguments.offset
+    # A scaled table is read through encode(), like computed positions.
+    weight = weight if weight is not None and position.scale == 1.0 else None
+    if weight is not None and arguments.positions is None and type(offset) is int:
+        fits = 0 <= offset <= position.max_positions - lead[-1]
+        if fits and position.padding_idx is None:
+            first = offset + position.row_offset
+            # NumPy is faster for short ranges and ignores torch's default device.
+            rows = tensor_of(np.arange(first, first + lead[-1]))
+            return _table_rows(position, weight, rows)
+    positions = positions_of(
+        token_table.new_empty(()).expand((*lead, position.embedding_dim)),
+        positions=arguments.positions,
+        offset=offset,
         axes=getattr(position, "axes", 1),
     )
-    if not concrete(found):
+    if not is_plain_cpu(positions):
         return None
-    if learned and not found.is_floating_point():
-        return _learned(position, found, call.lead)
-    made = position.encode(found, dtype=compute_dtype(like.dtype))
-    index = torch.arange(made[..., 0].numel(), device="cpu").reshape(made.shape[:-1])
-    table = made.reshape(-1, made.shape[-1]).contiguous()
-    how = Table(len(table), table.dtype, None, False, False)
-    return Part(table, _rows(index, call.lead), how)
+    if weight is not None and not positions.is_floating_point():
+        check_positions(
+            on_host(positions),
+            max_positions=position.max_positions,
+            row_offset=position.row_offset,
+        )
+        rows = signed(positions).to(torch.int64) + position.row_offset
+        return _table_rows(position, weight, _repeating_rows(rows, lead))
+    # Computed vectors become a table with one row for each position.
+    vectors = position.encode(positions, dtype=compute_dtype(token_table.dtype))
+    table = vectors.reshape(-1, vectors.shape[-1]).contiguous()
+    index = torch.arange(len(table), device="cpu").reshape(vectors.shape[:-1])
+    options = LookupOptions(len(table), table.dtype)
+    return TableRows(table, _repeating_rows(index, lead), options)
 
 
-def _counted(position: Any, offset: int, length: int) -> Tensor | None:
-    """Return the rows of ``length`` positions in a row, if a plain table has them all."""
-    within = 0 <= offset <= position.max_positions - length
-    if not within or position.padding_idx is not None:
-        return None
-    first = offset + position.row_offset
-    # NumPy is quicker to ask, and knows of no default device.
-    return tensor_of(np.arange(first, first + length))
-
-
-def _learned(position: Any, positions: Tensor, lead: tuple[int, ...]) -> Part | None:
-    check_positions(
-        on_host(positions),
-        max_positions=position.max_positions,
-        row_offset=position.row_offset,
+def _table_rows(
+    module: Any, weight: Tensor, rows: Tensor, *, sparse: bool = False
+) -> TableRows:
+    options = LookupOptions(
+        weight.shape[0], weight.dtype, module.padding_idx, sparse=sparse
     )
-    if position.padding_idx is not None:
-        if position._row_to_insert(position.weight) is not None:
-            return None
-    rows = signed(positions).to(torch.int64) + position.row_offset
-    return _part(position, _rows(rows, lead))
+    return TableRows(weight, rows, options)
 
 
-def _part(module: Any, rows: Any, *, sparse: bool = False) -> Part:
-    weight = _parameter(module)
-    how = Table(weight.shape[0], weight.dtype, module.padding_idx, False, sparse)
-    return Part(weight, rows, how)
-
-
-def _rows(rows: Any, lead: tuple[int, ...]) -> Tensor:
+def _repeating_rows(rows: Any, lead: tuple[int, ...]) -> Tensor:
+    """Return int64 rows without repetitions along the leading axes."""
     return repeating(rows.to(torch.int64), lead).contiguous()

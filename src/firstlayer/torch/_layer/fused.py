@@ -1,11 +1,11 @@
-"""The complete layer on the kernels, eager on the CPU, forward and backward.
+"""The complete layer on the kernels, eager on the CPU: forward and backward.
 
-The forward puts each row together once and writes it once. The backward puts it together
-again, where autograd would have kept several arrays of the output's size. Where a gradient
-is itself to be differentiated, or is batched, plain operators take over.
+The forward computes each output row once and writes it once. The backward computes it
+again, instead of saving several arrays of the output's size. A gradient that is batched or
+itself differentiated is computed by plain operators.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,217 +15,264 @@ from torch import Tensor
 from ... import kernels
 from ...embeddings.layer import add_embeddings, normalize_rows, normalize_rows_backward
 from ...embeddings.layer_gradients import layer_gradients
-from .._table.lookup import Table, lookup
-from .._tensors.buffers import upcast
-from .._tensors.errors import bad_id
-from .._tensors.large_pages import wish_for_large_pages
-from .._tensors.memory import array_of, array_of_table, fusable, tensor_of, threads_of_torch
+from ...embeddings.row_gradient import RowGradient
+from .._table.lookup import LookupOptions, lookup
+from .._tensors.dtypes import upcast
+from .._tensors.errors import out_of_range_error
+from .._tensors.memory import (
+    array_of,
+    arrays_of,
+    kernel_eligible,
+    request_large_pages,
+    tensor_of,
+    threads_of_torch,
+)
 
-# In the place of what autograd keeps.
-_GONE = torch.empty(0, device="cpu")
-
-
-class Part(NamedTuple):
-    """A table, the row of it for each token, and what its gradient depends on.
-
-    Args:
-        table: The table.
-        rows: One for each token, int64 and contiguous, of any shape. Fewer begin again at
-            their end.
-        how: None if the table has each token's row in order, so that its gradient is that
-            of the rows.
-    """
-
-    table: Tensor
-    rows: Tensor
-    how: Table | None
-
-    def each(self, tokens: int) -> Tensor:
-        """Return a row for each token."""
-        return self.rows.reshape(-1).repeat(tokens // self.rows.numel())
-
-    @property
-    def skip(self) -> int | None:
-        """The row that gets no gradient."""
-        return None if self.how is None else self.how.padding_idx
+T = TypeVar("T")
 
 
-class Plan(NamedTuple):
-    """All that the output is made of.
+class LayerTensors(NamedTuple, Generic[T]):
+    """Tensors of one call, their arrays, or their gradients, by name.
 
     Args:
-        token: The token table.
-        position: The table of positions, or None.
-        segment: That of segments, or None.
-        norm: Weight and bias of a LayerNorm, or nothing.
-        scale: What token rows are multiplied by.
-        eps: What the norm adds to the variance.
-        shape: Of the output.
-        dtype: Of the output.
-        mask: False for tokens that become zero in the end, or None.
+        token_table: The token table, or token vectors from elsewhere.
+        token_rows: Row of each token. Like the other rows int64, contiguous, of any shape.
+        position_table: Table of positions.
+        position_rows: Row of each token. Fewer rows than tokens are repeated.
+        segment_table: Table of segments.
+        segment_rows: Row of each token. Fewer rows than tokens are repeated.
+        norm_weight: Weight of the LayerNorm.
+        norm_bias: Bias of the LayerNorm.
+        mask: False for tokens whose output is zero.
+
+    Absent tensors are None.
     """
 
-    token: Part
-    position: Part | None
-    segment: Part | None
-    norm: tuple[Tensor, ...]
+    token_table: T
+    token_rows: T
+    position_table: T | None = None
+    position_rows: T | None = None
+    segment_table: T | None = None
+    segment_rows: T | None = None
+    norm_weight: T | None = None
+    norm_bias: T | None = None
+    mask: T | None = None
+
+
+class LayerOptions(NamedTuple):
+    """Values of one call that are not tensors.
+
+    Args:
+        token: Options of the token table. None if it has one row for each token, in order.
+        position: Options of the position table, or None.
+        segment: Options of the segment table, or None.
+        scale: Factor of token rows.
+        eps: Epsilon of the LayerNorm.
+        shape: Shape of the output.
+        dtype: Dtype of the output.
+    """
+
+    token: LookupOptions | None
+    position: LookupOptions | None
+    segment: LookupOptions | None
     scale: float
     eps: float
     shape: tuple[int, ...]
     dtype: torch.dtype
-    mask: Tensor | None
-
-    @property
-    def parts(self) -> list[Part]:
-        """The tables that are there."""
-        return [part for part in self[:3] if part is not None]
-
-    def run(self) -> Float[Tensor, "*batch embedding_dim"]:
-        """Return the output."""
-        tensors = (*(part.table for part in self.parts), *self.norm)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _Layer.apply(self, *tensors)  # pyright: ignore
-        return self.forward()
-
-    def forward(self) -> Tensor:
-        out, norm = torch.empty(self.shape, dtype=self.dtype, device="cpu"), None
-        wish_for_large_pages(out)
-        rows = array_of(out).reshape(-1, self.shape[-1])
-        if self.norm:
-            norm = (*map(array_of_table, self.norm), self.eps)
-        with threads_of_torch():
-            is_fine = kernels.layer_forward(
-                _arrays(self.token),
-                position=None if self.position is None else _arrays(self.position),
-                segment=None if self.segment is None else _arrays(self.segment),
-                scale=self.scale,
-                norm=norm,
-                out=rows,
-            )
-        if not is_fine:
-            raise bad_id(self.token.rows, len(self.token.table))
-        return out
-
-    def saved(self) -> list[Tensor]:
-        """Return what the way back reads, so that torch notices if it is written to."""
-        kept = [part.rows for part in self.parts]
-        kept += [] if self.mask is None else [self.mask]
-        # Without a norm the gradient does not depend on what is in the tables.
-        return kept + ([*(p.table for p in self.parts), *self.norm] if self.norm else [])
-
-    def emptied(self) -> Self:
-        """Return the plan without what was saved, which torch lets go of after its use."""
-        token, position, segment = (
-            part and part._replace(table=self._known_of(part), rows=_GONE)
-            for part in self[:3]
-        )
-        return self._replace(
-            token=token,
-            position=position,
-            segment=segment,
-            norm=(_GONE,) * len(self.norm),
-            mask=None if self.mask is None else _GONE,
-        )
-
-    def _known_of(self, part: Part) -> Tensor:
-        """Return a table, or one without rows in its place if its numbers are not read."""
-        if self.norm:
-            return _GONE
-        if part.how is not None:
-            return part.table
-        none = torch.empty((0, self.shape[-1]), dtype=part.table.dtype, device="cpu")
-        return none.requires_grad_(part.table.requires_grad)
-
-    def restored(self, saved: tuple[Tensor, ...]) -> Self:
-        """Return the plan with what was saved in the place of what it had."""
-        left, count = list(saved), len(self.parts)
-        rows = [left.pop(0) for _ in range(count)]
-        mask = None if self.mask is None else left.pop(0)
-        tables = [part.table for part in self.parts]
-        if self.norm:
-            tables = [left.pop(0) for _ in range(count)]
-        token, position, segment = (
-            part and part._replace(table=tables.pop(0), rows=rows.pop(0))
-            for part in self[:3]
-        )
-        return self._replace(
-            token=token, position=position, segment=segment, norm=tuple(left), mask=mask
-        )
-
-    def pull(self, dy: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the tables and of the norm's weight and bias."""
-        dy = dy.reshape(-1, self.shape[-1])
-        if torch.is_grad_enabled() or not fusable(dy):
-            return self._plain_pull(dy)
-        with threads_of_torch():
-            made = layer_gradients(
-                _arrays(self.token),
-                position=None if self.position is None else _arrays(self.position),
-                segment=None if self.segment is None else _arrays(self.segment),
-                scale=self.scale,
-                norm=(array_of_table(self.norm[0]), self.eps) if self.norm else None,
-                dy=array_of(dy.contiguous()),
-                by_id=self.token.how is not None,
-                token_padding=self.token.skip,
-                position_padding=None if self.position is None else self.position.skip,
-                mask=None if self.mask is None else array_of(self.mask).reshape(-1),
-            )
-        found: list[Any] = [_gradient(self.token, made.token)]
-        found += [_gradient(self.position, made.position)] if self.position else []
-        found += [_gradient(self.segment, made.segment)] if self.segment else []
-        for weight, gradient in zip(
-            self.norm, (made.norm_weight, made.norm_bias), strict=False
-        ):
-            found.append(tensor_of(gradient, dtype=weight.dtype))
-        return found
-
-    def _plain_pull(self, dy: Tensor) -> list[Tensor | None]:
-        dy, dnorm = upcast(dy), []
-        if self.norm:
-            rows = (_looked_up(part, len(dy)) for part in self.parts)
-            total = add_embeddings(*rows, scale=self.scale != 1.0)
-            if self.mask is not None:
-                steps = torch.arange(total.shape[-1], dtype=total.dtype, device=dy.device)
-                total = torch.where(self.mask.reshape(-1, 1), total, steps)
-            y, factor = normalize_rows(total, eps=self.eps)
-            dnorm = [(dy * y).sum(0), dy.sum(0)]
-            dy = normalize_rows_backward(dy * upcast(self.norm[0]), y, factor)
-        found: list[Any] = []
-        for part in self.parts:
-            d = dy * self.scale if part is self.token and self.scale != 1.0 else dy
-            found.append(
-                d if part.how is None else part.how.gradient(part.each(len(dy)), d)
-            )
-        pairs = zip(dnorm, self.norm, strict=True)
-        return found + [gradient.to(weight.dtype) for gradient, weight in pairs]
 
 
-def _arrays(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    return array_of_table(part.table), array_of(part.rows).reshape(-1)
+def fused_layer(
+    tensors: LayerTensors[Tensor], options: LayerOptions
+) -> Float[Tensor, "*batch embedding_dim"]:
+    """Return the layer's output, before dropout and before padding is zeroed."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return _FusedLayer.apply(options, *tensors)  # pyright: ignore
+    return _forward(tensors, options)
 
 
-def _gradient(part: Part, made: Any) -> Tensor | None:
-    if not part.table.requires_grad:
-        return None
-    if part.how is None or isinstance(made, np.ndarray):
-        return tensor_of(made, dtype=part.table.dtype)
-    return part.how.filled(made)
-
-
-def _looked_up(part: Part, tokens: int) -> Tensor:
-    rows, sparse = part.each(tokens), part.how is not None and part.how.sparse
-    return lookup(rows, part.table, padding_idx=part.skip, sparse=sparse, wide=True)
-
-
-class _Layer(torch.autograd.Function):
-    """What a plan makes of its tensors."""
+class _FusedLayer(torch.autograd.Function):
+    """The fused layer as one differentiable function of :class:`LayerTensors`."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
-        ctx.plan = plan.emptied()
-        ctx.save_for_backward(*plan.saved())
-        return plan.forward()
+    def forward(ctx: Any, options: LayerOptions, *args: Tensor | None) -> Tensor:
+        tensors: LayerTensors[Any] = LayerTensors(*args)
+        saved, ctx.unsaved = tensors, {}
+        if tensors.norm_weight is None:
+            # The backward reads only the shapes of the tables, so they may change before.
+            ctx.unsaved = _tables_without_values(tensors, options)
+            saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
+        ctx.save_for_backward(*saved)
+        ctx.options = options
+        return _forward(tensors, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *ctx.plan.restored(ctx.saved_tensors).pull(grads[0])
+        options = ctx.options
+        tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
+        tensors = tensors._replace(**ctx.unsaved)
+        needed = LayerTensors(*ctx.needs_input_grad[1:])
+        dy = grads[0].reshape(-1, options.shape[-1])
+        by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
+        backward = _backward_by_kernels if by_kernels else _backward_by_operators
+        return None, *backward(tensors, options, dy=dy, needed=needed)
+
+
+def _tables_without_values(
+    tensors: LayerTensors[Tensor], options: LayerOptions
+) -> dict[str, Tensor | None]:
+    """Return the tables by field name, with token vectors replaced by an empty tensor.
+
+    Parameters exist anyway; token vectors would stay in memory as long as the graph.
+    """
+    token = tensors.token_table
+    return {
+        "token_table": token if options.token else token.new_empty((0, token.shape[1])),
+        "position_table": tensors.position_table,
+        "segment_table": tensors.segment_table,
+    }
+
+
+def _forward(tensors: LayerTensors[Tensor], options: LayerOptions) -> Tensor:
+    out = torch.empty(options.shape, dtype=options.dtype, device="cpu")
+    request_large_pages(out)
+    arrays, norm = _arrays(tensors), None
+    if arrays.norm_weight is not None and arrays.norm_bias is not None:
+        norm = arrays.norm_weight, arrays.norm_bias, options.eps
+    with threads_of_torch():
+        in_range = kernels.layer_forward(
+            (arrays.token_table, arrays.token_rows.reshape(-1)),
+            position=_pair(arrays.position_table, arrays.position_rows),
+            segment=_pair(arrays.segment_table, arrays.segment_rows),
+            scale=options.scale,
+            norm=norm,
+            out=array_of(out).reshape(-1, options.shape[-1]),
+        )
+    if not in_range:
+        raise out_of_range_error(tensors.token_rows, len(tensors.token_table))
+    return out
+
+
+def _backward_by_kernels(
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    dy: Tensor,
+    needed: LayerTensors[bool],
+) -> LayerTensors[Tensor | None]:
+    arrays, token, position = _arrays(tensors), options.token, options.position
+    with threads_of_torch():
+        gradients = layer_gradients(
+            (arrays.token_table, arrays.token_rows.reshape(-1)),
+            position=_pair(arrays.position_table, arrays.position_rows),
+            segment=_pair(arrays.segment_table, arrays.segment_rows),
+            scale=options.scale,
+            norm=None if arrays.norm_weight is None else (arrays.norm_weight, options.eps),
+            dy=array_of(dy.contiguous()),
+            by_id=token is not None,
+            token_padding=None if token is None else token.padding_idx,
+            position_padding=None if position is None else position.padding_idx,
+            mask=None if arrays.mask is None else arrays.mask.reshape(-1),
+        )
+    return LayerTensors(
+        token_table=_as_tensor(gradients.token, token, needed.token_table),
+        token_rows=None,
+        position_table=_as_tensor(gradients.position, position, needed.position_table),
+        segment_table=_as_tensor(gradients.segment, options.segment, needed.segment_table),
+        norm_weight=_like(gradients.norm_weight, tensors.norm_weight),
+        norm_bias=_like(gradients.norm_bias, tensors.norm_bias),
+    )
+
+
+def _backward_by_operators(
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    dy: Tensor,
+    needed: LayerTensors[bool],
+) -> LayerTensors[Tensor | None]:
+    dy, d_weight, d_bias = upcast(dy), None, None
+    weight, bias = tensors.norm_weight, tensors.norm_bias
+    if weight is not None and bias is not None:
+        total = _sum_of_rows(tensors, options, count=len(dy))
+        y, factor = normalize_rows(total, eps=options.eps)
+        d_weight, d_bias = (dy * y).sum(0).to(weight.dtype), dy.sum(0).to(bias.dtype)
+        dy = normalize_rows_backward(dy * upcast(weight), y, factor)
+    d_token = dy if options.scale == 1.0 else dy * options.scale
+    if options.token is not None:
+        d_token = _sum_by_row(d_token, tensors.token_rows, options.token)
+    return LayerTensors(
+        token_table=d_token if needed.token_table else None,
+        token_rows=None,
+        position_table=_sum_by_row(dy, tensors.position_rows, options.position),
+        segment_table=_sum_by_row(dy, tensors.segment_rows, options.segment),
+        norm_weight=d_weight,
+        norm_bias=d_bias,
+    )
+
+
+def _sum_of_rows(
+    tensors: LayerTensors[Tensor], options: LayerOptions, *, count: int
+) -> Tensor:
+    """Return the input of the LayerNorm for ``count`` tokens, by operators."""
+    parts = (
+        (tensors.token_table, tensors.token_rows, options.token),
+        (tensors.position_table, tensors.position_rows, options.position),
+        (tensors.segment_table, tensors.segment_rows, options.segment),
+    )
+    rows = [
+        lookup(
+            _repeated(index, count),
+            table,
+            padding_idx=lookup_options and lookup_options.padding_idx,
+            sparse=lookup_options is not None and lookup_options.sparse,
+            upcast_output=True,
+        )
+        for table, index, lookup_options in parts
+        if table is not None and index is not None
+    ]
+    total = add_embeddings(*rows, scale=options.scale != 1.0)
+    if tensors.mask is None:
+        return total
+    # See EmbeddingLayer._by_modules.
+    steps = torch.arange(total.shape[-1], dtype=total.dtype, device=total.device)
+    return torch.where(tensors.mask.reshape(-1, 1), total, steps)
+
+
+def _sum_by_row(
+    dy: Tensor, rows: Tensor | None, options: LookupOptions | None
+) -> Tensor | None:
+    if rows is None or options is None:
+        return None
+    return options.gradient(_repeated(rows, len(dy)), dy)
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    return rows.reshape(-1).repeat(count // rows.numel())
+
+
+def _arrays(tensors: LayerTensors[Tensor]) -> LayerTensors[np.ndarray]:
+    return LayerTensors(*arrays_of(tensors))  # pyright: ignore
+
+
+def _pair(
+    table: np.ndarray | None, rows: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray] | None:
+    return None if table is None or rows is None else (table, rows.reshape(-1))
+
+
+def _as_tensor(
+    gradient: RowGradient | np.ndarray | None,
+    options: LookupOptions | None,
+    needed: bool | None,
+) -> Tensor | None:
+    if gradient is None or not needed:
+        return None
+    if isinstance(gradient, np.ndarray):
+        return tensor_of(gradient, dtype=options and options.dtype)
+    return options.to_tensor(gradient)  # pyright: ignore
+
+
+def _like(gradient: np.ndarray | None, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else tensor_of(gradient, dtype=parameter.dtype)

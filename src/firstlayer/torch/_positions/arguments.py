@@ -16,8 +16,8 @@ from torch import Tensor
 from ..._check import positions_array, positions_in_reach
 from ...positions.ids import check_axes, check_fit, plain_offset, resolve
 from ...positions.phases import LIMIT
-from .._tensors.buffers import name_of
-from .._tensors.memory import concrete
+from .._tensors.dtypes import dtype_name
+from .._tensors.memory import is_plain_cpu
 
 Positions = Shaped[Tensor, "..."] | Sequence[Any] | int | float
 Offset = Shaped[Tensor, "..."] | Sequence[Any] | int | float
@@ -41,7 +41,9 @@ def positions_tensor(
             # Python floats get torch's default dtype, which may be half precision.
             positions = torch.as_tensor(value, device=device, dtype=torch.float32)
     if positions.dtype == torch.bool or positions.is_complex():
-        raise TypeError(f"{name} must be integers or reals, got {name_of(positions.dtype)}")
+        raise TypeError(
+            f"{name} must be integers or reals, got {dtype_name(positions.dtype)}"
+        )
     return positions
 
 
@@ -88,7 +90,7 @@ def positions_of(
 
 def in_reach(positions: Tensor, *, name: str = "positions") -> Shaped[Tensor, "*seq"]:
     """Return ``positions`` in a signed dtype; concrete ones must be within the limit."""
-    if concrete(positions):
+    if is_plain_cpu(positions):
         positions_in_reach(on_host(positions), LIMIT, name=name)
     return signed(positions)
 
@@ -108,7 +110,7 @@ def check_vectors(
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be real, got {name_of(x.dtype)}")
+        raise TypeError(f"{name} must be real, got {dtype_name(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:
         expected = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from .._tensors.buffers import Precomputed, dtype_of, name_of, upcast
-from .._tensors.memory import concrete
+from .._tensors.buffers import PrecomputedBuffers
+from .._tensors.dtypes import as_torch_dtype, dtype_name, upcast
+from .._tensors.memory import is_plain_cpu
 from .arguments import Positions, on_host, positions_tensor, signed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -16,7 +17,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 PairBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Bias(Precomputed):
+class Bias(PrecomputedBuffers):
     """Base class of layers that return a bias to add to attention scores.
 
     Shape:
@@ -110,7 +111,7 @@ def checked_positions(
     if not positions.is_floating_point():
         return positions.to(torch.int64)
     positions = upcast(positions)
-    if concrete(positions):
+    if is_plain_cpu(positions):
         host = on_host(positions)
         finite = abs(host) < float("inf")
         if not finite.all():
@@ -135,12 +136,12 @@ def parameter(
         dtype: Dtype of the parameter or its name; None keeps that of ``value``.
         name: Name of the parameter in error messages.
     """
-    dtype = dtype_of(dtype)
+    dtype = as_torch_dtype(dtype)
     if value is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     tensor = torch.as_tensor(value)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is None and not tensor.is_floating_point():
-        raise TypeError(f"{name} must be real, got {name_of(tensor.dtype)}")
+        raise TypeError(f"{name} must be real, got {dtype_name(tensor.dtype)}")
     return nn.Parameter(tensor.detach().to(device=device, dtype=dtype))

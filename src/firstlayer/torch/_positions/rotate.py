@@ -18,7 +18,13 @@ from ..._check import positions_in_reach
 from ...positions.ids import resolve
 from ...positions.phases import LIMIT
 from ...positions.rotary import inverse_phases, over_heads, rotate_rows
-from .._tensors.memory import array_of, concrete, fusable, tensor_of, threads_of_torch
+from .._tensors.memory import (
+    array_of,
+    is_plain_cpu,
+    kernel_eligible,
+    tensor_of,
+    threads_of_torch,
+)
 
 #: Largest number of features that a kernel processes on one thread in any case.
 SINGLE_THREAD_FEATURES = 2**17
@@ -54,7 +60,7 @@ def integer_positions(
     arrays = []
     for value in (positions, offset):
         if isinstance(value, Tensor):
-            if value.dtype not in INTEGER_DTYPES or not concrete(value):
+            if value.dtype not in INTEGER_DTYPES or not is_plain_cpu(value):
                 return None
             value = value.numpy()
         elif value is not None and type(value) is not int:
@@ -110,7 +116,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         inverse, dy = inverse_phases(ctx.phases), grads[0]
-        if fusable(dy):
+        if kernel_eligible(dy):
             dx = rotate_fused(
                 dy, inverse, ctx.seq, read_half=ctx.write, write_half=ctx.read
             )

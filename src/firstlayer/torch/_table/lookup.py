@@ -1,9 +1,9 @@
-"""Rows by id, and the gradient that goes back to their table.
+"""Rows by id, and the gradient of their table.
 
-A plain lookup is torch's own. What torch has wrong is done here: half-precision gradients
-of repeated ids are summed in float32, row gradients are summed by id, ``max_norm`` leaves
-the table alone, and ``scale_grad_by_freq`` has a right second derivative. Eager on the CPU
-that runs on the kernels; everywhere else it is plain operators.
+A plain lookup is torch's own. Implemented here is what torch gets wrong: half-precision
+gradients of repeated ids are summed in float32, sparse gradients are coalesced,
+``max_norm`` does not write to the table, and ``scale_grad_by_freq`` has a correct second
+derivative. Kernels do this eagerly on the CPU, plain operators everywhere else.
 """
 
 from typing import Any, NamedTuple
@@ -13,33 +13,32 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-# Under its own name: F.embedding itself may be patched to call what is in here.
+# Imported by name: F.embedding itself may be patched to call this module.
 from torch.nn.functional import embedding as torch_embedding
 
 from ... import kernels
-from ..._check import float_dtype, padding_index
+from ..._check import padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from ...embeddings.token import clip_norms
-from .._tensors.buffers import compute_dtype, name_of, upcast
-from .._tensors.errors import WrongType, WrongValue, bad_id, explained
+from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
+from .._tensors.errors import WrongType, WrongValue, out_of_range_error
 from .._tensors.memory import (
+    NUMPY_DTYPES,
     array_of,
     array_of_table,
-    concrete,
-    eager,
-    fusable,
+    is_plain_cpu,
+    kernel_eligible,
     tensor_of,
     threads_of_torch,
 )
+from .max_norm import renormalized
 
-HALF = frozenset({torch.float16, torch.bfloat16})
-#: What torch looks up by; other integers are converted first.
+#: Dtypes of ids that torch's lookup accepts.
 INDEX = frozenset({torch.int64, torch.int32})
-# Up to this many entries a table is widened at less than the cost of a kernel call.
-SMALL = 1 << 17
-# From this many on, rows are gathered by the kernels: OpenMP's threads go on spinning after
-# torch's lookup, on the core that the kernels of the gradient and of a row optimizer need.
-LARGE = 1 << 17
+# Up to this many entries, upcasting a table costs less than a kernel call.
+SMALL_TABLE = 1 << 17
+# From this many entries on, the kernels gather rows: after torch's lookup, OpenMP threads
+# keep spinning on the core that the kernels of the backward and of row optimizers need.
+LARGE_OUTPUT = 1 << 17
 
 
 def lookup(
@@ -51,59 +50,55 @@ def lookup(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-    padding_row: Float[Tensor, " embedding_dim"] | None = None,
-    wide: bool = False,
+    upcast_output: bool = False,
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return rows of a table, as :func:`firstlayer.torch.functional.embedding` does.
 
     Args:
-        ids: Which rows.
+        ids: Row ids.
         weight: The table.
-        padding_idx: The id whose row gets no gradient.
-        max_norm: Rows longer than this are returned shortened to it.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
-        scale_grad_by_freq: Divide a row's gradient by how often its id was in the call.
-        sparse: Whether the gradient is a row gradient, a sparse tensor.
-        padding_row: What to return for padding if the table cannot be trusted to hold it.
-        wide: Return rows in the dtype of the work, float32 or float64.
+        padding_idx: Id whose row gets no gradient.
+        max_norm: Maximum norm of returned rows; longer ones are scaled down.
+        norm_type: The p of the p-norm for ``max_norm``.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        sparse: Make the gradient a sparse tensor.
+        upcast_output: Return rows in the compute dtype, float32 or float64.
     """
     if not isinstance(ids, Tensor):
-        # A symbol that stands for ids, or what torch has its own words for.
+        # A symbolic proxy, or an argument that torch rejects with its own message.
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
     try:
         if (
             max_norm is None
-            and padding_row is None
             and weight.dtype not in HALF
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
         ):
             return torch_embedding(ids, weight, padding_idx)
-        padding_idx = padding_of(padding_idx, weight.shape[0])
-        how = Table(weight.shape[0], weight.dtype, padding_idx, scale_grad_by_freq, sparse)
-        used = as_index(ids)
-        rows = _rows(used, weight, how=how, wide=wide)
-    except IndexError as error:
-        raise explained(error, ids, weight.shape[0]) from None
-    except RuntimeError as error:
-        # What torch says of a table without rows; of anything else it says enough.
-        empty = weight.dim() == 2 and not weight.shape[0] and ids.numel()
-        if not empty or isinstance(error, TypeError | ValueError) or not concrete(ids):
+        padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
+        options = LookupOptions(
+            weight.shape[0], weight.dtype, padding_idx, scale_grad_by_freq, sparse
+        )
+        rows = _rows(as_index(ids), weight, options=options, upcast_output=upcast_output)
+    except IndexError:
+        if not is_plain_cpu(ids):
             raise
-        raise bad_id(ids, 0) from None
+        raise out_of_range_error(ids, weight.shape[0]) from None
+    except RuntimeError as error:
+        # Torch raises RuntimeError for lookups in a table without rows.
+        empty = weight.dim() == 2 and not weight.shape[0] and ids.numel()
+        if not empty or isinstance(error, TypeError | ValueError) or not is_plain_cpu(ids):
+            raise
+        raise out_of_range_error(ids, 0) from None
     except AssertionError:
-        padding_of(padding_idx, weight.shape[0])
+        checked_padding_idx(padding_idx, weight.shape[0])
         raise
-    if padding_row is not None:
-        # Not simply .to(rows): an exported program would hold the device it names.
-        row = padding_row if padding_row.device == rows.device else padding_row.to(rows)
-        rows = torch.where((used == padding_idx)[..., None], row.to(rows.dtype), rows)
-    return rows if max_norm is None else shortened(rows, max_norm, norm_type=norm_type)
+    return rows if max_norm is None else renormalized(rows, max_norm, norm_type=norm_type)
 
 
-def padding_of(padding_idx: int | None, num_embeddings: int) -> int | None:
+def checked_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
     """Return ``padding_idx`` counted from the front, or None."""
     try:
         return padding_index(padding_idx, num_embeddings)
@@ -112,54 +107,46 @@ def padding_of(padding_idx: int | None, num_embeddings: int) -> int | None:
 
 
 def as_index(ids: Integer[Tensor, "*batch"], *, name: str = "ids") -> Tensor:
-    """Return integers of any dtype as those that torch looks up by.
+    """Return integers of any dtype as int64 or int32.
 
-    A uint64 beyond int64 becomes a negative number, which is no row either.
+    A uint64 beyond int64 becomes negative, which is out of range as well.
     """
     if ids.dtype in INDEX:
         return ids
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise WrongType(f"{name} must be integers, got {name_of(ids.dtype)}")
+        raise WrongType(f"{name} must be integers, got {dtype_name(ids.dtype)}")
     return ids.to(torch.int64)
 
 
-def shortened(
-    rows: Float[Tensor, "*batch embedding_dim"], max_norm: float, *, norm_type: float
-) -> Float[Tensor, "*batch embedding_dim"]:
-    """Return rows within ``max_norm``, with the gradient of rows that were so all along.
-
-    That is torch's: it shortens the table in place, and then looks up.
-    """
-    kept = rows.detach()
-    short = clip_norms(upcast(kept), max_norm=max_norm, norm_type=norm_type)
-    short = short.to(rows.dtype)
-    if not rows.requires_grad and eager():
-        return short
-    return short + (rows - kept)
-
-
-class Table(NamedTuple):
-    """What a table's gradient depends on beside the ids and the gradient of the rows."""
+class LookupOptions(NamedTuple):
+    """Properties of a table and its lookup that the table's gradient depends on."""
 
     num_embeddings: int
     dtype: torch.dtype
-    padding_idx: int | None
-    scale_grad_by_freq: bool
-    sparse: bool
+    padding_idx: int | None = None
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
 
     @property
-    def is_special(self) -> bool:
-        """Whether torch's own backward does not do what is asked."""
+    def needs_own_backward(self) -> bool:
+        """Whether torch's backward computes something else."""
         return self.sparse or self.scale_grad_by_freq or self.dtype in HALF
 
     def gradient(
         self, ids: Integer[Tensor, "*batch"], dy: Float[Tensor, "*batch embedding_dim"]
     ) -> Tensor:
-        """Return the table's gradient, given that of the rows looked up by ``ids``."""
-        small = self.num_embeddings * dy.shape[-1] <= SMALL and dy.numel() <= SMALL
+        """Return the table's gradient.
+
+        Args:
+            ids: Ids that were looked up.
+            dy: Gradient of the rows.
+        """
+        small = (
+            self.num_embeddings * dy.shape[-1] <= SMALL_TABLE and dy.numel() <= SMALL_TABLE
+        )
         plain = small and not (self.sparse or self.scale_grad_by_freq)
-        if plain or torch.is_grad_enabled() or not fusable(dy):
-            return self._plain_gradient(ids, dy)
+        if plain or torch.is_grad_enabled() or not kernel_eligible(dy):
+            return self._gradient_by_operators(ids, dy)
         with threads_of_torch():
             rows = sum_by_id(
                 array_of(ids),
@@ -167,10 +154,10 @@ class Table(NamedTuple):
                 skip=self.padding_idx,
                 mean=self.scale_grad_by_freq,
             )
-        return self.filled(rows)
+        return self.to_tensor(rows)
 
-    def filled(self, rows: RowGradient) -> Tensor:
-        """Return row gradients as the tensor that ``.grad`` shall be."""
+    def to_tensor(self, rows: RowGradient) -> Tensor:
+        """Return a row gradient as a sparse or dense tensor in the table's dtype."""
         shape = self.num_embeddings, rows.values.shape[1]
         if self.sparse:
             ids, values = (
@@ -178,20 +165,20 @@ class Table(NamedTuple):
                 tensor_of(rows.values, dtype=self.dtype),
             )
             if not len(rows.ids):
-                # Accumulating resizes what has no rows, which NumPy's memory refuses.
+                # Accumulation resizes empty tensors, which NumPy's memory does not allow.
                 ids, values = ids.clone(), values.clone()
             return torch.sparse_coo_tensor(
                 ids, values, shape, check_invariants=False, is_coalesced=True
             )
         if len(rows.ids) == self.num_embeddings:
             return tensor_of(rows.values, dtype=self.dtype)
-        # Pages that nobody writes to are not made: torch would fill them with zeros.
-        out = np.zeros(shape, float_dtype(name_of(self.dtype)))
+        # np.zeros maps pages on first write; torch.zeros would write all of them.
+        out = np.zeros(shape, NUMPY_DTYPES[self.dtype])
         with threads_of_torch():
             kernels.store_rows(rows.values, out, rows.ids, noise=None)
         return tensor_of(out)
 
-    def _plain_gradient(self, ids: Tensor, dy: Tensor) -> Tensor:
+    def _gradient_by_operators(self, ids: Tensor, dy: Tensor) -> Tensor:
         d = upcast(dy)
         if self.scale_grad_by_freq:
             d = d / frequencies(ids, self.num_embeddings, like=d)[..., None]
@@ -205,23 +192,40 @@ class Table(NamedTuple):
 def frequencies(
     ids: Integer[Tensor, "*batch"], num_embeddings: int, *, like: Tensor
 ) -> Float[Tensor, "*batch"]:
-    """Return for each id how often it is among ``ids``, in the dtype of ``like``."""
+    """Return how often each id occurs in ``ids``, in the dtype of ``like``."""
     ones = like.new_ones(()).expand(ids.numel())
     counts = like.new_zeros(num_embeddings).index_add(0, ids.reshape(-1), ones)
     return counts[ids]
 
 
-def with_gradient_divided(
+def divide_gradient(
     x: Float[Tensor, "*batch embedding_dim"], by: Float[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch embedding_dim"]:
-    """Return ``x`` itself, whose gradient is divided."""
-    kept = x.detach()
-    return kept + (x - kept) / by[..., None]
+    """Return ``x`` unchanged; its gradient is divided by ``by``."""
+    constant = x.detach()
+    return constant + (x - constant) / by[..., None]
 
 
-def _gathered(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return rows of a table that the kernels may read."""
-    if ids.numel() * weight.shape[1] < LARGE or not weight.is_contiguous():
+class _Lookup(torch.autograd.Function):
+    """Lookup with the gradient of :class:`LookupOptions`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, options: LookupOptions, upcast_output: bool
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = options
+        rows = _gather(ids, weight)
+        return upcast(rows) if upcast_output else rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        return ctx.options.gradient(ids, grads[0]), None, None, None
+
+
+def _gather(ids: Tensor, weight: Tensor) -> Tensor:
+    if ids.numel() * weight.shape[1] < LARGE_OUTPUT or not weight.is_contiguous():
         return torch_embedding(ids, weight)
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
@@ -231,49 +235,35 @@ def _gathered(ids: Tensor, weight: Tensor) -> Tensor:
     return tensor_of(rows).view(*ids.shape, weight.shape[1])
 
 
-class _Lookup(torch.autograd.Function):
-    """A lookup whose gradient is made by :class:`Table`."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, how: Table, wide: bool) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.how = how
-        rows = _gathered(ids, weight)
-        return upcast(rows) if wide else rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (ids,) = ctx.saved_tensors
-        return ctx.how.gradient(ids, grads[0]), None, None, None
-
-
-def _is_ragged(ids: Any) -> bool:
-    """Tell whether ids are rows of different lengths, one after the other in memory."""
+def _is_jagged(ids: Any) -> bool:
+    """Return whether ids are a contiguous nested tensor, ragged in the second axis."""
     jagged = ids.is_nested and ids.layout is torch.jagged
     return jagged and ids.lengths() is None and ids._ragged_idx == 1
 
 
-def _rows(ids: Any, weight: Tensor, *, how: Table, wide: bool) -> Tensor:
-    dtype = compute_dtype(weight.dtype) if wide else weight.dtype
+def _rows(
+    ids: Any, weight: Tensor, *, options: LookupOptions, upcast_output: bool
+) -> Tensor:
+    dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return torch_embedding(ids, weight).to(dtype)
-    if _is_ragged(ids):
-        rows = _rows(ids.values(), weight, how=how, wide=wide)
+    if _is_jagged(ids):
+        rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
-    if fusable(weight) and concrete(ids):
-        return _Lookup.apply(weight, ids, how, wide)  # pyright: ignore
-    if weight.dtype in HALF and not (how.sparse or torch.compiler.is_exporting()):
-        # Elsewhere than on the CPU torch itself sums in float32; rows are summed later.
+    if kernel_eligible(weight) and is_plain_cpu(ids):
+        return _Lookup.apply(weight, ids, options, upcast_output)  # pyright: ignore
+    if weight.dtype in HALF and not (options.sparse or torch.compiler.is_exporting()):
+        # On other devices torch sums in float32. Sparse gradients are coalesced later.
         weight = upcast(weight) if weight.device.type == "cpu" else weight
-    padding_idx, compiled = how.padding_idx, torch.compiler.is_compiling()
-    if how.sparse and compiled and padding_idx is not None:
-        # torch leaves padding out of a row gradient; while compiling, how much that is
-        # cannot be known. Here its gradient is zero.
+    padding_idx, compiling = options.padding_idx, torch.compiler.is_compiling()
+    if options.sparse and compiling and padding_idx is not None:
+        # Torch drops padding from a sparse gradient, whose size is then unknown to the
+        # compiler. Here the gradient of padding is zero instead.
         rows = torch_embedding(ids, weight, sparse=True)
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
     else:
-        rows = torch_embedding(ids, weight, padding_idx, sparse=how.sparse)
-    if how.scale_grad_by_freq:
+        rows = torch_embedding(ids, weight, padding_idx, sparse=options.sparse)
+    if options.scale_grad_by_freq:
         rows = upcast(rows)
-        rows = with_gradient_divided(rows, frequencies(ids, len(weight), like=rows))
+        rows = divide_gradient(rows, frequencies(ids, len(weight), like=rows))
     return rows.to(dtype)

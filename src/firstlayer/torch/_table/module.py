@@ -1,75 +1,92 @@
-"""What the layers with one table share beside padding: norms, the tied head, its length.
+"""Base class of the layers with one table: stale rows, gradient hooks, padding, tied head.
 
-``max_norm``: lookups return shortened rows and leave the table alone. The stored rows are
-shortened when a gradient has arrived at the parameter, before the optimizer moves it: a
-head that shares the table sees one weight from the first forward to the end of backward,
-and training goes the same way as with torch's lookups, which shorten the table in place.
-With such a head, losses that share a graph should be added up and sent backward once: the
-second backward would find a weight that has changed, and torch says so.
+A row optimizer leaves rows without a gradient stale (:mod:`firstlayer.torch.optim`). A
+:class:`TableModule` catches them up before it reads, saves, loads or moves them.
+
+``max_norm``: lookups return renormalized rows and do not write to the table. Stored rows
+are renormalized once their gradient is accumulated, before the optimizer steps. A tied
+head therefore sees the same weight from the forward to the end of the backward, and
+training gives the same result as with torch, which renormalizes in the forward. With a tied
+head, add up losses that share a graph and call backward once: a second backward would find
+a modified weight and raise an error.
 """
+
+import weakref
+from typing import Any, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer
-from torch import Tensor
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 from torch.nn.functional import linear
 
+from ... import kernels
 from ..._check import not_negative
 from ...embeddings.init import Init, Seed
 from ...embeddings.resize import Resized, resize_table
 from ...embeddings.token import check_norm
-from .._tensors.buffers import name_of
-from .._tensors.errors import WrongType, WrongValue, check_ids, torch_classes
-from .._tensors.large_pages import with_large_pages
-from .._tensors.memory import array_of, array_of_table, tensor_of
+from .._tensors.dtypes import HALF, dtype_name
+from .._tensors.errors import WrongType, WrongValue, check_ids, torch_errors
+from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
+from ..optim.sparse_gradient import coalesced
 from ..optim.table_state import catch_up
-from .grad_hooks import (
-    after_backward,
-    coalesce_gradient,
-    install_grad_hook,
-    is_alone,
+from .lookup import as_index, checked_padding_idx
+from .max_norm import (
+    is_distributed,
+    renormalize_rows,
+    renormalize_shard,
     rows_with_gradient,
-    shorten_rows,
-    shorten_shard,
 )
-from .lookup import as_index, padding_of
-from .padding import Padded
 
 
-class Table(Padded):
-    """A layer with a table of rows; see the module."""
+class TableModule(nn.Module):
+    """Base class of layers that look up rows of ``weight`` by id."""
 
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    sparse: bool = False
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    sparse: bool
+    weight: Tensor
 
     def reset_parameters(self) -> None:
-        """Draw the table as torch does; padding becomes zero."""
-        with_large_pages(self.weight)
+        """Draw the table as torch does; the padding row becomes zero."""
+        self._catch_up()
+        request_large_pages(self.weight)
         super().reset_parameters()  # pyright: ignore
+
+    def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
+        """Catch up the rows of ``ids`` and install the gradient hook if one is needed."""
+        weight = self.weight
+        catch_up(weight, ids)
+        self._install_grad_hook(weight)
+
+    def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+        """Return True where ``ids`` is a token and False where it is padding."""
+        return is_token(ids, self.padding_idx)
+
+    def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
+        """Write a vector or a number to the padding row."""
+        padding_idx = checked_padding_idx(self.padding_idx, self.weight.shape[0])
+        write_padding_row(self.weight, padding_idx, value)
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
         """Return the product of ``x`` with every row: the output head tied to this table.
 
-        The result has the dtype of ``x``. The padding row gets no gradient.
+        The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
         """
-        weight, padding_idx = self.weight, self.padding_idx
-        catch_up(weight)
-        out = products(x, weight)
-        if padding_idx is not None:
-            row = self._row_to_insert(weight)
-            if row is not None or weight.requires_grad:
-                row = weight[padding_idx].detach() if row is None else row
-                out[..., padding_idx] = products(x, row[None])[..., 0]
-        return out
+        catch_up(self.weight)
+        return tied_logits(x, self.weight)
 
     def project(self, ids: Integer[Tensor, "*batch"] | None = None) -> None:
-        """Shorten the stored rows to ``max_norm``: those of ``ids``, or all.
+        """Scale stored rows down to ``max_norm``: those of ``ids``, or all.
 
-        Training does this by itself, whenever a gradient has arrived.
+        Training does this whenever a gradient is accumulated.
         """
         if self.max_norm is not None:
             rows = None
@@ -77,7 +94,7 @@ class Table(Padded):
                 rows = as_index(ids).reshape(-1).unique()
                 check_ids(ids, self.num_embeddings)
             catch_up(self.weight, rows)
-            self._shorten(rows)
+            self._renormalize(rows)
 
     def resize(
         self,
@@ -86,78 +103,220 @@ class Table(Padded):
         init: Init | np.ndarray | Tensor = "mean",
         rng: Seed = None,
     ) -> Resized:
-        """Change the number of rows in place and return what became of which row.
+        """Change the number of rows in place, and return which were kept, added, dropped.
 
-        Ids keep their rows and padding stays padding. ``weight`` stays the same parameter,
-        so a head tied to it follows; an optimizer that has a state for it does not.
+        Ids keep their rows. ``weight`` stays the same parameter, so a tied head follows;
+        an optimizer with a state for it does not.
 
         Args:
-            num_embeddings: How many rows there shall be.
-            init: What new rows are; see :func:`firstlayer.embeddings.resize.resize_table`.
-            rng: A seed or a generator for what is drawn; None follows torch's seed.
+            num_embeddings: New number of rows.
+            init: Initial values of new rows; see
+                :func:`firstlayer.embeddings.resize.resize_table`.
+            rng: Seed or generator for random values; None follows torch's seed.
         """
-        self._catch_up_rows()
-        self.repair()
+        self._catch_up()
         weight = self.weight
-        table, what = resized_tensor(
+        table, changes = resized_tensor(
             weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
         weight.grad = None
         weight.data = table
         self.num_embeddings = num_embeddings
-        self._know(weight)
-        return what
+        self._bind()
+        return changes
 
-    def _prepared(self, weight: Tensor) -> Tensor | None:
-        """Get ready for a lookup; return the padding row if the output needs it."""
+    def train(self, mode: bool = True) -> Self:
+        if not mode:
+            self._catch_up()
+        return super().train(mode)
+
+    def _catch_up(self) -> None:
+        """Catch up every stale row."""
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            catch_up(weight)
+
+    def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
         if (self.sparse or self.max_norm is not None) and not is_compiling():
-            install_grad_hook(self, weight)
-        return None if self.padding_idx is None else self._row_to_insert(weight)
+            install_grad_hook(self, weight, reattach=reattach)
 
-    def _know(self, weight: Tensor) -> None:
-        super()._know(weight)
-        # Here too, for a compiled lookup cannot ask for it.
-        if self.sparse or self.max_norm is not None:
-            install_grad_hook(self, weight, anew=True)
+    def _bind(self) -> None:
+        """Install the gradient hook on a parameter that may be new.
+
+        Lookups install it too, but not in compiled code.
+        """
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            self._install_grad_hook(weight, reattach=True)
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        # Torch's constructors and reset_parameters call this. Torch's own version writes
+        # to a copy of the row if the table is a DTensor.
+        if self.padding_idx is not None:
+            self.set_padding(0.0)
 
     def _on_grad_accumulated(self, weight: Tensor) -> None:
-        if self._parameters.get("weight") is weight:
-            coalesce_gradient(weight)
-            if self.max_norm is not None:
-                rows = rows_with_gradient(weight)
-                if rows is None:
-                    catch_up(weight)
-                self._shorten(rows)
-                if not is_alone():
-                    # FSDP2 gives the layer a copy of the table, and its part of the table
-                    # back once that has its gradient.
-                    after_backward(self._shorten_shard)
-
-    def _shorten_shard(self) -> None:
-        weight, max_norm = self._parameters.get("weight"), self.max_norm
-        if max_norm is not None:
-            shorten_shard(weight, max_norm=max_norm, norm_type=self.norm_type)
-
-    def _shorten(self, rows: Tensor | None) -> None:
+        if self._parameters.get("weight") is not weight:
+            return
+        coalesce_gradient(weight)
         if self.max_norm is not None:
-            shorten_rows(
+            rows = rows_with_gradient(weight)
+            if rows is None:
+                catch_up(weight)
+            self._renormalize(rows)
+            if is_distributed():
+                # During the backward FSDP2 gives the layer an unsharded copy of the table.
+                # The sharded parameter is back, with its gradient, at the end.
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._renormalize_shard)
+
+    def _renormalize(self, rows: Tensor | None) -> None:
+        if self.max_norm is not None:
+            renormalize_rows(
                 self.weight, rows, max_norm=self.max_norm, norm_type=self.norm_type
             )
-            self.repair()
+
+    def _renormalize_shard(self) -> None:
+        if self.max_norm is not None:
+            weight = self._parameters.get("weight")
+            renormalize_shard(weight, max_norm=self.max_norm, norm_type=self.norm_type)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._catch_up()
+        super()._apply(fn, recurse)
+        self._bind()
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._catch_up()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._catch_up()
+        super()._load_from_state_dict(*args)
+        self._bind()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
 
 
-def products(
+class GradHook:
+    """Post-accumulate-grad hook that calls ``layer._on_grad_accumulated(parameter)``.
+
+    Copies and pickles of a parameter have no hooks, so layers install it before lookups.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = weakref.ref(layer)
+
+    def __call__(self, parameter: Tensor) -> None:
+        layer = self.layer()
+        if layer is not None:
+            layer._on_grad_accumulated(parameter)
+
+
+def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) -> None:
+    """Install the layer's :class:`GradHook` on a parameter, unless it is there already.
+
+    Args:
+        layer: The layer.
+        parameter: The layer's table.
+        reattach: Whether the parameter may have been swapped with another tensor. Swapping
+            keeps the list of hooks but detaches it from autograd.
+    """
+    if type(parameter) is not Parameter or not parameter.requires_grad:
+        return
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks:
+        if reattach:
+            parameter._post_accumulate_grad_hooks = hooks
+        for hook in hooks.values():
+            if type(hook) is GradHook and hook.layer() is layer:
+                return
+    parameter.register_post_accumulate_grad_hook(GradHook(layer))
+
+
+def coalesce_gradient(parameter: Tensor) -> None:
+    """Coalesce a sparse gradient. Accumulation drops the flag that says it already is."""
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse or grad.is_coalesced():
+        return
+    ids = grad._indices()[0]
+    # An empty tensor must not be exposed to NumPy: accumulation resizes it.
+    if ids.is_cpu and ids.numel():
+        ascends = kernels.ascends(array_of(ids))
+    else:
+        ascends = bool((ids[1:] > ids[:-1]).all())
+    if ascends:
+        grad._coalesced_(True)
+    elif grad.is_cpu and grad.dtype in HALF:
+        # Made by torch's own lookup. Torch would sum in half precision.
+        parameter.grad = coalesced(grad)
+    else:
+        parameter.grad = grad.coalesce()
+
+
+def is_token(
+    ids: Integer[Tensor, "*batch"], padding_idx: int | None
+) -> Bool[Tensor, "*batch"]:
+    """Return True where an id is not padding."""
+    ids = as_index(ids)
+    if padding_idx is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    return ids != padding_idx
+
+
+@torch.no_grad()
+def write_padding_row(
+    weight: Any, index: int | None, value: Float[Tensor, " embedding_dim"] | float
+) -> None:
+    """Write a vector or a number to a row of a table, which may be a DTensor.
+
+    Args:
+        weight: The table. Nothing is written to one on the meta device.
+        index: Row of padding; None is an error.
+        value: The vector or number.
+    """
+    if index is None:
+        raise WrongValue("set_padding needs a layer with padding_idx, got None")
+    row = torch.as_tensor(value, dtype=weight.dtype, device=weight.device)
+    if row.shape not in ((), weight.shape[1:]):
+        raise WrongValue(
+            f"value must be a number or have shape {tuple(weight.shape[1:])}, "
+            f"got {tuple(row.shape)}"
+        )
+    if weight.is_meta:
+        return
+    # Otherwise a later catch-up would apply missed steps to the new value.
+    catch_up(weight, torch.tensor([index], device="cpu"))
+    if not hasattr(weight, "device_mesh"):
+        weight[index] = row
+        return
+    # Assigning to a row of a sharded DTensor would write to a copy.
+    from torch.distributed.tensor import DTensor, Replicate
+
+    replicated = [Replicate()] * weight.device_mesh.ndim
+    is_padding = torch.arange(weight.shape[0], device=row.device)[:, None] == index
+    is_padding, row = (
+        DTensor.from_local(x, weight.device_mesh, replicated, run_check=False)
+        for x in (is_padding, row)
+    )
+    weight.copy_(torch.where(is_padding, row, weight))
+
+
+def tied_logits(
     x: Float[Tensor, "*batch width"], weight: Float[Tensor, "rows width"]
 ) -> Float[Tensor, "*batch rows"]:
     """Return the product of ``x`` with every row, in the dtype of ``x``."""
     if not x.is_floating_point():
-        raise WrongType(f"x must be real, got {name_of(x.dtype)}")
+        raise WrongType(f"x must be real, got {dtype_name(x.dtype)}")
     if x.shape[-1:] != weight.shape[1:]:
         raise WrongValue(
             f"x must end in embedding_dim {weight.shape[1]}, got shape {tuple(x.shape)}"
         )
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    return linear(x.to(wide), weight.to(wide)).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
 
 
 def resized_tensor(
@@ -168,16 +327,16 @@ def resized_tensor(
     rng: Seed,
     padding_idx: int | None,
 ) -> tuple[Tensor, Resized]:
-    """Return what :func:`firstlayer.embeddings.resize.resize_table` does, as a tensor on the table's device."""
-    with torch_classes():
-        table, what = resize_table(
+    """Resize a table with :func:`firstlayer.embeddings.resize.resize_table`, on its device."""
+    with torch_errors():
+        table, changes = resize_table(
             array_of_table(weight.cpu()),
             num_embeddings,
             init=array_of(init.cpu()) if isinstance(init, Tensor) else init,
             rng=int(torch.randint(2**62, (), device="cpu")) if rng is None else rng,
             padding_idx=padding_idx,
         )
-    return tensor_of(table).to(weight.device), what
+    return tensor_of(table).to(weight.device), changes
 
 
 def check_arguments(
@@ -189,9 +348,9 @@ def check_arguments(
     max_norm: float | None = None,
     norm_type: float = 2.0,
 ) -> None:
-    """Refuse the arguments of a table that mean nothing."""
-    padding_of(padding_idx, num_embeddings)
-    with torch_classes():
+    """Check the constructor arguments of a layer with a table."""
+    checked_padding_idx(padding_idx, num_embeddings)
+    with torch_errors():
         shape = (
             not_negative("num_embeddings", num_embeddings),
             not_negative("embedding_dim", embedding_dim),

@@ -1,1 +1,1 @@
-"""Tensors and memory: when kernels may run, buffers, errors, large pages."""
+"""Tensors: dtypes, buffers, errors, and memory as the kernels read it."""

@@ -1,7 +1,7 @@
-"""Errors that are of the right class and of the class that torch would have raised.
+"""Errors with our messages that are also instances of the class that torch raises.
 
-The sentences are the core's. Code written for torch may catch what torch raises, which is
-often a RuntimeError or an AssertionError, so these classes inherit from both.
+Code written for torch may catch RuntimeError or AssertionError, so these classes inherit
+from those as well.
 """
 
 from collections.abc import Generator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..._check import all_in_range, out_of_range
-from .memory import array_of, concrete
+from .memory import array_of, is_plain_cpu
 
 
 class OutOfRange(IndexError, RuntimeError):
@@ -18,19 +18,19 @@ class OutOfRange(IndexError, RuntimeError):
 
 
 class WrongType(TypeError, RuntimeError):
-    """An argument of a type that cannot be meant."""
+    """An argument of an unsupported type."""
 
 
 class WrongValue(ValueError, RuntimeError, AssertionError):
-    """An argument whose value is not allowed."""
+    """An argument with an invalid value."""
 
 
 @contextmanager
-def torch_classes() -> Generator[None, None, None]:
-    """Raise the core's errors as ones that torch's users catch too.
+def torch_errors() -> Generator[None, None, None]:
+    """Convert errors raised inside to the classes above.
 
     Example:
-        >>> with torch_classes():
+        >>> with torch_errors():
         ...     raise ValueError("n must be positive, got 0")
         Traceback (most recent call last):
         ...
@@ -46,11 +46,6 @@ def torch_classes() -> Generator[None, None, None]:
         raise WrongValue(*error.args) from None
 
 
-def explained(error: IndexError, ids: Tensor, num_embeddings: int) -> IndexError:
-    """Return the error that names the bad id, or torch's own where ids cannot be read."""
-    return bad_id(ids, num_embeddings) if concrete(ids) else error
-
-
 def check_ids(
     ids: Tensor,
     num_embeddings: int,
@@ -58,7 +53,7 @@ def check_ids(
     name: str = "ids",
     bound: str = "num_embeddings",
 ) -> None:
-    """Refuse ids that are out of range, if they can be looked at.
+    """Raise OutOfRange if ids are out of range and their values can be read.
 
     Example:
         >>> import torch
@@ -67,13 +62,13 @@ def check_ids(
         ...
         firstlayer.torch._tensors.errors.OutOfRange: ids[1] is -1, but num_embeddings is 5
     """
-    if concrete(ids) and not all_in_range(array_of(ids), num_embeddings):
-        raise bad_id(ids, num_embeddings, name=name, bound=bound)
+    if is_plain_cpu(ids) and not all_in_range(array_of(ids), num_embeddings):
+        raise out_of_range_error(ids, num_embeddings, name=name, bound=bound)
 
 
-def bad_id(
+def out_of_range_error(
     ids: Tensor, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> OutOfRange:
-    """Return the error that names the first id out of range, as the core does."""
+    """Return the error that names the first id out of range."""
     error = out_of_range(array_of(ids), num_embeddings, name=name, bound=bound)
     return OutOfRange(*error.args)

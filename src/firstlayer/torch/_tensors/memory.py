@@ -1,11 +1,19 @@
-"""Whether the compiled kernels may run on these tensors, and how they get at them.
+"""Memory of tensors: when kernels may read it, NumPy views of it, large pages.
 
-Kernels read memory. They run on ordinary tensors on the CPU, eager, and behind autograd
-functions; whatever watches operators instead of memory (``torch.compile``,
-``torch.export``, ``torch.func``, forward-mode AD, tracing, dispatch modes, tensor
-subclasses) gets plain operators.
+Kernels run eagerly on plain CPU tensors, inside autograd functions. ``torch.compile``,
+``torch.export``, ``torch.func``, forward-mode AD, tracing, dispatch modes and tensor
+subclasses work on operators instead of memory, so they get plain operators.
+
+Three predicates decide, each stricter than the one before:
+
+- :func:`is_eager`: operators run immediately, and nothing records or transforms them.
+- :func:`is_plain_cpu`: also, the tensors are ordinary CPU tensors with readable values.
+- :func:`kernel_eligible`: also, the tensors hold floating-point numbers.
 """
 
+import ctypes
+import mmap
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,21 +27,30 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..._check import float_dtype
 from ...kernels.runtime.threads import on_threads
+from .dtypes import FLOATS
 
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _BFLOAT16 = float_dtype("bfloat16")
-# What NumPy calls numbers of a table, and its bytes.
-_NAMES = {
-    torch.float64: np.dtype(np.float64).str,
-    torch.float32: np.dtype(np.float32).str,
-    torch.float16: np.dtype(np.float16).str,
-    torch.bfloat16: np.dtype(np.uint16).str,
-    torch.uint8: np.dtype(np.uint8).str,
+NUMPY_DTYPES = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: _BFLOAT16,
 }
+# The array interface has no bfloat16.
+_TYPE_STRINGS = {
+    dtype: np.dtype(np.uint16).str if dtype is torch.bfloat16 else numpy_dtype.str
+    for dtype, numpy_dtype in NUMPY_DTYPES.items()
+}
+# NumPy requests large pages from the same size on.
+LARGE_PAGES_FROM = 1 << 22
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_madvise = None if _HUGE is None else ctypes.CDLL(None).madvise
+if _madvise is not None:
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
-def eager() -> bool:
-    """Tell whether operators run at once and on memory, with nothing watching them."""
+def is_eager() -> bool:
+    """Return whether operators run immediately, with nothing recording or transforming."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -43,62 +60,60 @@ def eager() -> bool:
     )
 
 
-def concrete(*tensors: Tensor) -> bool:
-    """Tell whether the values of all tensors can be looked at without waiting for them.
+def is_plain_cpu(*tensors: Tensor) -> bool:
+    """Return whether all tensors are ordinary CPU tensors whose values can be read now.
 
     Example:
-        >>> concrete(torch.arange(3)), concrete(torch.empty(3, device="meta"))
+        >>> is_plain_cpu(torch.arange(3)), is_plain_cpu(torch.empty(3, device="meta"))
         (True, False)
     """
-    if not eager():
+    if not is_eager():
         return False
-    # Neither a subclass of Tensor nor one that torch.func or autograd's own vmap wraps. A
-    # plain loop, for every call comes by here.
     for x in tensors:
-        kind = type(x)
-        if kind is not Tensor and kind is not Parameter:
+        cls = type(x)
+        if cls is not Tensor and cls is not Parameter:
             return False
+        # The vmap of autograd.grad(is_grads_batched=True) wraps tensors in plain ones.
         if not x.is_cpu or is_legacy_batchedtensor(x):
             return False
     return True
 
 
-def fusable(*tensors: Tensor) -> bool:
-    """Tell whether kernels may run on these tensors: concrete ones, and real.
+def kernel_eligible(*tensors: Tensor) -> bool:
+    """Return whether all tensors are plain CPU tensors of floating-point numbers.
 
-    Kernels take contiguous memory; whether a copy is worth that is the caller's to say.
+    Kernels also need contiguous memory. The caller decides whether to make a copy.
 
     Example:
-        >>> fusable(torch.ones(2, dtype=torch.bfloat16)), fusable(torch.arange(2))
-        (True, False)
+        >>> kernel_eligible(torch.ones(2, dtype=torch.bfloat16))
+        True
+        >>> kernel_eligible(torch.arange(2))
+        False
     """
-    return all(x.dtype in FLOATS for x in tensors) and concrete(*tensors)
+    for x in tensors:
+        if x.dtype not in FLOATS:
+            return False
+    return is_plain_cpu(*tensors)
 
 
-def overridden(x: Any) -> bool:
-    """Tell whether the class of ``x`` takes torch's functions into its own hands."""
+def overrides_torch_functions(x: Any) -> bool:
+    """Return whether the class of ``x`` has a ``__torch_function__`` of its own."""
     handler = getattr(type(x), "__torch_function__", None)
-    usual = (
+    default = (
         None,
         torch._C._disabled_torch_function_impl,
         Tensor.__torch_function__.__func__,
     )
-    return getattr(handler, "__func__", handler) not in usual
+    return getattr(handler, "__func__", handler) not in default
 
 
 def threads_of_torch() -> AbstractContextManager[None]:
-    """Let the kernels called inside use as many threads as torch does."""
+    """Let kernels called inside use as many threads as torch does."""
     return on_threads(torch.get_num_threads())
 
 
-class _Memory:
-    """What a tensor holds, as NumPy asks for it."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-
 def array_of(x: Tensor) -> np.ndarray:
-    """Return the memory of a concrete tensor as a NumPy array, bfloat16 included."""
+    """Return a plain CPU tensor as a NumPy array of the same memory, also bfloat16."""
     if x.requires_grad:
         x = x.detach()
     if x.dtype is torch.bfloat16:
@@ -106,12 +121,18 @@ def array_of(x: Tensor) -> np.ndarray:
     return x.numpy()
 
 
-def array_of_table(weight: Tensor) -> np.ndarray:
-    """Return the memory of a parameter as an array, and let it be resized later.
+class _ArrayInterface:
+    """An object that NumPy reads as the memory of ``tensor``."""
 
-    ``Tensor.numpy`` forbids that for good, and FSDP frees tables between their uses.
+    __slots__ = ("__array_interface__", "tensor")
+
+
+def array_of_table(weight: Tensor) -> np.ndarray:
+    """Return a parameter as a NumPy array of the same memory, and keep it resizable.
+
+    ``Tensor.numpy`` makes the storage non-resizable; FSDP frees tables by resizing.
     """
-    memory, dtype, strides = _Memory(), weight.dtype, None
+    memory, dtype, strides = _ArrayInterface(), weight.dtype, None
     memory.tensor = weight
     if not weight.is_contiguous():
         strides = tuple(weight.element_size() * step for step in weight.stride())
@@ -119,26 +140,49 @@ def array_of_table(weight: Tensor) -> np.ndarray:
         "data": (weight.data_ptr(), False),
         "shape": tuple(weight.shape),
         "strides": strides,
-        "typestr": _NAMES[dtype],
+        "typestr": _TYPE_STRINGS[dtype],
         "version": 3,
     }
     array = np.asarray(memory)
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
 
 
+def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
+    """Return tensors as NumPy arrays of the same memory, floats kept resizable."""
+    arrays = []
+    for x in tensors:
+        if x is not None:
+            x = array_of_table(x) if x.dtype in FLOATS else array_of(x)
+        arrays.append(x)
+    return arrays
+
+
 def tensor_of(array: Any, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a NumPy array as a tensor of the same memory, bfloat16 included.
+    """Return a NumPy array as a tensor of the same memory, also bfloat16.
 
     Args:
         array: The array.
-        dtype: What the tensor shall be in; None is as it is. Another one is a copy.
+        dtype: Dtype of the tensor; None keeps the array's. Another dtype makes a copy.
 
     Example:
         >>> tensor_of(array_of(torch.ones(2, dtype=torch.bfloat16)))
         tensor([1., 1.], dtype=torch.bfloat16)
     """
     if array.dtype == _BFLOAT16:
-        found = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     else:
-        found = torch.from_numpy(array)
-    return found if dtype is None or found.dtype is dtype else found.to(dtype)
+        tensor = torch.from_numpy(array)
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+
+
+def request_large_pages(x: Tensor) -> None:
+    """Request large pages for a tensor that has not been written to yet.
+
+    Lookups read rows in random order: with pages of 2 MB instead of 4 KB, far fewer reads
+    miss the TLB. No-op for small tensors and on systems without ``MADV_HUGEPAGE``.
+    """
+    size = x.nbytes
+    if size >= LARGE_PAGES_FROM and _madvise is not None and is_plain_cpu(x):
+        start = x.data_ptr()
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise(first, start + size - first, _HUGE)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .._tensors.buffers import compute_dtype
+from .._tensors.dtypes import compute_dtype
 from .sparse_gradient import coalesced
 
 

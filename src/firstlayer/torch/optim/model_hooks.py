@@ -17,7 +17,7 @@ def add_hooks(model: nn.Module) -> None:
     Firstlayer's layers catch up without hooks.
     """
     # Imported here: the layers import this package.
-    from .._table.module import Table
+    from .._table.module import TableModule
     from ..frozen import PartlyFrozenEmbedding
 
     modules = list(model.modules())
@@ -29,7 +29,7 @@ def add_hooks(model: nn.Module) -> None:
     }
     for module in modules:
         uses_table = any(p in tables for p in module.parameters(recurse=False))
-        if uses_table and not isinstance(module, Table | PartlyFrozenEmbedding):
+        if uses_table and not isinstance(module, TableModule | PartlyFrozenEmbedding):
             _add_hooks(module)
 
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ..._check import one_of
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from .._table.lookup import HALF
-from .._tensors.buffers import compute_dtype, name_of
-from .._tensors.errors import torch_classes
-from .._tensors.memory import FLOATS, array_of, tensor_of, threads_of_torch
+from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name
+from .._tensors.errors import torch_errors
+from .._tensors.memory import array_of, tensor_of, threads_of_torch
 from .model_hooks import add_hooks
 from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
@@ -79,14 +78,14 @@ class RowOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
-        with torch_classes():
+        with torch_errors():
             one_of("mode", options["mode"], MODES)
             self._new_rule(options).check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
-            with torch_classes():
-                check_rounding(name_of(p.dtype) for p in group["params"])
+            with torch_errors():
+                check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
             detach(parameter)
 
@@ -246,6 +245,6 @@ def _check_table(parameter: Tensor) -> None:
         )
     if parameter.dtype not in FLOATS or parameter.dim() != 2:
         raise ValueError(
-            f"a table must be real and have 2 axes, got {name_of(parameter.dtype)} "
+            f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
             f"{tuple(parameter.shape)}"
         )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from .._tensors.buffers import upcast
+from .._tensors.dtypes import upcast
 from .._tensors.memory import array_of, tensor_of, threads_of_torch
 
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
-from .._tensors.memory import array_of, array_of_table, concrete, threads_of_torch
+from .._tensors.memory import array_of, array_of_table, is_plain_cpu, threads_of_torch
 
 #: Instance attributes of a parameter that is trained by rows: ``table_state`` is its
 #: ParameterState; ``copy`` and ``pickle`` find the other two on the instance before they
@@ -129,7 +129,7 @@ def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
 
 def _index(ids: Tensor | None) -> np.ndarray | None:
     """Return ids as kernels take them, or None if their values cannot be read."""
-    if ids is None or not concrete(ids):
+    if ids is None or not is_plain_cpu(ids):
         return None
     return np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
 

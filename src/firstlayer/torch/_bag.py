@@ -1,0 +1,414 @@
+"""Bags of rows on torch: sums, means and maxima, with gradients of every order.
+
+:mod:`firstlayer.embeddings.bag` defines the result. Eager calls on the CPU run on the
+kernels, also in the backward, or on torch's operator if that computes the same faster.
+Everything else, and a backward that is itself differentiated, runs on plain operators.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..embeddings.bag import (
+    MODES,
+    Mode,
+    divide_or_zero,
+    pool,
+    pool_ragged,
+    table_gradient,
+    weights_gradient,
+)
+from ..embeddings.ragged import Bags, bag_bounds, bag_indices, flatten_bags
+from ._table.lookup import INDEX, LookupOptions, as_index, divide_gradient, lookup
+from ._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
+from ._tensors.errors import torch_errors
+from ._tensors.memory import (
+    array_of,
+    array_of_table,
+    is_plain_cpu,
+    kernel_eligible,
+    tensor_of,
+    threads_of_torch,
+)
+
+# Up to this size (ids times width), torch's handling of padding costs less than a kernel
+# call.
+SMALL_BAGS = 1 << 15
+
+
+@dataclass(frozen=True)
+class BagOptions:
+    """Options of the bags. ``padding_idx`` counts from the front."""
+
+    mode: Mode
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+    include_last_offset: bool
+    padding_idx: int | None
+
+    def lookup_options(self, weight: Tensor) -> LookupOptions:
+        """Return the options that the gradient of a table depends on."""
+        return LookupOptions(
+            len(weight),
+            weight.dtype,
+            self.padding_idx,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+
+
+def pool_bags(
+    ids: Integer[Tensor, "*batch"],
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    *,
+    offsets: Integer[Tensor, " bags"] | None,
+    weights: Tensor | None,
+    options: BagOptions,
+) -> Float[Tensor, "bags embedding_dim"]:
+    """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`."""
+    given = [x for x in (ids, offsets, weights) if x is not None]
+    if is_plain_cpu(*given):
+        stock = offsets is None and weights is None and _is_stock(ids, weight, options)
+        kernels_run = (
+            options.max_norm is None and kernel_eligible(weight) and weight.is_contiguous()
+        )
+        if kernels_run and stock:
+            return _pool_by_torch(weight, ids, options)
+        lookup_options = options.lookup_options(weight)
+        bags = _checked_bags(ids, lookup_options, options, offsets=offsets, weights=weights)
+        if kernels_run:
+            return _pool_by_kernels(weight, weights, ids=ids, bags=bags, options=options)
+    elif (ids.ndim, offsets is None) not in ((1, False), (2, True)):
+        with torch_errors():
+            bag_bounds(tuple(ids.shape), None if offsets is None else np.array([0]))
+    return _pool_by_operators(
+        as_index(ids), weight, offsets=offsets, weights=weights, options=options
+    )
+
+
+def _checked_bags(
+    ids: Tensor,
+    lookup_options: LookupOptions,
+    options: BagOptions,
+    *,
+    offsets: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Bags:
+    with torch_errors():
+        return flatten_bags(
+            array_of(ids),
+            None if offsets is None else array_of(offsets),
+            num_embeddings=lookup_options.num_embeddings,
+            weights=None if weights is None else array_of(weights),
+            padding_idx=options.padding_idx,
+            include_last_offset=options.include_last_offset,
+            dtype=dtype_name(compute_dtype(lookup_options.dtype)),
+        )
+
+
+# Kernels
+
+
+def _pool_by_kernels(
+    weight: Tensor, weights: Tensor | None, *, ids: Tensor, bags: Bags, options: BagOptions
+) -> Tensor:
+    trained = weight.requires_grad or (weights is not None and weights.requires_grad)
+    if trained and torch.is_grad_enabled():
+        return _KernelBags.apply(weight, weights, ids, bags, options)  # pyright: ignore
+    with threads_of_torch():
+        return tensor_of(pool_ragged(array_of_table(weight), bags, mode=options.mode)[0])
+
+
+class _KernelBags(torch.autograd.Function):
+    """Bags pooled by the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+        bags: Bags,
+        options: BagOptions,
+    ) -> Tensor:
+        # Saving the ids detects writes to them: `bags` may share their memory.
+        table = weight if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(weights, table, ids)
+        with threads_of_torch():
+            y, winners = pool_ragged(array_of_table(weight), bags, mode=options.mode)
+        ctx.bags = _PooledBags(bags, options.mode, winners, options.lookup_options(weight))
+        return tensor_of(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, table, _ = ctx.saved_tensors
+        trained = ctx.needs_input_grad[0]
+        gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
+        return *gradients, None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class _PooledBags:
+    """Bags after the forward. ``winners`` are the ids that gave each entry of a maximum."""
+
+    bags: Bags
+    mode: Mode
+    winners: np.ndarray | None
+    options: LookupOptions
+
+    def gradients(
+        self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the table and of the weights.
+
+        Args:
+            dy: Gradient of the result.
+            weights: ``per_sample_weights`` or None.
+            table: The table if the weights need a gradient, else None.
+            trained: Whether the table needs a gradient.
+        """
+        by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
+        run = self._by_kernels if by_kernels else self._by_operators
+        return run(dy, weights, table=table, trained=trained)
+
+    def _by_kernels(
+        self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        d, d_table, d_weights = array_of(upcast(dy).contiguous()), None, None
+        with threads_of_torch():
+            if trained:
+                rows = table_gradient(
+                    self.bags,
+                    d,
+                    mode=self.mode,
+                    winners=self.winners,
+                    scale_grad_by_freq=self.options.scale_grad_by_freq,
+                )
+                d_table = self.options.to_tensor(rows)
+            if table is not None and weights is not None:
+                flat = weights_gradient(
+                    array_of_table(table),
+                    self.bags,
+                    dy=d,
+                    mode=self.mode,
+                    winners=self.winners,
+                )
+                d_weights = self._like_weights(tensor_of(flat), weights)
+        return d_table, d_weights
+
+    def _by_operators(
+        self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        ids, d_table, d_weights = tensor_of(self.bags.ids), None, None
+        steps = np.arange(self.bags.ids.size)
+        numbers = tensor_of(bag_indices(self.bags.bounds, steps))
+        factors, d = self._factors(weights), upcast(dy)
+        divisors = self._divisors(factors, numbers, like=d)
+        d = divide_or_zero(d, divisors[:, None])
+        # The gradient of each term `factor · row` of the sums.
+        terms = d[numbers] if self.winners is None else self._winner_terms(d)
+        if trained:
+            rows = terms if factors is None else terms * factors[:, None]
+            d_table = self.options.gradient(ids, rows)
+        if table is not None and weights is not None and factors is not None:
+            dots = (upcast(table[ids]) * terms).sum(-1)
+            if self.mode == "mean":
+                # Each weight of Σ w x / Σ w is also in the divisor.
+                shares = torch.zeros_like(divisors).index_add(0, numbers, factors * dots)
+                dots = dots - divide_or_zero(shares, divisors)[numbers]
+            d_weights = self._like_weights(dots, weights)
+        return d_table, d_weights
+
+    def _factors(self, weights: Tensor | None) -> Tensor | None:
+        if weights is None:
+            return None
+        flat = weights.reshape(-1).to(compute_dtype(self.options.dtype))
+        places = self.bags.kept
+        return flat if places is None else flat[tensor_of(places)]
+
+    def _divisors(self, factors: Tensor | None, numbers: Tensor, *, like: Tensor) -> Tensor:
+        size = len(self.bags.bounds) - 1
+        if self.mode != "mean":
+            return like.new_ones(size)
+        counts = like.new_ones(len(numbers)) if factors is None else factors
+        return like.new_zeros(size).index_add(0, numbers, counts)
+
+    def _winner_terms(self, d: Tensor) -> Tensor:
+        full = np.diff(self.bags.bounds) > 0
+        winners = tensor_of(np.asarray(self.winners)[full])
+        zeros = d.new_zeros(self.bags.ids.size, d.shape[1])
+        return zeros.scatter(0, winners, d[tensor_of(full)])
+
+    def _like_weights(self, flat: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of the ids that count in the shape of all weights."""
+        flat, places = flat.to(weights.dtype), self.bags.kept
+        if places is not None:
+            zeros = flat.new_zeros(weights.numel())
+            flat = zeros.index_copy(0, tensor_of(places), flat)
+        return flat.reshape(weights.shape)
+
+
+# Torch's operator
+
+
+def _is_stock(ids: Tensor, weight: Tensor, options: BagOptions) -> bool:
+    """Return whether torch's operator gives the same result, rounded the same, faster."""
+    small = ids.numel() * weight.shape[1] <= SMALL_BAGS
+    return (
+        (small or options.padding_idx is None)
+        and options.mode != "max"
+        and weight.dtype not in HALF
+        and ids.dtype in INDEX
+        and ids.ndim == 2
+        and ids.numel() * weight.shape[1] > 0
+    )
+
+
+def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
+    try:
+        if weight.requires_grad and torch.is_grad_enabled():
+            return _TorchBags.apply(weight, ids, options)  # pyright: ignore
+        return _torch_bags(weight, ids, options)[0]
+    except RuntimeError:
+        # Raises our message if an id is out of range.
+        _checked_bags(ids, options.lookup_options(weight), options)
+        raise
+
+
+def _torch_bags(weight: Tensor, ids: Tensor, options: BagOptions) -> tuple[Tensor, ...]:
+    """Return the result of torch's operator, followed by the inputs of its backward."""
+    flat = ids.reshape(-1).contiguous()
+    skip = -1 if options.padding_idx is None else options.padding_idx
+    length, like = ids.shape[1], {"dtype": ids.dtype, "device": ids.device}
+    offsets = torch.arange(0, ids.numel(), length, **like)
+    mode = MODES.index(options.mode)
+    y, *rest = torch._embedding_bag(  # pyright: ignore
+        weight, flat, offsets, False, mode, False, None, False, skip
+    )
+    return y, flat, offsets, *rest
+
+
+class _TorchBags(torch.autograd.Function):
+    """Bags pooled by torch's operator."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
+        y, *rest = _torch_bags(weight, ids, options)
+        ctx.save_for_backward(ids, *rest)
+        ctx.options, ctx.lookup_options = options, options.lookup_options(weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ids, *rest), options = ctx.saved_tensors, ctx.options
+        table: LookupOptions = ctx.lookup_options
+        if (
+            torch.is_grad_enabled()
+            or not kernel_eligible(grads[0])
+            or table.needs_own_backward
+        ):
+            bags = _PooledBags(
+                _checked_bags(ids, table, options), options.mode, None, table
+            )
+            gradient, _ = bags.gradients(grads[0], None, table=None, trained=True)
+            return gradient, None, None
+        skip = -1 if options.padding_idx is None else options.padding_idx
+        gradient = torch.ops.aten._embedding_bag_backward(
+            grads[0], *rest, table.num_embeddings, False, MODES.index(options.mode), False,
+            None, skip,
+        )  # fmt: skip
+        return gradient, None, None
+
+
+# Plain operators
+
+
+def _pool_by_operators(
+    ids: Integer[Tensor, "*batch"],
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    *,
+    offsets: Integer[Tensor, " bags"] | None,
+    weights: Tensor | None,
+    options: BagOptions,
+) -> Float[Tensor, "bags embedding_dim"]:
+    # With offsets, an id may be in no bag. Such ids do not count as occurrences.
+    by_freq = options.scale_grad_by_freq
+    rows = lookup(
+        ids,
+        weight,
+        padding_idx=options.padding_idx,
+        max_norm=options.max_norm,
+        norm_type=options.norm_type,
+        scale_grad_by_freq=by_freq and offsets is None,
+        sparse=options.sparse,
+        upcast_output=True,
+    )
+    factors = None if weights is None else weights.to(rows.dtype)
+    if options.padding_idx is None:
+        counted = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        counted = ids != options.padding_idx
+    if offsets is None:
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        y = pool(rows, counted, steps=steps, weights=factors, mode=options.mode)
+        return y.to(weight.dtype)
+    bounds = as_index(offsets, name="offsets").to(torch.int64)
+    if not options.include_last_offset:
+        bounds = torch.cat([bounds, bounds.new_full((1,), ids.shape[0])])
+    steps = torch.arange(ids.shape[0], device=ids.device)
+    bags = _RaggedBags(bag_indices(bounds, steps), bounds.shape[0] - 1)
+    counted = counted & (bags.numbers < bags.count)
+    if by_freq:
+        counts = rows.new_zeros(len(weight)).index_add(0, ids, counted.to(rows.dtype))
+        rows = divide_gradient(rows, counts[ids].clamp(min=1))
+    y = bags.pool(rows, counted, weights=factors, mode=options.mode)
+    return y.to(weight.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedBags:
+    """The bag number of each id. Ids in no bag have the number ``count``."""
+
+    numbers: Tensor
+    count: int
+
+    def pool(
+        self, rows: Tensor, counted: Tensor, *, weights: Tensor | None, mode: Mode
+    ) -> Tensor:
+        """Pool rows by bag, like :func:`firstlayer.embeddings.bag.pool` along an axis."""
+        ones = counted.to(rows.dtype)
+        factors = ones if weights is None else torch.where(counted, weights, 0.0)
+        terms = torch.where(counted[:, None], rows * factors[:, None], 0.0)
+        if mode == "max" and rows.shape[0]:
+            return self._max(terms, counted)
+        sums = self._sum(terms)
+        return divide_or_zero(sums, self._sum(factors)[:, None]) if mode == "mean" else sums
+
+    def _sum(self, terms: Tensor) -> Tensor:
+        zeros = terms.new_zeros(self.count + 1, *terms.shape[1:])
+        sums = zeros.index_add(0, self.numbers, terms)
+        # Not a slice: Inductor writes its gradient in place, which a sparse one does not
+        # support.
+        return pad(sums, (*(0, 0) * (sums.ndim - 1), 0, -1))
+
+    def _max(self, terms: Tensor, counted: Tensor) -> Tensor:
+        """Return the largest term of each bag; the first of equals gets the gradient."""
+        size, width = terms.shape
+        index = self.numbers[:, None].expand(size, width)
+        values = torch.where(counted[:, None], terms.detach(), -float("inf"))
+        none = values.new_full((self.count + 1, width), -float("inf"))
+        top = none.scatter_reduce(0, index, values, "amax").gather(0, index)
+        hit = counted[:, None] & ((values == top) | (values.isnan() & top.isnan()))
+        steps = torch.arange(size, device=terms.device)[:, None]
+        none = self.numbers.new_full((self.count + 1, width), size)
+        first = none.scatter_reduce(0, index, torch.where(hit, steps, size), "amin")
+        first = first[: self.count]
+        largest = terms.gather(0, first.clamp(max=size - 1))
+        return torch.where(first == size, 0.0, largest)
