@@ -35,6 +35,9 @@ class TableRows(NamedTuple):
     options: LookupOptions | None
 
 
+_ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
+
+
 def kernel_inputs(
     layer: "EmbeddingLayer", arguments: LayerArguments, *, upcast_output: bool
 ) -> tuple[LayerTensors[Tensor], LayerOptions] | None:
@@ -57,43 +60,39 @@ def kernel_inputs(
     ):
         return None
     weights = _parameters(token, position, segment, norm)
-    if weights is None or not is_plain_cpu(*weights.values(), *_given(arguments)):
+    if weights is None:
+        return None
+    given = arguments.ids, arguments.embeds, arguments.segments, arguments.mask
+    if not is_plain_cpu(*weights.values(), *given):
         return None
     table = weights["token"]
-    token_rows = _token_rows(token, table, arguments)
-    position_rows = segment_rows = None
-    if token_rows is None:
-        return None
+    tokens, positions, segments = _token_rows(token, table, arguments), _ABSENT, _ABSENT
     if position is not None:
-        position_rows = _position_rows(position, weights.get("position"), arguments, table)
-        if position_rows is None:
-            return None
+        positions = _position_rows(position, weights.get("position"), arguments, table)
+    if tokens is None or positions is None:
+        return None
     if segment is not None:
         rows = _repeating_rows(arguments.segments, arguments.lead)
-        segment_rows = _table_rows(segment, weights["segment"], rows)
-    absent = None, None, None
-    dtype = compute_dtype(table.dtype) if upcast_output else table.dtype
-    position_table, positions, position_options = position_rows or absent
-    segment_table, segments, segment_options = segment_rows or absent
+        segments = _table_rows(segment, weights["segment"], rows)
     tensors = LayerTensors(
-        token_table=token_rows.table,
-        token_rows=token_rows.rows,
-        position_table=position_table,
-        position_rows=positions,
-        segment_table=segment_table,
-        segment_rows=segments,
+        token_table=tokens.table,
+        token_rows=tokens.rows,
+        position_table=positions.table,
+        position_rows=positions.rows,
+        segment_table=segments.table,
+        segment_rows=segments.rows,
         norm_weight=weights.get("norm_weight"),
         norm_bias=weights.get("norm_bias"),
         mask=arguments.mask,
     )
     return tensors, LayerOptions(
-        token=token_rows.options,
-        position=position_options,
-        segment=segment_options,
+        token=tokens.options,
+        position=positions.options,
+        segment=segments.options,
         scale=table.shape[1] ** 0.5 if layer.scale else 1.0,
         eps=0.0 if norm is None else norm.eps,
         shape=(*arguments.lead, table.shape[1]),
-        dtype=dtype,
+        dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
 
 
@@ -161,21 +160,13 @@ def _parameters(
     return parameters if dtype in FLOATS else None
 
 
-def _given(arguments: LayerArguments) -> list[Tensor]:
-    given = []
-    for x in (arguments.ids, arguments.embeds, arguments.segments, arguments.mask):
-        if x is not None:
-            given.append(x)
-    return given
-
-
 def _token_rows(token: Any, table: Tensor, arguments: LayerArguments) -> TableRows | None:
     ids, embeds = arguments.ids, arguments.embeds
     if embeds is not None:
         if embeds.dtype not in FLOATS:
             return None
-        wide = embeds.resolve_neg().to(compute_dtype(table.dtype))
-        vectors = wide.reshape(-1, token.embedding_dim).contiguous()
+        vectors = embeds.resolve_neg().to(compute_dtype(table.dtype))
+        vectors = vectors.reshape(-1, token.embedding_dim).contiguous()
         return TableRows(vectors, torch.arange(len(vectors), device="cpu"), None)
     if ids is None:
         return None
