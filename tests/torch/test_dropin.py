@@ -63,8 +63,8 @@ def patched(monkeypatch):
 
 def arguments(function):
     """Return name, kind and default of each argument."""
-    found = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in found]
+    results = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in results]
 
 
 @pytest.mark.parametrize("mine, theirs", PAIRS)
@@ -416,7 +416,7 @@ def test_max_norm_of_sharded_rows_equals_torch(cls, stock, inside, process_group
     model = fully_shard(
         nn.Sequential(model) if inside else model, mesh=init_device_mesh("cpu", (1,))
     )
-    found = []
+    results = []
     for layer in (want, model):
         (weight,) = layer.parameters()
         optimizer = torch.optim.AdamW([weight], lr=0.3, weight_decay=0.5)
@@ -424,8 +424,8 @@ def test_max_norm_of_sharded_rows_equals_torch(cls, stock, inside, process_group
             optimizer.zero_grad()
             ((layer(ids) - torch.arange(4.0)) ** 2).sum().backward()
             optimizer.step()
-        found.append(weight.detach())
-    torch.testing.assert_close(found[1].full_tensor(), found[0])
+        results.append(weight.detach())
+    torch.testing.assert_close(results[1].full_tensor(), results[0])
 
 
 def test_state_dict_of_a_sharded_partly_frozen_table_is_whole(process_group):

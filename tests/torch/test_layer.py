@@ -190,19 +190,19 @@ def test_ids_may_have_any_shape(shape):
     assert layer([[], []]).shape == (2, 0, 6)
 
 
-# Half precision, threads, row gradients
+# Half precision, threads, sparse gradients
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("plain", [False, True])
 def test_half_precision_equals_the_rounded_float32_result(plain, dropout):
     half = build(dtype=torch.bfloat16, layer_norm=True, segments=2, dropout=dropout)
-    wide = copy.deepcopy(half).float()
+    upcast = copy.deepcopy(half).float()
     with plain_operators() if plain else nullcontext():
         torch.manual_seed(1)
         got = half(IDS)
         torch.manual_seed(1)
-        want = wide(IDS)
+        want = upcast(IDS)
     assert torch.equal(got, want.to(torch.bfloat16))
 
 
@@ -230,17 +230,17 @@ def test_results_do_not_depend_on_the_number_of_threads(sparse):
         500, 96, max_positions=64, layer_norm=True, segments=2, sparse=sparse
     )
     ids = torch.randint(500, (40, 64))
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             y = layer(ids, segments=ids % 2)
             dy = torch.sin(torch.arange(y.numel(), dtype=torch.float32)).reshape(y.shape)
-            found.append([y, *gradients(layer, y, dy).values()])
+            results.append([y, *gradients(layer, y, dy).values()])
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -278,16 +278,16 @@ def test_zero_padding_zeroes_after_the_norm_and_passes_no_gradient(plain):
 @pytest.mark.parametrize("plain", [False, True])
 def test_nan_at_padding_does_not_reach_any_gradient(norm_eps, plain):
     layer = build(layer_norm=True, norm_eps=norm_eps, zero_padding=True)
-    x, found = torch.randn(2, 4, 6, dtype=torch.float64), []
+    x, results = torch.randn(2, 4, 6, dtype=torch.float64), []
     for padding in (1.0, torch.nan):
         x[IDS == 0] = padding
         embeds = x.clone().requires_grad_()
         with plain_operators() if plain else nullcontext():
             y = layer(IDS, inputs_embeds=embeds)
             trained = [p for n, p in layer.named_parameters() if n != "token.weight"]
-            found.append([y, *torch.autograd.grad(y.sum(), [embeds, *trained])])
-    assert len(found[0]) == 5
-    for clean, other in zip(*found, strict=True):
+            results.append([y, *torch.autograd.grad(y.sum(), [embeds, *trained])])
+    assert len(results[0]) == 5
+    for clean, other in zip(*results, strict=True):
         assert clean.isfinite().all() and torch.equal(clean, other)
 
 
@@ -498,6 +498,21 @@ def test_tied_head_reads_and_trains_the_token_table():
     assert torch.autograd.gradcheck(
         lambda w: functional_call(tied, {"layer.token.weight": w}, (IDS,)), weight
     )
+
+
+def test_subclasses_have_the_config_and_repr_of_their_base():
+    class Positions(LearnedPositions):
+        def __init__(self, size: int):
+            super().__init__(size, 6, scale=0.5)
+
+    class Layer(EmbeddingLayer):
+        def __init__(self, size: int):
+            super().__init__(size, 6, position=None, segments=2)
+
+    want = EmbeddingLayer(9, 6, position=None, segments=2).config()
+    assert Layer(9).config() == want and "num_embeddings" in want
+    assert Positions(4).config() == LearnedPositions(4, 6, scale=0.5).config()
+    assert "Positions()" in repr(Positions(4))
 
 
 def test_repr_shows_the_options():

@@ -13,8 +13,6 @@ from firstlayer.torch.sinusoidal import SinusoidalPositions
 from tests.support.torch_layers import build
 from tests.support.torch_lives import plain_operators
 
-# Bad input
-
 
 @pytest.mark.rejects
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_segments_need_a_table():
         build()(ONE, segments=[0])
 
 
-# Ragged tensors have the same shape if they have the same offsets, not merely equal ones.
+# Nested tensors have the same shape only if they share the offsets tensor.
 OFFSETS = torch.tensor([0, 3, 5])
 
 

@@ -27,8 +27,6 @@ from firstlayer.positions import from_mask
 from firstlayer.torch.layer import EmbeddingLayer
 from tests.support.torch_layers import is_fused
 
-# Checkpoints
-
 
 def small_models():
     """Yield a small random model of each family, and what its embedding layer gives."""
@@ -70,12 +68,12 @@ def their_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def models():
     torch.manual_seed(0)
-    found = dict(small_models())
+    results = dict(small_models())
     with torch.no_grad():
-        for model in found.values():
+        for model in results.values():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
-    return {name: model.eval() for name, model in found.items()}
+    return {name: model.eval() for name, model in results.items()}
 
 
 CASES = ["bert", "bert head", "roberta", "gpt2", "opt", "llama"]

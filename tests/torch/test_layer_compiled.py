@@ -22,9 +22,6 @@ from tests.support.torch_lives import LIVES, built
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
-# Compiled, exported, transformed
-
-
 FULL = {"layer_norm": True, "segments": 3, "scale": True, "zero_padding": True}
 
 
@@ -43,7 +40,7 @@ def test_a_compiled_layer_has_one_graph_for_all_lengths():
         got, expected = gradients(layer, y, dy), gradients(layer, want, dy)
         for name in got:
             torch.testing.assert_close(got[name], expected[name], atol=1e-4, rtol=1e-5)
-        # Inductor itself may have the counter see a graph of its own, at first.
+        # The first call may count an additional graph of Inductor itself.
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1
 
@@ -91,9 +88,9 @@ def test_transforms_equal_loops():
 
     y = layer(IDS)
     wanted = gradients(layer, y, 2 * y.detach())
-    found = grad(loss)({name: value.detach() for name, value in state.items()})
+    results = grad(loss)({name: value.detach() for name, value in state.items()})
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], atol=1e-11, rtol=0)
+        torch.testing.assert_close(results[name], wanted[name], atol=1e-11, rtol=0)
     tangents = {name: torch.randn_like(value) for name, value in state.items()}
     tangents["token.weight"][0] = 0
     moved = jvp(loss, (state,), (tangents,))[1]

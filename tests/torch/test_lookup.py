@@ -16,9 +16,6 @@ from firstlayer.torch.functional import embedding
 from firstlayer.torch.token import Embedding
 from tests.support.torch_tables import DTYPES, ids_of, same_bits
 
-# Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -132,11 +129,11 @@ def test_jagged_ids_give_jagged_rows_and_the_same_gradient(options):
     assert torch.equal(got.offsets(), ragged.offsets())
     assert torch.equal(got.values(), want)
     dy = torch.arange(20.0, dtype=want.dtype).reshape(5, 4)
-    found = [
+    results = [
         torch.autograd.grad((rows * dy).sum(), layer.weight)[0].to_dense()
         for rows in (got.values(), want)
     ]
-    assert torch.equal(*found) and found[0].any()
+    assert torch.equal(*results) and results[0].any()
 
 
 @pytest.mark.rejects

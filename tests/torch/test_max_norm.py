@@ -15,9 +15,6 @@ from firstlayer.torch.token import Embedding
 from tests.support.gradients import central_difference
 from tests.support.torch_tables import DTYPES, ids_of, same_bits
 
-# Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -30,9 +27,9 @@ def test_max_norm_scales_the_output_and_not_the_table(norm_type, dtype):
     layer = Embedding(8, 5, max_norm=1.5, norm_type=norm_type, dtype=dtype)
     layer.weight.data[0] *= 0.01
     before, ids = layer.weight.detach().clone(), torch.tensor([[0, 1], [7, 1]])
-    wide = before[ids].double()
-    norms = torch.linalg.vector_norm(wide, norm_type, dim=-1, keepdim=True)
-    want = (wide * torch.clamp(1.5 / norms, max=1)).to(dtype)
+    upcast = before[ids].double()
+    norms = torch.linalg.vector_norm(upcast, norm_type, dim=-1, keepdim=True)
+    want = (upcast * torch.clamp(1.5 / norms, max=1)).to(dtype)
     for got in (
         layer(ids),
         embedding(ids, layer.weight, max_norm=1.5, norm_type=norm_type),
@@ -55,7 +52,7 @@ def test_training_with_max_norm_equals_torch(sparse, decay, padding_idx):
     optimizers = [torch.optim.SGD(m.parameters(), **rule) for m in (ours, theirs)]
     target = torch.randn(6, 4)
     for step in range(8):
-        # Rows that are long and not looked up decay as they are.
+        # Rows that are too long and not looked up decay unscaled.
         ids = torch.randint(0, 10 if step % 2 else 4, (6,))
         for layer, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()

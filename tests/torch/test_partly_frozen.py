@@ -15,9 +15,6 @@ from firstlayer.torch.token import Embedding
 from tests.support.gradients import central_difference
 from tests.support.torch_tables import ids_of
 
-# Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def seed():

@@ -9,9 +9,6 @@ import torch
 from firstlayer.torch.token import Embedding
 from tests.support.torch_tables import ids_of
 
-# Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def seed():

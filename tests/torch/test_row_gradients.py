@@ -31,10 +31,10 @@ def seed():
 def reference_gradient(ids, dy, rows, *, skip=None, mean=False):
     """Sum in float32, in order, and round once."""
     out = np.zeros((rows, dy.shape[-1]), np.float32)
-    wide = dy.float().reshape(-1, dy.shape[-1]).numpy()
+    upcast = dy.float().reshape(-1, dy.shape[-1]).numpy()
     for place, row in enumerate(ids.reshape(-1).tolist()):
         if row != skip:
-            out[row] += wide[place]
+            out[row] += upcast[place]
     counts = np.bincount(ids.reshape(-1).numpy(), minlength=rows)
     out = out / np.maximum(counts, 1).astype(np.float32)[:, None] if mean else out
     return torch.from_numpy(out).to(dy.dtype)

@@ -73,8 +73,7 @@ def pool_bags(
     options: BagOptions,
 ) -> Float[Tensor, "bags embedding_dim"]:
     """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`."""
-    given = [x for x in (ids, offsets, weights) if x is not None]
-    if is_plain_cpu(*given):
+    if is_plain_cpu(ids, offsets, weights):
         stock = offsets is None and weights is None and _is_stock(ids, weight, options)
         kernels_run = (
             options.max_norm is None and kernel_eligible(weight) and weight.is_contiguous()

@@ -99,10 +99,10 @@ class PartlyFrozenEmbedding(nn.Module):
             self.is_frozen[self.padding_idx] = True
         weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
         weight = weight if _weight is None else _weight.to(weight)
-        trained, kept = self._split(weight)
+        trained, frozen_rows = self._split(weight)
         self.trained_rows = Parameter(trained)
-        self.register_buffer("frozen_rows", kept)
-        self._build(kept.device)
+        self.register_buffer("frozen_rows", frozen_rows)
+        self._build(frozen_rows.device)
         if _weight is None:
             self.reset_parameters()
 
@@ -152,7 +152,7 @@ class PartlyFrozenEmbedding(nn.Module):
         """Return the rows of the ids.
 
         Args:
-            input: Ids, of any shape and any integer dtype.
+            input: Ids of any shape and any integer dtype.
         """
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
@@ -250,8 +250,8 @@ class PartlyFrozenEmbedding(nn.Module):
     def _split(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         is_frozen = torch.from_numpy(self.is_frozen)
         ids = (~is_frozen).nonzero()[:, 0], is_frozen.nonzero()[:, 0]
-        trained, kept = (weight.detach()[i.to(weight.device)] for i in ids)
-        return trained, kept
+        trained, frozen = (weight.detach()[i.to(weight.device)] for i in ids)
+        return trained, frozen
 
     def _build(self, device: torch.device) -> None:
         frozen = self.is_frozen
@@ -286,13 +286,13 @@ class PartlyFrozenEmbedding(nn.Module):
             error_msgs.append(f"{name} must have shape {want}, got {tuple(whole.shape)}")
             return
         catch_up(self.trained_rows)
-        trained, kept = self._split(whole)
+        trained, frozen = self._split(whole)
         current: Any = self.trained_rows
         if hasattr(current, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
             trained = distribute_tensor(trained, current.device_mesh, current.placements)
-        state |= {prefix + "trained_rows": trained, prefix + "frozen_rows": kept}
+        state |= {prefix + "trained_rows": trained, prefix + "frozen_rows": frozen}
         super()._load_from_state_dict(
             state, prefix, local_metadata, strict,
             missing_keys, unexpected_keys, error_msgs,

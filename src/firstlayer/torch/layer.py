@@ -239,7 +239,7 @@ class EmbeddingLayer(nn.Module):
             return
         ids, segments = arguments.ids, arguments.segments
         if ids is not None and arguments.embeds is None:
-            token = self.token
+            token = self._modules.get("token")  # faster than the attribute
             if isinstance(token, TableModule):
                 token.prepare_lookup(ids)
         if segments is not None and isinstance(self.segment, TableModule):
@@ -256,8 +256,8 @@ class EmbeddingLayer(nn.Module):
         if self.segment is not None:
             total = total + self.segment(arguments.segments).to(dtype)
         if arguments.mask is not None and self.norm is not None:
-            # Replace masked rows by one that any norm accepts. The norm's gradient of NaN,
-            # or of zeros with an epsilon of 0, is NaN, which a zero gradient does not mask.
+            # Replace masked rows by one that any norm accepts. For NaN, or for zeros with
+            # an epsilon of 0, its backward gives NaN even if the gradient is zero.
             steps = torch.arange(self.embedding_dim, dtype=dtype, device=total.device)
             total = torch.where(arguments.mask[..., None], total, steps)
         return _normalize(total, self.norm)

@@ -60,7 +60,10 @@ def kernel_inputs(
     ):
         return None
     weights = _parameters(token, position, segment, norm)
-    if weights is None or not is_plain_cpu(*weights.values(), *_given(arguments)):
+    if weights is None:
+        return None
+    given = arguments.ids, arguments.embeds, arguments.segments, arguments.mask
+    if not is_plain_cpu(*weights.values(), *given):
         return None
     table = weights["token"]
     tokens, positions, segments = _token_rows(token, table, arguments), _ABSENT, _ABSENT
@@ -157,21 +160,13 @@ def _parameters(
     return parameters if dtype in FLOATS else None
 
 
-def _given(arguments: LayerArguments) -> list[Tensor]:
-    given = []
-    for x in (arguments.ids, arguments.embeds, arguments.segments, arguments.mask):
-        if x is not None:
-            given.append(x)
-    return given
-
-
 def _token_rows(token: Any, table: Tensor, arguments: LayerArguments) -> TableRows | None:
     ids, embeds = arguments.ids, arguments.embeds
     if embeds is not None:
         if embeds.dtype not in FLOATS:
             return None
-        wide = embeds.resolve_neg().to(compute_dtype(table.dtype))
-        vectors = wide.reshape(-1, token.embedding_dim).contiguous()
+        vectors = embeds.resolve_neg().to(compute_dtype(table.dtype))
+        vectors = vectors.reshape(-1, token.embedding_dim).contiguous()
         return TableRows(vectors, torch.arange(len(vectors), device="cpu"), None)
     if ids is None:
         return None

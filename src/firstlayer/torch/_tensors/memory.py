@@ -60,8 +60,10 @@ def is_eager() -> bool:
     )
 
 
-def is_plain_cpu(*tensors: Tensor) -> bool:
+def is_plain_cpu(*tensors: Tensor | None) -> bool:
     """Return whether all tensors are ordinary CPU tensors whose values can be read now.
+
+    None is skipped.
 
     Example:
         >>> is_plain_cpu(torch.arange(3)), is_plain_cpu(torch.empty(3, device="meta"))
@@ -70,6 +72,8 @@ def is_plain_cpu(*tensors: Tensor) -> bool:
     if not is_eager():
         return False
     for x in tensors:
+        if x is None:
+            continue
         cls = type(x)
         if cls is not Tensor and cls is not Parameter:
             return False
@@ -138,7 +142,7 @@ def array_of_table(weight: Tensor) -> np.ndarray:
         strides = tuple(weight.element_size() * step for step in weight.stride())
     memory.__array_interface__ = {
         "data": (weight.data_ptr(), False),
-        "shape": tuple(weight.shape),
+        "shape": weight.shape,
         "strides": strides,
         "typestr": _TYPE_STRINGS[dtype],
         "version": 3,
