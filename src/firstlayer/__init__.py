@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .positions.scaling import Proportional as Proportional
     from .positions.scaling import YaRN as YaRN
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "DynamicNTK": "positions.scaling",

@@ -1,7 +1,7 @@
-"""Checks the types and shapes in signatures while the tests run.
+"""Pytest plugin that checks types and shapes in signatures while tests run.
 
-A plugin: ``python -m pytest -p tests.support.typecheck -m "not rejects"``. Tests that pass wrong
-arguments on purpose are left out, for it would refuse those first.
+Use ``python -m pytest -p tests.support.typecheck -m "not rejects"``. Tests marked
+``rejects`` pass wrong arguments on purpose and are excluded.
 """
 
 from collections.abc import Callable

@@ -25,7 +25,8 @@ class ShawScores(Module):
         max_left: Largest distance before the query with its own vector.
         max_right: Largest distance after the query with its own vector.
         weight: Table to use, without a copy if its dtype and layout fit.
-        init: Initializer of a new table; see :func:`firstlayer.embeddings.init.initial_table`.
+        init: Initializer of a new table; see
+            :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``init``.
 

@@ -28,7 +28,8 @@ class T5Bias(Bias):
         bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: Table to use, without a copy if its dtype and layout fit.
-        init: Initializer of a new table; see :func:`firstlayer.embeddings.init.initial_table`.
+        init: Initializer of a new table; see
+            :func:`firstlayer.embeddings.init.initial_table`.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``init``.
 

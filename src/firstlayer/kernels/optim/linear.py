@@ -27,9 +27,10 @@ TINY = 1e-30
 
 def linear_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
     """Apply missed steps of SGD or RMSprop to stale rows, in place."""
-    state = [rows.array(name) for name in ("momentum_buffer", "square_avg", "grad_avg")]
-    args = rows.from_step, coefficients, rows.has_state, rows.weight, *state
-    run_on_rows(_catch_up, rows, *args)
+    buffer, square = rows.array("momentum_buffer"), rows.array("square_avg")
+    mean = rows.array("grad_avg")
+    args = rows.from_step, coefficients, rows.has_state, rows.weight
+    run_on_rows(_catch_up, rows, *args, buffer, square, mean)
 
 
 def sgd_update(

@@ -327,7 +327,7 @@ def resized_tensor(
     rng: Seed,
     padding_idx: int | None,
 ) -> tuple[Tensor, Resized]:
-    """Resize a table with :func:`firstlayer.embeddings.resize.resize_table`, on its device."""
+    """Resize a table on its device; see :mod:`firstlayer.embeddings.resize`."""
     with torch_errors():
         table, changes = resize_table(
             array_of_table(weight.cpu()),
