@@ -22,7 +22,7 @@ ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 ALLOWED = {
     "_array": (set(), set()),
     "_check": (set(), ARRAYS),
-    "kernels": (set(), {"numpy", "numba", "llvmlite"}),
+    "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
     "optim": ({"kernels", "embeddings"}, ARRAYS),

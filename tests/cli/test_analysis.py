@@ -103,7 +103,6 @@ def test_missing_matplotlib_error_names_the_extra(monkeypatch, tmp_path):
 
 
 def test_choices_in_help_match_the_library():
-    assert positions.SCHEMES == positions_study.SCHEMES
     assert set(positions.QUICK_SCHEMES) < set(positions.SCHEMES)
     assert positions.FORMATS == drawing.FORMATS
     assert memory.OPTIMIZERS == tuple(memory_study.OPTIMIZERS)

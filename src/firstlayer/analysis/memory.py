@@ -203,11 +203,6 @@ def position_tables(
     Sinusoidal and rotary layers keep three tables of 256 rows for any length. The cosine
     and sine caches of other libraries have a row per position.
 
-    Args:
-        width: Width of the vectors.
-        head_dim: Width of the heads that rotary rotates.
-        lengths: Numbers of positions.
-
     Example:
         >>> learned, sinusoidal, rotary = position_tables(8, head_dim=4, lengths=[4096])
         >>> learned.kept == learned.whole, sinusoidal.kept < sinusoidal.whole

@@ -29,11 +29,7 @@ svg { display: block; width: 100%; min-width: 40rem; height: auto }
 
 
 def html(study: Study) -> str:
-    """Return the page.
-
-    Args:
-        study: Result of :func:`firstlayer.analysis.position_study.compare`.
-    """
+    """Return the page."""
     setting = study.setting
     head = "".join(
         f'<th scope="col">{length}<br>{stretch:g}×</th>'
@@ -107,10 +103,6 @@ def _row(curve: Curve, best: list[Curve | None]) -> str:
 
 def number(loss: float | None, form: str = ".3f") -> str:
     """Return a loss as text; a dash for None.
-
-    Args:
-        loss: Loss in nats per byte, or None.
-        form: Format specification.
 
     Example:
         >>> number(1.23456), number(None)

@@ -30,11 +30,6 @@ def checked_picture(
 
     Called before long work starts. Checks the file name, the folder, existing files and
     whether matplotlib is installed.
-
-    Args:
-        path: Output file, or None.
-        force: Whether to replace an existing file.
-        formats: Allowed file formats.
     """
     if path is None:
         return None

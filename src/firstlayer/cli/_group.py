@@ -12,12 +12,7 @@ import click
 from . import COMMANDS
 
 #: Extra to install for a missing package.
-EXTRAS = {
-    "matplotlib": "plot",
-    "rich": "cli",
-    "tokenizers": "cli",
-    "torch": "torch",
-}
+EXTRAS = {"matplotlib": "plot", "rich": "cli", "tokenizers": "cli", "torch": "torch"}
 EXAMPLES = """\b
 Examples:
   firstlayer train                        train on Python's own source, in half a minute

@@ -19,13 +19,16 @@ import click
 
 Decorator = Callable[[Callable[..., Any]], Any]
 
-seed_option = click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Seed of all random draws.",
-)
+#: Type of options that count something.
+COUNT = click.IntRange(min=1)
+
+
+def value_option(name: str, default: Any, help: str, **settings: Any) -> Decorator:
+    """Return a click option that shows its default in the help text."""
+    return click.option(name, default=default, show_default=True, help=help, **settings)
+
+
+seed_option = value_option("--seed", 0, "Seed of all random draws.", type=click.IntRange(0))
 force_option = click.option("--force", is_flag=True, help="Replace existing output.")
 
 
@@ -178,11 +181,6 @@ def progress(
     """Draw a progress bar on stderr if it is a terminal and not ``quiet``.
 
     Yields a function of the completed amount and an optional ``note`` shown after the bar.
-
-    Args:
-        what: Label of the bar.
-        total: Total amount, or None if unknown.
-        quiet: Draw nothing.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda done, note="": None

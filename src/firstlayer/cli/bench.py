@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import cli_command, columns, emit, force_option, progress, seed_option
+from ._output import (
+    COUNT,
+    cli_command,
+    columns,
+    emit,
+    force_option,
+    progress,
+    seed_option,
+    value_option,
+)
 
 if TYPE_CHECKING:
     from ..analysis.lookup import Lookups
@@ -31,27 +40,9 @@ firstlayer bench --plot lookups.png
     multiple=True,
     help="Sequences per lookup; may be repeated.  [default: 1, 16, 64, 256]",
 )
-@click.option(
-    "--width",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Width of each row.",
-)
-@click.option(
-    "--length",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Ids per sequence.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Timed rounds per library.",
-)
+@value_option("--width", 256, "Width of each row.", type=COUNT)
+@value_option("--length", 128, "Ids per sequence.", type=COUNT)
+@value_option("--rounds", 5, "Timed rounds per library.", type=COUNT)
 @seed_option
 @picture_option(*FORMATS)
 @force_option

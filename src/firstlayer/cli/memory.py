@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import amount, cli_command, columns, emit, force_option, progress
+from ._output import (
+    COUNT,
+    amount,
+    cli_command,
+    columns,
+    emit,
+    force_option,
+    progress,
+    value_option,
+)
 
 if TYPE_CHECKING:
     from ..analysis.memory import Footprint, PositionTable
@@ -53,27 +62,16 @@ firstlayer memory --plot memory.png
     multiple=True,
     help=f"Optimizer; may be repeated.  [default: {', '.join(DEFAULT_OPTIMIZERS)}]",
 )
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
-    help="Ids per batch.",
+@value_option("--tokens", 4096, "Ids per batch.", type=COUNT)
+@value_option(
+    "--head-dim", 64, "Head width, for rotary positions.", type=click.IntRange(min=2)
 )
-@click.option(
-    "--head-dim",
-    type=click.IntRange(min=2),
-    default=64,
-    show_default=True,
-    help="Head width, for rotary positions.",
-)
-@click.option(
+@value_option(
     "--allow",
+    2.0,
+    "Largest memory to use for measuring.",
     type=click.FloatRange(min=0.0),
-    default=2.0,
-    show_default=True,
     metavar="GB",
-    help="Largest memory to use for measuring.",
 )
 @picture_option(*FORMATS)
 @force_option

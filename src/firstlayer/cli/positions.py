@@ -5,24 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..analysis import SCHEMES
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
 from ._output import cli_command, columns, emit, force_option, progress, say, seed_option
 
 if TYPE_CHECKING:
     from ..analysis.position_study import Setting, Study
 
-#: Copied from the position study, so that help needs no import.
-SCHEMES = (
-    "none",
-    "learned",
-    "sinusoidal",
-    "rotary",
-    "randomised",
-    "alibi",
-    "t5",
-    "kerple",
-    "fire",
-)
 QUICK_SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "kerple")
 EXAMPLES = """
 firstlayer positions --quick         takes a minute, on Python's own source

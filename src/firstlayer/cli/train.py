@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ._output import (
+    COUNT,
     check_output,
     cli_command,
     columns,
@@ -19,6 +20,7 @@ from ._output import (
     progress,
     say,
     seed_option,
+    value_option,
 )
 
 if TYPE_CHECKING:
@@ -46,77 +48,34 @@ ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json
     metavar="FOLDER",
     help="Output folder.",
 )
-@click.option(
+@value_option(
     "--tokenizer",
+    "words",
+    "Whole words, or byte-pair encoding (about three times slower).",
     type=click.Choice(["words", "bpe"]),
-    default="words",
-    show_default=True,
-    help="Whole words, or byte-pair encoding (about three times slower).",
 )
-@click.option(
-    "--vocab",
-    type=click.IntRange(min=2),
-    default=30_000,
-    show_default=True,
-    help="Largest vocabulary size.",
-)
-@click.option(
-    "--min-count",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Least number of occurrences of a word.",
-)
+@value_option("--vocab", 30_000, "Largest vocabulary size.", type=click.IntRange(min=2))
+@value_option("--min-count", 5, "Least number of occurrences of a word.", type=COUNT)
 @click.option("--lower", is_flag=True, help="Lowercase the text.")
-@click.option(
-    "--dim",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Width of each vector.",
+@value_option("--dim", 128, "Width of each vector.", type=COUNT)
+@value_option(
+    "--window", 2, "Largest distance of a context word.", type=click.IntRange(1, 16)
 )
-@click.option(
-    "--window",
-    type=click.IntRange(1, 16),
-    default=2,
-    show_default=True,
-    help="Largest distance of a context word.",
-)
-@click.option(
-    "--negatives",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Negatives per context word.",
-)
-@click.option(
+@value_option("--negatives", 10, "Negatives per context word.", type=COUNT)
+@value_option(
     "--sample",
+    1e-3,
+    "Subsample words above this frequency.",
     type=click.FloatRange(min=0, min_open=True),
-    default=1e-3,
-    show_default=True,
-    help="Subsample words above this frequency.",
 )
-@click.option(
-    "--epochs",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Number of passes over the text.",
-)
-@click.option(
+@value_option("--epochs", 10, "Number of passes over the text.", type=COUNT)
+@value_option(
     "--lr",
+    0.08,
+    "Initial learning rate; it decays linearly.",
     type=click.FloatRange(min=0, min_open=True),
-    default=0.08,
-    show_default=True,
-    help="Initial learning rate; it decays linearly.",
 )
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
-    help="Center words per batch.",
-)
+@value_option("--batch", 4096, "Center words per batch.", type=COUNT)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
@@ -171,8 +130,7 @@ def _check_resume(ctx: click.Context, *, resume: bool) -> None:
         if resume and given and name not in ALLOWED_WITH_RESUME:
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(
-                f"--resume keeps the options of the first run: remove {flag}",
-                ctx,
+                f"--resume keeps the options of the first run: remove {flag}", ctx
             )
 
 

@@ -135,12 +135,7 @@ def add_embeddings(
 def normalize_rows(
     x: Float[Any, "*batch embedding_dim"], *, eps: float
 ) -> tuple[Float[Any, "*batch embedding_dim"], Float[Any, "*batch 1"]]:
-    """Return rows with mean 0 and variance 1, and the reciprocal standard deviations.
-
-    Args:
-        x: Rows in float32 or float64.
-        eps: Added to the variance.
-    """
+    """Return rows with mean 0 and variance 1, and the reciprocal standard deviations."""
     xp = namespace_of(x)
     centered = x - xp.mean(x, axis=-1, keepdims=True)
     rstd = (xp.mean(centered * centered, axis=-1, keepdims=True) + eps) ** -0.5
@@ -152,13 +147,7 @@ def normalize_rows_backward(
     y: Float[Any, "*batch embedding_dim"],
     rstd: Float[Any, "*batch 1"],
 ) -> Float[Any, "*batch embedding_dim"]:
-    """Return the gradient of the input of :func:`normalize_rows`.
-
-    Args:
-        dy: Gradient of the normalized rows.
-        y: Normalized rows.
-        rstd: Reciprocal standard deviations.
-    """
+    """Return the gradient of the input of :func:`normalize_rows`."""
     xp = namespace_of(y)
     projection = xp.mean(dy * y, axis=-1, keepdims=True)
     return rstd * (dy - xp.mean(dy, axis=-1, keepdims=True) - y * projection)

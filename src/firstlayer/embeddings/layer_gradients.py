@@ -86,13 +86,7 @@ def layer_gradients(
     if by_id:
         _check_rows("ids", token_table, plan.ids[-1:])
     buffer, dposition, dshared = kernels.layer_backward(
-        token,
-        position=position,
-        segment=segment,
-        scale=scale,
-        norm=norm,
-        dy=dy,
-        plan=plan,
+        token, position=position, segment=segment, scale=scale, norm=norm, dy=dy, plan=plan
     )
     if not by_id and mask is not None:
         buffer[~mask] = 0

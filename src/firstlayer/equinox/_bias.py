@@ -1,6 +1,6 @@
 """Base class of the layers that add to attention scores, and their position arguments."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,12 +26,17 @@ class Bias(Module):
           has it
     """
 
-    prefix: ClassVar[str] = "bias."
-
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key."""
+        """Return the bias of every query-key pair.
+
+        Args:
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result. None is the dtype of the parameters, or float32
+                without parameters. Computed in the compute dtype and rounded once.
+        """
         raise NotImplementedError
 
     def __call__(

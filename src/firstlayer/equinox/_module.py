@@ -6,7 +6,7 @@ layer. Trained arrays are floating-point leaves. Options, and tables computed fr
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,9 +24,6 @@ Layer = TypeVar("Layer", bound=eqx.Module)
 
 class Module(eqx.Module):
     """Base class of the Equinox layers. Has no fields of its own."""
-
-    #: Prefix of the layer's tensor names in a file, such as ``"token."``.
-    prefix: ClassVar[str] = ""
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""

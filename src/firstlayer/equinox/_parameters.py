@@ -35,14 +35,7 @@ def table_dtype(dtype: Any) -> np.dtype:
 def given_parameter(
     value: Float[Any, "..."], shape: tuple[int, ...], *, dtype: Any, name: str = "weight"
 ) -> Float[Array, "..."]:
-    """Return the caller's array as a parameter. NumPy arrays are copied.
-
-    Args:
-        value: Array or nested lists.
-        shape: Required shape.
-        dtype: None keeps the array's dtype, or the closest one that JAX has enabled.
-        name: Name in error messages.
-    """
+    """Return the caller's array as a parameter. NumPy arrays are copied."""
     array = value if isinstance(value, jax.Array) else np.array(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")

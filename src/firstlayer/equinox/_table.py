@@ -6,7 +6,7 @@ after an optimizer step.
 """
 
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -35,8 +35,6 @@ Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int
 
 class TableModule(Module):
     """Base class of the layers with one table of rows."""
-
-    prefix: ClassVar[str] = "token."
 
     weight: Float[Array, "num_embeddings embedding_dim"]
     num_embeddings: int = eqx.field(static=True)
@@ -165,7 +163,6 @@ class TableModule(Module):
         return jnp.asarray(ids != self.padding_idx)
 
     def parameters(self) -> dict[str, Float[Array, "num_embeddings embedding_dim"]]:
-        """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
     def _check_ids(

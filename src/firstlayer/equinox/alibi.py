@@ -66,13 +66,6 @@ class AlibiBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, float32 if None. Half precision is rounded once.
-        """
         pair = checked_pair(q_positions, k_positions)
         dtype = table_dtype(jnp.float32 if dtype is None else dtype)
         slopes = jnp.asarray(self.slopes.astype(compute_dtype(dtype)))

@@ -146,10 +146,7 @@ class EmbeddingBag(TableModule):
 # Compiled, so that an eager call is one operation after its arguments are checked.
 @eqx.filter_jit
 def _pool(
-    layer: EmbeddingBag,
-    checked: CheckedIds,
-    bounds: Array | None,
-    weights: Array | None,
+    layer: EmbeddingBag, checked: CheckedIds, bounds: Array | None, weights: Array | None
 ) -> Float[Array, "bags embedding_dim"]:
     if bounds is None:
         out, valid = layer._pool_matrix(checked, weights)

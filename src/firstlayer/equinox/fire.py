@@ -97,14 +97,6 @@ class FireBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the parameters' if None. Computed in float32
-                (float64 for float64 parameters) and rounded once.
-        """
         pair = checked_pair(q_positions, k_positions)
         values = {name: upcast(value) for name, value in self.parameters().items()}
         threshold = values["multiplier"] * self.threshold
@@ -116,5 +108,4 @@ class FireBias(Bias):
         return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return ``c``, ``multiplier`` and the four arrays of the network."""
         return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}

@@ -83,14 +83,6 @@ class KerpleBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the parameters' if None. Computed in float32
-                (float64 for float64 parameters) and rounded once.
-        """
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
             r1=upcast(self.r1),
@@ -110,5 +102,4 @@ class KerpleBias(Bias):
         return replace_fields(self, r1=r1, r2=r2)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return ``r1`` and ``r2``."""
         return {"r1": self.r1, "r2": self.r2}

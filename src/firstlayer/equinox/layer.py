@@ -184,7 +184,6 @@ class EmbeddingLayer(Module):
         return self.token.logits(x)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return the trained arrays by their names in files."""
         parameters = {}
         for part in ("token", "position", "segment"):
             layer = getattr(self, part)
@@ -198,7 +197,6 @@ class EmbeddingLayer(Module):
         return parameters
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         position = self.position
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}

@@ -1,6 +1,6 @@
 """Learned positions for Equinox."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import numpy as np
@@ -67,8 +67,6 @@ class LearnedPositions(Module):
         ...
         ValueError: positions must be smaller than max_positions 512, got 599
     """
-
-    prefix: ClassVar[str] = "position."
 
     table: Embedding
     max_positions: int = eqx.field(static=True)
@@ -151,12 +149,8 @@ class LearnedPositions(Module):
     def resize(self, max_positions: int, *, align: Align = "ends") -> Self:
         """Return a layer with another number of positions, by linear interpolation.
 
-        Rows before position 0 are kept. Runs on the host, not under ``jit``.
-
-        Args:
-            max_positions: New number of positions.
-            align: Alignment of new rows with old ones; see
-                :func:`firstlayer.positions.learned.resize_linear`.
+        Rows before position 0 are kept. Runs on the host, not under ``jit``. ``align`` is
+        that of :func:`firstlayer.positions.learned.resize_linear`.
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         return self._with_rows(before, resize_linear(rows, max_positions, align=align))
@@ -170,14 +164,9 @@ class LearnedPositions(Module):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> Self:
-        """Return a layer for another grid of image patches, by bicubic interpolation.
+        """Return a layer for another grid of image patches.
 
-        Args:
-            new_grid: New height and width in patches.
-            grid: Present height and width in patches.
-            class_tokens: Number of positions before the patches; their rows are kept.
-            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
+        See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         resize_table = resize_grid(
@@ -197,7 +186,6 @@ class LearnedPositions(Module):
         return replace_fields(self, table=self.table.set_padding(value))
 
     def parameters(self) -> dict[str, Float[Array, "rows embedding_dim"]]:
-        """Return the table under the name ``weight``."""
         return self.table.parameters()
 
     def _replace_parameters(self, parameters: dict[str, Float[Array, "..."]]) -> Self:

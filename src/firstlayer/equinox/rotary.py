@@ -261,7 +261,6 @@ class RotaryPositions(Module):
         return None
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         given = self.given_frequencies
         return config_of(self, frequencies=None if given is None else given.array)
 

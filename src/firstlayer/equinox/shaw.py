@@ -1,6 +1,6 @@
 """Shaw's relative keys for Equinox: a learned key vector for each distance."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -45,8 +45,6 @@ class ShawScores(Module):
         >>> layer.scores(q, k, range(3), range(5)).shape
         (2, 3, 5)
     """
-
-    prefix: ClassVar[str] = "bias."
 
     weight: Float[Array, "distances head_dim"]
     head_dim: int = eqx.field(static=True)
@@ -113,7 +111,6 @@ class ShawScores(Module):
         return self.scores(q, k, q_positions, k_positions)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
 

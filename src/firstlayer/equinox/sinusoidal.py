@@ -1,6 +1,6 @@
 """Sinusoidal positions for Equinox."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -68,8 +68,6 @@ class SinusoidalPositions(Module):
         >>> layer(jnp.zeros((2, 3, 4)), offset=10_000_000).shape
         (2, 3, 4)
     """
-
-    prefix: ClassVar[str] = "position."
 
     #: Phases of each digit of a position, and their rates; see
     #: :mod:`firstlayer.positions.phases`.

@@ -88,13 +88,6 @@ class T5Bias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the table's if None.
-        """
         out = t5_bias(
             *checked_pair(q_positions, k_positions),
             weight=upcast(self.weight),
@@ -104,5 +97,4 @@ class T5Bias(Bias):
         return out.astype(self.weight.dtype if dtype is None else table_dtype(dtype))
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return the table under the name ``weight``."""
         return {"weight": self.weight}

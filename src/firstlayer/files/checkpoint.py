@@ -301,12 +301,12 @@ def _checked_tensor(
 ) -> StoredTensor:
     """Return the tensor that a header entry describes, if the file can hold it."""
     match entry:
-        case {
-            "dtype": str(dtype),
-            "shape": list(shape),
-            "data_offsets": [first, end],
-        } if len(shape) <= MAX_DIMENSIONS and all(
-            type(number) is int and 0 <= number < 2**63 for number in (*shape, first, end)
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [first, end]} if (
+            len(shape) <= MAX_DIMENSIONS
+            and all(
+                type(number) is int and 0 <= number < 2**63
+                for number in (*shape, first, end)
+            )
         ):
             tensor = StoredTensor(
                 name, dtype, tuple(shape), path, start + first, end - first

@@ -257,8 +257,7 @@ def _scaling(config: Config, rope: Config, partial: float | None) -> scaling.Sca
             return scaling.Linear(factor=_required("factor", rope))
         case "dynamic":
             return scaling.DynamicNTK(
-                factor=_required("factor", rope),
-                original_length=_max_length(config, rope),
+                factor=_required("factor", rope), original_length=_max_length(config, rope)
             )
         case "proportional":
             fraction = 1.0 if partial is None else partial

@@ -1,7 +1,7 @@
 """Base class and helpers of the layers that add a bias to attention scores."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -23,12 +23,17 @@ class Bias(Module):
           has one
     """
 
-    prefix: ClassVar[str] = "bias."
-
     def bias(
         self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key."""
+        """Return the bias of every query-key pair.
+
+        Args:
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result. None is the dtype of the parameters, or float32
+                without parameters. Computed in the compute dtype and rounded once.
+        """
         raise NotImplementedError
 
     def __call__(

@@ -1,7 +1,7 @@
 """Base class of the NumPy layers, and the argument conversions they share."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -14,9 +14,6 @@ from ..positions.ids import plain_offset, resolve
 
 class Module:
     """Base class of the NumPy layers."""
-
-    #: Prefix of tensor names in a file: ``"token."`` for a table of tokens.
-    prefix: ClassVar[str] = ""
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the trainable arrays by name, not copied."""
@@ -75,14 +72,7 @@ def as_parameter(
     dtype: Any,
     name: str = "weight",
 ) -> Float[np.ndarray, "..."]:
-    """Return ``value`` as a parameter of this shape, without a copy if possible.
-
-    Args:
-        value: Array given by the caller.
-        shape: Required shape.
-        dtype: Dtype to cast to; None keeps that of ``value``.
-        name: Name used in error messages.
-    """
+    """Return ``value`` as a parameter of this shape, without a copy if possible."""
     array = np.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")

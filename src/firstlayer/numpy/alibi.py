@@ -52,20 +52,8 @@ class AlibiBias(Bias):
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     def bias(
-        self,
-        q_positions: QPositions,
-        k_positions: KPositions,
-        *,
-        dtype: Any = None,
+        self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, float32 if None. Half precision is rounded once,
-                from float32.
-        """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         dtype = float_dtype(dtype)
         slopes = self.slopes.astype(compute_dtype(dtype))

@@ -85,14 +85,6 @@ class FireBias(Bias):
     def bias(
         self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the parameters' if None. Computed in float32, or
-                float64 for float64 parameters, and rounded once.
-        """
         dtype = self.c.dtype if dtype is None else float_dtype(dtype)
         values = self._upcast_parameters()
         x = self._network_input(*checked_pair(q_positions, k_positions), values)
@@ -122,11 +114,9 @@ class FireBias(Bias):
         return bias, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return ``c``, ``multiplier`` and the four arrays of the network, by name."""
         return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=self.c.dtype.name)
 
     def _upcast_parameters(self) -> dict[str, np.ndarray]:

@@ -75,20 +75,8 @@ class KerpleBias(Bias):
             )
 
     def bias(
-        self,
-        q_positions: QPositions,
-        k_positions: KPositions,
-        *,
-        dtype: Any = None,
+        self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the parameters' if None. Computed in float32, or
-                float64 for float64 parameters, and rounded once.
-        """
         dtype = self.r1.dtype if dtype is None else float_dtype(dtype)
         out = kerple_bias(
             *checked_pair(q_positions, k_positions),
@@ -99,9 +87,7 @@ class KerpleBias(Bias):
         return out.astype(dtype, copy=False)
 
     def vjp(
-        self,
-        q_positions: QPositions,
-        k_positions: KPositions,
+        self, q_positions: QPositions, k_positions: KPositions
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
         """Return the bias and the pullback from its gradient to those of ``r1`` and ``r2``.
 
@@ -134,11 +120,9 @@ class KerpleBias(Bias):
         self.r1[...], self.r2[...] = kerple_limited(self.r1, self.r2, form=self.form)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the parameters ``r1`` and ``r2`` by name."""
         return {"r1": self.r1, "r2": self.r2}
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=self.r1.dtype.name)
 
 

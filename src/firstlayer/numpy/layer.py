@@ -217,7 +217,6 @@ class EmbeddingLayer(Module):
         return self.token.logits(x)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the trainable arrays by the names they have in files, not copied."""
         parameters = {
             f"token.{name}": value for name, value in self.token.parameters().items()
         }
@@ -231,7 +230,6 @@ class EmbeddingLayer(Module):
         return parameters
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         position = self.position
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}

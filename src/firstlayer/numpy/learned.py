@@ -1,7 +1,7 @@
 """Learned positions for NumPy."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -58,8 +58,6 @@ class LearnedPositions(Module):
         ...
         ValueError: positions must be smaller than max_positions 512, got 599
     """
-
-    prefix: ClassVar[str] = "position."
 
     def __init__(
         self,
@@ -170,12 +168,8 @@ class LearnedPositions(Module):
     def resize(self, max_positions: int, *, align: Align = "ends") -> None:
         """Change the number of positions in place, by linear interpolation.
 
-        Rows before position 0 are kept.
-
-        Args:
-            max_positions: New number of positions.
-            align: Alignment of new and old rows; see
-                :func:`firstlayer.positions.learned.resize_linear`.
+        Rows before position 0 are kept. ``align`` is that of
+        :func:`firstlayer.positions.learned.resize_linear`.
         """
         self._replace(resize_linear(self._positions, max_positions, align=align))
 
@@ -188,14 +182,9 @@ class LearnedPositions(Module):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> None:
-        """Resample a table of image patches to another grid in place, bicubically.
+        """Resize the table of image patches to another grid in place.
 
-        Args:
-            new_grid: New height and width in patches.
-            grid: Current height and width in patches.
-            class_tokens: Number of positions before the patches. They are kept.
-            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
+        See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
         """
         self._replace(
             resize_grid(
@@ -213,7 +202,6 @@ class LearnedPositions(Module):
         self.table.set_padding(value)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the table under the name ``weight``."""
         return self.table.parameters()
 
     def embeddings(self) -> dict[str, Any]:
@@ -225,7 +213,6 @@ class LearnedPositions(Module):
         self.table.load_state_dict(state)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         padding_idx, dtype = self.table.padding_idx, self.weight.dtype.name
         return config_of(self, padding_idx=padding_idx, dtype=dtype)
 

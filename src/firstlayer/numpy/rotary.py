@@ -233,7 +233,6 @@ class RotaryPositions(Module):
         return None if self.frequencies.ndim == 1 else self.frequencies.shape[0]
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, frequencies=self.frequencies if self._explicit else None)
 
     def _vectors(self, x: Any, name: str = "x") -> np.ndarray:

@@ -44,8 +44,6 @@ class ShawScores(Module):
         (2, 3, 5)
     """
 
-    prefix = "bias."
-
     def __init__(
         self,
         head_dim: int,
@@ -130,11 +128,9 @@ class ShawScores(Module):
         return scores, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=self.weight.dtype.name)
 
     def _checked(self, name: str, x: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Sinusoidal positions for NumPy."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -64,8 +64,6 @@ class SinusoidalPositions(Module):
         >>> layer(np.zeros((2, 3, 4)), offset=10_000_000).shape
         (2, 3, 4)
     """
-
-    prefix: ClassVar[str] = "position."
 
     def __init__(
         self,

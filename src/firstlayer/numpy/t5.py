@@ -77,19 +77,8 @@ class T5Bias(Bias):
             self.weight = as_parameter(weight, shape, dtype=dtype)
 
     def bias(
-        self,
-        q_positions: QPositions,
-        k_positions: KPositions,
-        *,
-        dtype: Any = None,
+        self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query and key.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the result, the table's if None.
-        """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         weight = self.weight if dtype is None else self.weight.astype(float_dtype(dtype))
         return t5_bias(
@@ -101,9 +90,7 @@ class T5Bias(Bias):
         )
 
     def vjp(
-        self,
-        q_positions: QPositions,
-        k_positions: KPositions,
+        self, q_positions: QPositions, k_positions: KPositions
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
         """Return the bias and the pullback from its gradient to the table's.
 
@@ -130,9 +117,7 @@ class T5Bias(Bias):
         return bias, pullback
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the table under the name ``weight``."""
         return {"weight": self.weight}
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=self.weight.dtype.name)

@@ -1,7 +1,7 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -67,7 +67,6 @@ class Embedding(Module):
         IndexError: ids[1] is 10, but num_embeddings is 10
     """
 
-    prefix: ClassVar[str] = "token."
     #: Optimizer state that stale rows are caught up from; see :mod:`firstlayer.optim`.
     #: Neither copied nor pickled.
     table_state: "TableState | None" = None
@@ -238,7 +237,6 @@ class Embedding(Module):
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the table under the name ``weight``."""
         self.catch_up()
         return {"weight": self.weight}
 
@@ -247,7 +245,6 @@ class Embedding(Module):
         return {"weight": self}
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=self.weight.dtype.name)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -72,8 +72,7 @@ class RowAdagrad(RowOptimizer):
         initial_accumulator_value: Initial value of the sums of squares.
         eps: Term added to the denominator.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding
@@ -102,8 +101,7 @@ class RowWiseAdagrad(RowOptimizer):
         initial_accumulator_value: Initial value of the sums.
         eps: Term added to the denominator.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding

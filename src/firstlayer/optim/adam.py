@@ -169,8 +169,7 @@ class RowAdam(RowOptimizer):
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
         amsgrad: Divide by the largest second moment so far.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding
@@ -199,8 +198,7 @@ class RowAdamW(RowOptimizer):
         weight_decay: Decoupled weight decay.
         amsgrad: Divide by the largest second moment so far.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding

@@ -10,13 +10,7 @@ from ..kernels.optim.coefficients import NUM_LION, SIGN_STEP
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
-from .rule import (
-    Options,
-    RowOptions,
-    Rule,
-    check_fractions,
-    gradient_sign,
-)
+from .rule import Options, RowOptions, Rule, check_fractions, gradient_sign
 
 
 class Lion(Rule):
@@ -86,8 +80,7 @@ class RowLion(RowOptimizer):
         betas: Decay rates of the average: in the update, and in the stored state.
         weight_decay: Decoupled weight decay.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding

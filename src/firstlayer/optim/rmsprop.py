@@ -96,8 +96,7 @@ class RowRMSprop(RowOptimizer):
         momentum: Momentum factor.
         centered: Divide by the standard deviation of gradients.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding

@@ -42,7 +42,8 @@ def with_options(
 class RowOptimizer:
     """Base class of the row optimizers for NumPy layers.
 
-    With ``stochastic_rounding``, updated rows of bfloat16 tables are rounded up or down at
+    ``mode`` is ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`. With
+    ``stochastic_rounding``, updated rows of bfloat16 tables are rounded up or down at
     random, the nearer value with the higher probability, so that updates too small for
     bfloat16 are kept on average. Repeated runs round the same way.
 
@@ -118,11 +119,7 @@ class RowOptimizer:
         return arrays
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue from a state. Nothing changes if it does not fit.
-
-        Args:
-            state: Result of :meth:`state_dict`.
-        """
+        """Continue from a state. Nothing changes if it does not fit."""
         loaded = {name: self._loaded(name, state) for name in self.table_states}
         self.flush()
         self.table_states |= loaded

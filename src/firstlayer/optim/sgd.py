@@ -94,8 +94,7 @@ class RowSGD(RowOptimizer):
         weight_decay: Weight decay, added to the gradient.
         nesterov: Use Nesterov momentum.
         maximize: Maximize instead of minimize.
-        mode: ``"exact"`` or ``"lazy"``; see :mod:`firstlayer.optim`.
-        stochastic_rounding: See :class:`RowOptimizer`.
+        mode, stochastic_rounding: See :class:`RowOptimizer`.
 
     Example:
         >>> from firstlayer.numpy import Embedding

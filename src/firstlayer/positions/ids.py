@@ -85,9 +85,7 @@ def from_mask(
     return xp.where(is_token, from_offset(count - 1, offset), at_padding)
 
 
-def from_documents(
-    documents: Shaped[Any, "*batch length"],
-) -> Shaped[Any, "*batch length"]:
+def from_documents(documents: Shaped[Any, "*batch length"]) -> Shaped[Any, "*batch length"]:
     """Return positions that restart at 0 where the document changes.
 
     Args:

@@ -164,9 +164,7 @@ def features_at(
     return features.reshape(*positions.shape, embedding_dim)
 
 
-def join_axes(
-    features: Float[Any, "axes *seq part"],
-) -> Float[Any, "*seq embedding_dim"]:
+def join_axes(features: Float[Any, "axes *seq part"]) -> Float[Any, "*seq embedding_dim"]:
     """Concatenate the features of several coordinates, in the order of the axes.
 
     Example:

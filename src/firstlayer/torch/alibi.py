@@ -64,14 +64,6 @@ class AlibiBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query-key pair.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the output; float32 if None. Half precision is rounded once,
-                from float32.
-        """
         q_positions, k_positions = self._checked_pair(q_positions, k_positions)
         dtype = dtype or torch.float32
         slopes = self._slopes(dtype, q_positions.device)

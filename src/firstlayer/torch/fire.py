@@ -88,14 +88,6 @@ class FireBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query-key pair.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the output; the dtype of the parameters if None. Computed in
-                float32, or float64 for float64 parameters, and rounded once.
-        """
         positions = self._checked_pair(q_positions, k_positions)
         with in_full_precision(self.c.device):
             c, threshold = upcast(self.c), upcast(self.multiplier) * self.threshold
@@ -104,7 +96,6 @@ class FireBias(Bias):
         return out.to(dtype or self.c.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, c=self.initial_c, dtype=dtype_name(self.c.dtype))
 
     def _network(self) -> dict[str, Tensor]:

@@ -48,11 +48,7 @@ class FourierFeatures(PrecomputedBuffers):
     rate_bits: Tensor
 
     def __init__(
-        self,
-        matrix: Any,
-        *,
-        layout: Layout = "half",
-        cos_first: bool = True,
+        self, matrix: Any, *, layout: Layout = "half", cos_first: bool = True
     ) -> None:
         super().__init__()
         #: Frequencies in cycles per unit, float64.

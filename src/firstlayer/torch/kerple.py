@@ -89,14 +89,6 @@ class KerpleBias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query-key pair.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the output; the dtype of the parameters if None. Computed in
-                float32, or float64 for float64 parameters, and rounded once.
-        """
         out = kerple_bias(
             *self._checked_pair(q_positions, k_positions),
             r1=upcast(self.r1),
@@ -113,7 +105,6 @@ class KerpleBias(Bias):
         self.r2.copy_(r2)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=dtype_name(self.r1.dtype))
 
     def _draw(self, name: str) -> None:

@@ -137,12 +137,8 @@ class LearnedPositions(nn.Module):
         """Change the number of positions in place, by linear interpolation.
 
         Rows before position 0 are kept. ``weight`` stays the same parameter; an optimizer
-        with a state for it does not follow.
-
-        Args:
-            max_positions: New number of positions.
-            align: Alignment of new and old rows; see
-                :func:`firstlayer.positions.learned.resize_linear`.
+        with a state for it does not follow. ``align`` is that of
+        :func:`firstlayer.positions.learned.resize_linear`.
         """
         self._set_positions(resize_linear(self._positions(), max_positions, align=align))
 
@@ -155,14 +151,9 @@ class LearnedPositions(nn.Module):
         antialias: bool = False,
         nudge: float = 0.0,
     ) -> None:
-        """Resize the table of image patches to another grid in place, bicubically.
+        """Resize the table of image patches to another grid in place.
 
-        Args:
-            new_grid: New height and width in patches.
-            grid: Current height and width.
-            class_tokens: Number of positions before the patches, which are kept.
-            antialias: As in :func:`firstlayer.positions.learned.resize_grid`.
-            nudge: As in :func:`firstlayer.positions.learned.resize_grid`.
+        See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
         """
         rows = resize_grid(
             self._positions(),

@@ -236,7 +236,6 @@ class RotaryPositions(PrecomputedBuffers):
         return rotate(upcast(keys), cos, sin, layout=layout).to(keys.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         given = self.frequencies if self._frequencies_given else None
         return config_of(self, frequencies=given)
 

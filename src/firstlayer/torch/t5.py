@@ -86,13 +86,6 @@ class T5Bias(Bias):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query-key pair.
-
-        Args:
-            q_positions: Positions of the queries.
-            k_positions: Positions of the keys.
-            dtype: Dtype of the output; the dtype of the table if None.
-        """
         q_positions, k_positions = self._checked_pair(q_positions, k_positions)
         out = t5_bias(
             q_positions,
@@ -104,7 +97,6 @@ class T5Bias(Bias):
         return out.to(dtype or self.weight.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def _tables(self) -> dict[str, np.ndarray]:

@@ -108,12 +108,7 @@ def learn_tokenizer(
 
 
 def tokenized(documents: Iterable[Iterable[str]], tokenizer: Any) -> Corpus:
-    """Tokenize documents to ids, dropping unknown tokens.
-
-    Args:
-        documents: Documents as iterables of text blocks.
-        tokenizer: A ``tokenizers.Tokenizer``.
-    """
+    """Tokenize documents to ids, dropping unknown tokens."""
     unknown = tokenizer.token_to_id(UNKNOWN)
     documents = list(documents)
     lengths, parts = np.zeros(len(documents), np.int64), []

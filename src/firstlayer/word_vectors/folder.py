@@ -32,12 +32,7 @@ FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING}
 
 
 def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> None:
-    """Raise an error if the folder cannot be created or must not be replaced.
-
-    Args:
-        folder: Output folder.
-        replace: Whether to replace an existing folder of word vectors.
-    """
+    """Raise an error if the folder cannot be created or must not be replaced."""
     path, name = Path(folder), str(Path(folder))
     parent = path.resolve().parent
     if not parent.is_dir():
@@ -58,9 +53,6 @@ def check_writable(folder: Path) -> None:
     """Raise an error if nothing can be created in a folder, before long work starts.
 
     Creates and removes a folder: permissions alone do not reveal a read-only disk.
-
-    Args:
-        folder: Existing folder.
     """
     probe = _temporary(folder / "new")
     try:
@@ -79,12 +71,7 @@ def _temporary(path: Path) -> Path:
 def replacing_folder(
     folder: str | os.PathLike[str], *, replace: bool
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder that replaces ``folder`` when the block ends without error.
-
-    Args:
-        folder: Output folder.
-        replace: Whether to replace an existing folder of word vectors.
-    """
+    """Yield a temporary folder that replaces ``folder`` if the block succeeds."""
     check_output_folder(folder, replace=replace)
     target = Path(folder).resolve()
     new, old = temporary = _temporary(target), _temporary(target)
@@ -154,11 +141,7 @@ def write_folder(
 
 
 def read_state(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the state of an interrupted run.
-
-    Args:
-        folder: Folder written by :func:`write_folder`.
-    """
+    """Return the state of an interrupted run."""
     path = Path(folder) / TRAINING
     if not path.exists():
         reason = "has no run to resume" if path.parent.is_dir() else "is not a folder"
@@ -171,11 +154,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the contents of ``config.json``, or an empty dict without that file.
-
-    Args:
-        folder: Folder that may contain it.
-    """
+    """Return the contents of ``config.json``, or an empty dict without that file."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         return {}

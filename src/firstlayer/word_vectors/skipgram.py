@@ -155,11 +155,6 @@ class SkipGram:
         """Train until all epochs are done or ``stop()`` returns True.
 
         Returns whether all epochs are done.
-
-        Args:
-            report: Called regularly with the progress.
-            stop: Called before each batch.
-            every: Seconds between reports.
         """
         self._begin_epoch()
         started = last = time.perf_counter()
@@ -184,11 +179,7 @@ class SkipGram:
         return {**state, "place": np.array([self.epoch, self.place])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Resume a run with the same text and hyper-parameters.
-
-        Args:
-            state: Result of :meth:`state_dict`.
-        """
+        """Resume a run with the same text and hyper-parameters."""
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(f"state must have {missing[0]}, got {sorted(state)}")
         tables = {"table": self.table, "others": self.others}

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from ..._check import one_of
 from ...word_vectors.text import standard_library
+from .. import SCHEMES as SCHEMES
 from .data import split
 from .results import QUICK as QUICK
 from .results import RULES as RULES
-from .results import SCHEMES as SCHEMES
 from .results import Curve as Curve
 from .results import Profile as Profile
 from .results import Progress as Progress

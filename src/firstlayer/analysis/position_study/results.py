@@ -6,17 +6,6 @@ from typing import Any, Literal
 
 from ..._check import positive
 
-SCHEMES = (
-    "none",
-    "learned",
-    "sinusoidal",
-    "rotary",
-    "randomised",
-    "alibi",
-    "t5",
-    "kerple",
-    "fire",
-)
 #: Rules that extend a trained model without further training, by its scheme.
 RULES = {"rotary": ("linear", "ntk", "yarn"), "learned": ("resized",)}
 
@@ -169,11 +158,7 @@ class Study:
         return tuple(curve for trained in self.trained for curve in trained.curves)
 
     def best_at(self, length: int) -> Curve | None:
-        """Return the curve with the lowest loss at a length, None if none has a loss there.
-
-        Args:
-            length: One of the setting's ``lengths``.
-        """
+        """Return the curve with the lowest loss at a length, None if none has a loss there."""
         curves = [curve for curve in self.curves if curve.at(length) is not None]
         return min(curves, key=lambda curve: curve.at(length) or 0.0, default=None)
 

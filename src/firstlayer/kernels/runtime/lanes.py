@@ -41,12 +41,7 @@ STREAMING_BYTES = 1 << 24
 
 
 def is_streamed(out: np.ndarray, min_bytes: int | None = None) -> bool:
-    """Return whether ``out`` is large enough for streaming stores and aligned for them.
-
-    Args:
-        out: Output array.
-        min_bytes: Size that is large enough; None is :data:`STREAMING_BYTES`.
-    """
+    """Return whether ``out`` is large enough for streaming stores and aligned for them."""
     if out.nbytes < (STREAMING_BYTES if min_bytes is None else min_bytes):
         return False
     return (out.ctypes.data | out.strides[0]) % STREAM_BYTES == 0

@@ -80,9 +80,7 @@ def _build_worker(builder: Any, stored: Any) -> Any:
     """Return a function of the block's address that calls the kernel being built."""
     kernel = builder.function
     worker = ir.Function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [I64]),
-        name=f"{kernel.name}.helped",
+        builder.module, ir.FunctionType(ir.VoidType(), [I64]), name=f"{kernel.name}.helped"
     )
     worker.linkage = "internal"
     body = ir.IRBuilder(worker.append_basic_block())

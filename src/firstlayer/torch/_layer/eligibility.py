@@ -41,13 +41,7 @@ _ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
 def kernel_inputs(
     layer: "EmbeddingLayer", arguments: LayerArguments, *, upcast_output: bool
 ) -> tuple[LayerTensors[Tensor], LayerOptions] | None:
-    """Return the inputs of the fused layer, or None if the call is not eligible.
-
-    Args:
-        layer: The complete layer.
-        arguments: Arguments of the call.
-        upcast_output: Whether the output is in the compute dtype.
-    """
+    """Return the inputs of the fused layer, or None if the call is not eligible."""
     # Read from the dict once: attributes of a module are slow.
     modules: dict[str, Any] = layer._modules
     token, position, segment, norm = map(

@@ -34,7 +34,14 @@ class Bias(PrecomputedBuffers):
         *,
         dtype: torch.dtype | None = None,
     ) -> Float[Tensor, "*batch num_heads q_length k_length"]:
-        """Return the bias of every query-key pair."""
+        """Return the bias of every query-key pair.
+
+        Args:
+            q_positions: Positions of the queries.
+            k_positions: Positions of the keys.
+            dtype: Dtype of the result. None is the dtype of the parameters, or float32
+                without parameters. Computed in the compute dtype and rounded once.
+        """
         raise NotImplementedError
 
     def forward(

@@ -135,12 +135,7 @@ class LookupOptions(NamedTuple):
     def gradient(
         self, ids: Integer[Tensor, "*batch"], dy: Float[Tensor, "*batch embedding_dim"]
     ) -> Tensor:
-        """Return the table's gradient.
-
-        Args:
-            ids: Ids that were looked up.
-            dy: Gradient of the rows.
-        """
+        """Return the table's gradient."""
         small = (
             self.num_embeddings * dy.shape[-1] <= SMALL_TABLE and dy.numel() <= SMALL_TABLE
         )

@@ -60,11 +60,6 @@ def renormalize_shard(weight: Any, *, max_norm: float, norm_type: float) -> None
 
     The gradient is reduced over all ranks, so rows without a gradient are skipped. No-op
     for tables that are not sharded by rows.
-
-    Args:
-        weight: The table, a DTensor.
-        max_norm: Maximum norm.
-        norm_type: The p of the p-norm.
     """
     placements = getattr(weight, "placements", ())
     by_rows = all(part.is_replicate() or part.is_shard(0) for part in placements)

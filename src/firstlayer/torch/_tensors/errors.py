@@ -47,11 +47,7 @@ def torch_errors() -> Generator[None, None, None]:
 
 
 def check_ids(
-    ids: Tensor,
-    num_embeddings: int,
-    *,
-    name: str = "ids",
-    bound: str = "num_embeddings",
+    ids: Tensor, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> None:
     """Raise OutOfRange if ids are out of range and their values can be read.
 
