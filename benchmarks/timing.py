@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from firstlayer.analysis.timing import Run as Run
 from firstlayer.analysis.timing import interleaved_medians
 
 BATCHES = 12
+Run = Callable[[int], Any]
 # mallopt parameters of glibc.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 

@@ -498,7 +498,6 @@ def test_config_is_plain_and_rebuilds_the_layer():
     np.testing.assert_array_equal(rebuilt.encode([0, 8, 0.5]), layer.encode([0, 8, 0.5]))
     assert list(layer.parameters()) == ["weight"]
     assert layer.parameters()["weight"] is layer.weight
-    assert layer.prefix == "position."
 
 
 def test_copies_are_independent_and_equal():

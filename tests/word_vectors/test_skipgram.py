@@ -114,7 +114,7 @@ def test_losses_and_gradients_equal_autograd_in_float64(threads):
     tables, centers, targets, near = places()
     want, dtable, dother = reference(tables, centers, targets, near, 6)
     slopes, pulls, losses = kernels.skipgram_gradients(
-        *tables, centers, targets=targets, near=near, negatives=6
+        tables[0], tables[1], centers, targets=targets, near=near, negatives=6
     )
     np.testing.assert_allclose(losses, want, rtol=2e-5)
     got = np.zeros_like(dtable)
@@ -150,7 +150,12 @@ def test_extreme_dot_products_have_a_finite_loss():
     tables[1] *= -1
     targets, near = drawn(np.array([0, 1, 2] * 10), np.zeros(30, int), window=16)
     slopes, pulls, losses = kernels.skipgram_gradients(
-        *tables, np.array([0, 1, 2] * 10), targets=targets, near=near, negatives=5
+        tables[0],
+        tables[1],
+        np.array([0, 1, 2] * 10),
+        targets=targets,
+        near=near,
+        negatives=5,
     )
     assert np.isfinite(losses).all() and (losses > 20).all()
     assert np.isfinite(slopes[0, : near[0]]).all() and np.isfinite(pulls).all()

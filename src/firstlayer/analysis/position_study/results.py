@@ -158,7 +158,7 @@ class Study:
         return tuple(curve for trained in self.trained for curve in trained.curves)
 
     def best_at(self, length: int) -> Curve | None:
-        """Return the curve with the lowest loss at a length, None if none has a loss there."""
+        """Return the curve with the lowest loss at a length, or None without any."""
         curves = [curve for curve in self.curves if curve.at(length) is not None]
         return min(curves, key=lambda curve: curve.at(length) or 0.0, default=None)
 
