@@ -1,10 +1,10 @@
 """Training step with RowAdamW against torch's AdamW and SparseAdam: time and memory.
 
 A call is a forward, a backward and an optimizer step on one of twelve batches of 32 × 128
-ids. Outputs of the exact RowAdamW are first compared with those of AdamW on dense gradients.
-SparseAdam is a different algorithm, included for its speed: its outputs are only required to
-lie within the distance that twelve steps can move weights. Each optimizer trains its own
-table, created at its first call.
+ids. Outputs of the exact RowAdamW are first compared with those of AdamW on dense
+gradients. SparseAdam is a different algorithm, included for its speed: its outputs are only
+required to lie within the distance that twelve steps can move weights. Each optimizer
+trains its own table, created at its first call.
 
 :func:`memory_of_a_step` measures the peak memory that a step adds to the process: the
 touched rows for row gradients, the size of the table for dense gradients.
@@ -44,11 +44,13 @@ class Training:
         rows: Number of rows.
         width: Width of each row.
         distribution: Distribution of the ids.
-        who: ``"ours"`` or the name of a peer.
+        implementation: ``"ours"`` or the name of a peer.
     """
 
-    def __init__(self, rows: int, width: int, distribution: str, *, who: str) -> None:
-        self.rows, self.width, self.who = rows, width, who
+    def __init__(
+        self, rows: int, width: int, distribution: str, *, implementation: str
+    ) -> None:
+        self.rows, self.width, self.implementation = rows, width, implementation
         self.distribution = distribution
         self.layer: torch.nn.Embedding | None = None
 
@@ -66,8 +68,8 @@ class Training:
         weight = torch.randn(
             self.rows, self.width, generator=torch.Generator().manual_seed(0)
         )
-        sparse = self.who != DENSE
-        layer_class = Embedding if self.who == "ours" else torch.nn.Embedding
+        sparse = self.implementation != DENSE
+        layer_class = Embedding if self.implementation == "ours" else torch.nn.Embedding
         self.layer = layer_class(self.rows, self.width, sparse=sparse, _weight=weight)
         self.ids = [
             torch.from_numpy(ids) for ids in batches(self.distribution, self.rows, IDS)
@@ -78,7 +80,7 @@ class Training:
             "ours": lambda: RowAdamW(parameters, lr=RATE),
             DENSE: lambda: torch.optim.AdamW(parameters, lr=RATE, fused=True),
             SPARSE: lambda: torch.optim.SparseAdam(parameters, lr=RATE),
-        }[self.who]()
+        }[self.implementation]()
 
 
 def cases() -> Iterator[Case]:
@@ -89,15 +91,17 @@ def cases() -> Iterator[Case]:
             yield _case(rows, width, distribution, SPARSE, bar=1.0, tolerance=MAX_DISTANCE)
 
 
-def memory_of_a_step(who: str, *, rows: int = 1_000_000, width: int = 256) -> float:
+def memory_of_a_step(
+    implementation: str, *, rows: int = 1_000_000, width: int = 256
+) -> float:
     """Return the peak memory in MB that steps add to the table and its state.
 
     Args:
-        who: ``"ours"`` or the name of a peer.
+        implementation: ``"ours"`` or the name of a peer.
         rows: Number of rows.
         width: Width of each row.
     """
-    training = Training(rows, width, "uniform", who=who)
+    training = Training(rows, width, "uniform", implementation=implementation)
     for batch in range(BATCHES):
         training(batch)
     training.optimizer.zero_grad()
@@ -117,9 +121,9 @@ def _case(
 ) -> Case:
     name = f"train {rows:,} × {width} by rows, 32 × 128 ids, {distribution}"
     return Case(
-        name if peer == DENSE else f"{name}, exact beside lazy",
-        Training(rows, width, distribution, who="ours"),
-        {peer: Training(rows, width, distribution, who=peer)},
+        name if peer == DENSE else f"{name}, exact against lazy",
+        Training(rows, width, distribution, implementation="ours"),
+        {peer: Training(rows, width, distribution, implementation=peer)},
         {peer: bar},
         tolerance=tolerance,
         most_rounds=12 if rows * width < 2e7 else 2,

@@ -10,13 +10,7 @@ from ..kernels.optim.coefficients import NUM_LION, SIGN_STEP
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
-from .rule import (
-    Options,
-    RowOptions,
-    Rule,
-    check_fractions,
-    gradient_sign,
-)
+from .rule import Options, RowOptions, Rule, check_fractions, gradient_sign
 
 
 class Lion(Rule):
