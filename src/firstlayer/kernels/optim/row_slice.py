@@ -1,7 +1,6 @@
 """Rows that the kernels of the row optimizers update."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ class RowSlice:
     state_rows: np.ndarray
     state: dict[str, np.ndarray]
 
-    def array(self, name: str, *, used: Any = True) -> np.ndarray:
+    def array(self, name: str, *, used: bool = True) -> np.ndarray:
         """Return an array of the state, or an empty one if it is absent or not used."""
         array = self.state.get(name) if used else None
         return np.empty((0, 0), self.weight.dtype) if array is None else array
