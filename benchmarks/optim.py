@@ -1,13 +1,13 @@
-"""Training a table by rows beside torch's optimizers, and the memory that it takes.
+"""Training step with RowAdamW against torch's AdamW and SparseAdam: time and memory.
 
-A call is a forward, a backward and a step of AdamW on one of twelve batches of 32 × 128
-ids. Exact rows make what dense gradients make, and that is checked first. SparseAdam is
-another algorithm and is here for its time: it can only be checked that neither has gone
-further than twelve steps go. Each contestant trains a table of its own, made when it is
-first called.
+A call is a forward, a backward and an optimizer step on one of twelve batches of 32 × 128
+ids. Outputs of the exact RowAdamW are first compared with those of AdamW on dense
+gradients. SparseAdam is a different algorithm, included for its speed: its outputs are only
+required to lie within the distance that twelve steps can move weights. Each optimizer
+trains its own table, created at its first call.
 
-What a step adds to the process's memory at its peak is measured too: rows add what they
-touch, a dense gradient the table's size.
+:func:`memory_of_a_step` measures the peak memory that a step adds to the process: the
+touched rows for row gradients, the size of the table for dense gradients.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from .ids import DISTRIBUTIONS, batches
 from .timing import BATCHES, Case
 
 IDS = (32, 128)
-#: Rows, width, and how many times as fast as fused AdamW on dense gradients ours has to be.
+#: Rows, width, and required speed-up over fused AdamW on dense gradients.
 SIZES = (
     (50_000, 256, 2.5),
     (250_000, 256, 9.0),
@@ -33,26 +33,29 @@ SIZES = (
 )
 DENSE, SPARSE = "torch AdamW(fused=True), dense", "torch SparseAdam"
 RATE = 1e-3
-# How far twelve steps move two weights apart at most, decay included.
-APART = 2.5 * BATCHES * RATE
+# Largest distance between two weights after twelve steps, decay included.
+MAX_DISTANCE = 2.5 * BATCHES * RATE
 
 
 class Training:
-    """A table and its optimizer, and steps on batches.
+    """A table with its optimizer; a call takes a training step on a batch.
 
     Args:
-        rows: Rows of the table.
-        width: Of a row.
-        kind: How ids are spread.
-        who: ``"ours"`` or the name of a peer.
+        rows: Number of rows.
+        width: Width of each row.
+        distribution: Distribution of the ids.
+        implementation: ``"ours"`` or the name of a peer.
     """
 
-    def __init__(self, rows: int, width: int, kind: str, *, who: str) -> None:
-        self.rows, self.width, self.kind, self.who = rows, width, kind, who
+    def __init__(
+        self, rows: int, width: int, distribution: str, *, implementation: str
+    ) -> None:
+        self.rows, self.width, self.implementation = rows, width, implementation
+        self.distribution = distribution
         self.layer: torch.nn.Embedding | None = None
 
     def __call__(self, batch: int) -> torch.Tensor:
-        """Return what was looked up, before the step that follows."""
+        """Take a step and return the output of its forward."""
         if self.layer is None:
             self._build()
         self.optimizer.zero_grad()
@@ -65,43 +68,47 @@ class Training:
         weight = torch.randn(
             self.rows, self.width, generator=torch.Generator().manual_seed(0)
         )
-        sparse = self.who != DENSE
-        make = Embedding if self.who == "ours" else torch.nn.Embedding
-        self.layer = make(self.rows, self.width, sparse=sparse, _weight=weight)
-        self.ids = [torch.from_numpy(b) for b in batches(self.kind, self.rows, IDS)]
+        sparse = self.implementation != DENSE
+        layer_class = Embedding if self.implementation == "ours" else torch.nn.Embedding
+        self.layer = layer_class(self.rows, self.width, sparse=sparse, _weight=weight)
+        self.ids = [
+            torch.from_numpy(ids) for ids in batches(self.distribution, self.rows, IDS)
+        ]
         self.dy = torch.randn(*IDS, self.width, generator=torch.Generator().manual_seed(1))
         parameters = list(self.layer.parameters())
         self.optimizer: torch.optim.Optimizer = {
             "ours": lambda: RowAdamW(parameters, lr=RATE),
             DENSE: lambda: torch.optim.AdamW(parameters, lr=RATE, fused=True),
             SPARSE: lambda: torch.optim.SparseAdam(parameters, lr=RATE),
-        }[self.who]()
+        }[self.implementation]()
 
 
 def cases() -> Iterator[Case]:
-    """Yield every size and spread of ids, beside dense gradients and beside SparseAdam."""
+    """Yield every size and distribution of ids, against AdamW and against SparseAdam."""
     for rows, width, bar in SIZES:
-        for kind in DISTRIBUTIONS:
-            yield _case(rows, width, kind, DENSE, bar=bar, tolerance=1e-4)
-            yield _case(rows, width, kind, SPARSE, bar=1.0, tolerance=APART)
+        for distribution in DISTRIBUTIONS:
+            yield _case(rows, width, distribution, DENSE, bar=bar, tolerance=1e-4)
+            yield _case(rows, width, distribution, SPARSE, bar=1.0, tolerance=MAX_DISTANCE)
 
 
-def memory_of_a_step(who: str, *, rows: int = 1_000_000, width: int = 256) -> float:
-    """Return the megabytes that steps add at their peak to the table and its state.
+def memory_of_a_step(
+    implementation: str, *, rows: int = 1_000_000, width: int = 256
+) -> float:
+    """Return the peak memory in MB that steps add to the table and its state.
 
     Args:
-        who: ``"ours"`` or the name of a peer.
-        rows: Rows of the table.
-        width: Of a row.
+        implementation: ``"ours"`` or the name of a peer.
+        rows: Number of rows.
+        width: Width of each row.
     """
-    training = Training(rows, width, "uniform", who=who)
+    training = Training(rows, width, "uniform", implementation=implementation)
     for batch in range(BATCHES):
         training(batch)
     training.optimizer.zero_grad()
     gc.collect()
-    # What the steps before have freed and the process has kept must not count as there.
+    # Return freed memory to the system, so that it does not count as used before.
     ctypes.CDLL(None).malloc_trim(0)
-    # Linux: from here on, the peak is that of what follows.
+    # Linux: reset the peak.
     Path("/proc/self/clear_refs").write_text("5")
     before = _megabytes("VmRSS")
     for batch in range(BATCHES):
@@ -110,13 +117,13 @@ def memory_of_a_step(who: str, *, rows: int = 1_000_000, width: int = 256) -> fl
 
 
 def _case(
-    rows: int, width: int, kind: str, peer: str, *, bar: float, tolerance: float
+    rows: int, width: int, distribution: str, peer: str, *, bar: float, tolerance: float
 ) -> Case:
-    name = f"train {rows:,} × {width} by rows, 32 × 128 ids, {kind}"
+    name = f"train {rows:,} × {width} by rows, 32 × 128 ids, {distribution}"
     return Case(
-        name if peer == DENSE else f"{name}, exact beside lazy",
-        Training(rows, width, kind, who="ours"),
-        {peer: Training(rows, width, kind, who=peer)},
+        name if peer == DENSE else f"{name}, exact against lazy",
+        Training(rows, width, distribution, implementation="ours"),
+        {peer: Training(rows, width, distribution, implementation=peer)},
         {peer: bar},
         tolerance=tolerance,
         most_rounds=12 if rows * width < 2e7 else 2,

@@ -27,7 +27,7 @@ WEIGHT_DECAY, SIGN_STEP, MOMENT_DECAY = range(3)
 NUM_LION = 3
 
 # Adam, with u = ε / (ε + ROOT_SCALE · √v):
-#     w ← WEIGHT_DECAY · w − m · (u / ε) · polynomial(2u − 1)
+#     w ← WEIGHT_DECAY · w − m · (u / ε) · polynomial(2u − 1)    WEIGHT_DECAY as in Lion
 #     m ← FIRST_DECAY · m                           FIRST_DECAY = Π β₁ᵢ
 #     v ← SECOND_DECAY · v                          SECOND_DECAY = Π β₂ᵢ
 # The polynomial's coefficients start at POLYNOMIAL, lowest power first.

@@ -28,9 +28,9 @@ TINY = 1e-30
 def linear_catch_up(rows: StaleRows, coefficients: np.ndarray) -> None:
     """Apply missed steps of SGD or RMSprop to stale rows, in place."""
     buffer, square = rows.array("momentum_buffer"), rows.array("square_avg")
-    mean = rows.array("grad_avg")
-    args = rows.from_step, coefficients, rows.has_state, rows.weight
-    run_on_rows(_catch_up, rows, *args, buffer, square, mean)
+    mean, has_state = rows.array("grad_avg"), rows.has_state
+    args = rows.from_step, coefficients, has_state, rows.weight, buffer, square, mean
+    run_on_rows(_catch_up, rows, *args)
 
 
 def sgd_update(

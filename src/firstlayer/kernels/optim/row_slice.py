@@ -1,10 +1,8 @@
 """Rows that the kernels of the row optimizers update."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -13,17 +11,17 @@ class RowSlice:
 
     Args:
         weight: Array that contains the rows, float32 or float64.
-        weight_rows: Indices of the rows in ``weight``.
-        state_rows: Indices of the same rows in the arrays of the state.
+        weight_rows: Indices (int64) of the rows in ``weight``.
+        state_rows: Indices (int64) of the same rows in the arrays of the state.
         state: Arrays of the optimizer state, under torch's names.
     """
 
-    weight: Float[np.ndarray, "any width"]
-    weight_rows: Int64[np.ndarray, " rows"]
-    state_rows: Int64[np.ndarray, " rows"]
+    weight: np.ndarray
+    weight_rows: np.ndarray
+    state_rows: np.ndarray
     state: dict[str, np.ndarray]
 
-    def array(self, name: str, *, used: Any = True) -> np.ndarray:
+    def array(self, name: str, *, used: bool = True) -> np.ndarray:
         """Return an array of the state, or an empty one if it is absent or not used."""
         array = self.state.get(name) if used else None
         return np.empty((0, 0), self.weight.dtype) if array is None else array
@@ -44,5 +42,5 @@ class StaleRows(RowSlice):
         has_state: For each row of the table, whether its state may be nonzero.
     """
 
-    from_step: Int64[np.ndarray, " rows"]
-    has_state: Bool[np.ndarray, " table_rows"]
+    from_step: np.ndarray
+    has_state: np.ndarray

@@ -26,7 +26,7 @@ def stale_rows(
 def stale_range(
     lo: int, hi: int, row_steps: np.ndarray, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Do what :func:`stale_rows` does for the ids from ``lo`` up to ``hi``."""
+    """Return the same as :func:`stale_rows` for the ids from ``lo`` up to ``hi``."""
     rows, from_step = np.empty(hi - lo, np.int64), np.empty(hi - lo, np.int64)
     count = _stale_range(lo, hi, row_steps, step, rows, from_step)
     return rows[:count], from_step[:count]

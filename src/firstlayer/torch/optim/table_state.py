@@ -59,7 +59,7 @@ class ParameterState(TableState):
     def catch_up(
         self, ids: np.ndarray | None = None, *, table: np.ndarray | None = None
     ) -> None:
-        """Do what :meth:`TableState.catch_up` does, with torch's number of threads."""
+        """Bring stale rows up to date, in place, with torch's number of threads."""
         if not self.is_caught_up:
             with threads_of_torch():
                 super().catch_up(ids, table=table)
