@@ -14,7 +14,7 @@ from .._check import all_in_range, out_of_range
 from .row_gradient import RowGradient
 
 #: A table and the rows of it that are read.
-TableRows = tuple[Float[np.ndarray, "rows embedding_dim"], Int64[np.ndarray, " read"]]
+TableRows = tuple[Float[np.ndarray, "_ embedding_dim"], Int64[np.ndarray, "_"]]
 # Copy a gradient if the buffer it is a view of exceeds this many times its size.
 MAX_BUFFER_RATIO = 4
 

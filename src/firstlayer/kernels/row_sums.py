@@ -1,4 +1,4 @@
-"""Sums of rows. Each sum is made by one thread, in the order of its rows."""
+"""Sums of rows. One thread adds the rows of a sum, in order."""
 
 import numpy as np
 

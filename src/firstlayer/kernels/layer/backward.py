@@ -23,7 +23,7 @@ from ..runtime.lanes import (
 )
 from ..runtime.pool import grain_for, pieces, run
 from .backward_plan import BackwardPlan
-from .forward import AHEAD, GRAIN, TableRows, assemble_row, flat, flat_tables, inverse_std
+from .forward import AHEAD, GRAIN, TableRows, assemble_row, flat, flat_pair, inverse_std
 
 # Buffers from this size on use streaming stores for final gradient rows. Partial rows are
 # read again soon and stay in the cache.
@@ -72,7 +72,9 @@ def layer_backward(
     run(
         _backward_blocks,
         num_blocks,
-        *flat_tables(token, position, segment),
+        *flat_pair(token),
+        *flat_pair(position),
+        *flat_pair(segment),
         None if norm is None else flat(norm[0]),
         compute_dtype(scale),
         compute_dtype(0.0 if norm is None else norm[1]),
@@ -119,31 +121,21 @@ def _add_row(zero, buffer, source, target):
 
 
 @inlined
-def _norm_at(like, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start):
+def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at):
     """Add to the norm's gradients at ``d``, and return the normalised row and its gradient.
 
     Both are lanes or one number, like ``like``.
     """
     value = (load(like, row, d) - mean) * rstd
-    grad = load(like, dy, dy_start + d)
-    _add(grad * value, shared_sums, block_start + d)
-    _add(grad, shared_sums, block_start + row.size + d)
-    return value, grad * load(like, norm_weight, d)
+    grad = load(like, dy, dy_at + d)
+    _add(grad * value, shared_sums, block_at + d)
+    _add(grad, shared_sums, block_at + row.size + d)
+    return value, grad * load(like, weight, d)
 
 
 @inlined
 def _norm_means(
-    row,
-    mean,
-    rstd,
-    dy,
-    dy_start,
-    next_dy_start,
-    norm_weight,
-    shared_sums,
-    block_start,
-    buffer,
-    buffer_start,
+    row, mean, rstd, dy, dy_at, next_at, weight, shared_sums, block_at, buffer, buffer_at
 ):
     """Return the means of the normalised row's gradient and of its product with the row.
 
@@ -156,15 +148,15 @@ def _norm_means(
     whole, sums, rest = width - width % block, short_zeros(zero), zero
     products, product_rest = sums, zero
     for d in range(0, whole, block):
-        prefetch_lanes(sums, dy, next_dy_start + d)
-        prefetch_lanes(sums, buffer, buffer_start + d)
+        prefetch_lanes(sums, dy, next_at + d)
+        prefetch_lanes(sums, buffer, buffer_at + d)
         value, grad = _norm_at(
-            sums, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start
+            sums, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at
         )
         sums, products = sums + grad, products + grad * value
     for d in range(whole, width):
         number, one = _norm_at(
-            rest, d, row, mean, rstd, dy, dy_start, norm_weight, shared_sums, block_start
+            rest, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at
         )
         rest, product_rest = rest + one, product_rest + one * number
     count = type(mean)(width)
@@ -172,24 +164,19 @@ def _norm_means(
 
 
 @inlined
-def _row_gradient_at(
-    like, d, row, mean, rstd, grad_mean, product_mean, dy, dy_start, norm_weight
-):
+def _row_gradient_at(like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight):
     """Return the gradient of the assembled row at ``d``, as lanes or one number."""
-    grad = load(like, dy, dy_start + d)
-    if norm_weight is not None:
+    grad = load(like, dy, dy_at + d)
+    if weight is not None:
         centered = load(like, row, d) - mean
-        grad = (
-            grad * load(like, norm_weight, d) - grad_mean - centered * product_mean
-        ) * rstd
+        grad = (grad * load(like, weight, d) - grad_mean - centered * dot_mean) * rstd
     return grad
 
 
-# Separate arguments and not NamedTuples, which cost half a microsecond each per call.
-# ``ids``, ``position_rows`` and ``segment_rows`` are as in the forward. ``buffer_rows`` and
-# ``position_indices`` have an entry for each row of ``dy``; ``buffer``, ``position_sums``
-# and ``shared_sums`` have the shapes that the plan asks for. Buffer rows below
-# ``streamed_rows`` are streamed. Each block's scratch row follows ``scratch_start``.
+# Separate arguments: a NamedTuple costs half a microsecond per call. ``ids``,
+# ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
+# its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed;
+# the scratch rows of the blocks begin at ``scratch_start``.
 @kernel(reorder=True)
 def _backward_blocks(
     ticket,
@@ -199,7 +186,7 @@ def _backward_blocks(
     position_rows,
     segment_table,
     segment_rows,
-    norm_weight,
+    weight,
     scale,
     eps,
     dy,
@@ -219,19 +206,19 @@ def _backward_blocks(
     whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
         for block in range(lo, hi):
-            block_start = block * shared_sums.shape[1] * width
+            block_at = block * shared_sums.shape[1] * width
             shared_sums[block] = 0
             own_sums = min(block, position_sums.shape[0] - 1)
-            positions_start = own_sums * position_sums.shape[1] * width
+            positions_at = own_sums * position_sums.shape[1] * width
             for k in range(block_starts[block], block_starts[block + 1]):
                 i, ahead = token_order[k], token_order[min(k + AHEAD, final)]
-                dy_start = i * width
-                next_dy_start = token_order[min(k + 1, final)] * width
+                dy_at = i * width
+                next_at = token_order[min(k + 1, final)] * width
                 # A gradient to be added is written to the block's scratch row first.
                 adds, streams = buffer_rows[i] < -1, 0 <= buffer_rows[i] < streamed_rows
-                buffer_start = (scratch_start + block if adds else buffer_rows[i]) * width
-                mean, rstd, grad_mean, product_mean = zero, zero, zero, zero
-                if norm_weight is not None:
+                buffer_at = (scratch_start + block if adds else buffer_rows[i]) * width
+                mean, rstd, grad_mean, dot_mean = zero, zero, zero, zero
+                if weight is not None:
                     mean = assemble_row(
                         row,
                         i,
@@ -246,69 +233,49 @@ def _backward_blocks(
                     )
                     rstd = inverse_std(row, mean, eps)
                     # A streamed row is not prefetched; row 0 takes its place.
-                    prefetched = 0 if streams else buffer_start
-                    grad_mean, product_mean = _norm_means(
+                    prefetched = 0 if streams else buffer_at
+                    grad_mean, dot_mean = _norm_means(
                         row,
                         mean,
                         rstd,
                         dy,
-                        dy_start,
-                        next_dy_start,
-                        norm_weight,
+                        dy_at,
+                        next_at,
+                        weight,
                         shared_sums,
-                        block_start,
+                        block_at,
                         buffer,
                         prefetched,
                     )
-                segment_start = 0
+                segment_at = 0
                 if segment_rows is not None:
                     segment = segment_rows[i % segment_rows.size]
-                    segment_start = block_start + (2 + segment) * width
-                position_start = (
-                    -1
-                    if position_indices is None
-                    else positions_start + position_indices[i] * width
-                )
+                    segment_at = block_at + (2 + segment) * width
+                position_at = -1
+                if position_indices is not None:
+                    position_at = positions_at + position_indices[i] * width
                 # Not in a function of their own, which would take half as long again.
                 for d in range(0, whole, lanes_size):
-                    if norm_weight is None:
-                        prefetch_lanes(lanes, dy, next_dy_start + d)
+                    if weight is None:
+                        prefetch_lanes(lanes, dy, next_at + d)
                     grad = _row_gradient_at(
-                        lanes,
-                        d,
-                        row,
-                        mean,
-                        rstd,
-                        grad_mean,
-                        product_mean,
-                        dy,
-                        dy_start,
-                        norm_weight,
+                        lanes, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
                     )
-                    if buffer_start >= 0:
-                        store_or_stream(grad * scale, buffer, buffer_start + d, streams)
+                    if buffer_at >= 0:
+                        store_or_stream(grad * scale, buffer, buffer_at + d, streams)
                     if segment_rows is not None:
-                        _add(grad, shared_sums, segment_start + d)
+                        _add(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(grad, position_sums, position_start + d)
+                        _add(grad, position_sums, position_at + d)
                 for d in range(whole, width):
                     rest = _row_gradient_at(
-                        zero,
-                        d,
-                        row,
-                        mean,
-                        rstd,
-                        grad_mean,
-                        product_mean,
-                        dy,
-                        dy_start,
-                        norm_weight,
+                        zero, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
                     )
-                    if buffer_start >= 0:
-                        store(rest * scale, buffer, buffer_start + d)
+                    if buffer_at >= 0:
+                        store(rest * scale, buffer, buffer_at + d)
                     if segment_rows is not None:
-                        _add(rest, shared_sums, segment_start + d)
+                        _add(rest, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(rest, position_sums, position_start + d)
+                        _add(rest, position_sums, position_at + d)
                 if adds:
-                    _add_row(zero, buffer, buffer_start, (-2 - buffer_rows[i]) * width)
+                    _add_row(zero, buffer, buffer_at, (-2 - buffer_rows[i]) * width)

@@ -79,14 +79,8 @@ def plan_backward(
         shared_rows: Number of rows that each block accumulates to besides position rows.
 
     Example:
-        >>> plan = plan_backward(
-        ...     np.array([7, 3, 7]),
-        ...     None,
-        ...     tokens=np.arange(3),
-        ...     num_tokens=3,
-        ...     skip=None,
-        ...     shared_rows=2,
-        ... )
+        >>> options = {"num_tokens": 3, "skip": None, "shared_rows": 2}
+        >>> plan = plan_backward(np.array([7, 3, 7]), None, tokens=np.arange(3), **options)
         >>> plan.ids.tolist(), plan.repeated.tolist(), plan.partial_starts.tolist()
         ([3, 7], [1], [2, 3])
         >>> plan.buffer_rows.tolist()
@@ -96,9 +90,9 @@ def plan_backward(
     if position_rows is None:
         num_blocks = _num_blocks(tokens.size, shared_rows)
         order, block_starts = tokens, np.arange(num_blocks + 1) * tokens.size // num_blocks
-        unique_rows, position_indices, splits = empty, None, False
+        positions: tuple[np.ndarray, np.ndarray | None, bool] = empty, None, False
     else:
-        order, block_starts, unique_rows, position_indices, splits = _block_by_position(
+        order, block_starts, positions = _block_by_position(
             position_rows, num_tokens, tokens, shared_rows
         )
     if ids is None:
@@ -111,17 +105,10 @@ def plan_backward(
         )
         if not partial_starts.size:
             raise ValueError(f"ids must not be negative, got {ids.min()}")
+    # Gradients keep their ids, and a view would keep Numba's longer array alive.
+    unique_ids = unique_ids.copy()
     return BackwardPlan(
-        buffer_rows,
-        # Gradients keep their ids, and a view would keep Numba's longer array alive.
-        unique_ids.copy(),
-        repeated,
-        partial_starts,
-        order,
-        block_starts,
-        unique_rows,
-        position_indices,
-        splits,
+        buffer_rows, unique_ids, repeated, partial_starts, order, block_starts, *positions
     )
 
 
@@ -174,7 +161,7 @@ def _block_by_position(position_rows, num_tokens, tokens, shared_rows):
         # Few rows, read again and again: each block has position sums of its own.
         num_blocks = _num_blocks(tokens.size, shared_rows + unique_rows.size)
         starts = np.arange(num_blocks + 1) * tokens.size // num_blocks
-        return tokens, starts, unique_rows, indices, True
+        return tokens, starts, (unique_rows, indices, True)
     blocks, starts = _block_of_positions(
         counts, _num_blocks(tokens.size, shared_rows), tokens.size
     )
@@ -183,7 +170,7 @@ def _block_by_position(position_rows, num_tokens, tokens, shared_rows):
         block = blocks[indices[token]]
         order[free[block]] = token
         free[block] += 1
-    return order, starts, unique_rows, indices, False
+    return order, starts, (unique_rows, indices, False)
 
 
 @kernel()

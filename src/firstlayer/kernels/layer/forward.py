@@ -28,7 +28,6 @@ GRAIN = 1 << 16
 
 #: A table, ``(num_rows, embedding_dim)``, and the rows of it that are read, int64.
 TableRows: TypeAlias = tuple[np.ndarray, np.ndarray]
-_Flat: TypeAlias = np.ndarray | None
 
 
 def layer_forward(
@@ -58,7 +57,9 @@ def layer_forward(
     run(
         _write_rows,
         out.shape[0],
-        *flat_tables(token, position, segment),
+        *flat_pair(token),
+        *flat_pair(position),
+        *flat_pair(segment),
         flat(norm_weight),
         flat(norm_bias),
         compute_dtype(scale),
@@ -71,23 +72,12 @@ def layer_forward(
     return not has_bad_id[0]
 
 
-def flat_tables(
-    token: TableRows, position: TableRows | None, segment: TableRows | None
-) -> tuple[_Flat, _Flat, _Flat, _Flat, _Flat, _Flat]:
-    """Return table and rows of each, as kernels take them; None for an absent one.
+def flat_pair(pair: TableRows | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return a table and its rows as kernels take them.
 
     Numba compiles a separate loop for each combination of absent tables.
     """
-    position_table, position_rows = position or (None, None)
-    segment_table, segment_rows = segment or (None, None)
-    return (
-        flat(token[0]),
-        flat(token[1]),
-        flat(position_table),
-        flat(position_rows),
-        flat(segment_table),
-        flat(segment_rows),
-    )
+    return (None, None) if pair is None else (flat(pair[0]), flat(pair[1]))
 
 
 def flat(array: np.ndarray | None) -> np.ndarray | None:
@@ -95,39 +85,22 @@ def flat(array: np.ndarray | None) -> np.ndarray | None:
     return None if array is None else bits_of(np.ascontiguousarray(array))
 
 
+# In the functions below ``token``, ``position`` and ``segment`` are tables, and names that
+# end in ``_at`` are flat indices of a row's first entry.
 @inlined
-def _sum_at(
-    like,
-    d,
-    token_table,
-    token_start,
-    position_table,
-    position_start,
-    segment_table,
-    segment_start,
-    scale,
-):
+def _sum_at(like, d, token, token_at, position, position_at, segment, segment_at, scale):
     """Return the sum of the tables at ``d``, as lanes or one number like ``like``."""
-    value = load(like, token_table, token_start + d) * scale
-    if position_table is not None:
-        value = value + load(like, position_table, position_start + d)
-    if segment_table is not None:
-        value = value + load(like, segment_table, segment_start + d)
+    value = load(like, token, token_at + d) * scale
+    if position is not None:
+        value = value + load(like, position, position_at + d)
+    if segment is not None:
+        value = value + load(like, segment, segment_at + d)
     return value
 
 
 @inlined
 def assemble_row(
-    row,
-    i,
-    ahead,
-    token_table,
-    ids,
-    position_table,
-    position_rows,
-    segment_table,
-    segment_rows,
-    scale,
+    row, i, ahead, token, ids, position, position_rows, segment, segment_rows, scale
 ):
     """Write the sum of the tables' rows for token ``i`` to ``row``, and return its mean.
 
@@ -136,43 +109,22 @@ def assemble_row(
     width, zero = row.size, type(scale)(0)
     block = LANES_BYTES // row.itemsize
     whole, sums, rest = width - width % block, zeros(zero), zero
-    # Outside the loops, because the compiler cannot rule out that storing the row changes
-    # the ids.
-    token_start, later = ids[i] * width, ids[ahead] * width
-    position_start = (
-        0 if position_rows is None else position_rows[i % position_rows.size] * width
-    )
-    segment_start = (
-        0 if segment_rows is None else segment_rows[i % segment_rows.size] * width
-    )
+    # Outside the loops: inside, the ids would be read again after each store to the row.
+    token_at, later = ids[i] * width, ids[ahead] * width
+    position_at = 0 if position is None else position_rows[i % position_rows.size] * width
+    segment_at = 0 if segment is None else segment_rows[i % segment_rows.size] * width
     for d in range(0, whole, block):
-        prefetch_lanes(sums, token_table, later + d)
+        prefetch_lanes(sums, token, later + d)
         part = _sum_at(
-            sums,
-            d,
-            token_table,
-            token_start,
-            position_table,
-            position_start,
-            segment_table,
-            segment_start,
-            scale,
+            sums, d, token, token_at, position, position_at, segment, segment_at, scale
         )
         store(part, row, d)
         sums = sums + part
     if whole < width:
-        prefetch_lanes(rest, token_table, later + whole)
+        prefetch_lanes(rest, token, later + whole)
     for d in range(whole, width):
         row[d] = _sum_at(
-            rest,
-            d,
-            token_table,
-            token_start,
-            position_table,
-            position_start,
-            segment_table,
-            segment_start,
-            scale,
+            rest, d, token, token_at, position, position_at, segment, segment_at, scale
         )
         rest = rest + row[d]
     return (total(sums) + rest) / type(scale)(width)
@@ -198,9 +150,8 @@ def _output_at(like, row, d, mean, rstd, norm_weight, norm_bias):
     """Return the output at ``d``, as lanes or one number like ``like``."""
     value = load(like, row, d)
     if norm_weight is not None:
-        value = (value - mean) * rstd * load(like, norm_weight, d) + load(
-            like, norm_bias, d
-        )
+        value = (value - mean) * rstd * load(like, norm_weight, d)
+        value = value + load(like, norm_bias, d)
     return value
 
 

@@ -21,7 +21,7 @@ Protocol:
        more pieces to the others. Pieces write to disjoint memory, so results do not depend
        on which thread does which.
     5. The owner waits until ``DONE`` is the whole range, clears ``OPEN``, waits until
-       nobody is ``INSIDE``, and returns.
+       no helper is ``INSIDE``, and returns.
 
 Memory order:
     All counters are sequentially consistent atomics, each in its own cache line. Arguments
