@@ -54,8 +54,7 @@ class Embedding(Module):
         - ids: any shape, any integer dtype, or lists
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
-    Raises:
-        IndexError: If an id is negative or not smaller than ``num_embeddings``.
+    An id that is negative or not smaller than ``num_embeddings`` is an IndexError.
 
     Example:
         >>> embedding = Embedding(10, 4, padding_idx=-1, rng=0)

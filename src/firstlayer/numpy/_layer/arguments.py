@@ -9,6 +9,7 @@ import numpy as np
 from ..._array import compute_dtype, is_real, repeating
 from ..._check import ids_in_range, integers
 from ...embeddings.layer import check_mask, check_segments, leading_shape
+from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
 from ...positions.learned import check_positions
 from .._positions import positions_of, vectors
@@ -72,11 +73,22 @@ class LayerArguments:
 
         Args:
             tables: Tables returned by :meth:`saved_for_backward`.
-            dy: Gradient, in the compute dtype.
+            dy: Gradient, in the compute dtype. Masked tokens pass none on, even if NaN.
             norm: Weight and epsilon of the norm during the call, or None.
         """
-        token, position, segment, _ = tables
-        by_table = tables.backward(dy, norm=norm, by_id=self.embeds is None, mask=self.mask)
+        token, position, segment, scale = tables
+        by_table = layer_gradients(
+            token[:2],
+            position=position and position[:2],
+            segment=segment and segment[:2],
+            scale=scale,
+            norm=norm,
+            dy=dy.reshape(-1, dy.shape[-1]),
+            by_id=self.embeds is None,
+            token_padding=token.padding_idx,
+            position_padding=position and position.padding_idx,
+            mask=None if self.mask is None else self.mask.reshape(-1),
+        )
         gradients: dict[str, Any] = {}
         if isinstance(by_table.token, RowGradient):
             gradients["token.weight"] = token.row_gradient(by_table.token)

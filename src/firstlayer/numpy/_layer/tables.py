@@ -1,13 +1,12 @@
-"""Tables that one call of the complete layer reads, with the fused forward and backward."""
+"""Tables that one call of the complete layer reads."""
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 
 from ... import kernels
 from ..._check import out_of_range
-from ...embeddings.layer_gradients import LayerGradients, layer_gradients
 from ...embeddings.row_gradient import RowGradient
 
 Norm = tuple[np.ndarray, np.ndarray]
@@ -76,32 +75,3 @@ class LayerTables(NamedTuple):
                 norm=norm and (*norm, eps),
                 out=out.reshape(-1, out.shape[-1]),
             )
-
-    def backward(
-        self,
-        dy: Float[np.ndarray, "*batch embedding_dim"],
-        *,
-        norm: tuple[np.ndarray, float] | None,
-        by_id: bool,
-        mask: Bool[np.ndarray, "*batch"] | None,
-    ) -> LayerGradients:
-        """Return the gradients of the tables and of the norm.
-
-        Args:
-            dy: Gradient of the output, in the compute dtype.
-            norm: Weight and epsilon of the norm, or None.
-            by_id: Sum the gradients of token rows by id.
-            mask: False at tokens that pass no gradient on, even if their rows are NaN.
-        """
-        return layer_gradients(
-            self.token[:2],
-            position=self.position and self.position[:2],
-            segment=self.segment and self.segment[:2],
-            scale=self.scale,
-            norm=norm,
-            dy=dy.reshape(-1, dy.shape[-1]),
-            by_id=by_id,
-            token_padding=self.token.padding_idx,
-            position_padding=self.position and self.position.padding_idx,
-            mask=None if mask is None else mask.reshape(-1),
-        )
