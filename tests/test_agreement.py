@@ -35,7 +35,7 @@ from tests.support.front_ends import (
     output_and_gradients,
     term_sizes,
 )
-from tests.support.jax_lives import key
+from tests.support.jax_round_trips import key
 
 POSITIONS = np.array([[0, 7, 39], [12, -2, 3]])
 AXES = np.array([[[0, 7, 39], [12, 2, 3]], [[5, 70_000, 1], [0, 3, -9]]])

@@ -171,7 +171,7 @@ def test_tied_or_not(tmp_path):
     assert tied({"tie_word_embeddings": True})[0] is True
     assert tied({"tie_word_embeddings": False})[0] is False
     assert tied({}) == (None, "no head is stored, and no config says")
-    # What is stored outweighs what the config says.
+    # Stored tensors override the config.
     head = "lm_head.weight"
     assert tied({"tie_word_embeddings": False}, **{head: table})[0] is True
     assert tied({"tie_word_embeddings": True}, **{head: other})[0] is False
@@ -192,7 +192,7 @@ def test_tie_in_the_metadata_is_found(names, tmp_path):
     assert "the file's metadata says that" in report.why_tied
 
 
-#: What each model of transformers 5.22.2 does, as its code says.
+#: Position scheme of each model in transformers 5.22.2.
 SCHEMES = {
     "gpt2": ("learned", "1024 positions"),
     "bert": ("learned", "512 positions"),

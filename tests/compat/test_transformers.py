@@ -226,7 +226,7 @@ def kinds(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
 
 
-# How many places: BERT's three tables, GPT-2's two, Llama's table and its rotation, T5's
+# Replaced modules: BERT has three tables, GPT-2 two, Llama a table and rotary, T5 a
 # shared table in three places and a bias for each stack.
 @pytest.mark.parametrize(
     "name, places", [("bert", 3), ("gpt2", 2), ("llama", 2), ("t5", 5)]
@@ -404,5 +404,5 @@ def test_state_dict_saved_inside_loads_outside():
     fresh.load_state_dict(torch.load(file))
     want = logits("bert", model)
     assert torch.equal(logits("bert", fresh), want)
-    # A copy made inside keeps Firstlayer's modules, and lives on its own.
+    # A copy made inside keeps the replaced modules and is independent.
     assert torch.equal(logits("bert", pickle.loads(pickle.dumps(twin))), want)

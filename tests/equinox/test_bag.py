@@ -11,7 +11,7 @@ from firstlayer.equinox.bag import EmbeddingBag
 from firstlayer.numpy.bag import EmbeddingBag as NumpyBag
 from tests.equinox.test_token import bits, strict_jax
 from tests.support.gradients import central_difference
-from tests.support.jax_lives import ROUND_TRIPS, built
+from tests.support.jax_round_trips import ROUND_TRIPS, built
 
 rng = np.random.default_rng(0)
 KEY = jax.random.key(3)

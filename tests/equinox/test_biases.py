@@ -17,7 +17,7 @@ from firstlayer.equinox.fire import FireBias
 from firstlayer.equinox.kerple import KerpleBias
 from firstlayer.equinox.shaw import ShawScores
 from firstlayer.equinox.t5 import T5Bias
-from tests.support.jax_lives import built, fast_compilation, key
+from tests.support.jax_round_trips import built, fast_compilation, key
 
 Q = np.array([[0, 7, 40], [900, 3, 12]])
 K = np.array([0, 1, 5, 12, 41, 900])

@@ -18,7 +18,7 @@ from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.numpy.sinusoidal import SinusoidalPositions as NumpyPositions
 from tests.equinox.test_token import bits, strict_jax
 from tests.support.gradients import central_difference
-from tests.support.jax_lives import ROUND_TRIPS, built, fast_compilation
+from tests.support.jax_round_trips import ROUND_TRIPS, built, fast_compilation
 
 rng = np.random.default_rng(0)
 KEY = jax.random.key(5)

@@ -19,7 +19,7 @@ from firstlayer.equinox.fourier import FourierFeatures
 from firstlayer.equinox.learned import LearnedPositions
 from firstlayer.equinox.sinusoidal import SinusoidalPositions
 from firstlayer.positions import learned
-from tests.support.jax_lives import (
+from tests.support.jax_round_trips import (
     LEARNED,
     ROUND_TRIPS,
     SCHEMES,

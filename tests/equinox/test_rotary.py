@@ -15,7 +15,7 @@ from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.positions.rotary import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, YaRN
-from tests.support.jax_lives import fast_compilation, key
+from tests.support.jax_round_trips import fast_compilation, key
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 LAYER = RotaryPositions(8, base=500.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from firstlayer.equinox.token import Embedding
 from firstlayer.numpy.token import Embedding as NumpyEmbedding
 from tests.support.gradients import central_difference
-from tests.support.jax_lives import ROUND_TRIPS, built
+from tests.support.jax_round_trips import ROUND_TRIPS, built
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 HALF = ["float16", "bfloat16"]

@@ -13,23 +13,23 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
-# What runs in other processes, and what torch traces: it cannot follow the checks.
-LEFT_OUT = ("docs", "files.py", "imports", "kernels", "threads", "torch", "equinox")
+# Tests that run in other processes, and code that torch traces through.
+EXCLUDED = ("docs", "files.py", "imports", "kernels", "threads", "torch", "equinox")
 
-# An int is good where a float is asked for.
+# An int is accepted for a float.
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arguments and the result of ``function`` against its annotations."""
-    # beartype knows what Self is in a class only, and jaxtyping hands it functions.
+    # beartype resolves Self only in classes, and jaxtyping passes it functions.
     if Self in getattr(function, "__annotations__", {}).values():
         return function
     return _check(function)
 
 
 def modules() -> list[str]:
-    """Return the names of the modules to check: the core's and the NumPy face's."""
+    """Return the modules to check: the core and the NumPy front end."""
     files = [*SOURCE.glob("firstlayer/*.py")]
     for part in ("positions", "embeddings", "optim", "files", "numpy"):
         files += SOURCE.glob(f"firstlayer/{part}/**/*.py")
@@ -39,7 +39,7 @@ def modules() -> list[str]:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return (
-        collection_path.name.startswith(tuple(f"test_{name}" for name in LEFT_OUT)) or None
+        collection_path.name.startswith(tuple(f"test_{name}" for name in EXCLUDED)) or None
     )
 
 

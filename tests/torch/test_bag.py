@@ -22,7 +22,7 @@ from firstlayer.torch import _bag
 from firstlayer.torch.bag import EmbeddingBag
 from firstlayer.torch.functional import embedding_bag
 from tests.support.gradients import central_difference
-from tests.support.torch_lives import forget_graphs, graphs
+from tests.support.torch_round_trips import forget_graphs, graphs
 
 MODES = ["sum", "mean", "max"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

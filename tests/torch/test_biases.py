@@ -22,7 +22,7 @@ from firstlayer.torch.fire import FireBias
 from firstlayer.torch.kerple import KerpleBias
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.t5 import T5Bias
-from tests.support.torch_lives import LIVES, built, forget_graphs, graphs
+from tests.support.torch_round_trips import ROUND_TRIPS, built, forget_graphs, graphs
 
 # Inductor and forward-mode AD import deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -338,16 +338,19 @@ def test_shaw_scores_are_rounded_once_also_under_autocast(dtype):
 # ----------------------------------------------------- casts, moves, compile and export
 
 
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
 @pytest.mark.parametrize("name", [*LAYERS, "shaw"])
-def test_output_survives_casts_moves_and_checkpoints(name, life):
+def test_output_survives_casts_moves_and_checkpoints(name, round_trip):
     if name == "shaw":
-        layer, plain = LIVES[life](shaw) if life != "reset" else built(shaw), built(shaw)
+        layer, plain = (
+            ROUND_TRIPS[round_trip](shaw) if round_trip != "reset" else built(shaw),
+            built(shaw),
+        )
         q, k = draw(2, 3, 8), draw(2, 6, 8, seed=1)
         assert torch.equal(layer(q, k, Q, K), plain(q, k, Q, K))
         assert list(layer.state_dict()) == ["weight"]
         return
-    layer, plain = LIVES[life](LAYERS[name]), built(LAYERS[name])
+    layer, plain = ROUND_TRIPS[round_trip](LAYERS[name]), built(LAYERS[name])
     got, want = (each(Q, K, dtype=torch.float32) for each in (layer, plain))
     assert torch.equal(got, want)
     assert list(layer.state_dict()) == list(dict(layer.named_parameters()))

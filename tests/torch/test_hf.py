@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 
 from firstlayer.torch.hf import HFRotary, replace_rotary
 from firstlayer.torch.rotary import RotaryPositions
-from tests.support.torch_lives import forget_graphs, graphs
+from tests.support.torch_round_trips import forget_graphs, graphs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -30,7 +30,7 @@ from tests.support.torch_layers import (
     numpy_arguments,
     twin,
 )
-from tests.support.torch_lives import plain_operators
+from tests.support.torch_round_trips import plain_operators
 
 # Inductor and forward-mode AD use parts of torch.jit, which torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

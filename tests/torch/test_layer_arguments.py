@@ -11,7 +11,7 @@ from firstlayer.torch.alibi import AlibiBias
 from firstlayer.torch.layer import EmbeddingLayer
 from firstlayer.torch.sinusoidal import SinusoidalPositions
 from tests.support.torch_layers import build
-from tests.support.torch_lives import plain_operators
+from tests.support.torch_round_trips import plain_operators
 
 
 @pytest.mark.rejects

@@ -16,7 +16,7 @@ from tests.support.torch_layers import (
     build,
     gradients,
 )
-from tests.support.torch_lives import LIVES, built
+from tests.support.torch_round_trips import ROUND_TRIPS, built
 
 # Inductor and forward-mode AD use parts of torch.jit, which torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -108,15 +108,15 @@ def test_layer_on_the_meta_device():
     assert torch.equal(layer(IDS), build(layer_norm=True, segments=3)(IDS))
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_output_is_unchanged_by_copies_casts_and_moves(life):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_output_is_unchanged_by_copies_casts_and_moves(round_trip):
     def make():
         return EmbeddingLayer(
             7, 6, position="sinusoidal", layer_norm=True, segments=2, padding_idx=0
         )
 
     want = built(make)(IDS)
-    got = LIVES[life](make)(IDS)
+    got = ROUND_TRIPS[round_trip](make)(IDS)
     tolerance = 2e-2 if got.dtype == torch.bfloat16 else 0
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=0)
 

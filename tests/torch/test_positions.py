@@ -17,7 +17,13 @@ from firstlayer.torch.fourier import FourierFeatures
 from firstlayer.torch.learned import LearnedPositions
 from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.sinusoidal import SinusoidalPositions
-from tests.support.torch_lives import LIVES, built, forget_graphs, graphs, plain_operators
+from tests.support.torch_round_trips import (
+    ROUND_TRIPS,
+    built,
+    forget_graphs,
+    graphs,
+    plain_operators,
+)
 
 # Inductor and forward-mode AD import deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -317,23 +323,23 @@ def test_state_dict_contains_the_frequencies():
     np.testing.assert_array_equal(layer.matrix, other.matrix)
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_fourier_output_survives_casts_moves_and_checkpoints(life):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_fourier_output_survives_casts_moves_and_checkpoints(round_trip):
     def build():
         return FourierFeatures.gaussian(4, axes=3, std=20.0)
 
     points = draw(5, 3)
-    assert torch.equal(LIVES[life](build)(points), built(build)(points))
+    assert torch.equal(ROUND_TRIPS[round_trip](build)(points), built(build)(points))
 
 
 # --------------------------------------------------------------------------- all layers
 
 
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_output_survives_casts_moves_and_checkpoints(name, life):
+def test_output_survives_casts_moves_and_checkpoints(name, round_trip):
     x, positions = draw(2, 3, 6), torch.tensor([[3, -1, 0], [8, 2, 2]])
-    layer = LIVES[life](LAYERS[name])
+    layer = ROUND_TRIPS[round_trip](LAYERS[name])
     assert torch.equal(layer(x, positions), built(LAYERS[name])(x, positions))
     assert list(layer.state_dict()) == (["weight"] if name == "learned" else [])
 

@@ -15,7 +15,12 @@ from firstlayer.positions.rotary import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from firstlayer.torch.rotary import RotaryPositions
 from tests.support.run_alone import run_alone
-from tests.support.torch_lives import LIVES, forget_graphs, graphs, plain_operators
+from tests.support.torch_round_trips import (
+    ROUND_TRIPS,
+    forget_graphs,
+    graphs,
+    plain_operators,
+)
 
 # Inductor and forward-mode AD import deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -365,16 +370,16 @@ def test_positions_beyond_the_limit_give_nan_under_vmap():
 # ---------------------------------------------------------------- casts, moves, threads
 
 
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
 @pytest.mark.parametrize("path", ["kernels", "operators"])
-def test_tables_survive_casts_moves_and_checkpoints(life, path):
+def test_tables_survive_casts_moves_and_checkpoints(round_trip, path):
     def build():
         rule = DynamicNTK(factor=2.0, original_length=8).at_length(64)
         return RotaryPositions(8, base=500.0, scaling=rule, layout="interleaved")
 
     x, positions = draw(1, 3, 8), torch.tensor([5_000_000, 4095, 17])
     want = build()(x, positions)
-    layer = LIVES[life](build)
+    layer = ROUND_TRIPS[round_trip](build)
     if path == "operators":
         with plain_operators():
             got = layer(x, positions)

@@ -47,7 +47,7 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 
-#: How the names of embedding tables end in common checkpoints, by the role of the table.
+#: Name suffixes of embedding tables in common checkpoints, by the role of the table.
 ROLE_PATTERNS = {
     "token": (
         r"wte\.weight|word_embeddings\.weight|embed_tokens\.weight|tok_embeddings\.weight"

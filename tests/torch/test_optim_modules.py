@@ -15,7 +15,7 @@ from torch import nn
 from firstlayer.torch import Embedding, EmbeddingLayer, functional, load, save
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
 from tests.support.run_alone import run_alone
-from tests.support.torch_lives import forget_graphs, graphs
+from tests.support.torch_round_trips import forget_graphs, graphs
 
 OPTIONS: Any = {"lr": 0.05, "weight_decay": 0.1}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from firstlayer.torch.token import Embedding
-from tests.support.torch_lives import converted, forget_graphs, graphs
+from tests.support.torch_round_trips import converted, forget_graphs, graphs
 from tests.support.torch_tables import ids_of, same_bits
 
 # Inductor and forward-mode AD use torch.jit.script, which torch has deprecated.
@@ -31,7 +31,7 @@ def saved_and_loaded(layer):
     return torch.load(file, weights_only=False)
 
 
-LIVES = {
+ROUND_TRIPS = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
     "torch.save": saved_and_loaded,
@@ -81,15 +81,15 @@ def test_exported_lookup_has_only_aten_operators(options):
     assert "aten.embedding.default" in targets and "aten.to.device" not in targets
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_padding_row_and_hooks_survive_copies_casts_and_moves(life):
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_padding_row_and_hooks_survive_copies_casts_and_moves(round_trip):
     layer = Embedding(4, 3, padding_idx=1, max_norm=1.0, sparse=True)
     layer.set_padding(0.25)
-    layer = LIVES[life](layer)
+    layer = ROUND_TRIPS[round_trip](layer)
     assert list(layer.state_dict()) == ["weight"]
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
     assert not list(layer.buffers())
-    if life != "meta and back":
+    if round_trip != "meta and back":
         assert layer(ids_of(1)).tolist() == [[0.25] * 3]
     nn.init.constant_(layer.weight, 2.0)
     layer(ids_of(1, 2)).sum().backward()

@@ -1,6 +1,6 @@
 """Operations on a torch layer that must not change its output: copies, casts, moves, loads.
 
-Each entry of ``LIVES`` takes a function that builds a layer and returns such a layer after
+Each entry of ``ROUND_TRIPS`` takes a function that builds a layer and returns such a layer after
 the operation. Parameters are rounded to half precision, so that casting to it and back
 changes none of them.
 """
@@ -92,7 +92,7 @@ def _reset(layer: Any, build: Build) -> nn.Module:
     return _loaded(layer, build)
 
 
-LIVES: dict[str, Callable[[Build], Any]] = {
+ROUND_TRIPS: dict[str, Callable[[Build], Any]] = {
     "deepcopied": lambda build: copy.deepcopy(built(build)),
     "pickled": lambda build: pickle.loads(pickle.dumps(built(build))),
     "saved whole": lambda build: _saved(built(build)),
