@@ -1,8 +1,8 @@
 """Operations on a torch layer that must not change its output: copies, casts, moves, loads.
 
-Each entry of ``ROUND_TRIPS`` takes a function that builds a layer and returns such a layer after
-the operation. Parameters are rounded to half precision, so that casting to it and back
-changes none of them.
+Each entry of ``ROUND_TRIPS`` takes a function that builds a layer and returns such a layer
+after the operation. Parameters are rounded to half precision, so that casting to it and
+back does not change them.
 """
 
 import copy
