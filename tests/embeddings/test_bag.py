@@ -88,7 +88,7 @@ def test_ragged_bags_equal_a_python_loop_exactly(
     want = pool_in_python(layer.weight, bags, weights=ragged, **options)
     got = layer(ids, offsets, weights)
     assert got.dtype == layer.weight.dtype
-    # Zeros compare equal whatever their sign.
+    # Zeros compare equal regardless of sign.
     np.testing.assert_array_equal(got.astype(float), want.astype(float))
 
 
@@ -190,7 +190,7 @@ def test_nan_and_infinity_propagate(dtype):
         y, pull = largest.vjp([[1, 0, 2], [2, 3, 0], [2, 1, 1]])
         want = np.array([[nan, 1.0], [nan, 1.0], [3.0, -inf]]).repeat(width, axis=1)
         np.testing.assert_array_equal(y.astype(float), want)
-        # The first NaN wins, not the last.
+        # The index is that of the first NaN, not the last.
         won = pull(np.ones(y.shape))["weight"].dense(4)[:, 0]
         assert won.tolist() == [1, 0, 1, 1]
         total = EmbeddingBag(4, 2 * width, mode="sum", weight=repeated)
@@ -354,7 +354,7 @@ def test_outputs_and_gradients_agree_with_torch(mode, form, padding_idx, dim, we
         bags = [[], *(bag[:n] for n, bag in enumerate(bags)), [3, 3]]
     ids, offsets = as_arguments(form, bags)
     if form == "last":
-        # torch takes the ids after the last offset into the last bag.
+        # torch includes the ids after the last offset in the last bag.
         ids = ids[:-2]
     # torch takes weights for sums only.
     weights = weights_like(ids) if weighted and mode == "sum" else None

@@ -223,7 +223,7 @@ def test_rows_changed_since_the_forward_are_checked_again(table, bad, message):
 
 
 @pytest.mark.rejects
-def test_fewer_ids_than_rows_are_refused():
+def test_fewer_ids_than_gradient_rows_raise():
     case = Case(np.float32, tables=(TOKEN, POSITION), has_norm=False)
     case.rows[TOKEN] = case.rows[TOKEN][:999]
     with pytest.raises(ValueError, match="an id for each of 1000 rows, got 999"):

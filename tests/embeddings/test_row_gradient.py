@@ -1,4 +1,4 @@
-"""Row gradients: sums by id, and how they add up and become dense."""
+"""Row gradients: sums by id, addition, conversion to dense."""
 
 import ml_dtypes
 import numpy as np

@@ -215,7 +215,7 @@ def test_a_drawn_table_has_a_zero_padding_row(padding_idx):
     assert (layer.weight[2] == 0).all() and layer.weight[[1, 3]].all()
 
 
-def test_what_is_written_to_the_padding_row_is_read():
+def test_lookups_read_the_value_written_to_the_padding_row():
     layer = Embedding(10, 3, padding_idx=2, rng=0)
     layer.weight[...] = 5
     assert (layer([2, 2]) == 5).all() and layer.logits(np.ones(3))[2] == 15

@@ -240,9 +240,7 @@ def test_a_nan_in_one_row_does_not_reach_other_rows():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [1, 16, 21, 32])
-def test_rotate_equals_the_core_with_and_without_streaming(
-    dtype, pairs, threads, monkeypatch
-):
+def test_rotate_equals_numpy_with_and_without_streaming(dtype, pairs, threads, monkeypatch):
     compute_dtype = np.float64 if dtype == np.float64 else np.float32
     x = rng.standard_normal((6000, 80)).astype(dtype)
     phases = rng.standard_normal((7, 2 * pairs)).astype(compute_dtype)

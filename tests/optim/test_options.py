@@ -40,7 +40,7 @@ def test_defaults_are_those_of_torch(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defaults_are_used(name):
+def test_constructors_apply_their_defaults(name):
     layer = torch.nn.Embedding(5, 2, sparse=True)
     group = getattr(firstlayer.torch.optim, f"Row{name}")(layer).param_groups[0]
     options = getattr(firstlayer.optim, f"Row{name}")(Embedding(5, 2)).options

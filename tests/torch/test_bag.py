@@ -455,7 +455,7 @@ def test_compiled_rows_of_ids(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_exported_and_vmapped_bags(mode):
+def test_exported_and_vmapped_bags_agree_with_eager(mode):
     layer = EmbeddingBag(20, 6, padding_idx=3, mode=mode, max_norm=2.0)
     ids, offsets = torch.randint(0, 20, (9,)), torch.tensor([0, 2, 2, 5])
     weights = torch.rand(9)
@@ -475,7 +475,7 @@ def test_exported_and_vmapped_bags(mode):
     torch.testing.assert_close(got, want)
 
 
-def test_under_torch_func():
+def test_torch_func_agrees_with_autograd():
     layer, ids = (
         EmbeddingBag(6, 3, mode="mean", dtype=torch.float64),
         torch.tensor([[1, 2, 1]]),
@@ -551,7 +551,7 @@ def test_invalid_mode_weight_and_nested_weights_raise():
         )(torch.ones(5, 2))
 
 
-def test_stock_sums_round_half_precision_twice():
+def test_half_precision_mean_is_more_accurate_than_torchs():
     # The reason why half precision does not use torch's operator.
     table, ids = torch.randn(1000, 64).bfloat16(), torch.randint(0, 1000, (50, 200))
     exact = table.double()[ids].mean(1)

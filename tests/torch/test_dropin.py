@@ -161,7 +161,7 @@ def wanted(function, sample):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_samples_of_opinfo(name, dtype):
+def test_results_agree_on_opinfo_samples(name, dtype):
     mine, theirs = FUNCTIONS[name]
     samples = [
         sample
@@ -177,7 +177,7 @@ def test_samples_of_opinfo(name, dtype):
 
 @pytest.mark.rejects
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_error_samples_of_opinfo(name):
+def test_opinfo_error_samples_raise(name):
     mine, theirs = FUNCTIONS[name]
     op = OPS[name]
     if op.error_inputs_func is None:
@@ -195,7 +195,7 @@ INFO = next(info for info in module_db if info.module_cls is torch.nn.Embedding)
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("training", [False, True])
-def test_samples_of_moduleinfo(dtype, training):
+def test_results_agree_on_moduleinfo_samples(dtype, training):
     samples = INFO.module_inputs_func(
         INFO, device="cpu", dtype=dtype, requires_grad=True, training=training
     )
@@ -214,7 +214,7 @@ def test_samples_of_moduleinfo(dtype, training):
 
 
 @pytest.mark.rejects
-def test_error_samples_of_moduleinfo():
+def test_moduleinfo_error_samples_raise():
     samples: Any = INFO.module_error_inputs_func
     wrong = samples(
         INFO, device="cpu", dtype=torch.float32, requires_grad=False, training=False
@@ -286,7 +286,7 @@ def test_patched_transformers_save_load_and_resize(patched, tmp_path):
     assert layer(torch.tensor([0, 69])).tolist()[0] == [0.5] * 16
 
 
-def test_classes_written_for_torch(patched):
+def test_subclasses_of_torchs_layers_work_when_patched(patched):
     class Positions(torch.nn.Embedding):
         def __init__(self, size, width):
             super().__init__(size + 2, width)
@@ -309,7 +309,7 @@ def test_classes_written_for_torch(patched):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @by_torch
-def test_scripted_traced_and_symbolically_traced(patched):
+def test_scripted_and_traced_layers_give_the_same_output(patched):
     ids = torch.tensor([[2, 1, 0]])
     layer = torch.nn.Embedding(5, 3, padding_idx=1)
     bag = torch.nn.EmbeddingBag(5, 3, padding_idx=1)

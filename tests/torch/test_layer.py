@@ -314,7 +314,7 @@ def test_lookups_pass_no_gradient_to_padding_rows(sparse):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_rows_are_caught_up_and_hooked_with_and_without_kernels(hooked):
+def test_lookups_catch_up_and_install_hooks_with_and_without_kernels(hooked):
     tables = []
     for sparse in (False, True):
         layer = build(padding_idx=None, segments=3, sparse=sparse, dtype=torch.float32)
@@ -441,7 +441,7 @@ def test_autocast_changes_nothing(dtype):
 # Parameters, config, repr
 
 
-def test_state_dict_names():
+def test_state_dict_has_one_entry_per_parameter():
     layer = build(layer_norm=True, segments=2)
     assert list(layer.state_dict()) == [
         "token.weight",

@@ -134,7 +134,7 @@ def test_checkpoint_is_memory_mapped_and_never_written_to(models, tmp_path):
     assert not (EmbeddingLayer.from_hf(tmp_path).token.weight == 3).any()
 
 
-def test_old_names_of_the_norm_are_found(models, tmp_path):
+def test_gamma_and_beta_are_read_as_norm_weight_and_bias(models, tmp_path):
     models["bert head"].save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -457,7 +457,7 @@ def test_max_norm_applies_to_stale_rows_in_distributed_runs(monkeypatch):
     ),
     st.sampled_from(ONE_OF_EACH),
 )
-def test_any_sequence_of_events_equals_the_dense_optimizer(events, case):
+def test_any_order_of_steps_and_reads_equals_the_dense_optimizer(events, case):
     name, options = case
     layer = Embedding(8, 2, sparse=True, dtype=torch.float64)
     pair = Pair(name, options, model=layer)

@@ -185,7 +185,7 @@ def test_set_padding_and_reset_catch_up_stale_rows_first(write):
     torch.testing.assert_close(layer(ids_of(2)).detach(), torch.full((1, 3), 3 * 0.95))
 
 
-def test_a_lookup_with_padding_is_torchs_own():
+def test_a_float32_lookup_with_padding_uses_torchs_backward():
     layer = Embedding(4, 3, padding_idx=2)
     assert layer(ids_of(2, 1)).grad_fn.name() == "EmbeddingBackward0"
 

@@ -202,11 +202,11 @@ def test_kernels_use_as_many_threads_as_torch(monkeypatch):
 
     seen, run = [], row_sums.run
 
-    def watched(*args, **options):
+    def run_spy(*args, **options):
         seen.append(threads._here.size)
         return run(*args, **options)
 
-    monkeypatch.setattr(row_sums, "run", watched)
+    monkeypatch.setattr(row_sums, "run", run_spy)
     layer, before = Embedding(9, 4, sparse=True), torch.get_num_threads()
     try:
         for n in (1, 2, 3):

@@ -7,7 +7,7 @@ for the rows looked up and ``w`` for ``per_sample_weights`` (1 by default):
 - ``"sum"`` is ``Σ w x``, ``"mean"`` is ``Σ w x / Σ w``, ``"max"`` is the largest ``w x`` of
   each column. The first of equal maxima gets the gradient; NaN is larger than any number.
 - Padding is left out of the sum, the divisor of the mean, and the maximum.
-- A bag that is empty or holds only padding gives zeros. So does a mean whose weights sum to
+- A bag that is empty or has only padding gives zeros. So does a mean whose weights sum to
   zero; it passes no gradient to its rows or weights.
 - ``scale_grad_by_freq`` divides a row's gradient by the number of times its id was counted
   in the call, in every mode.
@@ -84,7 +84,7 @@ def pool(
 def pool_ragged(
     table: Float[np.ndarray, "rows embedding_dim"], bags: Bags, *, mode: Mode
 ) -> tuple[Float[np.ndarray, "bags embedding_dim"], np.ndarray | None]:
-    """Pool rows over ragged bags; for ``"max"`` also return which id won each entry.
+    """Pool rows over ragged bags; for ``"max"`` also return the winners.
 
     Args:
         table: Table in any float dtype, which is also the dtype of the result.
@@ -113,13 +113,13 @@ def table_gradient(
 ) -> RowGradient:
     """Return the gradient of the table that :func:`pool_ragged` read.
 
-    The gradient of a row is itself a sum over bags: those that its id was in.
+    The gradient of a row is itself a sum, over the bags that contain its id.
 
     Args:
         bags: Pooled bags, with ids into the table.
         dy: Gradient of the output, in the compute dtype.
         mode: Mode they were pooled with.
-        winners: Id that won each entry, for ``"max"``.
+        winners: Index in ``bags.ids`` of each maximum, for ``"max"``.
         scale_grad_by_freq: Divide each row by the number of times its id was counted.
     """
     order, groups, unique = kernels.group_by_id(bags.ids)
@@ -155,7 +155,7 @@ def weights_gradient(
         bags: Pooled bags, with weights.
         dy: Gradient of the output, in the compute dtype.
         mode: Mode they were pooled with.
-        winners: Id that won each entry, for ``"max"``.
+        winners: Index in ``bags.ids`` of each maximum, for ``"max"``.
     """
     if winners is not None:
         won, dwon = _nonempty(bags, winners, dy)

@@ -20,10 +20,10 @@ MAX_BUFFER_RATIO = 4
 
 
 class LayerGradients(NamedTuple):
-    """Gradients of the layer's parameters; None for what the layer does not have.
+    """Gradients of the layer's parameters; None for those the layer does not have.
 
     Args:
-        token: Gradient of the token table, or of each token's row if not by id.
+        token: Gradient of the token table, or of each token's row if not ``by_id``.
         position: Gradient of the position table.
         segment: Gradient of the segment table, all rows.
         norm_weight: Gradient of the norm's weight.

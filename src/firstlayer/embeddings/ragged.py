@@ -1,6 +1,6 @@
 """Ragged bags: checks the ids, offsets and weights of a call and flattens them.
 
-Padding and ids after the last bag are dropped here; pooling sees only ids that count.
+Padding and ids after the last bag are dropped here; pooling gets only ids that count.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Row lookups: ``max_norm``, and ids that cannot raise an error."""
+"""Row lookups: ``max_norm``, and masking of ids that are out of range."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Numba kernels, behind typed functions on NumPy arrays.
 
-Numba is imported when the first kernel is used. Arrays are C-contiguous and ids int64, in
-any float dtype including float16 and bfloat16. Tests compare every function with plain
-NumPy, for several numbers of threads.
+Numba is imported when the first kernel is used. Arrays are C-contiguous, in any float
+dtype including float16 and bfloat16; ids are int64. Tests compare every function with
+plain NumPy, for several numbers of threads.
 """
 
 import importlib
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .skipgram import noise_table as noise_table
     from .skipgram import skipgram_gradients as skipgram_gradients
 
-# Module of each name above; a test holds the two lists equal.
+# Module of each name above; a test checks that the two lists match.
 _NAMES = {
     "bags": ("dot_bags", "max_bags", "sum_bags"),
     "gather": ("gather_rows",),

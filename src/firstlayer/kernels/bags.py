@@ -13,7 +13,7 @@ from .runtime.pool import grain_for, pieces, run
 
 # Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 16
-# Entries worth a thread.
+# Minimum number of entries per thread.
 GRAIN = 1 << 17
 
 
@@ -169,7 +169,7 @@ def _max(ticket, table, ids, bounds, weights, out, indices):
                 row = ids[i]
                 for d in range(best.size):
                     value, so_far = factor * upcast(table[row, d]), best[d]
-                    # True also if the maximum so far is NaN, false if only the value is.
+                    # Also true if the maximum so far is NaN; false if only the value is.
                     stays = (value <= so_far or so_far != so_far) and i > first
                     best[d] = so_far if stays else value
                     indices[bag, d] = indices[bag, d] if stays else i

@@ -6,11 +6,11 @@ from .runtime.compile import bits_of, kernel, prefetch_row
 from .runtime.lanes import LANES_BYTES, is_streamed, load, prefetch_lanes, stream, zeros
 from .runtime.pool import grain_for, pieces, run
 
-# Up to here one compiled pass that checks and copies costs less than NumPy's two calls.
+# Up to this many ids, one compiled check and copy costs less than NumPy's two calls.
 FEW_IDS = 256
 # Number of bytes between the row that is copied and the one that is prefetched.
 AHEAD_BYTES = 1 << 12
-# Bytes worth a thread.
+# Minimum number of bytes per thread.
 GRAIN = 1 << 19
 
 
@@ -20,7 +20,7 @@ def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     out = np.empty((ids.size, weight.shape[1]), bits.dtype)
     if ids.size <= FEW_IDS:
         return out.view(weight.dtype) if _check_and_copy(bits, ids, out) else None
-    # As an unsigned number a negative id is a huge one.
+    # As unsigned numbers, negative ids are larger than any valid id.
     if ids.view(np.uint64).max() >= weight.shape[0]:
         return None
     row_bytes = max(1, out.strides[0])

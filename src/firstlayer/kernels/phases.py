@@ -11,7 +11,7 @@ from .runtime.pool import grain_for, pieces, run
 
 # Three digits in base 256.
 LIMIT = 256**3
-# Pairs worth a thread.
+# Minimum number of pairs per thread.
 GRAIN = 1 << 16
 
 

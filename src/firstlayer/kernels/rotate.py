@@ -23,7 +23,7 @@ from .runtime.lanes import (
 )
 from .runtime.pool import grain_for, pieces, run
 
-# Features worth a thread.
+# Minimum number of features per thread.
 GRAIN = 1 << 17
 
 

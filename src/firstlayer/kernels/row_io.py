@@ -5,7 +5,7 @@ import numpy as np
 from .runtime.compile import bits_of, downcast, inlined, kernel, upcast
 from .runtime.pool import grain_for, pieces, run
 
-# Entries worth a thread.
+# Minimum number of entries per thread.
 GRAIN = 1 << 16
 
 

@@ -8,7 +8,7 @@ from .runtime.pool import grain_for, pieces, run
 
 # Number of rows between the one that is added and the one that is prefetched.
 AHEAD = 4
-# Entries worth a thread.
+# Minimum number of entries per thread.
 GRAIN = 1 << 16
 
 

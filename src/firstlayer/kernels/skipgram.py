@@ -30,7 +30,7 @@ def noise_table(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     leading bits of a number to the first candidate word.
 
     Args:
-        shares: Unnormalised probability of each word; may contain zeros.
+        shares: Unnormalized probability of each word; may contain zeros.
     """
     sums = np.cumsum(shares, dtype=np.float64)
     limits = np.round(sums / sums[-1] * 2**BITS).astype(np.int64)
@@ -51,7 +51,7 @@ def draw_targets(
 
     Context words are at most ``reach`` positions away in the same document, with ``reach``
     drawn uniformly from 1 to ``window``. ``NEGATIVES`` negatives follow them. The rest of a
-    row of targets is uninitialised.
+    row of targets is uninitialized.
 
     Args:
         stream: The text as int32 ids.

@@ -23,8 +23,8 @@ different algorithm.
 ``optimizer.flush()`` before reading or writing ``layer.weight`` directly.
 
 **Accuracy.** SGD with momentum and decay, Adagrad, RMSprop and Lion are exact to rounding,
-and so are AdamW's decay and moments. The weight updates that Adam and AdamW owe to a stale
-row's momentum are exact to a relative error of 1e-5, usually to rounding.
+and so are AdamW's decay and moments. The updates of stale weights by the
+momentum of Adam and AdamW are exact to a relative error of 1e-5, usually to rounding.
 
 **Not available in exact mode.** Weight decay that is added to the gradient and then
 normalized (``weight_decay`` of Adam, Adagrad and RMSprop), because then every row has a

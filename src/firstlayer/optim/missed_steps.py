@@ -30,8 +30,8 @@ MAX_STEPS = 8192
 class MissedSteps:
     """Steps recorded since every row was last up to date.
 
-    Column ``k`` of the coefficients brings a row that was last updated at step ``k``,
-    counted from then, to the present.
+    Column ``k`` of the coefficients catches up a row that was last updated at recorded
+    step ``k``; column 0 is for rows not updated since then.
 
     Args:
         num_coefficients: Number of coefficients per step.

@@ -30,7 +30,7 @@ class Rule:
     ``options`` are the hyperparameters of the current step, under torch's names.
 
     Args:
-        lazy: Whether rows without a gradient do not move.
+        lazy: Whether rows without a gradient stay unchanged.
     """
 
     #: Number of coefficients stored for a missed step.

@@ -34,7 +34,7 @@ class TableState:
         options: Current options of the rule.
         stochastic_rounding: Round a bfloat16 table up or down at random.
         state: Arrays to continue from.
-        step: Number of steps that ``state`` has seen.
+        step: Number of steps taken before ``state`` was saved.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TableState:
         self.has_state = np.full(self.shape[0], state is not None)
         #: Number of steps taken.
         self.step_count = step
-        #: For each row, the step it is at; at least ``base_step``, whatever is stored.
+        #: For each row, the step it is at; smaller values stand for ``base_step``.
         self.row_steps = np.zeros(self.shape[0], np.int32)
         #: Step at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
@@ -193,7 +193,7 @@ class TableState:
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
 
     def _upcast(self, table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return an array in the compute dtype that contains the rows, and where."""
+        """Return an array in the compute dtype with the rows, and their indices in it."""
         if table.dtype == self.dtype:
             return table, rows
         return kernels.upcast_rows(table, rows), np.arange(rows.size)

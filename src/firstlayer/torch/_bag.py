@@ -1,7 +1,7 @@
 """Bags of rows on torch: sums, means and maxima, with gradients of every order.
 
 :mod:`firstlayer.embeddings.bag` defines the result. Eager calls on the CPU run on the
-kernels, also in the backward, or on torch's operator if that computes the same faster.
+kernels, in the backward too, or on torch's operator if it gives the same result faster.
 Everything else, and a backward that is itself differentiated, runs on plain operators.
 """
 
@@ -155,7 +155,7 @@ class _KernelBags(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _PooledBags:
-    """Bags after the forward. ``winners`` are the ids that gave each entry of a maximum."""
+    """Bags after the forward. ``winners`` are the indices in ``bags.ids`` of maxima."""
 
     bags: Bags
     mode: Mode
@@ -229,8 +229,8 @@ class _PooledBags:
         if weights is None:
             return None
         flat = weights.reshape(-1).to(compute_dtype(self.options.dtype))
-        places = self.bags.kept
-        return flat if places is None else flat[tensor_of(places)]
+        kept = self.bags.kept
+        return flat if kept is None else flat[tensor_of(kept)]
 
     def _divisors(self, factors: Tensor | None, numbers: Tensor, *, like: Tensor) -> Tensor:
         size = len(self.bags.bounds) - 1
@@ -246,11 +246,11 @@ class _PooledBags:
         return zeros.scatter(0, winners, d[tensor_of(full)])
 
     def _like_weights(self, flat: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradient of the ids that count in the shape of all weights."""
-        flat, places = flat.to(weights.dtype), self.bags.kept
-        if places is not None:
+        """Return the gradient of the pooled ids' weights, in the shape of all weights."""
+        flat, kept = flat.to(weights.dtype), self.bags.kept
+        if kept is not None:
             zeros = flat.new_zeros(weights.numel())
-            flat = zeros.index_copy(0, tensor_of(places), flat)
+            flat = zeros.index_copy(0, tensor_of(kept), flat)
         return flat.reshape(weights.shape)
 
 
@@ -276,7 +276,7 @@ def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
             return _TorchBags.apply(weight, ids, options)  # pyright: ignore
         return _torch_bags(weight, ids, options)[0]
     except RuntimeError:
-        # Raises our message if an id is out of range.
+        # Raises an error that names the id if one is out of range.
         _checked_bags(ids, options.lookup_options(weight), options)
         raise
 

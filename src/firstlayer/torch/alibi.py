@@ -28,7 +28,7 @@ class AlibiBias(Bias):
           k_length)`` if either side has a batch
 
     BLOOM, Falcon and MPT add ``slope * k``, which gives the same attention under a causal
-    mask. The bias is float32 unless ``dtype`` is given, also under autocast.
+    mask. The bias is float32 unless ``dtype`` is given, even under autocast.
 
     Example:
         >>> layer = AlibiBias(2, max_bias=2.0)

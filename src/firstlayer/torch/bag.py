@@ -29,7 +29,7 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         sparse: Make the gradient of the table a coalesced sparse tensor.
-        _weight: Table to use, with its padding row as it is.
+        _weight: Table to use; its padding row is not changed.
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: Id that is excluded from bags; negative counts from the end.
         device: Device of the table.
@@ -124,7 +124,7 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript cannot compile this forward, so it gets torch's layer.
         self._catch_up()
-        twin = TorchEmbeddingBag(
+        torch_layer = TorchEmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
             self.max_norm,
@@ -136,5 +136,5 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             self.include_last_offset,
             self.padding_idx,
         )
-        twin.weight = self.weight
-        return twin
+        torch_layer.weight = self.weight
+        return torch_layer

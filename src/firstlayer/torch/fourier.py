@@ -35,7 +35,7 @@ class FourierFeatures(PrecomputedBuffers):
         - coordinates: ``(..., axes)``
         - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
 
-    Half precision is upcast to float32 and rounded once, also under autocast.
+    Half precision is upcast to float32 and rounded once, even under autocast.
 
     Example:
         >>> FourierFeatures.gaussian(64, axes=2, std=10.0, rng=0)(torch.zeros(5, 2)).shape

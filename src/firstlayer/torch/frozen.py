@@ -40,7 +40,7 @@ from .optim.table_state import catch_up
 
 
 class PartlyFrozenEmbedding(nn.Module):
-    """Looks up rows by id, of which some are never trained.
+    """Embedding in which some rows are never trained.
 
     ``trained_rows`` is the only parameter; ``frozen_rows`` is a buffer. Note that
     DistributedDataParallel broadcasts buffers in every forward unless it gets
@@ -53,7 +53,7 @@ class PartlyFrozenEmbedding(nn.Module):
         padding_idx: Id of padding; negative counts from the end. It is frozen.
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
         sparse: Make the gradient of ``trained_rows`` a coalesced sparse tensor.
-        _weight: Initial table, copied, with its padding row as it is.
+        _weight: Initial table, copied; its padding row is not changed.
         device: Device of the table.
         dtype: Dtype of the table.
 
@@ -116,7 +116,7 @@ class PartlyFrozenEmbedding(nn.Module):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Self:
-        """Return a layer with these initial rows, also the padding row.
+        """Return a layer with these initial rows, including the padding row.
 
         Args:
             embeddings: The table, copied.
@@ -138,13 +138,13 @@ class PartlyFrozenEmbedding(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "num_embeddings embedding_dim"]:
-        """The whole table; gradients reach the trained rows."""
+        """The whole table; only trained rows get a gradient."""
         catch_up(self.trained_rows)
-        place = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
+        index = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
         trained: Any = self.trained_rows
         if hasattr(trained, "device_mesh"):
             trained = trained.full_tensor()  # a sharded DTensor
-        return torch.cat([self.frozen_rows, trained])[place]
+        return torch.cat([self.frozen_rows, trained])[index]
 
     def forward(
         self, input: Integer[Tensor, "*batch"]
@@ -233,7 +233,7 @@ class PartlyFrozenEmbedding(nn.Module):
         return changes
 
     def reset_parameters(self) -> None:
-        """Draw all rows, also the frozen ones; the padding row becomes zero."""
+        """Draw all rows, including the frozen ones; the padding row becomes zero."""
         catch_up(self.trained_rows)
         nn.init.normal_(self.trained_rows)
         nn.init.normal_(self.frozen_rows)

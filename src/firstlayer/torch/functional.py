@@ -26,7 +26,7 @@ def embedding(
     """Return rows of a table, with the arguments of ``torch.nn.functional.embedding``.
 
     Unlike torch, ``max_norm`` does not write to the table, gradients of repeated ids are
-    summed in float32 also in half precision, and ids may have any integer dtype.
+    summed in float32 even in half precision, and ids may have any integer dtype.
 
     Args:
         input: Ids.
@@ -82,7 +82,7 @@ def embedding_bag(
         offsets: Start of each bag: 0 first, never decreasing.
         max_norm: Maximum norm of rows; longer ones are scaled down before pooling.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the number of times its id counts.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id is pooled.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         sparse: Make the gradient of the table a coalesced sparse tensor.
         per_sample_weights: Factor for each row, in the shape of ``input``.

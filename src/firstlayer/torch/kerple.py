@@ -41,7 +41,7 @@ class KerpleBias(Bias):
 
     Parameters are clamped to at least 0.01, and powers to at most 2; clamped values get no
     gradient, so call :meth:`project` after an optimizer step. The bias is computed in
-    float32, also under autocast.
+    float32, even under autocast.
 
     Example:
         >>> layer = KerpleBias(1, form="power", r1=[3.0], r2=[2.0])

@@ -43,8 +43,8 @@ class EmbeddingLayer(nn.Module):
         norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry in training.
         padding_idx: Id of padding; negative counts from the end.
-        zero_padding: Set the output at padding to zero, last of all. Padding then gives no
-            gradient to any parameter.
+        zero_padding: Set the output at padding to zero, after dropout. Padding then has no
+            effect on the gradient of any parameter.
         sparse: Make the gradient of the token table a coalesced sparse tensor.
         device: Device of the parameters.
         dtype: Dtype of the parameters and of the output.
@@ -93,22 +93,22 @@ class EmbeddingLayer(nn.Module):
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
         self.scale, self.zero_padding = bool(scale), bool(zero_padding)
-        place = {"device": device, "dtype": as_torch_dtype(dtype)}
-        empty = torch.empty(num_embeddings, embedding_dim, **place)
+        factory = {"device": device, "dtype": as_torch_dtype(dtype)}
+        empty = torch.empty(num_embeddings, embedding_dim, **factory)
         request_large_pages(empty)
         self.token = Embedding(
             num_embeddings, embedding_dim, padding_idx, sparse=sparse, _weight=empty
         )
         self.position = _position_layer(
-            position, max_positions=max_positions, embedding_dim=embedding_dim, **place
+            position, max_positions=max_positions, embedding_dim=embedding_dim, **factory
         )
         self.segment = None
         if segments is not None:
-            empty = torch.empty(positive("segments", segments), embedding_dim, **place)
+            empty = torch.empty(positive("segments", segments), embedding_dim, **factory)
             self.segment = Embedding(segments, embedding_dim, _weight=empty)
         self.norm = None
         if layer_norm:
-            self.norm = nn.LayerNorm(embedding_dim, self.norm_eps, **place)
+            self.norm = nn.LayerNorm(embedding_dim, self.norm_eps, **factory)
         self.dropout = nn.Dropout(dropout)
         self._draw()
 
@@ -168,7 +168,7 @@ class EmbeddingLayer(nn.Module):
             positions: Position of each token.
             offset: Number of preceding positions, for all rows or for each.
             segments: Segment of each token; None is 0.
-            inputs_embeds: Token vectors from elsewhere; ``ids`` then only mark padding.
+            inputs_embeds: Precomputed token vectors; ``ids`` then only mark padding.
             mask: False at padding; None derives it from the ids.
         """
         arguments = check_arguments(
@@ -182,7 +182,7 @@ class EmbeddingLayer(nn.Module):
         )
         self._prepare_lookups(arguments)
         dropout = self.dropout
-        # The flag of the dropout module, not of this one: Monte Carlo dropout keeps
+        # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
         # dropout in training mode during evaluation.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
         dropping = not idle or has_hooks(dropout)
@@ -256,7 +256,7 @@ class EmbeddingLayer(nn.Module):
         if self.segment is not None:
             total = total + self.segment(arguments.segments).to(dtype)
         if arguments.mask is not None and self.norm is not None:
-            # Replace masked rows by one that any norm accepts. For NaN, or for zeros with
+            # Replace masked rows by a row that any norm accepts. For NaN, or for zeros with
             # an epsilon of 0, its backward gives NaN even if the gradient is zero.
             steps = torch.arange(self.embedding_dim, dtype=dtype, device=total.device)
             total = torch.where(arguments.mask[..., None], total, steps)
@@ -280,7 +280,7 @@ def _position_layer(
     device: Any,
     dtype: torch.dtype | None,
 ) -> Any:
-    """Return the module that ``position`` names, describes or is."""
+    """Return the position module, built if ``position`` is a name or a config."""
     description = position_config(
         position, max_positions=max_positions, embedding_dim=embedding_dim
     )

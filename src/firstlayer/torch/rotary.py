@@ -72,7 +72,7 @@ class RotaryPositions(PrecomputedBuffers):
     sequence length start unscaled (DynamicNTK) or with the short factors (LongRoPE); call
     :meth:`at_length`, outside of compiled code, for a copy with another length.
 
-    Half precision is upcast to float32 and rounded once, also under autocast.
+    Half precision is upcast to float32 and rounded once, even under autocast.
 
     Example:
         >>> layer = RotaryPositions(2)

@@ -61,7 +61,7 @@ class SinusoidalPositions(PrecomputedBuffers):
     There is no maximum length. Positions of absolute value 2^24 or more raise a ValueError
     on the CPU and give NaN on other devices and in compiled code.
 
-    The sum is computed in float32 (float64 for float64) and rounded once, also under
+    The sum is computed in float32 (float64 for float64) and rounded once, even under
     autocast.
 
     Example:

@@ -41,7 +41,7 @@ class T5Bias(Bias):
 
     T5 does not scale its scores by ``head_dim ** -0.5`` and shares one table among all
     layers. If ``bidirectional``, the first row of the second half is unused, as in T5. The
-    gradient of a half-precision table is summed in float32, also under autocast.
+    gradient of a half-precision table is summed in float32, even under autocast.
 
     Example:
         >>> layer = T5Bias(8)

@@ -15,7 +15,7 @@ class Embedding(TableModule, TorchEmbedding):
 
     Arguments, attributes, ``from_pretrained`` and the state dict are torch's. Differences:
     ``max_norm`` does not write to the table in the forward, gradients of repeated ids are
-    summed in float32 also in half precision, sparse gradients are coalesced, and ids may
+    summed in float32 even in half precision, sparse gradients are coalesced, and ids may
     have any integer dtype.
 
     Args:
@@ -29,7 +29,7 @@ class Embedding(TableModule, TorchEmbedding):
         norm_type: The p of the p-norm for ``max_norm``.
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
         sparse: Make the gradient of the table a coalesced sparse tensor.
-        _weight: Table to use, with its padding row as it is.
+        _weight: Table to use; its padding row is not changed.
         _freeze: Do not train the table.
         device: Device of the table.
         dtype: Dtype of the table.
@@ -38,8 +38,8 @@ class Embedding(TableModule, TorchEmbedding):
         - input: any shape, any integer dtype
         - output: ``(*input.shape, embedding_dim)``, in the table's dtype
 
-    An id out of range, also a negative one, raises an IndexError that names it; under
-    ``torch.compile`` and on other devices it is torch's own error. Autocast does not change
+    An id out of range raises an IndexError that names it, and so does a negative id; under
+    ``torch.compile`` and on other devices the error is torch's. Autocast does not change
     lookups; :meth:`logits` multiplies in the autocast dtype.
 
     Example:
@@ -112,7 +112,7 @@ class Embedding(TableModule, TorchEmbedding):
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript cannot compile this forward, so it gets torch's layer.
         self._catch_up()
-        twin = TorchEmbedding(
+        torch_layer = TorchEmbedding(
             self.num_embeddings,
             self.embedding_dim,
             self.padding_idx,
@@ -122,5 +122,5 @@ class Embedding(TableModule, TorchEmbedding):
             self.sparse,
             _weight=self.weight,
         )
-        twin.weight = self.weight
-        return twin
+        torch_layer.weight = self.weight
+        return torch_layer

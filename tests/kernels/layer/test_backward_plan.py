@@ -86,7 +86,7 @@ def test_tokens_of_a_position_row_are_in_one_block_unless_rows_are_few(kind, mas
         assert sum(map(len, rows)) == len(set().union(*rows))
 
 
-def test_there_is_one_empty_block_without_tokens():
+def test_a_plan_without_tokens_has_one_empty_block():
     got = plan(np.arange(10), mask=np.zeros(NUM_TOKENS, bool))
     assert got.block_starts.tolist() == [0, 0]
     assert got.unique_position_rows.size == got.ids.size == 0

@@ -12,7 +12,7 @@ from firstlayer.kernels.runtime import numba_abi
 from tests.support.run_alone import run_alone
 
 
-def test_layouts_are_as_assumed():
+def test_numba_layouts_match_the_assumptions():
     assert numba_abi.layout_problem() is None
 
 
@@ -20,7 +20,7 @@ def test_a_kernel_called_through_its_pointer_gets_its_arguments():
     assert numba_abi.call_problem() is None
 
 
-def test_a_changed_calling_convention_is_noticed(monkeypatch):
+def test_a_changed_calling_convention_is_reported(monkeypatch):
     monkeypatch.setattr(CPUCallConv, "get_arguments", lambda self, func: func.args[1:])
     assert numba_abi.layout_problem() == (
         "compiled functions do not have two hidden arguments"
@@ -37,7 +37,7 @@ def test_a_missing_name_is_reported_and_not_raised(monkeypatch):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_only_unknown_versions_are_called(is_known, monkeypatch):
+def test_only_unknown_versions_run_the_call_check(is_known, monkeypatch):
     version = numba.__version__.rpartition(".")[0]
     known = frozenset({version} if is_known else ())
     monkeypatch.setattr(numba_abi, "KNOWN_VERSIONS", known)

@@ -1,4 +1,4 @@
-"""The thread pool: every item once, helpers that help, nothing leaked."""
+"""The thread pool: every item is processed once, helpers join, nothing leaks."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

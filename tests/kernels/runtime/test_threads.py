@@ -109,7 +109,7 @@ NO_CACHE_FOLDER = """
     ],
     ids=["eight threads, resized", "first call", "forked", "pool of processes"],
 )
-def test_results_are_the_same_and_nothing_aborts_or_hangs(scenarios):
+def test_concurrent_callers_get_the_same_results_without_abort_or_hang(scenarios):
     run_alone(SETUP, *scenarios)
 
 

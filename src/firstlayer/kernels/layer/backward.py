@@ -1,8 +1,8 @@
 """Backward of the complete layer: every gradient in one pass over memory.
 
 A row is assembled again instead of being read from a second large array, and its gradient
-is added at once to everything that it contributes to. Tokens are processed in fixed blocks,
-each with its own sums of what many tokens share, so that results do not depend on the
+is added at once to every sum that it is part of. Tokens are processed in fixed blocks,
+each with its own sums for the rows that tokens share, so that results do not depend on the
 number of threads.
 """
 
@@ -49,7 +49,7 @@ def layer_backward(
         scale: As in the forward.
         norm: Weight and epsilon of the LayerNorm, or None.
         dy: Gradient of the output, ``(tokens, embedding_dim)``.
-        plan: Result of :func:`plan_backward` for the same tokens and rows.
+        plan: Result of :func:`firstlayer.kernels.plan_backward` for the same tokens.
 
     Shape:
         - token rows: ``(plan.partial_starts[-1], embedding_dim)``, followed by scratch rows
@@ -122,7 +122,7 @@ def _add_row(zero, buffer, source, target):
 
 @inlined
 def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at):
-    """Add to the norm's gradients at ``d``, and return the normalised row and its gradient.
+    """Add to the norm's gradients at ``d``, and return the normalized row and its gradient.
 
     Both are lanes or one number, like ``like``.
     """
@@ -137,7 +137,7 @@ def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at)
 def _norm_means(
     row, mean, rstd, dy, dy_at, next_at, weight, shared_sums, block_at, buffer, buffer_at
 ):
-    """Return the means of the normalised row's gradient and of its product with the row.
+    """Return the means of the normalized row's gradient and of its product with the row.
 
     The second is multiplied by ``rstd``. The next token's ``dy`` and the buffer row that
     will be written are prefetched.
@@ -254,7 +254,7 @@ def _backward_blocks(
                 position_at = -1
                 if position_indices is not None:
                     position_at = positions_at + position_indices[i] * width
-                # Not in a function of their own, which would take half as long again.
+                # These loops are not in a function: the call would make them 50% slower.
                 for d in range(0, whole, lanes_size):
                     if weight is None:
                         prefetch_lanes(lanes, dy, next_at + d)

@@ -16,7 +16,7 @@ import numpy as np
 from ..group import grouped
 from ..runtime.compile import kernel
 
-# More blocks would need more memory for their accumulators than they gain.
+# More blocks would cost more memory for accumulators than they gain in speed.
 MAX_BLOCKS = 32
 # A block has at least this many tokens for each row that it accumulates to.
 MIN_TOKENS_PER_ACCUMULATOR_ROW = 4
@@ -38,7 +38,7 @@ class BackwardPlan(NamedTuple):
         ids: Ids that have a gradient, ascending.
         repeated: Indices of the ids that occur several times.
         partial_starts: First partial row of each of ``repeated``, and the end of the last.
-        token_order: Tokens in the order of processing. Masked tokens are left out.
+        token_order: Tokens in the order of processing. Masked tokens are omitted.
         block_starts: Start of each block in ``token_order``, and the end of the last.
         unique_position_rows: Rows of the position table that are read, ascending.
         position_indices: For each token the index of its row in ``unique_position_rows``;
@@ -158,7 +158,7 @@ def _block_by_position(position_rows, num_tokens, tokens, shared_rows):
     if (
         FREQUENT * counts > tokens.size
     ).any() and tokens.size >= FREQUENT * unique_rows.size:
-        # Few rows, read again and again: each block has position sums of its own.
+        # Few rows with many tokens each: every block has position sums of its own.
         num_blocks = _num_blocks(tokens.size, shared_rows + unique_rows.size)
         starts = np.arange(num_blocks + 1) * tokens.size // num_blocks
         return tokens, starts, (unique_rows, indices, True)
@@ -186,7 +186,7 @@ def _index_positions(position_rows, num_tokens, tokens):
     counts, used = np.zeros_like(rows), 0
     for token in tokens:
         counts[indices[token]] += 1
-    # Rows that only masked tokens have are removed.
+    # Rows that only masked tokens read are removed.
     for rank in range(rows.size):
         rows[used], counts[used], ranks[rank] = rows[rank], counts[rank], used
         used += counts[used] > 0

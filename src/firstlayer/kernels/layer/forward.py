@@ -1,4 +1,4 @@
-"""Forward of the complete layer in one pass over memory: look up, scale, add, normalise.
+"""Forward of the complete layer in one pass over memory: look up, scale, add, normalize.
 
 A row is assembled in a scratch row that stays in the L1 cache, in the compute dtype
 (float64 for float64, else float32), and written once.
@@ -23,7 +23,7 @@ from ..runtime.pool import grain_for, pieces, run
 
 # Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 2
-# Entries worth a thread.
+# Minimum number of entries per thread.
 GRAIN = 1 << 16
 
 #: A table, ``(num_rows, embedding_dim)``, and the rows of it that are read, int64.
@@ -180,7 +180,7 @@ def _write_rows(
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             if ids[i] < 0 or ids[i] >= num_embeddings:
-                # Every thread that writes here writes the same.
+                # Every thread that writes here writes the same value.
                 has_bad_id[0] = 1
                 continue
             ahead, rstd = min(i + AHEAD, hi - 1), zero

@@ -1,8 +1,8 @@
 """Row indices into the coefficients of missed steps.
 
-Coefficients are float64 of shape ``(num_coefficients, steps)``. Column ``k`` brings a row
-that was last updated at step ``k`` to the present. Below, ``w`` is the weight, ``b`` the
-momentum buffer, ``m`` and ``v`` the first and second moment, each as it was at step ``k``;
+Coefficients are float64 of shape ``(num_coefficients, steps)``. Column ``k`` catches up
+a row that was last updated at step ``k``. Below, ``w`` is the weight, ``b`` the momentum
+buffer, ``m`` and ``v`` the first and second moment, each as it was at step ``k``;
 products and sums run over the missed steps ``i = k + 1, …``.
 """
 

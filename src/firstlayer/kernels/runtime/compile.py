@@ -1,7 +1,7 @@
 """Decorators that compile kernels, half-precision numbers, and prefetches.
 
 Numba has no float16 and bfloat16, so arrays of those are passed as integer views whose
-dtype says which they are: ``int16`` holds the bits of float16, ``uint16`` those of
+dtype tells them apart: ``int16`` holds the bits of float16, ``uint16`` those of
 bfloat16. ``upcast`` and ``downcast`` convert between bits and float32, rounding to nearest
 even.
 """
@@ -59,7 +59,7 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
 def inlined(function: F) -> F:
     """Compile a function into each of its callers.
 
-    Short loops are slower in a call of their own, where the compiler knows less about the
+    Short loops are slower in a separate function, where the compiler knows less about the
     arrays' memory.
     """
     return _njit(inline="always")(function)

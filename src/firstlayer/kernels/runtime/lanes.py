@@ -3,7 +3,7 @@
 A loop that adds row after row to an array writes the sum back after every row, and one that
 adds up a single row waits for each addition before the next. ``Lanes`` is a value that a
 loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over the available
-registers. It supports ``+``, ``-`` and ``*`` with another or with a number.
+registers. It supports ``+``, ``-`` and ``*`` with other lanes or a number.
 
 Contiguous arrays are read and written at a flat index. Half precision is upcast when it is
 read and rounded when it is written. Everything here also works on single numbers, so that

@@ -155,7 +155,7 @@ def _offer_inlined(ticket):
 
 @numba.njit
 def _probe(ticket, floats, nothing, pair, log):
-    """Log the arguments, and once more through the worker's pointer."""
+    """Log the arguments, then call itself once through the worker's pointer."""
     offered = _offer_inlined(ticket)
     call = log[0, 0]
     log[0, 0] += 1

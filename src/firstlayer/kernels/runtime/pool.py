@@ -19,7 +19,7 @@ Protocol:
     4. Owner and helpers claim pieces by adding to ``NEXT`` until the range is used up, and
        add the length of each finished piece to ``DONE``. A helper that wakes late leaves
        more pieces to the others. Pieces write to disjoint memory, so results do not depend
-       on which thread does which.
+       on which thread processes which.
     5. The owner waits until ``DONE`` is the whole range, clears ``OPEN``, waits until
        no helper is ``INSIDE``, and returns.
 
@@ -31,7 +31,7 @@ Memory order:
     sees the other. The atomic add to ``DONE`` also orders streaming stores.
 
 Limits:
-    - One job at a time. A caller that finds the pool busy runs its kernel alone.
+    - One job at a time. If the pool is busy, a caller runs its kernel alone.
     - A forked child has no helpers and starts its own.
     - Without POSIX threads, or with a Numba that fails the checks of ``numba_abi``, kernels
       run on one thread, and the first that could use more warns.
@@ -71,7 +71,7 @@ from .system import (
 from .threads import current_num_threads
 
 # Offsets into the block, a cache line each, after the kernel's arguments: the next item to
-# claim, the number of items done, whether there is a job, how many helpers look at it, how
+# claim, the number of items done, whether there is a job, how many helpers are inside, how
 # many more may join, the number of jobs so far, how many helpers sleep, the address of the
 # worker, the owner's core,
 NEXT, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
@@ -84,7 +84,7 @@ MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 4 * 64, 64)
 PIECES_PER_THREAD = 8
 # A helper polls for about 400 µs before it sleeps: waking takes longer than a short job.
 HELPER_POLLS = 1_200_000
-# The owner polls for the helpers' last pieces before it takes naps.
+# The owner polls for the helpers' last pieces before it sleeps between polls.
 OWNER_POLLS, NAP_MICROSECONDS = 600_000, 20
 
 _REASON = single_thread_reason()
@@ -94,7 +94,7 @@ Arguments = TypeVarTuple("Arguments")
 def run(
     loop: Callable[[Ticket, *Arguments], None], size: int, *args: *Arguments, grain: int
 ) -> None:
-    """Call ``loop(ticket, *args)`` on as many threads as are worth it.
+    """Call ``loop(ticket, *args)`` on as many threads as ``grain`` allows.
 
     Args:
         loop: Kernel that loops over ``pieces(ticket)``.
@@ -128,7 +128,7 @@ def grain_for(least: int, work: int, size: int = 1) -> int:
     A sleeping helper joins after about 50 µs, so a thread needs at least that much work.
 
     Args:
-        least: Work worth a thread, in any unit: the ``GRAIN`` of the kernel's module.
+        least: Minimum work per thread, in any unit: the ``GRAIN`` of the kernel's module.
         work: Work of ``size`` items, in the same unit.
         size: Number of items.
 
@@ -152,7 +152,7 @@ class _Pool:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the helpers, which do not exist in a forked child."""
+        """Drop the helpers, which do not exist in a forked child."""
         self.lock = threading.Lock()
         self.block, self.helpers = 0, 0
 

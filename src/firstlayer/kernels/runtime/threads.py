@@ -41,7 +41,7 @@ def get_num_threads() -> int:
 
 
 class on_threads:
-    """Context in which kernels called by this thread use ``n`` threads.
+    """Context manager: kernels called by this thread use ``n`` threads.
 
     Example:
         >>> with on_threads(1):

@@ -25,7 +25,7 @@ class LayerArguments(NamedTuple):
     Args:
         lead: Shape of the output without its last axis.
         ids: Token ids, or None if only ``embeds`` are given.
-        embeds: Token vectors from elsewhere, or None.
+        embeds: Precomputed token vectors, or None.
         positions: Positions as given.
         offset: Offset as given.
         segments: Segment of each token, or of each position; None without segments.

@@ -1,6 +1,6 @@
 """Whether the kernels may compute a call of the complete layer, and from which tensors.
 
-Nothing here changes anything. The kernels bypass the forwards of the submodules, so those
+These functions mutate nothing. The kernels bypass the forwards of the submodules, so those
 must be of known classes, without hooks or overrides, with ordinary parameters.
 """
 

@@ -35,7 +35,7 @@ class LayerTensors(NamedTuple, Generic[T]):
     """Tensors of one call, their arrays, or their gradients, by name.
 
     Args:
-        token_table: The token table, or token vectors from elsewhere.
+        token_table: The token table, or precomputed token vectors.
         token_rows: Row of each token. Like the other rows int64, contiguous, of any shape.
         position_table: Table of positions.
         position_rows: Row of each token. Fewer rows than tokens are repeated.

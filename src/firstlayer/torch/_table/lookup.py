@@ -1,6 +1,6 @@
 """Rows by id, and the gradient of their table.
 
-A plain lookup is torch's own. Implemented here is what torch gets wrong: half-precision
+A plain lookup is torch's own. This module replaces what torch gets wrong: half-precision
 gradients of repeated ids are summed in float32, sparse gradients are coalesced,
 ``max_norm`` does not write to the table, and ``scale_grad_by_freq`` has a correct second
 derivative. Kernels do this eagerly on the CPU, plain operators everywhere else.
@@ -129,7 +129,7 @@ class LookupOptions(NamedTuple):
 
     @property
     def needs_own_backward(self) -> bool:
-        """Whether torch's backward computes something else."""
+        """Whether torch's backward would give another gradient."""
         return self.sparse or self.scale_grad_by_freq or self.dtype in HALF
 
     def gradient(

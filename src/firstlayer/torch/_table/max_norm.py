@@ -72,7 +72,7 @@ def rows_with_gradient(weight: Tensor) -> Tensor | None:
     """Return the rows that have a gradient, or None for all rows.
 
     Ids for a sparse gradient, a bool for each row for a dense one. In a distributed run it
-    is always all rows: replicas must renormalize the same rows, and each knows only its
+    is always all rows: replicas must renormalize the same rows, and each has only its
     own ids.
     """
     grad = weight.grad

@@ -5,10 +5,10 @@ A row optimizer leaves rows without a gradient stale (:mod:`firstlayer.torch.opt
 
 ``max_norm``: lookups return renormalized rows and do not write to the table. Stored rows
 are renormalized once their gradient is accumulated, before the optimizer steps. A tied
-head therefore sees the same weight from the forward to the end of the backward, and
+head therefore uses the same weight from the forward to the end of the backward, and
 training gives the same result as with torch, which renormalizes in the forward. With a tied
-head, add up losses that share a graph and call backward once: a second backward would find
-a modified weight and raise an error.
+head, add up losses that share a graph and call backward once: a second backward would
+detect the modified weight and raise an error.
 """
 
 import weakref
@@ -166,7 +166,7 @@ class TableModule(nn.Module):
             self._renormalize(rows)
             if is_distributed():
                 # During the backward FSDP2 gives the layer an unsharded copy of the table.
-                # The sharded parameter is back, with its gradient, at the end.
+                # At the end, the layer has the sharded parameter and its gradient again.
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._renormalize_shard)
 
@@ -238,7 +238,7 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
 
 
 def coalesce_gradient(parameter: Tensor) -> None:
-    """Coalesce a sparse gradient. Accumulation drops the flag that says it already is."""
+    """Coalesce a sparse gradient. Accumulation clears its ``is_coalesced`` flag."""
     grad = parameter.grad
     if grad is None or not grad.is_sparse or grad.is_coalesced():
         return
@@ -251,7 +251,7 @@ def coalesce_gradient(parameter: Tensor) -> None:
     if ascends:
         grad._coalesced_(True)
     elif grad.is_cpu and grad.dtype in HALF:
-        # Made by torch's own lookup. Torch would sum in half precision.
+        # A gradient of torch's own lookup, which torch would sum in half precision.
         parameter.grad = coalesced(grad)
     else:
         parameter.grad = grad.coalesce()

@@ -7,8 +7,8 @@ subclasses work on operators instead of memory, so they get plain operators.
 Three predicates decide, each stricter than the one before:
 
 - :func:`is_eager`: operators run immediately, and nothing records or transforms them.
-- :func:`is_plain_cpu`: also, the tensors are ordinary CPU tensors with readable values.
-- :func:`kernel_eligible`: also, the tensors hold floating-point numbers.
+- :func:`is_plain_cpu`: the tensors are also ordinary CPU tensors with readable values.
+- :func:`kernel_eligible`: the tensors also hold floating-point numbers.
 """
 
 import ctypes
@@ -117,7 +117,7 @@ def threads_of_torch() -> AbstractContextManager[None]:
 
 
 def array_of(x: Tensor) -> np.ndarray:
-    """Return a plain CPU tensor as a NumPy array of the same memory, also bfloat16."""
+    """Return a plain CPU tensor as a NumPy array over the same memory; bfloat16 too."""
     if x.requires_grad:
         x = x.detach()
     if x.dtype is torch.bfloat16:
@@ -162,7 +162,7 @@ def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
 
 
 def tensor_of(array: Any, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a NumPy array as a tensor of the same memory, also bfloat16.
+    """Return a NumPy array as a tensor over the same memory; bfloat16 too.
 
     Args:
         array: The array.

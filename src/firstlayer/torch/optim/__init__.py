@@ -22,7 +22,7 @@ layers catch up in lookups, ``logits``, ``state_dict``, ``load_state_dict`` and 
 Torch's own layers catch up in lookups and in state dicts if the optimizer is given the
 model: ``RowAdamW(model)``. Copies and pickles of a parameter are up to date and have no
 ``table_state``. Call ``optimizer.flush()`` before reading or writing ``weight`` directly,
-also with ``torch.func`` and ``torch.export``. ``step()`` raises, and changes nothing, if a
+and before ``torch.func`` and ``torch.export``. ``step()`` raises, and changes nothing, if a
 row with a gradient was stale when it was read.
 
 **Limits.** Tables are on the CPU, in any float dtype; the state of a half-precision table

@@ -91,7 +91,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
-        """Take a step. Nothing changes if a row with a gradient was read while stale.
+        """Take a step; raise and change nothing if a row to update was read while stale.
 
         Args:
             closure: Computes the loss and its gradients again.
@@ -163,12 +163,12 @@ class RowOptimizer(torch.optim.Optimizer):
         return rows.ids, rows.values
 
     def _check_read(self, state: ParameterState, ids: np.ndarray | None) -> None:
-        """Raise RuntimeError if one of the rows was stale when it was read."""
+        """Raise if a row was read while stale; in distributed runs, catch up instead."""
         row = state.first_stale(ids)
         if row is None:
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Gradients of rows that other processes have read.
+            # Other processes may have read these rows.
             state.catch_up(ids)
             return
         raise RuntimeError(
@@ -205,7 +205,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return state
 
     def _publish(self, table_state: ParameterState) -> None:
-        """Show the arrays of a table's state in ``self.state``."""
+        """Expose the arrays of a table's state in ``self.state``."""
         state = self.state[table_state.parameter]
         for name, array in table_state.state.items():
             if name not in state or state[name].data_ptr() != array.ctypes.data:

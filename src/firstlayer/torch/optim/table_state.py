@@ -79,10 +79,10 @@ class ParameterState(TableState):
     def _reduce(self, protocol: Any) -> Any:
         self.catch_up()
         parameter = self.parameter
-        twin = Parameter(parameter.data, parameter.requires_grad)
+        plain = Parameter(parameter.data, parameter.requires_grad)
         others = {key: value for key, value in vars(parameter).items() if key not in NAMES}
-        vars(twin).update(others)
-        return twin.__reduce_ex__(protocol)
+        vars(plain).update(others)
+        return plain.__reduce_ex__(protocol)
 
 
 def detach(parameter: Tensor) -> None:
