@@ -35,7 +35,7 @@ def error_line(stdout: str, stderr: str) -> str:
     assert stdout == ""
     *before, last = stderr.splitlines()
     assert last.startswith("firstlayer: ") and "Traceback" not in stderr
-    assert all(line.startswith(("reading ", "learning ")) for line in before)
+    assert all(line.startswith(("reading ", "training ")) for line in before)
     return last.removeprefix("firstlayer: ")
 
 

@@ -49,7 +49,7 @@ def layer_backward(
         scale: As in the forward.
         norm: Weight and epsilon of the LayerNorm, or None.
         dy: Gradient of the output, ``(tokens, embedding_dim)``.
-        plan: Result of :func:`plan_backward` for the same tokens and rows.
+        plan: From :func:`firstlayer.kernels.plan_backward`, for the same tokens and rows.
 
     Shape:
         - token rows: ``(plan.partial_starts[-1], embedding_dim)``, followed by scratch rows
