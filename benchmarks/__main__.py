@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--rounds", type=int, default=12, help="timed rounds per contestant"
+        "--rounds", type=int, default=12, help="timed rounds per implementation"
     )
     options = parser.parse_args()
     keep_freed_memory()

@@ -32,13 +32,13 @@ class Claim:
     """A published result and its measured value, in nats per byte.
 
     Args:
-        says: The claim.
+        text: The claim.
         value: Measured value.
         least: Lower bound, or None.
         most: Upper bound, or None.
     """
 
-    says: str
+    text: str
     value: float
     least: float | None = None
     most: float | None = None
@@ -118,7 +118,7 @@ def main() -> None:
     for claim in found:
         bound = f"> {claim.least:g}" if claim.most is None else f"< {claim.most:g}"
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
-        print(f"{claim.says} {claim.value:.3f} ({bound}): {verdict}")
+        print(f"{claim.text} {claim.value:.3f} ({bound}): {verdict}")
     sys.exit(not all(claim.holds for claim in found))
 
 

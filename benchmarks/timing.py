@@ -1,7 +1,7 @@
 """Time Firstlayer against its peers: results are compared first, then runs are interleaved.
 
-Each round runs every contestant: a short pause, two warm-up calls, then twelve timed calls
-on twelve different batches (:mod:`firstlayer.analysis.timing`, shared with the ``bench``
+Each round runs every library: a short pause, two warm-up calls, then twelve timed calls on
+twelve different batches (:mod:`firstlayer.analysis.timing`, shared with the ``bench``
 command). The result is the median of all timed calls and its ratio to ours. A memcpy of the
 output is timed as well, as a lower bound for anything that writes its output.
 

@@ -1,7 +1,7 @@
 """Argument checks shared by all front ends.
 
-Each check returns a concrete host value in canonical form or raises an error that says
-*name, rule, value*.
+Each check returns a concrete host value in canonical form or raises an error with a
+message of the form *name, rule, value*.
 """
 
 from contextlib import suppress

@@ -376,10 +376,10 @@ def curves_of(**changed):
 )
 def test_the_benchmark_reports_claims_that_do_not_hold(changed, broken):
     found = claims(curves_of(**changed), 128)
-    failed = [claim.says for claim in found if not claim.holds]
+    failed = [claim.text for claim in found if not claim.holds]
     assert len(failed) == len(broken)
-    for says, word in zip(failed, broken, strict=True):
-        assert says.startswith(word)
+    for text, word in zip(failed, broken, strict=True):
+        assert text.startswith(word)
 
 
 # Results and errors.

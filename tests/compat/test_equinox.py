@@ -20,7 +20,7 @@ KEY = jax.random.key(0)
 
 
 class TransformerBlock(eqx.Module):
-    """The document's example; what it leaves out is filled in."""
+    """The example of the documentation, with its omissions filled in."""
 
     mha_attention: eqx.nn.MultiheadAttention
     rope_embeddings: Any
@@ -110,7 +110,7 @@ def test_gradients_of_repeated_ids_do_not_saturate():
     layer = Embedding(5, 2, dtype=jnp.bfloat16, key=KEY)
     ids = jnp.full(3000, 3)
     grad = eqx.filter_grad(lambda layer: layer(ids).sum(dtype=jnp.float32))(layer)
-    assert grad.weight[3].tolist() == [3008.0, 3008.0]  # 3000, as bfloat16 has it
+    assert grad.weight[3].tolist() == [3008.0, 3008.0]  # 3000 rounded to bfloat16
 
 
 def test_traced_id_out_of_range_gives_nan_and_no_gradient():

@@ -283,7 +283,7 @@ def test_lru_gradients_equal_finite_differences():
     assert torch.autograd.gradcheck(run, (x, *values))
 
 
-def test_lru_initialises_in_the_ring_and_stays_in_the_unit_circle():
+def test_lru_initializes_in_the_ring_and_stays_in_the_unit_circle():
     torch.manual_seed(0)
     lru = LRU(4, 2000, r_min=0.6, r_max=0.8, max_phase=0.5)
     decay, into, _ = lru.discretize()

@@ -1,4 +1,4 @@
-"""Runs code in a process of its own, which it may abort, fork, hang or patch."""
+"""Run code in a separate process, which it may abort, fork, hang or patch."""
 
 import subprocess
 import sys

@@ -2,8 +2,8 @@
 
 Runs are interleaved: in each round every function is called on all batches before the next
 one starts, and the order rotates from round to round. Different batches keep the inputs out
-of the cache, a rest lets OpenMP threads of the previous function stop spinning, and warm-up
-calls wake its own threads.
+of the cache, a pause lets OpenMP threads of the previous function go to sleep, and warm-up
+calls wake those of the next one.
 """
 
 import statistics

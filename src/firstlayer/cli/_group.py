@@ -15,7 +15,7 @@ from . import COMMANDS
 EXTRAS = {"matplotlib": "plot", "rich": "cli", "tokenizers": "cli", "torch": "torch"}
 EXAMPLES = """\b
 Examples:
-  firstlayer train                        train on Python's own source, in half a minute
+  firstlayer train                        train on Python's own source code
   firstlayer neighbors vectors TypeError  nearest neighbors of a word
   firstlayer inspect model.safetensors    describe the tables of a checkpoint
   firstlayer COMMAND --help               options of a command, with examples

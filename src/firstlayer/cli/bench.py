@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..analysis.lookup import Lookups
 
 EXAMPLES = """
-firstlayer bench                     tables of 1,000, 10,000 and 100,000 rows
+firstlayer bench            three table sizes, four batch sizes
 firstlayer bench --rows 250000 --width 1024
 firstlayer bench --plot lookups.png
 """
@@ -64,11 +64,11 @@ def command(
     format = checked_picture(picture, force=force)
     from ..analysis import lookup, plot
 
-    with progress("lookups", total=1.0, quiet=quiet) as tell:
+    with progress("lookups", total=1.0, quiet=quiet) as draw:
         found = lookup.measure(
             rows or lookup.ROWS,
             batches=batches or lookup.BATCHES,
-            progress=lambda done, total: tell(done / total),
+            progress=lambda done, total: draw(done / total),
             **sizes,
         )
     if picture and format:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 firstlayer inspect model.safetensors
-firstlayer inspect checkpoint/                        sharded, with an index
+firstlayer inspect checkpoint/    sharded, with an index
 firstlayer inspect vectors --json
 firstlayer inspect model.safetensors --tensor classifier.weight
 """

@@ -39,8 +39,8 @@ OPTIMIZERS = (
 PARTS = ("parameters", "gradient", "state", "activations", "total")
 DEFAULT_OPTIMIZERS = ("sgd", "adamw", "row-adamw", "rowwise-adagrad")
 EXAMPLES = """
-firstlayer memory                    four common sizes
-firstlayer memory 250000x1024 --dtype bfloat16 --optimizer adamw --optimizer row-adamw
+firstlayer memory                   four common sizes
+firstlayer memory 250000x1024 --dtype bfloat16 --optimizer row-adamw
 firstlayer memory model.safetensors --tokens 8192
 firstlayer memory --plot memory.png
 """
@@ -60,7 +60,9 @@ firstlayer memory --plot memory.png
     "optimizers",
     type=click.Choice(OPTIMIZERS),
     multiple=True,
-    help=f"Optimizer; may be repeated.  [default: {', '.join(DEFAULT_OPTIMIZERS)}]",
+    metavar="NAME",
+    help=f"One of {', '.join(OPTIMIZERS)}; may be repeated.  "
+    f"[default: {', '.join(DEFAULT_OPTIMIZERS)}]",
 )
 @value_option("--tokens", 4096, "Ids per batch.", type=COUNT)
 @value_option(
@@ -97,17 +99,15 @@ def command(
     format = checked_picture(picture, force=force)
     from ..analysis import memory, plot
 
-    costs, cases = (
-        [],
-        [
-            (table, dtype, optimizer)
-            for table in _tables(tables)
-            for dtype in dtypes or (table.dtype,)
-            for optimizer in optimizers or DEFAULT_OPTIMIZERS
-        ],
-    )
+    costs = []
+    cases = [
+        (table, dtype, optimizer)
+        for table in _tables(tables)
+        for dtype in dtypes or (table.dtype,)
+        for optimizer in optimizers or DEFAULT_OPTIMIZERS
+    ]
     kept = memory.position_tables(cases[0][0].width, head_dim=head_dim)
-    with progress("tables", total=len(cases), quiet=quiet) as tell:
+    with progress("tables", total=len(cases), quiet=quiet) as draw:
         for table, dtype, optimizer in cases:
             cost = memory.footprint(
                 table.rows,
@@ -119,7 +119,7 @@ def command(
                 allowed=round(allow * 1e9),
             )
             costs.append(cost)
-            tell(len(costs))
+            draw(len(costs))
     if picture and format:
         write_picture(picture, plot.render(plot.memory(costs), format), force=force)
     lines = [

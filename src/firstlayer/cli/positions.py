@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 QUICK_SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "kerple")
 EXAMPLES = """
-firstlayer positions --quick         takes a minute, on Python's own source
+firstlayer positions --quick    on Python's own source, in a minute
 firstlayer positions book.txt --plot report.html
 firstlayer positions *.md --scheme rotary --scheme alibi --length 256
 cat logs | firstlayer positions - --quick --json
@@ -124,10 +124,10 @@ def _compare(
     from ..analysis.position_study import Study, measure
 
     trained = []
-    with progress("training", total=len(schemes), quiet=quiet) as tell:
+    with progress("training", total=len(schemes), quiet=quiet) as draw:
 
         def report(scheme: str, step: int, of: int, loss: float) -> None:
-            tell(len(trained) + step / of, note=f"{scheme}, loss {loss:.2f}")
+            draw(len(trained) + step / of, note=f"{scheme}, loss {loss:.2f}")
 
         try:
             for scheme in schemes:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..word_vectors.train import Trained, TrainingOptions
 
 EXAMPLES = """
-firstlayer train                           on Python's own source, in half a minute
+firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
-firstlayer train *.txt --lower --window 5  a wider window favors topics over grammar
+firstlayer train *.txt --lower --window 5  wider window: topics, not syntax
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
 firstlayer train --resume -o vectors       resume after Ctrl-C
 """

@@ -3,6 +3,6 @@
 One module per library: :mod:`firstlayer.compat.lrnnx`, :mod:`firstlayer.compat.lucid`,
 :mod:`firstlayer.compat.equinox`, :mod:`firstlayer.compat.tinytorch` and
 :mod:`firstlayer.compat.transformers`. Signatures, attributes and checkpoint names are the
-other library's. Documented behaviour that the original gets wrong is correct here. No
+other library's. Documented behavior that the original gets wrong is correct here. No
 module is imported until it is used.
 """

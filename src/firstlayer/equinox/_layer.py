@@ -143,7 +143,7 @@ def layer_norm(
     if mask is None:
         y, _ = normalize_rows(x, eps=norm.eps)
     else:
-        # Masked before and after: a row of zeros is NaN after standardising if eps is 0.
+        # Masked before and after: a row of zeros is NaN after standardizing if eps is 0.
         y, _ = normalize_rows(mask_rows(x, mask), eps=norm.eps)
         y = mask_rows(y, mask)
     weight, bias = (

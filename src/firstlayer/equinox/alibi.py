@@ -21,7 +21,7 @@ class AlibiBias(Bias):
         num_heads: Number of heads; see :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
-        max_bias: Exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
         factor: Ratio of the sequence length to that in training; divides the slopes.
 
     Shape:

@@ -41,7 +41,7 @@ def load(path: Path) -> Any:
 
     Args:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
-            says what is wrong with it. Float64 needs ``jax_enable_x64``.
+            states the reason. Float64 needs ``jax_enable_x64``.
     """
     return load_layer(path, _FRONT_END)
 

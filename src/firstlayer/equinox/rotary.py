@@ -54,7 +54,7 @@ class RotaryPositions(Module):
         rotary_dim: Number of leading features to rotate; None is all.
         sections: Number of pairs rotated by each coordinate of a position (M-RoPE); None is
             one coordinate.
-        interleaved_sections: Assign pairs to coordinates in rotation (Qwen3-VL) instead of
+        interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
             in contiguous runs (Qwen2-VL).
         frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, that replace
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, from

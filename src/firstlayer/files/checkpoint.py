@@ -93,7 +93,7 @@ class StoredTensor:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype as NumPy has it; one it does not have is a ValueError."""
+        """NumPy dtype; a dtype code that is not in ``DTYPES`` is a ValueError."""
         name = DTYPES.get(self.dtype)
         if name is None:
             raise ValueError(f"{self.name} has dtype {self.dtype}, which is not supported")

@@ -1,6 +1,6 @@
 """Layer files: the tensors of a layer and its config in one safetensors file.
 
-Any program that knows the format (https://github.com/huggingface/safetensors) can open such
+Any program that reads the format (https://github.com/huggingface/safetensors) can open such
 a file. The config is JSON in the header's metadata, under the key ``firstlayer``, together
 with a format version. Nothing in a file is ever executed.
 

@@ -171,7 +171,7 @@ class EmbeddingBag(Embedding):
 
 
 def _expand_gradient(gradient: np.ndarray, bags: Bags, *, like: np.ndarray) -> np.ndarray:
-    """Return a gradient of the ids that count in the shape of ``like``, zero elsewhere.
+    """Return the gradient of the pooled ids in the shape of ``like``, zero at other ids.
 
     In the dtype of ``like`` if that is a float.
     """

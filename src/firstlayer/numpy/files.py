@@ -38,7 +38,7 @@ def load(path: Path) -> Any:
 
     Args:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
-            says what is wrong with it.
+            states the reason.
     """
     return load_layer(path, _FRONT_END)
 

@@ -40,7 +40,7 @@ class FireBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
           has one
 
-    Count positions from the start of the text: beyond ``threshold`` they matter.
+    Count positions from the start of the text; beyond ``threshold`` the bias uses them.
 
     Example:
         >>> layer = FireBias(8, rng=0)

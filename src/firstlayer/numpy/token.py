@@ -195,7 +195,7 @@ class Embedding(Module):
     ) -> Resized:
         """Change the number of rows and return the ids kept, added and dropped.
 
-        Kept ids keep their rows, and padding stays padding. :meth:`logits` follows.
+        Kept ids keep their rows, and padding stays padding. :meth:`logits` is resized too.
 
         Args:
             num_embeddings: New number of rows.

@@ -1,8 +1,8 @@
 """ALiBi: a penalty on attention scores proportional to distance.
 
-Each head has a slope, and a key ``d`` positions before the query loses ``slope * d`` from
-its score. Nothing is learned, and a model trained on short sequences generalizes to longer
-ones (Press et al. 2021, https://arxiv.org/abs/2108.12409).
+Each head has a slope. The score of a key ``d`` positions before the query is reduced by
+``slope * d``. Nothing is learned, and a model trained on short sequences generalizes to
+longer ones (Press et al. 2021, https://arxiv.org/abs/2108.12409).
 
 The distance is computed before anything is rounded. Several models add ``slope * key
 position`` instead, which is equivalent under a causal softmax, but in bfloat16 it gives

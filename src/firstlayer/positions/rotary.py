@@ -3,7 +3,7 @@
 The dot product of a rotated query and a rotated key depends only on the distance between
 them (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-The *layout* says which two features form a pair; a checkpoint works with one layout only.
+The *layout* defines which features form a pair; a checkpoint works with one layout only.
 Frequencies are in :mod:`firstlayer.positions.frequencies`, cosines and sines in
 :mod:`firstlayer.positions.phases`. ``phase_rows``, ``inverse_phases`` and ``rotate_rows``
 run on the compiled kernels, for arrays in host memory. Everything else runs unchanged on

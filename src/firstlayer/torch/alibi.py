@@ -18,7 +18,7 @@ class AlibiBias(Bias):
             :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
             causal decoders.
-        max_bias: Exponent of the smallest slope (``alibi_bias_max`` in MPT).
+        max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
         factor: Sequence length relative to training; divides the slopes.
 
     Shape:

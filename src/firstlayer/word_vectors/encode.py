@@ -19,8 +19,8 @@ def encode(
 ) -> Iterator[Float32[np.ndarray, "n dim"]]:
     """Yield the vectors of texts in batches.
 
-    A text without known words gets zeros. Vectors have unit length if the table's config
-    asks for it.
+    A text without known words gets zeros. Vectors have unit length if
+    ``vectors.normalize``.
 
     Args:
         vectors: Words and rows. Without a tokenizer, words are separated by spaces.

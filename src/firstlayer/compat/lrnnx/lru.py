@@ -69,7 +69,7 @@ class LRU(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw ``λ`` uniformly from the ring, and initialise the other parameters."""
+        """Draw ``λ`` uniformly from the ring, and initialize the other parameters."""
         low, high = self.r_min**2, self.r_max**2
         # Excludes 0 and 1, whose logarithms are infinite.
         area, phase = (torch.rand(2, self.d_state) * (1 - 2e-6) + 1e-6).unbind()
