@@ -378,6 +378,20 @@ def test_the_default_device_is_ignored(position):
 # Hooks and replaced submodules
 
 
+def test_half_precision_norm_with_hook_is_called_and_gives_the_same():
+    layer: Any = EmbeddingLayer(
+        9, 4, max_positions=5, layer_norm=True, dtype=torch.bfloat16, scale=True
+    )
+    ids, seen = torch.tensor([[1, 2]]), []
+    want = layer(ids)
+    layer.norm.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(ids), want)
+    assert seen == [1]
+    layer(ids).pow(2).sum().backward()
+    assert type(layer.norm.weight) is torch.nn.Parameter
+    assert layer.norm.weight.grad.dtype == torch.bfloat16
+
+
 def test_submodules_with_hooks_or_another_forward_are_called():
     layer: Any = build(layer_norm=True, segments=2)
     want, seen = layer(IDS), []

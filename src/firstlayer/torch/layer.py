@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.func import functional_call
 from torch.nn.functional import layer_norm as torch_layer_norm
 
 from .._check import not_negative, not_negative_number, positive, probability
@@ -307,4 +308,6 @@ def _normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
     # half-precision weight.
     bias = None if norm.bias is None else upcast(norm.bias).to(x.dtype)
     weight = upcast(norm.weight).to(x.dtype)
+    if has_hooks(norm):
+        return functional_call(norm, {"weight": weight, "bias": bias}, x)
     return torch_layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
