@@ -6,9 +6,9 @@ A row optimizer leaves rows without a gradient stale (:mod:`firstlayer.torch.opt
 ``max_norm``: lookups return renormalized rows and do not write to the table. Stored rows
 are renormalized once their gradient is accumulated, before the optimizer steps. A tied
 head therefore uses the same weight from the forward to the end of the backward, and
-training gives the same result as with torch, which renormalizes in the forward. With a tied
-head, add up losses that share a graph and call backward once: a second backward would
-detect the modified weight and raise an error.
+training gives the same result as with torch, which renormalizes in the forward. A padding
+row has no gradient, so only its lookups are renormalized. With a tied head, add up losses
+that share a graph and call backward once: a second backward would raise an error.
 """
 
 import weakref

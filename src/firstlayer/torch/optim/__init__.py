@@ -71,8 +71,8 @@ class RowSGD(RowOptimizer):
         >>> optimizer = RowSGD(layer, lr=0.1, momentum=0.9, weight_decay=0.01)
     """
 
-    options_class = SGDOptions
-    torch_class = torch.optim.SGD
+    _options_class = SGDOptions
+    _torch_class = torch.optim.SGD
 
 
 class RowAdagrad(RowOptimizer):
@@ -89,8 +89,8 @@ class RowAdagrad(RowOptimizer):
         >>> optimizer = RowAdagrad(layer, lr=0.1, initial_accumulator_value=0.1)
     """
 
-    options_class = AdagradOptions
-    torch_class = torch.optim.Adagrad
+    _options_class = AdagradOptions
+    _torch_class = torch.optim.Adagrad
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         # torch.optim.Adagrad creates its state at construction, not at the first step.
@@ -120,7 +120,7 @@ class RowWiseAdagrad(RowAdagrad):
         >>> optimizer = RowWiseAdagrad(layer, lr=0.1, eps=1e-8)
     """
 
-    options_class = WiseAdagradOptions
+    _options_class = WiseAdagradOptions
 
 
 class RowAdam(RowOptimizer):
@@ -139,8 +139,8 @@ class RowAdam(RowOptimizer):
         >>> optimizer = RowAdam(layer, lr=0.1, betas=(0.9, 0.99), mode="lazy")
     """
 
-    options_class = AdamOptions
-    torch_class = torch.optim.Adam
+    _options_class = AdamOptions
+    _torch_class = torch.optim.Adam
 
 
 class RowAdamW(RowOptimizer):
@@ -156,8 +156,8 @@ class RowAdamW(RowOptimizer):
         >>> optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.1)
     """
 
-    options_class = AdamWOptions
-    torch_class = torch.optim.AdamW
+    _options_class = AdamWOptions
+    _torch_class = torch.optim.AdamW
 
 
 class RowRMSprop(RowOptimizer):
@@ -174,8 +174,8 @@ class RowRMSprop(RowOptimizer):
         >>> optimizer = RowRMSprop(layer, lr=0.1, momentum=0.9, centered=True)
     """
 
-    options_class = RMSpropOptions
-    torch_class = torch.optim.RMSprop
+    _options_class = RMSpropOptions
+    _torch_class = torch.optim.RMSprop
 
 
 class RowLion(RowOptimizer):
@@ -193,5 +193,5 @@ class RowLion(RowOptimizer):
         >>> optimizer = RowLion(layer, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     """
 
-    options_class = LionOptions
-    torch_class = Lion
+    _options_class = LionOptions
+    _torch_class = Lion

@@ -40,13 +40,13 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     #: Options of the optimizer, with defaults.
-    options_class: ClassVar[type[RowOptions]]
+    _options_class: ClassVar[type[RowOptions]]
     #: Torch's optimizer of that name, for parameters that are not tables.
-    torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
+    _torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls.__signature__ = cls.options_class.constructor_signature(
+        cls.__signature__ = cls._options_class.constructor_signature(
             "params", others="torch_options"
         )
 
@@ -62,12 +62,12 @@ class RowOptimizer(torch.optim.Optimizer):
         for name in ("differentiable", "capturable"):
             if options.get(name):
                 raise ValueError(f"{name} must be False for row optimizers, got True")
-        options = {**self.options_class().hyperparameters(), **options}
+        options = {**self._options_class().hyperparameters(), **options}
         if lr is not None:
             options["lr"] = lr
         # torch requires a parameter here; _step_dense passes the real ones.
         placeholder = torch.zeros(0, device="cpu")
-        self._dense = type(self).torch_class([placeholder], **options)
+        self._dense = type(self)._torch_class([placeholder], **options)
         self._table_states: dict[Tensor, ParameterState] = {}
         parameters = params.parameters() if isinstance(params, nn.Module) else params
         own = {"mode": mode, "stochastic_rounding": stochastic_rounding}
@@ -149,7 +149,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._table_states = {}
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
-        return self.options_class.rule_class(lazy=options["mode"] == "lazy")
+        return self._options_class.rule_class(lazy=options["mode"] == "lazy")
 
     def _gradient(
         self, state: ParameterState, grad: Tensor
