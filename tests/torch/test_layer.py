@@ -389,7 +389,8 @@ def test_half_precision_norm_with_hook_is_called_and_gives_the_same():
     assert seen == [1]
     layer(ids).pow(2).sum().backward()
     assert type(layer.norm.weight) is torch.nn.Parameter
-    assert layer.norm.weight.grad.dtype == torch.bfloat16
+    gradient = layer.norm.weight.grad
+    assert gradient is not None and gradient.dtype == torch.bfloat16
 
 
 def test_submodules_with_hooks_or_another_forward_are_called():

@@ -309,5 +309,6 @@ def _normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
     bias = None if norm.bias is None else upcast(norm.bias).to(x.dtype)
     weight = upcast(norm.weight).to(x.dtype)
     if has_hooks(norm):
-        return functional_call(norm, {"weight": weight, "bias": bias}, x)
+        given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return functional_call(norm, given, x)
     return torch_layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
