@@ -13,10 +13,10 @@ called with. That relies on the following:
 
 A ticket is a tuple because Numba's generators never release an array argument.
 
-:func:`single_thread_reason` checks 1 to 4. Versions in :data:`KNOWN_VERSIONS` have passed
-the call check, so for them only layouts are compared, which takes microseconds. For any
-other version a small kernel is compiled, offered and called through its pointer. If a check
-fails, kernels run on one thread.
+:func:`single_thread_reason` compares the layouts of 1 to 3, which takes microseconds. For a
+version outside :data:`KNOWN_VERSIONS` it also compiles a small kernel, offers it and calls
+it through its pointer, which checks 1 to 4 together. If a check fails, kernels run on one
+thread.
 """
 
 from types import SimpleNamespace

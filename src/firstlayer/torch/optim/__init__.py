@@ -23,7 +23,8 @@ Torch's own layers catch up in lookups and in state dicts if the optimizer is gi
 model: ``RowAdamW(model)``. Copies and pickles of a parameter are up to date and have no
 ``table_state``. Call ``optimizer.flush()`` before reading or writing ``weight`` directly,
 and before ``torch.func`` and ``torch.export``. ``step()`` raises, and changes nothing, if a
-row with a gradient was stale when it was read.
+row with a gradient was stale when it was read. Under ``torch.distributed`` it catches such
+rows up instead, because another process may have read them.
 
 **Limits.** Tables are on the CPU, in any float dtype; the state of a half-precision table
 is float32. A dense gradient, such as that of a tied head, updates every row. Saving brings
