@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from ..files.checkpoint import Checkpoint, StoredTensor, open_checkpoint, role_of
-from ..word_vectors.folder import TOKENIZER, read_config
+from ..files.atomic import Opener
+from ..files.checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    open_checkpoint,
+    read_bytes,
+    role_of,
+)
+from ..word_vectors.folder import TOKENIZER, read_config, read_one_save
 from .position_scheme import Scheme, position_scheme
 from .row_statistics import row_statistics
 
@@ -110,9 +117,18 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
             them.
         names: Tensors to inspect instead of those with the name of an embedding table.
     """
-    checkpoint = open_checkpoint(path)
+    place = Path(path)
+    if not os.path.lexists(place):
+        raise FileNotFoundError(f"no file or folder {place}")
+    folder = place if place.is_dir() else place.parent
+    return read_one_save(folder, lambda opener: _report(place, names, opener))
+
+
+def _report(path: Path, names: Sequence[str], opener: Opener) -> Report:
+    checkpoint = open_checkpoint(path, opener=opener)
     folder = checkpoint.files[0].parent
-    config, tokens = read_config(folder), _tokens(folder / TOKENIZER)
+    config = read_config(folder, opener=opener)
+    tokens = _tokens(folder / TOKENIZER, opener)
     tables = [_table(tensor, tokens) for tensor in _selected(checkpoint, names)]
     positions = next(
         (t.shape[0] for t in checkpoint.tables() if t.role == "position"), None
@@ -139,17 +155,17 @@ def _selected(checkpoint: Checkpoint, names: Sequence[str]) -> list[StoredTensor
         if name not in checkpoint.tensors:
             raise ValueError(f"{checkpoint.files[0]} has no tensor {name!r}")
         shape = checkpoint.tensors[name].shape
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             raise ValueError(f"{name} must have rows and a width, got shape {shape}")
     return [checkpoint.tensors[name] for name in names]
 
 
-def _tokens(path: Path) -> dict[int, str]:
+def _tokens(path: Path, opener: Opener) -> dict[int, str]:
     """Return the tokens by id from a file of the tokenizers package, if there is one."""
     if not path.is_file():
         return {}
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = json.loads(read_bytes(path, opener=opener))
         vocabulary = tokenizer["model"]["vocab"]
         added = tokenizer.get("added_tokens", ())
         added = {token["id"]: str(token["content"]) for token in added}

@@ -47,7 +47,7 @@ def checked_picture(
 
 def write_picture(path: str, data: bytes, *, force: bool) -> None:
     """Write a plot atomically."""
-    from ..files.safetensors import replacing
+    from ..files.atomic import replacing
 
     check_output(path, force=force)
     with replacing(os.path.realpath(path)) as file:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from . import COMMANDS
+from ._output import printable
 
 #: Extra to install for a missing package.
 EXTRAS = {"matplotlib": "plot", "rich": "cli", "tokenizers": "cli", "torch": "torch"}
@@ -75,7 +76,8 @@ def firstlayer(ctx: click.Context) -> None:
 def _report(error: Exception) -> int:
     """Print a one-line error message to stderr and return the exit code."""
     if os.environ.get("FIRSTLAYER_TRACEBACK"):
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            click.echo(printable(line), err=True)
     _discard_unwritable_stdout()
     click.echo(f"firstlayer: {message(error)}", err=True)
     return error.exit_code if isinstance(error, click.ClickException) else 1
@@ -103,7 +105,7 @@ def message(error: Exception) -> str:
         case _:
             hint = "set FIRSTLAYER_TRACEBACK=1 for a traceback"
             text = f"{type(error).__name__}: {error} ({hint})"
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _discard_unwritable_stdout() -> None:

@@ -68,10 +68,24 @@ def emit(result: Any, text: str | Iterable[str], *, as_json: bool) -> None:
         as_json: Print JSON instead of text.
     """
     if as_json:
-        click.echo(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+        click.echo(json_text(plain(result), indent=2))
     else:
         lines = text.splitlines() if isinstance(text, str) else text
         click.echo("\n".join(map(printable, lines)))
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    r"""Return a JSON value as text, with characters that are not printable escaped.
+
+    Example:
+        >>> json_text("café\u009b2J")
+        '"café\\u009b2J"'
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    # Outside of strings, the only characters that are not printable are line feeds.
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def printable(line: str) -> str:
@@ -171,7 +185,7 @@ def amount(size: int) -> str:
 def say(text: str, *, quiet: bool) -> None:
     """Print a message to stderr unless ``quiet``."""
     if not quiet:
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
 
 
 @contextlib.contextmanager

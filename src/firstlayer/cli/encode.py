@@ -1,14 +1,21 @@
 """``firstlayer encode``: encode lines of text as vectors."""
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ._output import check_output, cli_command, emit, force_option, progress
+from ._output import (
+    check_output,
+    cli_command,
+    emit,
+    force_option,
+    json_text,
+    plain,
+    progress,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +74,7 @@ def _print(vectors: "Vectors", file: str, *, as_json: bool) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps({**row, "vector": row["vector"].tolist()}, ensure_ascii=False)
+    return json_text(plain(row))
 
 
 def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
@@ -80,7 +87,7 @@ def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
 
 
 def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]) -> int:
-    from ..files.safetensors import replacing
+    from ..files.atomic import replacing
 
     width, count = vectors.weight.shape[1], 0
     is_npy = output.endswith(".npy")

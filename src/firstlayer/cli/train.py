@@ -35,7 +35,8 @@ cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
 firstlayer train --resume -o vectors       resume after Ctrl-C
 """
 #: Options allowed with --resume; all others come from the first run.
-ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json"}
+ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "save_every", "quiet"}
+ALLOWED_WITH_RESUME |= {"as_json"}
 
 
 @cli_command(examples=EXAMPLES)
@@ -81,6 +82,13 @@ ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "quiet", "as_json
     type=click.IntRange(min=1),
     help="Number of threads; the result does not depend on it.  [default: all cores]",
 )
+@value_option(
+    "--save-every",
+    5.0,
+    "Minutes between saves, from which a killed run resumes.",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MINUTES",
+)
 @click.option(
     "--resume",
     is_flag=True,
@@ -95,7 +103,8 @@ def command(ctx: click.Context, **options: Any) -> None:
     Reads FILES of UTF-8 text (- is standard input; the default is the source of Python's
     standard library). Writes a FOLDER that model2vec and sentence-transformers can open,
     and prints the neighbors of a few frequent words. The same seed gives the same table,
-    bit for bit. Ctrl-C saves the current state; --resume continues it.
+    bit for bit. Ctrl-C saves the current state, and so does the run every few minutes;
+    --resume continues it.
     """
     _check_resume(ctx, resume=options["resume"])
     if os.path.isdir(options["output"]) and os.listdir(options["output"]):
@@ -114,6 +123,7 @@ def command(ctx: click.Context, **options: Any) -> None:
             tell=lambda what: say(what, quiet=quiet),
             report=lambda now: draw(now.done, note=_note(now)),
             stop=stop,
+            save_every=60 * options["save_every"],
         )
     emit(trained, _text(trained), as_json=options["as_json"])
     if not trained.finished:

@@ -14,14 +14,15 @@ import math
 import os
 import re
 import reprlib
-import stat
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
+
+from .atomic import Opener, check_regular
 
 #: Limit on the length of a header, the same as in the safetensors package.
 MAX_HEADER_BYTES = 100_000_000
@@ -75,6 +76,7 @@ class StoredTensor:
         path: The file.
         start: Offset of its first byte in the file.
         nbytes: Number of bytes.
+        opener: Opens the file, as the ``opener`` argument of :func:`open`.
     """
 
     name: str
@@ -83,13 +85,16 @@ class StoredTensor:
     path: Path
     start: int
     nbytes: int
+    opener: Opener | None = field(default=None, repr=False, compare=False)
 
     @property
     def role(self) -> str | None:
         """Role as an embedding table, a key of :data:`ROLE_PATTERNS`, or None."""
         # Matrices of int8 are quantized tables; other integers are ids.
         is_number = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
-        return role_of(self.name) if is_number and len(self.shape) == 2 else None
+        # An empty table may declare any number of rows.
+        is_table = is_number and len(self.shape) == 2 and self.nbytes > 0
+        return role_of(self.name) if is_table else None
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -105,7 +110,8 @@ class StoredTensor:
 
     def read(self) -> Shaped[np.ndarray, "..."]:
         """Return a copy of the tensor."""
-        flat = np.fromfile(self.path, np.uint8, self.nbytes, offset=self.start)
+        with open(self.path, "rb", opener=self.opener) as file:
+            flat = np.fromfile(file, np.uint8, self.nbytes, offset=self.start)
         return flat.view(self.numpy_dtype).reshape(self.shape)
 
     def map(self) -> Shaped[np.ndarray, "..."]:
@@ -113,7 +119,8 @@ class StoredTensor:
         dtype, shape = self.numpy_dtype, self.shape
         if self.nbytes == 0:
             return np.empty(shape, dtype)
-        array = np.asarray(np.memmap(self.path, dtype, "c", self.start, shape))
+        with open(self.path, "rb", opener=self.opener) as file:
+            array = np.asarray(np.memmap(file, dtype, "c", self.start, shape))
         # Old writers did not align tensors, and kernels need aligned ones.
         return array if array.flags.aligned else array.copy()
 
@@ -122,7 +129,7 @@ class StoredTensor:
         rows, width = self.shape
         dtype = self.numpy_dtype
         step = max(1, CHUNK_BYTES // max(1, width * dtype.itemsize))
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=self.opener) as file:
             file.seek(self.start)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
@@ -175,7 +182,10 @@ def role_of(name: str) -> str | None:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, names: Collection[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    names: Collection[str] | None = None,
+    opener: Opener | None = None,
 ) -> Checkpoint:
     """Read the headers of a checkpoint.
 
@@ -184,6 +194,7 @@ def open_checkpoint(
             them.
         names: Tensors of interest; shards without any of them are not opened. None opens
             all shards.
+        opener: Opens the files; see :func:`firstlayer.files.atomic.read_folder`.
     """
     location = Path(path)
     if not os.path.lexists(location):
@@ -192,10 +203,10 @@ def open_checkpoint(
         location = _checkpoint_in(location)
     files = [location]
     if location.name.endswith(".index.json"):
-        files = _shards(location, names)
+        files = _shards(location, names, opener)
     tensors, metadata = {}, {}
     for file in files:
-        more_tensors, more_metadata = read_header(file)
+        more_tensors, more_metadata = read_header(file, opener=opener)
         if repeated := sorted(tensors.keys() & more_tensors):
             raise ValueError(
                 f"{file} has a tensor {repeated[0]!r} that another file has too"
@@ -205,35 +216,31 @@ def open_checkpoint(
     return Checkpoint(files, tensors, metadata)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, *, opener: Opener | None = None) -> dict[str, Any]:
     """Return the object in a JSON file."""
-    if not path.exists():
-        raise FileNotFoundError(f"no file {path}")
-    return _parse_object(path.read_bytes(), source=os.fspath(path))
+    return _parse_object(read_bytes(path, opener=opener), source=os.fspath(path))
 
 
-def check_regular(path: str | Path, mode: int) -> None:
-    """Raise unless the mode of a path, as :func:`os.stat` gives it, is that of a file."""
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(f"path must be a file, but {path} is a folder")
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"path must be a regular file, but {path} is a device or pipe")
+def read_bytes(path: Path, *, opener: Opener | None = None) -> bytes:
+    """Return the contents of a regular file."""
+    _check_exists(path)
+    with open(path, "rb", opener=opener) as file:
+        return file.read()
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_header(
+    path: Path, *, opener: Opener | None = None
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of one safetensors file and its metadata.
 
     Every size in the header is checked against the size of the file, so reading all tensors
     takes no more memory than the file accounts for.
     """
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"no file {path}")
-    status = path.stat()
-    check_regular(path, status.st_mode)
-    size = status.st_size
-    if size == 0:
-        raise ValueError(f"{path} is empty")
-    with open(path, "rb") as file:
+    _check_exists(path)
+    with open(path, "rb", opener=opener) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise ValueError(f"{path} is empty")
         length = int.from_bytes(file.read(8), "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
@@ -246,7 +253,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         metadata = {}
     start = 8 + length
     tensors = {
-        name: _checked_tensor(name, entry, path=path, start=start, size=size)
+        name: _checked_tensor(name, entry, path=path, start=start, size=size, opener=opener)
         for name, entry in header.items()
     }
     if sum(tensor.nbytes for tensor in tensors.values()) > size - start:
@@ -270,8 +277,10 @@ def _checkpoint_in(folder: Path) -> Path:
     return others[0]
 
 
-def _shards(index: Path, names: Collection[str] | None) -> list[Path]:
-    shard_of = read_json_object(index).get("weight_map")
+def _shards(
+    index: Path, names: Collection[str] | None, opener: Opener | None
+) -> list[Path]:
+    shard_of = read_json_object(index, opener=opener).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise ValueError(f"{index} must have a weight_map")
     for shard in map(str, shard_of.values()):
@@ -296,8 +305,14 @@ def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
     return value
 
 
+def _check_exists(path: Path) -> None:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"no file {path}")
+    check_regular(path, path.stat().st_mode)
+
+
 def _checked_tensor(
-    name: str, entry: Any, *, path: Path, start: int, size: int
+    name: str, entry: Any, *, path: Path, start: int, size: int, opener: Opener | None
 ) -> StoredTensor:
     """Return the tensor that a header entry describes, if the file can hold it."""
     match entry:
@@ -309,7 +324,7 @@ def _checked_tensor(
             )
         ):
             tensor = StoredTensor(
-                name, dtype, tuple(shape), path, start + first, end - first
+                name, dtype, tuple(shape), path, start + first, end - first, opener
             )
         case _:
             raise ValueError(

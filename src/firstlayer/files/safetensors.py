@@ -4,27 +4,21 @@ Any program that reads the format (https://github.com/huggingface/safetensors) c
 a file. The config is JSON in the header's metadata, under the key ``firstlayer``, together
 with a format version. Nothing in a file is ever executed.
 
-Writing is atomic. The bytes go to a temporary file in the same folder, are synced to disk,
-and are renamed over the old file, so a process killed at any moment leaves the old file or
-the new one. A kill can leave behind a file named ``.firstlayer-….tmp``, which is never read
-and can be deleted. A symbolic link stays a link, and its target is replaced. An existing
-file keeps its permissions.
+Writing is atomic; see :mod:`firstlayer.files.atomic`. A kill can leave behind a file named
+``.firstlayer-….tmp``, which is never read; the next save in that folder removes it.
 """
 
-import contextlib
 import json
 import os
 import pathlib
-import secrets
-import stat
-from collections.abc import Generator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from .._check import float_dtype
-from .checkpoint import check_regular, read_header
+from .atomic import Opener, replacing
+from .checkpoint import read_header
 
 Tensors = dict[str, Float[np.ndarray, "..."]]
 Path = str | os.PathLike[str]
@@ -64,47 +58,21 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def read(path: Path) -> tuple[Tensors, dict[str, Any]]:
+def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and the config that :func:`write` put into a file.
 
     Args:
         path: Path of the file. A file that :func:`write` did not make is a ValueError.
+        opener: Opens the file; see :func:`firstlayer.files.atomic.read_folder`.
     """
-    stored, metadata = read_header(pathlib.Path(path))
-    config = _config_in(metadata, path)
+    stored, metadata = read_header(pathlib.Path(path), opener=opener)
+    config = config_in(metadata, path)
     for name, tensor in stored.items():
         if tensor.dtype not in CODES.values():
             raise ValueError(
                 f"{path} has a tensor {name!r} of dtype {tensor.dtype}, which no layer has"
             )
     return {name: tensor.read() for name, tensor in stored.items()}, config
-
-
-@contextlib.contextmanager
-def replacing(target: str) -> Generator[BinaryIO, None, None]:
-    """Open a file that replaces ``target`` once it is written and synced.
-
-    If an exception is raised inside the block, ``target`` stays as it was.
-    """
-    mode = _mode_to_keep(target)
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"no folder {folder} to save {target} in")
-    temporary = os.path.join(folder, f".firstlayer-{secrets.token_hex(8)}.tmp")
-    file = open(temporary, "xb")
-    try:
-        with file:
-            yield file
-            file.flush()
-            if mode is not None:
-                os.chmod(temporary, mode)
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(folder)
 
 
 def _contiguous(tensor: np.ndarray) -> np.ndarray:
@@ -131,27 +99,8 @@ def _header(arrays: list[tuple[str, np.ndarray]], config: dict[str, Any]) -> byt
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def _mode_to_keep(target: str) -> int | None:
-    try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        return None
-    check_regular(target, mode)
-    return stat.S_IMODE(mode)
-
-
-def _sync_folder(folder: str) -> None:
-    # The rename is durable only once the folder is synced. Some systems cannot sync a
-    # folder; the file is complete in any case.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _config_in(metadata: dict[str, str], path: Path) -> dict[str, Any]:
+def config_in(metadata: dict[str, str], path: Path) -> dict[str, Any]:
+    """Return the config in the metadata of a file that :func:`write` made."""
     text = metadata.get(KEY, metadata.get(OLD_KEY))
     if text is None:
         raise ValueError(

@@ -31,13 +31,17 @@ def encode(
         >>> [rows.tolist() for rows in encode(table, ["red blue", "green"])]
         [[[0.5, 0.5], [0.0, 0.0]]]
     """
-    bag = EmbeddingBag(*vectors.weight.shape, mode="mean", weight=vectors.weight)
+    bag = EmbeddingBag(*vectors.weight.shape, mode="sum", weight=vectors.weight)
     texts = iter(texts)
     while batch := list(itertools.islice(texts, BATCH)):
         ids = _ids(vectors, batch)
-        offsets = np.append(0, np.cumsum([len(row) for row in ids]))[:-1]
+        counts = np.array([len(row) for row in ids])
+        offsets = np.append(0, np.cumsum(counts))[:-1]
         flat = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
-        means = bag(flat, offsets=offsets)
+        scale = None if vectors.scale is None else vectors.scale[flat]
+        rows = flat if vectors.mapping is None else vectors.mapping[flat]
+        sums = bag(rows, offsets=offsets, per_sample_weights=scale)
+        means = sums / np.maximum(counts, 1)[:, None].astype(np.float32)
         yield units(means) if vectors.normalize else means
 
 

@@ -5,22 +5,29 @@
 (``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) read. An
 interrupted run also writes ``training.safetensors``, from which it resumes.
 
-A folder is written under a temporary name in the same parent and renamed when complete.
+A folder is replaced atomically (:mod:`firstlayer.files.atomic`). The files of one save
+carry the same generation, a digest of what was saved, in ``config.json`` and in the headers
+of the safetensors files. Firstlayer reads all files from one version of the folder and
+compares the generations, so it never mixes two saves; other libraries' readers have no such
+check.
 """
 
-import contextlib
+import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Generator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
-from ..files.safetensors import KEY, read, write
+from ..files.atomic import Opener, read_folder, replacing_folder
+from ..files.checkpoint import read_header, read_json_object
+from ..files.safetensors import KEY, config_in, read, write
+
+T = TypeVar("T")
 
 MODEL = "model.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -54,40 +61,11 @@ def check_writable(folder: Path) -> None:
 
     Creates and removes a folder: permissions alone do not reveal a read-only disk.
     """
-    probe = _temporary(folder / "new")
     try:
-        probe.mkdir()
-        probe.rmdir()
+        os.rmdir(tempfile.mkdtemp(prefix=".firstlayer-", suffix=".tmp", dir=folder))
     except OSError as error:
         reason = str(error.strerror).lower()
         raise type(error)(f"nothing can be written in {folder}: {reason}") from None
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".firstlayer-{secrets.token_hex(8)}.tmp")
-
-
-@contextlib.contextmanager
-def replacing_folder(
-    folder: str | os.PathLike[str], *, replace: bool
-) -> Generator[Path, None, None]:
-    """Yield a temporary folder that replaces ``folder`` if the block succeeds."""
-    check_output_folder(folder, replace=replace)
-    target = Path(folder).resolve()
-    new, old = temporary = _temporary(target), _temporary(target)
-    new.mkdir()
-    try:
-        yield new
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        for path in temporary:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_folder(
@@ -109,6 +87,8 @@ def write_folder(
         state: State of an interrupted run.
         replace: Whether to replace an existing folder of word vectors.
     """
+    check_output_folder(folder, replace=replace)
+    generation = _digest(weight, tokenizer.to_str(), about, state or {})
     config = {
         "model_type": "model2vec",
         "architectures": ["StaticModel"],
@@ -116,7 +96,7 @@ def write_folder(
         "embedding_dtype": weight.dtype.name,
         "max_length": None,
         "normalize": True,
-        KEY: about,
+        KEY: {**about, "generation": generation},
     }
     kinds = ("StaticEmbedding", "Normalize")
     modules = [
@@ -128,8 +108,8 @@ def write_folder(
         }
         for i, kind in enumerate(kinds)
     ]
-    with replacing_folder(folder, replace=replace) as new:
-        write(new / MODEL, {"embeddings": weight}, {})
+    with replacing_folder(Path(folder).resolve()) as new:
+        write(new / MODEL, {"embeddings": weight}, {"generation": generation})
         _write_text(new / TOKENIZER, tokenizer.to_str())
         _write_text(new / CONFIG, json.dumps(config, indent=2))
         _write_text(new / MODULES, json.dumps(modules, indent=2))
@@ -137,34 +117,74 @@ def write_folder(
             integers = {name: a for name, a in state.items() if a.dtype.kind != "f"}
             tensors = {name: a for name, a in state.items() if name not in integers}
             counts = {name: a.tolist() for name, a in integers.items()}
-            write(new / TRAINING, tensors, {"counts": counts})
+            write(new / TRAINING, tensors, {"counts": counts, "generation": generation})
 
 
-def read_state(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def read_one_save(folder: str | os.PathLike[str], read: Callable[[Opener], T]) -> T:
+    """Return ``read(opener)``; all files that the opener opens are of the same save."""
+    path = Path(folder)
+
+    def read_checked(opener: Opener) -> T:
+        result = read(opener)
+        _check_generations(path, opener)
+        return result
+
+    return read_folder(path, read_checked)
+
+
+def read_state(
+    folder: str | os.PathLike[str], *, opener: Opener | None = None
+) -> dict[str, np.ndarray]:
     """Return the state of an interrupted run."""
     path = Path(folder) / TRAINING
     if not path.exists():
         reason = "has no run to resume" if path.parent.is_dir() else "is not a folder"
         raise FileNotFoundError(f"{os.fspath(folder)} {reason}: {TRAINING} is missing")
-    tensors, config = read(path)
+    tensors, config = read(path, opener=opener)
     counts = config.get("counts")
     if not isinstance(counts, dict):
         raise ValueError(f"{path} does not hold the state of an interrupted run")
     return tensors | {name: np.array(number) for name, number in counts.items()}
 
 
-def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(
+    folder: str | os.PathLike[str], *, opener: Opener | None = None
+) -> dict[str, Any]:
     """Return the contents of ``config.json``, or an empty dict without that file."""
     path = Path(folder) / CONFIG
+    return read_json_object(path, opener=opener) if path.is_file() else {}
+
+
+def _check_generations(folder: Path, opener: Opener) -> None:
+    """Raise a ValueError if the files of a folder are of different saves."""
+    about = read_config(folder, opener=opener).get(KEY)
+    expected = about.get("generation") if isinstance(about, dict) else None
+    for name in (MODEL, TRAINING):
+        # A file that another program wrote has no generation.
+        found = _generation(folder / name, opener)
+        if None not in (expected, found) and found != expected:
+            raise ValueError(
+                f"{folder} holds files of different saves: the generation of {CONFIG} is "
+                f"{expected!r}, but that of {name} is {found!r}"
+            )
+
+
+def _generation(path: Path, opener: Opener) -> Any:
     if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object, got {type(config).__name__}")
-    return config
+        return None
+    _, metadata = read_header(path, opener=opener)
+    return config_in(metadata, path).get("generation") if KEY in metadata else None
+
+
+def _digest(
+    weight: np.ndarray, tokenizer: str, about: dict[str, Any], state: dict[str, np.ndarray]
+) -> str:
+    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    digest.update(tokenizer.encode())
+    for name, array in [("", weight), *sorted(state.items())]:
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -91,7 +91,11 @@ def neighbors(
 def _neighbors(vectors: Vectors, unit: np.ndarray, terms: Terms, count: int) -> Neighbors:
     rows = [vectors.row(word) for _, word in terms]
     signs = np.array([sign for sign, _ in terms], np.float32)
-    cosines = unit @ units((signs @ unit[rows])[None])[0]
+    cosines = unit @ units((signs @ units(vectors.take(rows)))[None])[0]
+    if vectors.mapping is not None:
+        cosines = cosines[vectors.mapping]
+    if vectors.scale is not None:
+        cosines *= np.sign(vectors.scale)
     excluded = rows if vectors.unknown is None else [*rows, vectors.unknown]
     cosines[excluded] = -np.inf
     cosines[np.isnan(cosines)] = -np.inf
@@ -114,7 +118,7 @@ def similarities(vectors: Vectors, words: Sequence[str]) -> Float32[np.ndarray, 
         vectors: Words and rows.
         words: Words to compare. An unknown word is a ValueError.
     """
-    unit = units(vectors.weight[[vectors.row(word) for word in words]])
+    unit = units(vectors.take([vectors.row(word) for word in words]))
     return np.clip(unit @ unit.T, -1, 1)
 
 

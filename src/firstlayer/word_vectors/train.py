@@ -7,6 +7,7 @@ resumes with the same settings and rejects a different text.
 import hashlib
 import os
 import reprlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files.atomic import Opener
 from ..files.safetensors import KEY, OLD_KEY
 from . import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
@@ -86,6 +88,7 @@ def train(
     tell: Tell = lambda what: None,
     report: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    save_every: float = 300.0,
 ) -> Trained:
     """Train a table on text and write it atomically to a folder.
 
@@ -97,35 +100,47 @@ def train(
         tell: Called with a description of each phase.
         report: Called regularly with the progress.
         stop: Called before each batch; when it returns True the state is saved.
+        save_every: Seconds between saves of the state while training, from which a killed
+            run resumes.
     """
     resume = recipe is None
     folders.check_output_folder(folder, replace=replace or resume)
-    state = folders.read_state(folder) if resume else None
     files = list(paths) or standard_library()
     tell(f"reading {len(files):,} file{'s' * (len(files) != 1)}")
     documents = documents_in(files)
+    state = None
     if recipe is None:
-        recipe, corpus = _resumed(folder, documents)
+        recipe, corpus, state = folders.read_one_save(
+            folder, lambda opener: _resumed(folder, documents, opener)
+        )
     else:
         corpus = tokenized(documents, _tokenizer(documents, recipe))
     model = SkipGram(corpus, recipe.setting)
     if state is not None:
         model.load_state_dict(state)
     tell(f"training {corpus.num_embeddings:,} rows from {corpus.ids.size:,} tokens")
-    finished, last = _run(model, report=report, stop=stop)
-    weight = model.result()
-    if not np.isfinite(weight).all():
-        raise ValueError(
-            f"training diverged with lr {recipe.setting.lr} (not finite): use a lower lr"
+    about = {**asdict(recipe), "text": _digest(corpus)}
+
+    def save(*, finished: bool) -> np.ndarray:
+        weight = model.result()
+        if not np.isfinite(weight).all():
+            raise ValueError(
+                f"training diverged with lr {about['setting']['lr']} (not finite): use a "
+                "lower lr"
+            )
+        state = None if finished else model.state_dict()
+        folders.write_folder(
+            folder,
+            weight,
+            tokenizer=corpus.tokenizer,
+            about=about,
+            state=state,
+            replace=True,
         )
-    folders.write_folder(
-        folder,
-        weight,
-        tokenizer=corpus.tokenizer,
-        about={**asdict(recipe), "text": _digest(corpus)},
-        state=None if finished else model.state_dict(),
-        replace=True,
-    )
+        return weight
+
+    finished, last = _run(model, report=report, stop=_saving(stop, save, save_every))
+    weight = save(finished=finished)
     return Trained(
         folder=os.fspath(folder),
         finished=finished,
@@ -136,6 +151,22 @@ def train(
         progress=last,
         neighbors=_shown(corpus, weight, PYTHON_WORDS if not paths else ()),
     )
+
+
+def _saving(
+    stop: Callable[[], bool], save: Callable[..., Any], every: float
+) -> Callable[[], bool]:
+    """Return ``stop``, which also saves the state after every ``every`` seconds."""
+    last = time.monotonic()
+
+    def stop_or_save() -> bool:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            save(finished=False)
+            last = time.monotonic()
+        return stop()
+
+    return stop_or_save
 
 
 def _tokenizer(documents: Any, recipe: TrainingOptions) -> Any:
@@ -149,22 +180,25 @@ def _tokenizer(documents: Any, recipe: TrainingOptions) -> Any:
 
 
 def _resumed(
-    folder: str | os.PathLike[str], documents: Any
-) -> tuple[TrainingOptions, Corpus]:
-    """Return the options of an interrupted run and its corpus, if the text is the same."""
-    config = folders.read_config(folder)
+    folder: str | os.PathLike[str], documents: Any, opener: Opener
+) -> tuple[TrainingOptions, Corpus, dict[str, np.ndarray]]:
+    """Return options, corpus and state of an interrupted run, if the text is the same."""
+    state = folders.read_state(folder, opener=opener)
+    config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
     match about:
         case {"setting": dict(setting), "text": str(digest), **rest}:
+            rest.pop("generation", None)
             recipe = _recipe(setting, rest, folder=folder)
         case _:
             raise ValueError(f"{os.fspath(folder)} does not record how it was trained")
-    corpus = tokenized(documents, open_tokenizer(Path(folder) / folders.TOKENIZER))
+    tokenizer = open_tokenizer(Path(folder) / folders.TOKENIZER, opener=opener)
+    corpus = tokenized(documents, tokenizer)
     if _digest(corpus) != digest:
         raise ValueError(
             f"the text differs from the one {os.fspath(folder)} was started with"
         )
-    return recipe, corpus
+    return recipe, corpus, state
 
 
 def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> TrainingOptions:

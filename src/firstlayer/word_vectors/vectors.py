@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int64
 
+from ..files.atomic import Opener, recover_folder
+from ..files.checkpoint import Checkpoint, open_checkpoint, read_bytes
 from .corpus import UNKNOWN
-from .folder import TOKENIZER, read_config
+from .folder import TOKENIZER, read_config, read_one_save
 
 #: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
@@ -27,25 +29,38 @@ FASTTEXT = (793712314).to_bytes(4, "little")
 
 @dataclass(frozen=True)
 class Vectors:
-    """Words and their rows.
+    """Words and their vectors.
+
+    The vector of word ``i`` is ``weight[i]``, or ``scale[i] * weight[mapping[i]]`` for
+    tables in which several words share a row.
 
     Args:
-        words: One word per row, as spelled in the vocabulary.
+        words: Words as spelled in the vocabulary.
         weight: The rows.
-        tokenizer: A ``tokenizers.Tokenizer`` whose ids are row numbers, or None if only
+        tokenizer: A ``tokenizers.Tokenizer`` whose ids are word numbers, or None if only
             whole words are known.
         normalize: Whether text vectors are scaled to unit length.
+        mapping: Row of each word; None if word ``i`` has row ``i``.
+        scale: Factor of each word; None for ones.
     """
 
     words: list[str]
     weight: Float32[np.ndarray, "rows width"]
     tokenizer: Any = None
     normalize: bool = False
+    mapping: Int64[np.ndarray, " words"] | None = None
+    scale: Float32[np.ndarray, " words"] | None = None
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Row of each word; the first row if a word occurs twice."""
+        """Number of each word; the first one if a word occurs twice."""
         return {word: i for i, word in reversed(list(enumerate(self.words)))}
+
+    def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
+        """Return the vectors of words by their numbers."""
+        numbers = np.asarray(numbers, np.int64)
+        rows = self.weight[numbers if self.mapping is None else self.mapping[numbers]]
+        return rows if self.scale is None else rows * self.scale[numbers, None]
 
     @property
     def unknown(self) -> int | None:
@@ -80,10 +95,13 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             file, or a word2vec or GloVe file.
     """
     place = Path(path)
+    recover_folder(place)
     if not os.path.lexists(place):
         raise FileNotFoundError(f"no file or folder {place}")
-    if place.is_dir() or _is_safetensors(place):
-        return _checkpoint(place)
+    if place.is_dir():
+        return read_one_save(place, lambda opener: _checkpoint(place, opener))
+    if _is_safetensors(place):
+        return read_one_save(place.parent, lambda opener: _checkpoint(place, opener))
     with open(place, "rb") as file:
         return _lines(file, name=os.fspath(path))
 
@@ -93,40 +111,67 @@ def _is_safetensors(path: Path) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _checkpoint(path: Path) -> Vectors:
-    from ..files.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(path)
+def _checkpoint(path: Path, opener: Opener) -> Vectors:
+    checkpoint = open_checkpoint(path, opener=opener)
     folder = path if path.is_dir() else path.parent
-    config, tokens = read_config(folder), folder / TOKENIZER
+    config, tokens = read_config(folder, opener=opener), folder / TOKENIZER
     if not tokens.is_file():
         raise FileNotFoundError(
             f"{path} has no words: {TOKENIZER} is missing in its folder"
         )
     table = checkpoint.token_table()
     weight = checkpoint.read(table.name).astype(np.float32, copy=False)
-    # Clustered model2vec tables: several tokens share a row, each with its own scale.
-    names = checkpoint.tensors.keys()
-    if table.name == "embeddings" and "mapping" in names:
-        weight = weight[checkpoint.read("mapping")]
-    if table.name == "embeddings" and "weights" in names:
-        weight = weight * checkpoint.read("weights").astype(np.float32)[:, None]
-    tokenizer = open_tokenizer(tokens)
-    words = [""] * len(weight)
+    mapping = scale = None
+    if table.name == "embeddings":
+        mapping, scale = _clusters(checkpoint, rows=len(weight))
+    tokenizer = open_tokenizer(tokens, opener=opener)
+    words = [""] * len(weight if mapping is None else mapping)
     for word, row in tokenizer.get_vocab().items():
         if row >= len(words):
             raise ValueError(f"{tokens} has token {row}, but there are {len(words)} rows")
         words[row] = word
-    return Vectors(words, weight, tokenizer, bool(config.get("normalize")))
+    return Vectors(words, weight, tokenizer, bool(config.get("normalize")), mapping, scale)
 
 
-def open_tokenizer(path: Path) -> Any:
+def _clusters(
+    checkpoint: Checkpoint, *, rows: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the mapping and the scale of a clustered model2vec table, None without them.
+
+    The rows are not copied for each token: a file could ask for any amount of memory.
+    """
+    tensors = checkpoint.tensors
+    mapping = checkpoint.read("mapping") if "mapping" in tensors else None
+    if mapping is not None:
+        is_valid = mapping.ndim == 1 and mapping.dtype.kind in "iu"
+        if not is_valid or (
+            mapping.size and not 0 <= mapping.min() <= mapping.max() < rows
+        ):
+            raise ValueError(
+                f"{checkpoint.files[0]} must have a mapping to rows below {rows}, got "
+                f"shape {mapping.shape} and dtype {mapping.dtype}"
+            )
+        mapping = mapping.astype(np.int64)
+    scale = checkpoint.read("weights") if "weights" in tensors else None
+    if scale is not None:
+        words = rows if mapping is None else len(mapping)
+        if scale.shape != (words,):
+            raise ValueError(
+                f"{checkpoint.files[0]} must have weights of shape {(words,)}, got "
+                f"{scale.shape}"
+            )
+        scale = scale.astype(np.float32)
+    return mapping, scale
+
+
+def open_tokenizer(path: Path, *, opener: Opener | None = None) -> Any:
     """Load a tokenizer with padding and truncation disabled."""
     from tokenizers import Tokenizer
 
+    content = read_bytes(path, opener=opener)
     # tokenizers raises a bare Exception.
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_padding()
