@@ -431,4 +431,6 @@ def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
         assert "tokenizer.json holds no tokenizer" in error_message("inspect", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "config.json").write_text("[]")
-    assert "config.json must hold an object, got list" in error_message("inspect", tmp_path)
+    assert "config.json must be a JSON object, got list" in error_message(
+        "inspect", tmp_path
+    )

@@ -281,7 +281,7 @@ def test_progress_shows_speed_and_loss(folder):
 
 @pytest.mark.rejects
 def test_resume_rejects_a_different_text_and_options(folder, interrupt_at, monkeypatch):
-    want = "vectors is not a folder: training.safetensors is missing"
+    want = "no file or folder vectors"
     assert error_message("train", "--resume", "a.txt") == want
     interrupt_at(5)
     assert call("train", "a.txt", *FAST).exit_code == 1

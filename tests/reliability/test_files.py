@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import signal
 import stat
 import struct
@@ -17,7 +18,13 @@ from tokenizers import Tokenizer, models
 
 from firstlayer.analysis.inspect import inspect
 from firstlayer.files import atomic
-from firstlayer.files.atomic import recover_folder, replacing, replacing_folder
+from firstlayer.files.atomic import (
+    opened_once,
+    read_folder,
+    recover_folder,
+    replacing,
+    replacing_folder,
+)
 from firstlayer.files.safetensors import read
 from firstlayer.word_vectors.folder import read_one_save
 from firstlayer.word_vectors.neighbors import neighbors, parse
@@ -176,20 +183,51 @@ def test_files_of_different_saves_are_refused(tmp_path):
 def test_a_reader_sees_the_folder_that_was_there_when_it_began(tmp_path):
     path = tmp_path / "vectors"
     write_version(path, 1)
-    seen = []
 
     def slow(opener):
         with open(path / "config.json", opener=opener) as file:
             first = json.load(file)["firstlayer"]["v"]
-        if not seen:
-            write_version(path, 2)
-        seen.append(first)
+        write_version(path, first + 1)
         with open(path / "tokenizer.json", opener=opener) as file:
             return first, min(json.load(file)["model"]["vocab"])
 
-    # The first attempt meets a removed folder, the second one reads the new folder.
-    assert read_one_save(path, slow) == (2, "v2-0")
-    assert seen == [1, 2]
+    assert read_one_save(path, slow) == (1, "v1-0")
+    assert read_version(path) == 2
+
+
+def test_reading_starts_again_when_an_unexpected_file_is_gone(tmp_path):
+    path = tmp_path / "folder"
+    for version in (1, 2):
+        (tmp_path / f"{version}").mkdir()
+        (tmp_path / f"{version}" / "x").write_text(str(version))
+    os.rename(tmp_path / "1", path)
+    attempts = []
+
+    def slow(opener):
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            shutil.rmtree(path)
+            os.rename(tmp_path / "2", path)
+        with open(path / "x", opener=opener) as file:
+            return file.read()
+
+    assert read_folder(path, slow) == "2"
+    assert attempts == [0, 1]
+    with pytest.raises(FileNotFoundError, match="no file or folder .*gone"):
+        read_folder(tmp_path / "gone", slow)
+
+
+def test_a_file_is_opened_once(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with opened_once() as opener:
+        with open(path, opener=opener) as file:
+            assert file.read() == "old"
+        with replacing(str(path)) as out:
+            out.write(b"new")
+        with open(path, opener=opener) as file:
+            assert file.read() == "old"
+    assert path.read_text() == "new"
 
 
 def test_an_interrupt_between_the_two_steps_restores_the_old_folder(tmp_path, monkeypatch):
@@ -347,7 +385,7 @@ def start_training(folder, *options):
     return subprocess.Popen(
         [sys.executable, "-m", "firstlayer", "train", "text.txt", *arguments, *options],
         cwd=folder,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
 
 

@@ -146,7 +146,5 @@ if __name__ == "__main__":
     function, path, count, *options = sys.argv[1:]
     if "without-exchange" in options:
         without_exchange()
-    counts = globals()[function](
-        Path(path), float(count) if "." in count else int(count)
-    )
+    counts = globals()[function](Path(path), float(count) if "." in count else int(count))
     sys.stdout.write(f"{counts}\n")

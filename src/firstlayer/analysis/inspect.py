@@ -118,9 +118,7 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
         names: Tensors to inspect instead of those with the name of an embedding table.
     """
     place = Path(path)
-    if not os.path.lexists(place):
-        raise FileNotFoundError(f"no file or folder {place}")
-    folder = place if place.is_dir() else place.parent
+    folder = place.parent if place.is_file() else place
     return read_one_save(folder, lambda opener: _report(place, names, opener))
 
 
@@ -162,8 +160,6 @@ def _selected(checkpoint: Checkpoint, names: Sequence[str]) -> list[StoredTensor
 
 def _tokens(path: Path, opener: Opener) -> dict[int, str]:
     """Return the tokens by id from a file of the tokenizers package, if there is one."""
-    if not path.is_file():
-        return {}
     try:
         tokenizer = json.loads(read_bytes(path, opener=opener))
         vocabulary = tokenizer["model"]["vocab"]
@@ -172,6 +168,8 @@ def _tokens(path: Path, opener: Opener) -> dict[int, str]:
         if isinstance(vocabulary, list):
             return dict(enumerate(str(piece) for piece, _ in vocabulary)) | added
         return {row: token for token, row in vocabulary.items()} | added
+    except FileNotFoundError:
+        return {}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} holds no tokenizer") from None
 

@@ -233,7 +233,7 @@ def check_output(path: str | os.PathLike[str], *, force: bool) -> Path:
     """
     if os.path.lexists(path) and not force:
         raise click.ClickException(f"{os.fspath(path)} exists; use --force to replace it")
-    from ..word_vectors.folder import check_writable
+    from ..files.atomic import check_writable
 
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():

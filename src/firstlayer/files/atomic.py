@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -35,6 +35,8 @@ _LEFTOVER = re.compile(r"\.firstlayer-[0-9a-f]{16}\.(?:tmp|(.*)\.old)", re.DOTAL
 _CURRENT_FOLDER, _EXCHANGE = -100, 2
 #: Errors of a system or file system that cannot exchange two names.
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+#: Errors when another writer created or moved away the target in the meantime.
+_INTERFERENCE = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 #: Attempts to read a folder that is replaced again and again.
 _ATTEMPTS = 100
 
@@ -81,8 +83,28 @@ def replacing_folder(target: Path) -> Generator[Path, None, None]:
             _put_in_place(new, os.fspath(target))
             _sync_folder(parent)
     finally:
-        # The old content, or the new one after an error.
-        shutil.rmtree(new, ignore_errors=True)
+        # The old content, or the new one after an error. An interrupt does not stop this.
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+
+def check_writable(folder: Path) -> None:
+    """Raise an error if nothing can be created in a folder, before long work starts.
+
+    Creates and removes a folder: permissions alone do not reveal a read-only disk.
+    """
+    probe = _temporary_name(os.fspath(folder))
+    try:
+        os.mkdir(probe)
+    except OSError as error:
+        reason = str(error.strerror).lower()
+        raise type(error)(f"nothing can be written in {folder}: {reason}") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(probe)
 
 
 def recover_folder(target: Path) -> None:
@@ -121,29 +143,48 @@ def remove_leftovers(folder: str) -> None:
                 os.close(descriptor)
 
 
-def read_folder(folder: Path, read: Callable[[Opener], T]) -> T:
+def read_folder(
+    folder: Path, read: Callable[[Opener], T], *, names: Collection[str] = ()
+) -> T:
     """Return ``read(opener)``, whose files all come from the same version of a folder.
 
-    The opener opens files by their name in the folder that was at this path when reading
-    began. If that folder is replaced and removed while it is read, reading starts again.
+    The files are opened together, and a replacement of the folder in the meantime starts
+    the reading again. The opener finds files by their name alone.
 
     Args:
         folder: The folder.
-        read: Reads files with ``open(path, opener=opener)``, and raises a ValueError if
-            they do not belong together.
+        read: Reads files with ``open(path, opener=opener)``.
+        names: Names of the files that may be read. Other files are opened when they are
+            first read; if the folder is replaced before that, reading starts again.
     """
-    recover_folder(folder)
-    for attempt in range(_ATTEMPTS):
-        descriptor = _open_folder(folder)
+    for _ in range(_ATTEMPTS):
+        recover_folder(folder)
+        snapshot = None
         try:
-            return read(_opener_in(descriptor))
-        except (OSError, ValueError):
-            if attempt == _ATTEMPTS - 1 or not _was_replaced(folder, descriptor):
+            snapshot = _Snapshot(folder, names)
+            if not snapshot.is_replaced():
+                return read(snapshot.open)
+        except (OSError, ValueError) as error:
+            if snapshot is None and not isinstance(error, FileNotFoundError):
+                raise
+            if snapshot is not None and not snapshot.is_replaced():
                 raise
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
-    raise RuntimeError("the last attempt returns or raises")
+            if snapshot is not None:
+                snapshot.close()
+    if not os.path.lexists(folder):
+        raise FileNotFoundError(f"no file or folder {folder}")
+    raise OSError(f"{folder} is replaced faster than it can be read")
+
+
+@contextlib.contextmanager
+def opened_once() -> Generator[Opener, None, None]:
+    """Yield an opener that opens each file once, so that replacing it has no effect."""
+    snapshot = _Snapshot(None, ())
+    try:
+        yield snapshot.open
+    finally:
+        snapshot.close()
 
 
 def check_regular(path: str | Path, mode: int) -> None:
@@ -201,7 +242,7 @@ def _created_folder(path: str, mode: int | None) -> Generator[None, None, None]:
         os.mkdir(path, 0o777 if mode is None else 0o700)
         if mode is not None:
             os.chmod(path, mode)
-        descriptor = _open_folder(Path(path))
+        descriptor = _open_folder(path)
         if descriptor is None:
             break
         _lock(descriptor, wait=True)
@@ -239,10 +280,8 @@ def _put_in_place(new: str, target: str) -> None:
                 _exchange(new, target)
             return
         except OSError as error:
-            # Another writer created or moved away the target in the meantime.
-            if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                if os.path.lexists(new):
-                    continue
+            if error.errno in _INTERFERENCE and os.path.lexists(new):
+                continue
             if error.errno not in _NO_EXCHANGE:
                 raise
         if _move_away(new, target):
@@ -255,20 +294,27 @@ def _move_away(new: str, target: str) -> bool:
     old = os.path.join(folder, f".firstlayer-{secrets.token_hex(8)}.{name}.old")
     try:
         os.rename(target, old)
-    except FileNotFoundError:
-        return False
-    try:
         os.rename(new, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.rename(old, target)
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return True
+    except OSError as error:
+        if error.errno in _INTERFERENCE:
             return False
         raise
     finally:
-        if os.path.lexists(target):
-            shutil.rmtree(old, ignore_errors=True)
-    return True
+        try:
+            _settle(old, target)
+        except BaseException:
+            _settle(old, target)
+            raise
+
+
+def _settle(old: str, target: str) -> None:
+    """Remove a folder that was moved away, or move it back if nothing is in its place."""
+    if os.path.lexists(target):
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.rename(old, target)
 
 
 def _exchange(one: str, other: str) -> None:
@@ -295,27 +341,67 @@ def _sync_folder(folder: str) -> None:
             os.close(descriptor)
 
 
-def _open_folder(folder: Path) -> int | None:
+def _open_folder(folder: str) -> int | None:
     """Return a descriptor of a folder, or None where files cannot be opened from one."""
     if os.open not in os.supports_dir_fd:
         return None
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _opener_in(descriptor: int | None) -> Opener:
-    if descriptor is None:
-        return os.open
-    return lambda path, flags: os.open(
-        os.path.basename(path), flags | os.O_NONBLOCK, dir_fd=descriptor
-    )
+class _Snapshot:
+    """Open files of one folder, or of any folder if ``folder`` is None.
 
+    Args:
+        folder: The folder.
+        names: Files to open at once if they exist.
+    """
 
-def _was_replaced(folder: Path, descriptor: int | None) -> bool:
-    if descriptor is None:
-        return False
-    try:
-        return not os.path.samestat(os.stat(folder), os.fstat(descriptor))
-    except FileNotFoundError:
-        # Another writer replaces the folder in two steps.
-        recover_folder(folder)
-        return os.path.lexists(folder)
+    def __init__(self, folder: Path | None, names: Collection[str]) -> None:
+        self.folder = folder
+        self.descriptor = None if folder is None else _open_folder(os.fspath(folder))
+        self.files: dict[str, int | None] = {}
+        try:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(self.open(os.path.join(folder or "", name), os.O_RDONLY))
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, path: str, flags: int) -> int:
+        """Return a new descriptor of a file, positioned at its first byte."""
+        key = path if self.folder is None else os.path.basename(path)
+        if key not in self.files:
+            self.files[key] = self._opened(path, flags)
+        descriptor = self.files[key]
+        if descriptor is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        # A pipe has no position; the reader refuses it.
+        with contextlib.suppress(OSError):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        return os.dup(descriptor)
+
+    def is_replaced(self) -> bool:
+        """Return whether another folder is in place of this one."""
+        if self.folder is None or self.descriptor is None:
+            return False
+        try:
+            return not os.path.samestat(os.stat(self.folder), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return True
+
+    def close(self) -> None:
+        for descriptor in (*self.files.values(), self.descriptor):
+            if descriptor is not None:
+                os.close(descriptor)
+        self.files, self.descriptor = {}, None
+
+    def _opened(self, path: str, flags: int) -> int | None:
+        # Without this flag, opening a pipe would wait for its writer.
+        flags |= getattr(os, "O_NONBLOCK", 0)
+        try:
+            if self.descriptor is None:
+                return os.open(path, flags)
+            return os.open(os.path.basename(path), flags, dir_fd=self.descriptor)
+        except FileNotFoundError:
+            return None

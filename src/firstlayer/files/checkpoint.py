@@ -9,6 +9,7 @@ The safetensors package is not used here because it exposes no byte ranges, so i
 rows only through a memory map, and because it rejects a whole file for one unknown dtype.
 """
 
+import io
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import reprlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Shaped
@@ -31,6 +32,8 @@ MAX_DIMENSIONS = 32
 MAX_NAME_IN_ERROR = 120
 #: Approximate size of a chunk of rows.
 CHUNK_BYTES = 1 << 23
+#: Linux reads at most 2 GB at a time.
+MAX_READ_BYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
 
@@ -110,8 +113,8 @@ class StoredTensor:
 
     def read(self) -> Shaped[np.ndarray, "..."]:
         """Return a copy of the tensor."""
-        with open(self.path, "rb", opener=self.opener) as file:
-            flat = np.fromfile(file, np.uint8, self.nbytes, offset=self.start)
+        with open(self.path, "rb", buffering=0, opener=self.opener) as file:
+            flat = _read_at(file, self.start, self.nbytes)
         return flat.view(self.numpy_dtype).reshape(self.shape)
 
     def map(self) -> Shaped[np.ndarray, "..."]:
@@ -129,11 +132,11 @@ class StoredTensor:
         rows, width = self.shape
         dtype = self.numpy_dtype
         step = max(1, CHUNK_BYTES // max(1, width * dtype.itemsize))
-        with open(self.path, "rb", opener=self.opener) as file:
-            file.seek(self.start)
+        row_bytes = width * dtype.itemsize
+        with open(self.path, "rb", buffering=0, opener=self.opener) as file:
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                flat = np.fromfile(file, np.uint8, count * width * dtype.itemsize)
+                flat = _read_at(file, self.start + first * row_bytes, count * row_bytes)
                 yield flat.view(dtype).reshape(count, width)
 
 
@@ -223,8 +226,7 @@ def read_json_object(path: Path, *, opener: Opener | None = None) -> dict[str, A
 
 def read_bytes(path: Path, *, opener: Opener | None = None) -> bytes:
     """Return the contents of a regular file."""
-    _check_exists(path)
-    with open(path, "rb", opener=opener) as file:
+    with _open_regular(path, opener) as file:
         return file.read()
 
 
@@ -236,8 +238,7 @@ def read_header(
     Every size in the header is checked against the size of the file, so reading all tensors
     takes no more memory than the file accounts for.
     """
-    _check_exists(path)
-    with open(path, "rb", opener=opener) as file:
+    with _open_regular(path, opener) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             raise ValueError(f"{path} is empty")
@@ -305,10 +306,37 @@ def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
     return value
 
 
-def _check_exists(path: Path) -> None:
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"no file {path}")
-    check_regular(path, path.stat().st_mode)
+def _read_at(file: io.FileIO, start: int, nbytes: int) -> np.ndarray:
+    """Return bytes of an unbuffered file, whose position other readers may move."""
+    flat = np.empty(nbytes, np.uint8)
+    done = 0
+    while done < nbytes:
+        file.seek(start + done)
+        count = file.readinto(flat.data[done : done + MAX_READ_BYTES])
+        if not count:
+            raise ValueError(f"{file.name} was cut short while it was read")
+        done += count
+    return flat
+
+
+def _open_regular(path: Path, opener: Opener | None) -> BinaryIO:
+    if opener is None:
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"no file {path}")
+        # Opening a pipe would wait for its writer.
+        check_regular(path, path.stat().st_mode)
+    try:
+        file = open(path, "rb", opener=opener)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path}") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"path must be a file, but {path} is a folder") from None
+    try:
+        check_regular(path, os.fstat(file.fileno()).st_mode)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _checked_tensor(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._check import float_dtype
-from .atomic import Opener, replacing
+from .atomic import Opener, opened_once, replacing
 from .checkpoint import read_header
 
 Tensors = dict[str, Float[np.ndarray, "..."]]
@@ -65,6 +65,9 @@ def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str
         path: Path of the file. A file that :func:`write` did not make is a ValueError.
         opener: Opens the file; see :func:`firstlayer.files.atomic.read_folder`.
     """
+    if opener is None:
+        with opened_once() as opener:
+            return read(path, opener=opener)
     stored, metadata = read_header(pathlib.Path(path), opener=opener)
     config = config_in(metadata, path)
     for name, tensor in stored.items():

@@ -15,7 +15,6 @@ check.
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from ..files.atomic import Opener, read_folder, replacing_folder
+from ..files.atomic import Opener, check_writable, read_folder, replacing_folder
 from ..files.checkpoint import read_header, read_json_object
 from ..files.safetensors import KEY, config_in, read, write
 
@@ -54,18 +53,6 @@ def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> Non
         raise FileExistsError(f"{name} holds {strange[0]!r}, so it is not replaced")
     if names and not replace:
         raise FileExistsError(f"{name} exists already")
-
-
-def check_writable(folder: Path) -> None:
-    """Raise an error if nothing can be created in a folder, before long work starts.
-
-    Creates and removes a folder: permissions alone do not reveal a read-only disk.
-    """
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".firstlayer-", suffix=".tmp", dir=folder))
-    except OSError as error:
-        reason = str(error.strerror).lower()
-        raise type(error)(f"nothing can be written in {folder}: {reason}") from None
 
 
 def write_folder(
@@ -129,7 +116,7 @@ def read_one_save(folder: str | os.PathLike[str], read: Callable[[Opener], T]) -
         _check_generations(path, opener)
         return result
 
-    return read_folder(path, read_checked)
+    return read_folder(path, read_checked, names=FILES)
 
 
 def read_state(
@@ -137,10 +124,12 @@ def read_state(
 ) -> dict[str, np.ndarray]:
     """Return the state of an interrupted run."""
     path = Path(folder) / TRAINING
-    if not path.exists():
-        reason = "has no run to resume" if path.parent.is_dir() else "is not a folder"
-        raise FileNotFoundError(f"{os.fspath(folder)} {reason}: {TRAINING} is missing")
-    tensors, config = read(path, opener=opener)
+    try:
+        tensors, config = read(path, opener=opener)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing"
+        ) from None
     counts = config.get("counts")
     if not isinstance(counts, dict):
         raise ValueError(f"{path} does not hold the state of an interrupted run")
@@ -151,8 +140,10 @@ def read_config(
     folder: str | os.PathLike[str], *, opener: Opener | None = None
 ) -> dict[str, Any]:
     """Return the contents of ``config.json``, or an empty dict without that file."""
-    path = Path(folder) / CONFIG
-    return read_json_object(path, opener=opener) if path.is_file() else {}
+    try:
+        return read_json_object(Path(folder) / CONFIG, opener=opener)
+    except FileNotFoundError:
+        return {}
 
 
 def _check_generations(folder: Path, opener: Opener) -> None:
@@ -170,9 +161,10 @@ def _check_generations(folder: Path, opener: Opener) -> None:
 
 
 def _generation(path: Path, opener: Opener) -> Any:
-    if not path.is_file():
+    try:
+        _, metadata = read_header(path, opener=opener)
+    except FileNotFoundError:
         return None
-    _, metadata = read_header(path, opener=opener)
     return config_in(metadata, path).get("generation") if KEY in metadata else None
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..files.atomic import Opener
+from ..files.checkpoint import read_bytes
 from ..files.safetensors import KEY, OLD_KEY
 from . import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
 from .neighbors import Neighbors, neighbors
 from .skipgram import Progress, SkipGram, SkipGramOptions
 from .text import documents_in, standard_library
-from .vectors import Vectors, open_tokenizer
+from .vectors import Vectors, parse_tokenizer
 
 #: Words whose neighbors are shown after training on Python's source.
 PYTHON_WORDS = ("TypeError", "lock", "socket", "red", "append", "wait")
@@ -192,7 +193,8 @@ def _resumed(
             recipe = _recipe(setting, rest, folder=folder)
         case _:
             raise ValueError(f"{os.fspath(folder)} does not record how it was trained")
-    tokenizer = open_tokenizer(Path(folder) / folders.TOKENIZER, opener=opener)
+    tokens = Path(folder) / folders.TOKENIZER
+    tokenizer = parse_tokenizer(read_bytes(tokens, opener=opener), tokens)
     corpus = tokenized(documents, tokenizer)
     if _digest(corpus) != digest:
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from ..files.atomic import Opener, recover_folder
+from ..files.atomic import Opener
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_bytes
 from .corpus import UNKNOWN
 from .folder import TOKENIZER, read_config, read_one_save
@@ -95,10 +95,8 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             file, or a word2vec or GloVe file.
     """
     place = Path(path)
-    recover_folder(place)
-    if not os.path.lexists(place):
-        raise FileNotFoundError(f"no file or folder {place}")
-    if place.is_dir():
+    # A folder may be missing for a moment while it is replaced.
+    if not place.is_file():
         return read_one_save(place, lambda opener: _checkpoint(place, opener))
     if _is_safetensors(place):
         return read_one_save(place.parent, lambda opener: _checkpoint(place, opener))
@@ -113,18 +111,20 @@ def _is_safetensors(path: Path) -> bool:
 
 def _checkpoint(path: Path, opener: Opener) -> Vectors:
     checkpoint = open_checkpoint(path, opener=opener)
-    folder = path if path.is_dir() else path.parent
+    folder = checkpoint.files[0].parent
     config, tokens = read_config(folder, opener=opener), folder / TOKENIZER
-    if not tokens.is_file():
+    try:
+        tokenizer_json = read_bytes(tokens, opener=opener)
+    except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} has no words: {TOKENIZER} is missing in its folder"
-        )
+        ) from None
     table = checkpoint.token_table()
     weight = checkpoint.read(table.name).astype(np.float32, copy=False)
     mapping = scale = None
     if table.name == "embeddings":
         mapping, scale = _clusters(checkpoint, rows=len(weight))
-    tokenizer = open_tokenizer(tokens, opener=opener)
+    tokenizer = parse_tokenizer(tokenizer_json, tokens)
     words = [""] * len(weight if mapping is None else mapping)
     for word, row in tokenizer.get_vocab().items():
         if row >= len(words):
@@ -164,11 +164,10 @@ def _clusters(
     return mapping, scale
 
 
-def open_tokenizer(path: Path, *, opener: Opener | None = None) -> Any:
-    """Load a tokenizer with padding and truncation disabled."""
+def parse_tokenizer(content: bytes, path: Path) -> Any:
+    """Return the tokenizer in a file's content, with padding and truncation disabled."""
     from tokenizers import Tokenizer
 
-    content = read_bytes(path, opener=opener)
     # tokenizers raises a bare Exception.
     try:
         tokenizer = Tokenizer.from_buffer(content)
