@@ -19,6 +19,7 @@ from ..files.atomic import Opener
 from ..files.checkpoint import (
     Checkpoint,
     StoredTensor,
+    checkpoint_in,
     open_checkpoint,
     read_bytes,
     role_of,
@@ -123,7 +124,8 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
 
 
 def _report(path: Path, names: Sequence[str], opener: Opener) -> Report:
-    checkpoint = open_checkpoint(path, opener=opener)
+    location = path if path.is_file() else checkpoint_in(path, opener=opener)
+    checkpoint = open_checkpoint(location, opener=opener)
     folder = checkpoint.files[0].parent
     config = read_config(folder, opener=opener)
     tokens = _tokens(folder / TOKENIZER, opener)

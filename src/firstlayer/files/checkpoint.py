@@ -197,13 +197,15 @@ def open_checkpoint(
             them.
         names: Tensors of interest; shards without any of them are not opened. None opens
             all shards.
-        opener: Opens the files; see :func:`firstlayer.files.atomic.read_folder`.
+        opener: Opens the files; see :func:`firstlayer.files.atomic.read_folder`. The path
+            is then that of a file.
     """
     location = Path(path)
-    if not os.path.lexists(location):
-        raise FileNotFoundError(f"no file or folder {location}")
-    if location.is_dir():
-        location = _checkpoint_in(location)
+    if opener is None:
+        if not os.path.lexists(location):
+            raise FileNotFoundError(f"no file or folder {location}")
+        if location.is_dir():
+            location = checkpoint_in(location)
     files = [location]
     if location.name.endswith(".index.json"):
         files = _shards(location, names, opener)
@@ -263,9 +265,10 @@ def read_header(
     return tensors, texts
 
 
-def _checkpoint_in(folder: Path) -> Path:
+def checkpoint_in(folder: Path, *, opener: Opener | None = None) -> Path:
+    """Return the safetensors file in a folder, or the index of several."""
     for name in (INDEX, MODEL):
-        if (folder / name).is_file():
+        if _is_file(folder / name, opener):
             return folder / name
     others = sorted(folder.glob("*.safetensors"))
     if not others:
@@ -291,7 +294,7 @@ def _shards(
         shard_of = {name: shard_of[name] for name in names if name in shard_of}
     files = [index.parent / shard for shard in sorted(set(map(str, shard_of.values())))]
     for file in files:
-        if not file.is_file():
+        if not _is_file(file, opener):
             raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
     return files
 
@@ -304,6 +307,16 @@ def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{source} must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def _is_file(path: Path, opener: Opener | None) -> bool:
+    if opener is None:
+        return path.is_file()
+    try:
+        os.close(opener(os.fspath(path), os.O_RDONLY))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _read_at(file: io.FileIO, start: int, nbytes: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from ..files.atomic import Opener
-from ..files.checkpoint import Checkpoint, open_checkpoint, read_bytes
+from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, read_bytes
 from .corpus import UNKNOWN
 from .folder import TOKENIZER, read_config, read_one_save
 
@@ -97,7 +97,9 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
     place = Path(path)
     # A folder may be missing for a moment while it is replaced.
     if not place.is_file():
-        return read_one_save(place, lambda opener: _checkpoint(place, opener))
+        return read_one_save(
+            place, lambda opener: _checkpoint(checkpoint_in(place, opener=opener), opener)
+        )
     if _is_safetensors(place):
         return read_one_save(place.parent, lambda opener: _checkpoint(place, opener))
     with open(place, "rb") as file:
