@@ -64,16 +64,19 @@ def leftovers(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(".firstlayer-")]
 
 
-def kill_writers(path: Path, count: int, *, longest: float = 0.02) -> dict[str, int]:
+def kill_writers(path: Path, count: int) -> dict[str, int]:
     """Kill ``count`` writers of a path at random moments, and read it after each kill."""
     draw = random.Random(0)
     write_version(path, 0)
-    versions, left = set(), 0
+    # Long enough for two or three saves.
+    longest = 3 * max(_seconds(lambda: write_version(path, 0)) for _ in range(5))
+    versions, left = {0}, 0
     for _ in range(count):
+        last = read_version(path)
         child = os.fork()
         if child == 0:
             try:
-                for version in range(1 << 30):
+                for version in range(last + 1, 1 << 30):
                     write_version(path, version % 2)
             finally:
                 os._exit(1)

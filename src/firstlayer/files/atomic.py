@@ -25,6 +25,8 @@ from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from .._interrupts import held_interrupts
+
 T = TypeVar("T")
 #: Opens a file, as the ``opener`` argument of :func:`open`.
 Opener = Callable[[str, int], int]
@@ -83,10 +85,12 @@ def replacing_folder(target: Path) -> Generator[Path, None, None]:
             _put_in_place(new, os.fspath(target))
             _sync_folder(parent)
     finally:
-        # The old content, or the new one after an error. An interrupt does not stop this.
+        # The old content, or the new one after an error. An interrupt may come before it
+        # can be held back.
         try:
-            shutil.rmtree(new, ignore_errors=True)
-        except BaseException:
+            with held_interrupts():
+                shutil.rmtree(new, ignore_errors=True)
+        except KeyboardInterrupt:
             shutil.rmtree(new, ignore_errors=True)
             raise
 
@@ -302,8 +306,9 @@ def _move_away(new: str, target: str) -> bool:
         raise
     finally:
         try:
-            _settle(old, target)
-        except BaseException:
+            with held_interrupts():
+                _settle(old, target)
+        except KeyboardInterrupt:
             _settle(old, target)
             raise
 
