@@ -30,6 +30,7 @@ from firstlayer.word_vectors.folder import read_one_save
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
 from tests.support.command import error_message, stdout_of
+from tests.support.damaged import open_damaged_files
 from tests.support.kills import leftovers, read_version, without_exchange, write_version
 
 KINDS = {
@@ -422,3 +423,8 @@ def test_a_generation_depends_on_the_content_only(tmp_path):
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (
         tmp_path / "b" / "model.safetensors"
     ).read_bytes()
+
+
+def test_damaged_files_give_one_sentence_and_take_little_memory(tmp_path):
+    counts = open_damaged_files(tmp_path, 600)
+    assert counts["read"] > 50 and counts["refused"] > 200

@@ -48,8 +48,8 @@ def row_statistics(
     rank, first = _EffectiveRank(rows), 0
     for chunk in chunks:
         here = slice(first, first + len(chunk))
-        upcast = chunk.astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
+            upcast = chunk.astype(np.float64)
             norms[here] = np.sqrt(np.einsum("ij,ij->i", upcast, upcast))
         for i in np.flatnonzero(norms[here]):
             # 16 bytes instead of the row: collisions are too unlikely to matter.

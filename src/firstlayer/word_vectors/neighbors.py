@@ -124,5 +124,7 @@ def similarities(vectors: Vectors, words: Sequence[str]) -> Float32[np.ndarray, 
 
 def units(rows: Float32[np.ndarray, "rows width"]) -> Float32[np.ndarray, "rows width"]:
     """Return the rows scaled to unit length; zero rows stay zero."""
-    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-    return rows / np.where(norms > 0, norms, 1)
+    # Rows of infinities and NaN have no direction and become NaN.
+    with np.errstate(invalid="ignore", over="ignore"):
+        norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
+        return rows / np.where(norms > 0, norms, 1).astype(np.float32)
