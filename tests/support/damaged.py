@@ -37,10 +37,16 @@ def make_files(folder: Path) -> dict[Path, Callable[[], Any]]:
     vectors = folder / "vectors"
     state = {"table": weight, "place": np.array([1, 2])}
     write_folder(vectors, weight, tokenizer=tokenizer, about={"v": 1}, state=state)
-    lines = [f"{word} {' '.join(map(str, row))}" for word, row in zip(vocabulary, weight)]
+    lines = [
+        f"{word} {' '.join(map(str, row))}"
+        for word, row in zip(vocabulary, weight, strict=True)
+    ]
     (folder / "glove.txt").write_text("\n".join(lines) + "\n")
     (folder / "word2vec.txt").write_text("4 6\n" + "\n".join(lines) + "\n")
-    rows = (f"{word} ".encode() + row.tobytes() for word, row in zip(vocabulary, weight))
+    rows = (
+        f"{word} ".encode() + row.tobytes()
+        for word, row in zip(vocabulary, weight, strict=True)
+    )
     (folder / "word2vec.bin").write_bytes(b"4 6\n" + b"\n".join(rows))
     layer = fn.EmbeddingLayer(5, 4, max_positions=3, layer_norm=True, rng=0)
     fn.save(folder / "layer.safetensors", layer)

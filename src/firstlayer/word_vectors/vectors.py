@@ -217,7 +217,8 @@ def _word2vec(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
 
 def _numbers(fields: list[bytes]) -> np.ndarray | None:
     try:
-        return np.array(fields, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            return np.array(fields, dtype=np.float32)
     except ValueError:
         return None
 
