@@ -10,6 +10,7 @@ from firstlayer import kernels
 from firstlayer.kernels.runtime.compile import kernel
 from firstlayer.kernels.runtime.pool import grain_for, pieces, run
 from firstlayer.kernels.runtime.threads import on_threads
+from tests.support.run_alone import run_alone
 
 
 @kernel()
@@ -118,3 +119,64 @@ def test_arguments_that_do_not_fit_the_shared_memory_are_refused():
 def test_there_is_at_least_one_thread():
     with pytest.raises(ValueError, match="n must be positive, got 0"):
         kernels.set_num_threads(0)
+
+
+def test_an_interrupt_never_leaves_the_pool_claimed():
+    script = """
+        import os, signal, threading, time
+        import numpy as np
+        from firstlayer.kernels.runtime import pool
+        from firstlayer.kernels.runtime.numba_abi import BUSY
+        from firstlayer.kernels.runtime.threads import on_threads
+        from tests.kernels.runtime.test_pool import _add
+        import ctypes
+
+        counts = np.zeros(20_000, np.int64)
+        with on_threads(2):
+            pool.run(_add, counts.size, counts, 1, grain=7)
+        interrupts = 0
+
+        def interrupt():
+            while interrupts < 2000:
+                time.sleep(0.0002)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        while interrupts < 2000:
+            try:
+                with on_threads(2):
+                    while True:
+                        pool.run(_add, counts.size, counts, 1, grain=7)
+            except KeyboardInterrupt:
+                interrupts += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        busy = ctypes.c_int64.from_address(pool._pool.block + BUSY).value
+        assert busy == 0, busy
+        # Every call was complete, interrupted after it or before it.
+        assert (counts == counts[0]).all()
+    """
+    run_alone(script)
+
+
+def test_without_new_threads_kernels_run_on_one_thread():
+    script = """
+        import threading, warnings
+        import numpy as np
+        from firstlayer.kernels.runtime import pool
+        from firstlayer.kernels.runtime.threads import on_threads
+        from tests.kernels.runtime.test_pool import _add
+
+        def cannot_start(self):
+            raise RuntimeError("can't start new thread")
+
+        start, threading.Thread.start = threading.Thread.start, cannot_start
+        counts = np.zeros(20_000, np.int64)
+        with warnings.catch_warnings(record=True) as caught, on_threads(3):
+            warnings.simplefilter("always")
+            for _ in range(3):
+                pool.run(_add, counts.size, counts, 1, grain=7)
+        assert (counts == 3).all()
+        (warning,) = caught
+        assert "run on one thread: a thread could not be started" in str(warning.message)
+    """
+    run_alone(script)

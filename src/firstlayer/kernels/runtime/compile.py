@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..._check import float_dtype
+from .cache import cached
 from .numba_abi import array_struct
 
 # Allows reordered sums and fused multiply-adds. Full fastmath would remove NaN checks.
@@ -35,8 +36,7 @@ _njit: Any = numba.njit
 def kernel(*, reorder: bool = False) -> Callable[[F], F]:
     """Compile a function to code that releases the GIL, at its first call.
 
-    The code is cached on disk. If no cache folder is writable, it is compiled in every
-    process; ``cache=True`` alone would raise.
+    The code is cached on disk; see :mod:`firstlayer.kernels.runtime.cache`.
 
     Args:
         reorder: Whether floating-point sums may be reordered for speed.
@@ -48,10 +48,7 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
             "error_model": "numpy",
             "fastmath": REORDER if reorder else False,
         }
-        try:
-            return _njit(cache=True, **options)(function)
-        except RuntimeError:
-            return _njit(**options)(function)
+        return cached(_njit(**options)(function))
 
     return compile_
 

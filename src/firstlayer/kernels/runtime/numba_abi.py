@@ -26,6 +26,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from .system import HAS_POSIX_THREADS
@@ -39,6 +40,8 @@ Ticket = tuple[int, int, int, int, int]
 BLOCK, SIZE, PIECE, HELPERS, OFFER = range(5)
 #: Bytes at the beginning of the shared memory that hold a kernel's arguments.
 ARGUMENT_BYTES = 4096
+#: Offset of the number that is 1 while a kernel uses the shared memory.
+BUSY = ARGUMENT_BYTES
 
 I64 = ir.IntType(64)
 
@@ -51,8 +54,10 @@ def array_struct(context: Any, builder: Any, array_type: Any, array: Any) -> Any
 def _offer(typingctx, ticket):
     """Store the arguments of the kernel this is lowered into, and return the ticket.
 
-    If the ticket says to offer the kernel, its last field becomes the address of a function
-    that calls the kernel with the stored arguments; otherwise it is 0.
+    If the ticket says to offer the kernel and ``BUSY`` was 0, ``BUSY`` becomes 1 and the
+    ticket's last field the address of a function that calls the kernel with the stored
+    arguments. If ``BUSY`` was 1, the returned ticket is that of the whole range in one
+    piece.
     """
 
     def codegen(context, builder, signature, args):
@@ -64,14 +69,24 @@ def _offer(typingctx, ticket):
                 f" {ARGUMENT_BYTES} bytes"
             )
         worker = _build_worker(builder, stored)
+        block = builder.extract_value(args[0], BLOCK)
         offers = builder.icmp_signed("!=", builder.extract_value(args[0], OFFER), I64(0))
+        result = alloca_once(builder, args[0].type)
+        builder.store(builder.insert_value(args[0], I64(0), OFFER), result)
         with builder.if_then(offers):
-            block = builder.extract_value(args[0], BLOCK)
-            struct = builder.inttoptr(block, stored.as_pointer())
-            for index, arg in enumerate(arguments):
-                builder.store(arg, _field(builder, struct, index))
-        address = builder.select(offers, builder.ptrtoint(worker, I64), I64(0))
-        return builder.insert_value(args[0], address, OFFER)
+            busy = builder.inttoptr(builder.add(block, I64(BUSY)), I64.as_pointer())
+            claimed = builder.cmpxchg(busy, I64(0), I64(1), "seq_cst", "seq_cst")
+            with builder.if_else(builder.extract_value(claimed, 1)) as (is_ours, is_taken):
+                with is_ours:
+                    struct = builder.inttoptr(block, stored.as_pointer())
+                    for index, arg in enumerate(arguments):
+                        builder.store(arg, _field(builder, struct, index))
+                    address = builder.ptrtoint(worker, I64)
+                    builder.store(builder.insert_value(args[0], address, OFFER), result)
+                with is_taken:
+                    alone = builder.insert_value(args[0], I64(0), OFFER)
+                    builder.store(builder.insert_value(alone, I64(0), PIECE), result)
+        return builder.load(result)
 
     return ticket(ticket), codegen
 
@@ -171,7 +186,7 @@ def _probe(ticket, floats, nothing, pair, log):
 
 def call_problem() -> str | None:
     """Return what goes wrong when a kernel is called through its pointer, or None."""
-    block, log = np.zeros(ARGUMENT_BYTES, np.uint8), np.zeros((3, 6), np.int64)
+    block, log = np.zeros(ARGUMENT_BYTES + 8, np.uint8), np.zeros((3, 6), np.int64)
     ticket = block.ctypes.data, 17, 0, 0, 1
     # Broad, because an unknown version may fail to compile this in any way.
     try:

@@ -9,10 +9,10 @@ caller's Python to get it; the rows ``threads: …`` of ``python -m benchmarks``
 two. Helpers of this pool never leave compiled code, so they never need the GIL.
 
 Protocol:
-    1. ``run`` tries to take the pool's lock, starts missing helpers and calls the kernel
-       with a ticket. This thread is the owner of the job.
-    2. The kernel stores its arguments in the block, the memory it shares with the helpers.
-       It resets the counters, sets ``OPEN``, adds to ``JOBS`` and wakes sleeping helpers.
+    1. ``run`` starts missing helpers and calls the kernel with a ticket.
+    2. The kernel sets ``BUSY`` in the block, the memory shared with the helpers. Its thread
+       is now the owner of the job. It stores the kernel's arguments in the block, resets
+       the counters, sets ``OPEN``, adds to ``JOBS`` and wakes sleeping helpers.
     3. A helper that sees ``JOBS`` change adds itself to ``INSIDE``. If the job is ``OPEN``
        and one of its ``SEATS`` is free, the helper calls the same kernel with the same
        arguments. Then it leaves ``INSIDE``.
@@ -21,7 +21,10 @@ Protocol:
        more pieces to the others. Pieces write to disjoint memory, so results do not depend
        on which thread processes which.
     5. The owner waits until ``DONE`` is the whole range, clears ``OPEN``, waits until
-       no helper is ``INSIDE``, and returns.
+       no helper is ``INSIDE``, clears ``BUSY`` and returns.
+
+    The pool is claimed and released in compiled code, where no signal handler of Python
+    can run: an exception such as KeyboardInterrupt never leaves it claimed.
 
 Memory order:
     All counters are sequentially consistent atomics, each in its own cache line. Arguments
@@ -33,14 +36,16 @@ Memory order:
 Limits:
     - One job at a time. If the pool is busy, a caller runs its kernel alone.
     - A forked child has no helpers and starts its own.
+    - If the system cannot start a thread, kernels use the helpers that there are.
     - Without POSIX threads, or with a Numba that fails the checks of ``numba_abi``, kernels
       run on one thread, and the first that could use more warns.
-    - A kernel's arguments take at most ``ARGUMENT_BYTES``.
+    - A kernel's arguments take at most ``ARGUMENT_BYTES`` of ``numba_abi``.
     - A kernel allocates or raises before its first piece only, and calls ``pieces`` once.
 """
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,7 +57,7 @@ import numpy as np
 from .atomics import atomic_add, atomic_load, atomic_store, fence
 from .compile import inlined, kernel
 from .numba_abi import (
-    ARGUMENT_BYTES,
+    BUSY,
     SIZE,
     Ticket,
     call_worker,
@@ -70,12 +75,12 @@ from .system import (
 )
 from .threads import current_num_threads
 
-# Offsets into the block, a cache line each, after the kernel's arguments: the next item to
-# claim, the number of items done, whether there is a job, how many helpers are inside, how
-# many more may join, the number of jobs so far, how many helpers sleep, the address of the
-# worker, the owner's core,
+# Offsets into the block, a cache line each, after the kernel's arguments and ``BUSY``: the
+# next item to claim, the number of items done, whether there is a job, how many helpers are
+# inside, how many more may join, the number of jobs so far, how many helpers sleep, the
+# address of the worker, the owner's core,
 NEXT, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
-    ARGUMENT_BYTES, ARGUMENT_BYTES + 9 * 64, 64
+    BUSY + 64, BUSY + 10 * 64, 64
 )
 # and the mutex and the condition variable that helpers sleep on.
 MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 4 * 64, 64)
@@ -103,14 +108,12 @@ def run(
         grain: Minimum number of items per thread; see :func:`grain_for`.
     """
     threads = _num_threads(size, grain)
-    if threads <= 1 or not _pool.lock.acquire(blocking=False):
+    helpers = _pool.start_helpers(threads - 1) if threads > 1 else 0
+    if not helpers:
         loop(whole_range(size), *args)
         return
-    try:
-        piece = -(-size // (threads * PIECES_PER_THREAD))
-        loop((_pool.block_with_helpers(threads - 1), size, piece, threads - 1, 1), *args)
-    finally:
-        _pool.lock.release()
+    piece = -(-size // ((helpers + 1) * PIECES_PER_THREAD))
+    loop((_pool.block, size, piece, helpers, 1), *args)
 
 
 def _num_threads(size: int, grain: int) -> int:
@@ -153,27 +156,38 @@ class _Pool:
 
     def reset(self) -> None:
         """Drop the helpers, which do not exist in a forked child."""
-        self.lock = threading.Lock()
-        self.block, self.helpers = 0, 0
+        self.block = _allocate_block() if _REASON is None else 0
+        self.helpers, self.max_helpers = 0, sys.maxsize
 
-    def block_with_helpers(self, count: int) -> int:
-        """Start helpers until there are ``count``, and return the block's address."""
-        self.block = self.block or _allocate_block()
+    def start_helpers(self, count: int) -> int:
+        """Start helpers until there are ``count``, and return how many may be used.
+
+        Two threads that call this at once can start more than ``count``. Helpers that are
+        not needed sleep.
+        """
+        count = min(count, self.max_helpers)
         while self.helpers < count:
-            threading.Thread(
+            helper = threading.Thread(
                 target=help_forever,
                 args=(self.block, HELPER_POLLS),
                 name="firstlayer",
                 daemon=True,
-            ).start()
+            )
+            try:
+                helper.start()
+            except RuntimeError as error:
+                self.max_helpers = self.helpers
+                self.warn_once(f"a thread could not be started ({error})")
+                return self.helpers
             self.helpers += 1
-        return self.block
+        return count
 
     def warn_once(self, reason: str) -> None:
-        """Warn that kernels use one thread."""
+        """Warn that kernels use fewer threads than they could."""
         if not self.has_warned:
             self.has_warned = True
-            message = f"Firstlayer's kernels run on one thread: {reason}"
+            threads = "one thread" if not self.helpers else f"{self.helpers + 1} threads"
+            message = f"Firstlayer's kernels run on {threads}: {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
@@ -260,6 +274,7 @@ def _close_job(block, size):
         polls += 1
         if polls > OWNER_POLLS:
             sleep_us(NAP_MICROSECONDS)
+    atomic_store(block + BUSY, 0)
 
 
 @kernel()

@@ -1,0 +1,134 @@
+"""Cache of compiled kernels on disk, which may be damaged, read-only or full.
+
+Numba's own cache raises at the first lookup if one of its files is empty, truncated or
+unreadable, and runs whatever machine code a damaged file holds. Here every file begins with
+a digest of its content. A file that fails the check is ignored and overwritten. If code
+cannot be read or written, kernels are compiled in memory, with one warning per process.
+"""
+
+import hashlib
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+DIGEST_BYTES = 16
+
+
+def cached(dispatcher: Any) -> Any:
+    """Return a compiled function whose code is kept on disk if possible."""
+    # Without a compiler, njit returns the Python function.
+    if hasattr(dispatcher, "_cache"):
+        try:
+            dispatcher._cache = _KernelCache(dispatcher.py_func)
+        except (RuntimeError, OSError) as error:
+            _warnings.warn_once(f"no folder can hold the cache ({error})")
+    return dispatcher
+
+
+class _Warnings:
+    """Warns at most once in a process."""
+
+    def __init__(self) -> None:
+        self.has_warned = False
+
+    def warn_once(self, reason: str) -> None:
+        if not self.has_warned:
+            self.has_warned = True
+            message = f"Firstlayer's kernels are compiled in this process: {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_warnings = _Warnings()
+
+
+class _KernelCache(FunctionCache):
+    """Numba's cache, with checked files and without exceptions."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        files = self._cache_file
+        self._cache_file = _CheckedFiles(
+            cache_path=files._cache_path,
+            # Numba's own files have another format.
+            filename_base=f"{self._impl.filename_base}.checked",  # pyright: ignore
+            source_stamp=files._source_stamp,
+        )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        # Broad, because unpickling can raise anything.
+        except Exception as error:
+            _warnings.warn_once(f"{self.cache_path} cannot be read ({_text(error)})")
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _warnings.warn_once(f"{self.cache_path} cannot be written ({_text(error)})")
+
+
+class _CheckedFiles(IndexDataCacheFile):
+    """Index and code of one kernel, each file with a digest."""
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (key, data))
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        # Two processes that compile at once can give two kernels the same file name.
+        return found[1] if found is not None and found[0] == key else None
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            version, stamp, overloads = _read(self._index_path)
+        except FileNotFoundError:
+            return {}
+        except _Damaged as error:
+            _warnings.warn_once(str(error))
+            return {}
+        is_current = version == self._version and stamp == self._source_stamp
+        return overloads if is_current else {}
+
+    def _save_index(self, overloads: dict[Any, str]) -> None:
+        self._write(self._index_path, (self._version, self._source_stamp, overloads))
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return _read(self._data_path(name))
+        except _Damaged as error:
+            _warnings.warn_once(str(error))
+            # Numba treats a missing file as code that is not in the cache.
+            raise FileNotFoundError(name) from None
+
+    def _save_data(self, name: str, data: Any) -> None:
+        self._write(self._data_path(name), data)
+
+    def _write(self, path: str, content: Any) -> None:
+        data = self._dump(content)
+        with self._open_for_write(path) as file:
+            file.write(_digest(data) + data)
+
+
+class _Damaged(Exception):
+    """A file differs from what was written to it."""
+
+
+def _read(path: str) -> Any:
+    content = Path(path).read_bytes()
+    digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    if _digest(data) != digest:
+        raise _Damaged(f"{path} is damaged and is replaced")
+    return pickle.loads(data)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

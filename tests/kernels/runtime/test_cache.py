@@ -1,0 +1,140 @@
+"""The cache of compiled kernels: damaged, missing, read-only and full."""
+
+import errno
+import importlib.util
+import itertools
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from numba.core import config
+
+from firstlayer.kernels.runtime import cache
+
+SOURCE = """
+from firstlayer.kernels.runtime.compile import kernel
+
+@kernel()
+def double(x):
+    for i in range(x.size):
+        x[i] *= 2
+"""
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A module with one kernel and an empty cache folder."""
+    (tmp_path / "kernels.py").write_text(SOURCE)
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def use(folder, dtype="float64"):
+    """Use the kernel as a new process would; return warnings and whether it compiled."""
+    name = f"kernels_{next(_numbers)}"
+    spec = importlib.util.spec_from_file_location(name, folder / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    cache._warnings.has_warned = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec.loader.exec_module(module)
+        x = np.arange(3).astype(dtype)
+        module.double(x)
+    assert x.tolist() == [0, 2, 4]
+    compiled = not module.double.stats.cache_hits
+    return [str(warning.message) for warning in caught], compiled
+
+
+def files(folder, suffix):
+    return sorted((folder / "cache").rglob(f"*.{suffix}"))
+
+
+def test_the_second_process_does_not_compile(folder):
+    assert use(folder) == ([], True)
+    assert use(folder) == ([], False)
+    assert use(folder, "float32") == ([], True)
+    assert use(folder) == ([], False)
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[: len(content) // 2],
+    "one bit": lambda content: content[:-50] + bytes([content[-50] ^ 1]) + content[-49:],
+    "other text": lambda content: b"not a cache" * 100,
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_replaced_with_one_warning(suffix, damage, folder):
+    use(folder)
+    (path,) = files(folder, suffix)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    messages, compiled = use(folder)
+    assert compiled and len(messages) == 1
+    assert f"compiled in this process: {path} is damaged" in messages[0]
+    assert use(folder) == ([], False)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_missing_file_is_written_again(suffix, folder):
+    use(folder)
+    (path,) = files(folder, suffix)
+    path.unlink()
+    assert use(folder) == ([], True)
+    assert use(folder) == ([], False)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_file_that_cannot_be_read_gives_one_warning(suffix, folder):
+    use(folder)
+    (path,) = files(folder, suffix)
+    path.unlink()
+    path.mkdir()
+    messages, compiled = use(folder)
+    assert compiled and len(messages) == 1
+    assert "IsADirectoryError" in messages[0]
+
+
+def test_code_of_another_signature_is_not_used(folder):
+    use(folder)
+    use(folder, "float32")
+    one, other = files(folder, "nbc")
+    shutil.copy(one, other)
+    assert use(folder) == ([], False)
+    assert use(folder, "float32") == ([], True)
+    assert use(folder, "float32") == ([], False)
+
+
+def test_a_full_disk_gives_one_warning(folder, monkeypatch):
+    def full(self, path):
+        raise OSError(errno.ENOSPC, "no space left on device", path)
+
+    monkeypatch.setattr(cache._CheckedFiles, "_open_for_write", full)
+    messages, compiled = use(folder)
+    assert compiled and len(messages) == 1
+    assert "cannot be written (OSError: [Errno 28] no space left" in messages[0]
+    monkeypatch.undo()
+    assert not files(folder, "nbi")
+
+
+def test_without_a_writable_folder_kernels_are_compiled_with_one_warning(
+    folder, monkeypatch
+):
+    from numba.core.caching import CacheImpl
+
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    messages, compiled = use(folder)
+    assert compiled and len(messages) == 1
+    assert "no folder can hold the cache" in messages[0]
+
+
+def test_a_changed_source_is_compiled_again(folder):
+    use(folder)
+    path = folder / "kernels.py"
+    path.write_text(SOURCE.replace("*= 2", "+= x[i]"))
+    assert use(folder) == ([], True)
