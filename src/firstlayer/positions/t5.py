@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int32, Int64, Shaped
 
-from .._array import cast, is_real, move_axis, namespace_of, take_columns
+from .._array import cast, is_real, move_axis, namespace_of, take_columns, trunc
 from .._check import positive
 
 
@@ -98,7 +98,7 @@ def clipped_index(
     xp = namespace_of(relative)
     clipped = xp.clip(relative, -left, right)
     if is_real(relative):
-        clipped = cast(xp.trunc(xp.where(clipped == clipped, clipped, 0.0)), "int32")
+        clipped = cast(trunc(xp.where(clipped == clipped, clipped, 0.0)), "int32")
     return clipped + left
 
 

@@ -26,6 +26,7 @@ from .._tensors.memory import (
     array_of,
     array_of_table,
     is_plain_cpu,
+    is_recorded,
     kernel_eligible,
     tensor_of,
     threads_of_torch,
@@ -240,15 +241,17 @@ def _rows(
     ids: Any, weight: Tensor, *, options: LookupOptions, upcast_output: bool
 ) -> Tensor:
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
-    if not (weight.requires_grad and torch.is_grad_enabled()):
+    # torch.jit.trace checks that it records the same operators without gradients.
+    if not (weight.requires_grad and (torch.is_grad_enabled() or torch.jit.is_tracing())):
         return torch_embedding(ids, weight).to(dtype)
     if _is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
     if kernel_eligible(weight) and is_plain_cpu(ids):
         return _Lookup.apply(weight, ids, options, upcast_output)  # pyright: ignore
-    if weight.dtype in HALF and not (options.sparse or torch.compiler.is_exporting()):
+    if weight.dtype in HALF and not (options.sparse or is_recorded()):
         # On other devices torch sums in float32. Sparse gradients are coalesced later.
+        # Recorded lookups are for inference: upcasting the table would cost too much.
         weight = upcast(weight) if weight.device.type == "cpu" else weight
     padding_idx, compiling = options.padding_idx, torch.compiler.is_compiling()
     if options.sparse and compiling and padding_idx is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...files.layer_configs import config_of
 from .dtypes import compute_dtype
+from .memory import NUMPY_DTYPES, is_recorded
 
 
 class PrecomputedBuffers(nn.Module):
@@ -59,7 +60,20 @@ class PrecomputedBuffers(nn.Module):
         self, name: str, dtype: torch.dtype, device: torch.device
     ) -> Float[Tensor, "*table"]:
         """Return a table in the compute dtype of ``dtype``."""
-        return self._integers(name, device).view(torch.float32).to(compute_dtype(dtype))
+        dtype = compute_dtype(dtype)
+        if is_recorded():
+            return self._constant(name, dtype).to(device)
+        return self._integers(name, device).view(torch.float32).to(dtype)
+
+    @torch.compiler.assume_constant_result
+    def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a table of floats that does not depend on the buffers.
+
+        Neither ONNX nor TorchScript can view integers as floats.
+        """
+        table = self._tables()[name].astype(NUMPY_DTYPES[dtype])
+        # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
+        return torch.frombuffer(table, dtype=dtype).reshape(table.shape)
 
     def extra_repr(self) -> str:
         return repr_of(self)

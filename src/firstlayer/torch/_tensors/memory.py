@@ -60,6 +60,11 @@ def is_eager() -> bool:
     )
 
 
+def is_recorded() -> bool:
+    """Return whether ``torch.export``, ``torch.jit.trace`` or an ONNX exporter records."""
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+
+
 def is_plain_cpu(*tensors: Tensor | None) -> bool:
     """Return whether all tensors are ordinary CPU tensors whose values can be read now.
 
