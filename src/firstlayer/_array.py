@@ -158,7 +158,7 @@ def take_columns(x: Any, index: Any) -> Any:
     """
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
-        return x[:, index]
+        return x[:, row_index(index)]
     return xp.take(x, index, axis=1)
 
 

@@ -242,7 +242,8 @@ def _rows(
 ) -> Tensor:
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     # torch.jit.trace checks that it records the same operators without gradients.
-    if not (weight.requires_grad and (torch.is_grad_enabled() or torch.jit.is_tracing())):
+    recorded = torch._C._get_tracing_state() is not None
+    if not (weight.requires_grad and (torch.is_grad_enabled() or recorded)):
         return torch_embedding(ids, weight).to(dtype)
     if _is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
