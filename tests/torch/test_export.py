@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Constant folding:UserWarning"),
     pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning"),
 ]

@@ -22,6 +22,8 @@ from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
+from .installation import install as install
+from .installation import to_torch as to_torch
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
@@ -47,7 +49,9 @@ __all__ = [
     "SinusoidalPositions",
     "T5Bias",
     "functional",
+    "install",
     "load",
     "replace_rotary",
     "save",
+    "to_torch",
 ]

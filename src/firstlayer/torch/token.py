@@ -111,16 +111,4 @@ class Embedding(TableModule, TorchEmbedding):
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript cannot compile this forward, so it gets torch's layer.
-        self._catch_up()
-        torch_layer = TorchEmbedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            _weight=self.weight,
-        )
-        torch_layer.weight = self.weight
-        return torch_layer
+        return self._twin(TorchEmbedding)

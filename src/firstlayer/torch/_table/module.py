@@ -125,6 +125,14 @@ class TableModule(nn.Module):
         self._bind()
         return changes
 
+    def _release(self) -> None:
+        """Catch up every row and remove the gradient hook, so that torch can take over."""
+        self._catch_up()
+        hooks = getattr(self.weight, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in list(hooks.items()):
+            if type(hook) is GradHook and hook.layer() is self:
+                del hooks[key]
+
     def train(self, mode: bool = True) -> Self:
         if not mode:
             self._catch_up()
@@ -135,6 +143,17 @@ class TableModule(nn.Module):
         weight = self._parameters.get("weight")
         if weight is not None:
             catch_up(weight)
+
+    def _twin(self, cls: Any) -> Any:
+        """Return a layer of torch's class ``cls`` with the same options and parameter."""
+        self._catch_up()
+        layer = cls.__new__(cls)
+        # Not the constructor of cls, which may build our layers.
+        nn.Module.__init__(layer)
+        for name in cls.__constants__:
+            setattr(layer, name, getattr(self, name))
+        layer.weight, layer.training = self.weight, self.training
+        return layer
 
     def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
         if (self.sparse or self.max_norm is not None) and not is_compiling():
