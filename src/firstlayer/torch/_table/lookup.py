@@ -20,7 +20,12 @@ from ... import kernels
 from ..._check import padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
-from .._tensors.errors import WrongType, WrongValue, out_of_range_error
+from .._tensors.errors import (
+    WrongType,
+    WrongValue,
+    out_of_range_error,
+    reject_torchrec,
+)
 from .._tensors.memory import (
     NUMPY_DTYPES,
     array_of,
@@ -66,6 +71,7 @@ def lookup(
         upcast_output: Return rows in the compute dtype, float32 or float64.
     """
     if not isinstance(ids, Tensor):
+        reject_torchrec(ids, "its values()")
         # A symbolic proxy, or an argument that torch rejects with its own message.
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
@@ -231,7 +237,7 @@ def _gather(ids: Tensor, weight: Tensor) -> Tensor:
     return tensor_of(rows).view(*ids.shape, weight.shape[1])
 
 
-def _is_jagged(ids: Any) -> bool:
+def is_jagged(ids: Any) -> bool:
     """Return whether ids are a contiguous nested tensor, ragged in the second axis."""
     jagged = ids.is_nested and ids.layout is torch.jagged
     return jagged and ids.lengths() is None and ids._ragged_idx == 1
@@ -245,7 +251,7 @@ def _rows(
     recorded = torch._C._get_tracing_state() is not None
     if not (weight.requires_grad and (torch.is_grad_enabled() or recorded)):
         return torch_embedding(ids, weight).to(dtype)
-    if _is_jagged(ids):
+    if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
     if kernel_eligible(weight) and is_plain_cpu(ids):

@@ -79,6 +79,8 @@ class TableModule(nn.Module):
         """Return the product of ``x`` with every row: the output head tied to this table.
 
         The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
+        If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
+        gradient of the table is averaged over the ranks, as in data-parallel training.
         """
         catch_up(self.weight)
         return tied_logits(x, self.weight)
@@ -334,8 +336,28 @@ def tied_logits(
         raise WrongValue(
             f"x must end in embedding_dim {weight.shape[1]}, got shape {tuple(x.shape)}"
         )
+    if hasattr(weight, "device_mesh") and not hasattr(x, "device_mesh"):
+        weight = whole_table(weight)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+
+
+def whole_table(
+    weight: Any,
+) -> Float[Tensor, "num_embeddings embedding_dim"]:
+    """Return a DTensor as a plain tensor on every rank; its gradients are averaged.
+
+    The average over ranks is what data-parallel training computes. If all ranks have the
+    same gradient, it is that gradient.
+    """
+    from torch.distributed.tensor import Partial
+
+    mesh = weight.device_mesh
+    table = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if table.requires_grad:
+        # Not Partial("avg"), which gloo does not support.
+        table.register_hook(lambda gradient: gradient / mesh.size())
+    return table
 
 
 def resized_tensor(

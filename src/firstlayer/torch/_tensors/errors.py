@@ -6,6 +6,7 @@ from those as well.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -44,6 +45,18 @@ def torch_errors() -> Generator[None, None, None]:
         raise WrongType(*error.args) from None
     except ValueError as error:
         raise WrongValue(*error.args) from None
+
+
+def reject_torchrec(ids: Any, advice: str) -> None:
+    """Raise WrongType if ``ids`` are a collection of torchrec's.
+
+    Args:
+        ids: Something that is not a tensor.
+        advice: Tensors to pass instead.
+    """
+    cls = type(ids)
+    if cls.__module__.startswith("torchrec."):
+        raise WrongType(f"ids must be a tensor, got {cls.__name__}: pass {advice}")
 
 
 def check_ids(
