@@ -76,6 +76,9 @@ def lookup(
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
+    if is_recorded():
+        # ONNX counts negative ids from the end. The new id is out of range everywhere.
+        ids = torch.where(as_index(ids) < 0, weight.shape[0], as_index(ids))
     try:
         if (
             max_norm is None
@@ -248,8 +251,7 @@ def _rows(
 ) -> Tensor:
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     # torch.jit.trace checks that it records the same operators without gradients.
-    recorded = torch._C._get_tracing_state() is not None
-    if not (weight.requires_grad and (torch.is_grad_enabled() or recorded)):
+    if not (weight.requires_grad and (torch.is_grad_enabled() or is_recorded())):
         return torch_embedding(ids, weight).to(dtype)
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)

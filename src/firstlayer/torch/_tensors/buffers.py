@@ -4,6 +4,10 @@ Tables are computed on the host and stored as int32 tensors with the same bits: 
 FSDP's ``buffer_dtype`` and loops over buffers do not convert integers. The buffers are not
 in the state dict, because the layer's arguments determine them. ``to_empty`` leaves
 buffers uninitialized, so ``_apply`` computes them again.
+
+Graphs of ``torch.export``, ``torch.jit.trace`` and the exporters of ONNX hold the tables as
+float constants instead: neither ONNX nor TorchScript can view integers as floats, and casts
+of the layer do not reach constants.
 """
 
 import inspect
@@ -67,10 +71,7 @@ class PrecomputedBuffers(nn.Module):
 
     @torch.compiler.assume_constant_result
     def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a table of floats that does not depend on the buffers.
-
-        Neither ONNX nor TorchScript can view integers as floats.
-        """
+        """Return a table of floats that does not depend on the buffers."""
         table = self._tables()[name].astype(NUMPY_DTYPES[dtype])
         # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
         return torch.frombuffer(table, dtype=dtype).reshape(table.shape)

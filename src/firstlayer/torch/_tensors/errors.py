@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..._check import all_in_range, out_of_range
 from .memory import array_of, is_plain_cpu
@@ -55,7 +56,8 @@ def reject_torchrec(ids: Any, advice: str) -> None:
         advice: Tensors to pass instead.
     """
     cls = type(ids)
-    if cls.__module__.startswith("torchrec."):
+    # Compiled code cannot read the module of a class.
+    if not is_compiling() and cls.__module__.startswith("torchrec."):
         raise WrongType(f"ids must be a tensor, got {cls.__name__}: pass {advice}")
 
 
