@@ -1,15 +1,15 @@
 """PyTorch front end: ``nn.Module`` layers, and the functions behind them.
 
-``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's. :func:`install` makes
-``torch.nn.Embedding(...)`` build them; :func:`to_torch` turns them into torch's again.
+``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's. :func:`install`
+makes ``torch.nn.Embedding(...)`` build them; :func:`to_torch` turns them into torch's again.
 
 Every layer can be exported with ``torch.export`` and ``torch.onnx.export`` (opset 18 or
 later; torch's default is 20) and recorded with ``torch.jit.trace``, with dynamic batch and
 length. Recorded graphs hold precomputed tables as float constants, which later casts of the
 layer do not change. In these graphs:
 
-- An id out of range, also a negative one, is an error of the runtime: an IndexError in torch,
-  ``indices element out of data bounds`` in ONNX Runtime.
+- An id out of range, also a negative one, is an error of the runtime: an IndexError in
+  torch, ``indices element out of data bounds`` in ONNX Runtime.
 - Positions out of range give NaN.
 - Half-precision gradients of repeated ids are summed by torch, in half precision.
 

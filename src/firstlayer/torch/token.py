@@ -39,9 +39,9 @@ class Embedding(TableModule, TorchEmbedding):
         - output: ``(*input.shape, embedding_dim)``, in the table's dtype
 
     An id out of range raises an IndexError that names it, and so does a negative id; under
-    ``torch.compile`` and on other devices the error is torch's, and in an ONNX graph that of
-    the runtime. Autocast does not change lookups; :meth:`logits` multiplies in the autocast
-    dtype.
+    ``torch.compile`` and on other devices the error is torch's, and in an ONNX graph that
+    of the runtime. Autocast does not change lookups; :meth:`logits` multiplies in the
+    autocast dtype.
 
     Example:
         >>> import torch
