@@ -1,7 +1,7 @@
 """PyTorch front end: ``nn.Module`` layers, and the functions behind them.
 
 ``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's. :func:`install`
-makes ``torch.nn.Embedding(...)`` build them; :func:`to_torch` turns them into torch's again.
+makes ``torch.nn.Embedding(...)`` build them; :func:`to_torch` does the opposite in a model.
 
 Every layer can be exported with ``torch.export`` and ``torch.onnx.export`` (opset 18 or
 later; torch's default is 20) and recorded with ``torch.jit.trace``, with dynamic batch and
