@@ -68,6 +68,33 @@ def compute_dtype(dtype: Any) -> str:
     return "float64" if name.endswith("float64") else "float32"
 
 
+def trunc(x: Any) -> Any:
+    """Return reals rounded to whole numbers, towards zero.
+
+    Example:
+        >>> import numpy as np
+        >>> trunc(np.array([1.5, -1.5])).tolist()
+        [1.0, -1.0]
+    """
+    xp = namespace_of(x)
+    if xp is sys.modules.get("torch") and xp.jit.is_tracing():
+        return xp.where(x < 0, xp.ceil(x), xp.floor(x))  # traces have no trunc in ONNX
+    return xp.trunc(x)
+
+
+def row_index(x: Any) -> Any:
+    """Return integers in a dtype that indexes rows: int64 in torch, else unchanged.
+
+    Torch converts other integers itself, but ONNX accepts no others.
+
+    Example:
+        >>> import numpy as np
+        >>> row_index(np.array([1], np.int32)).dtype
+        dtype('int32')
+    """
+    return cast(x, "int64") if namespace_of(x) is sys.modules.get("torch") else x
+
+
 def repeating(x: Any, lead: tuple[int, ...]) -> Any:
     """Return ``x`` broadcast to ``lead`` and flattened, without repeats of leading axes.
 
@@ -131,7 +158,7 @@ def take_columns(x: Any, index: Any) -> Any:
     """
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
-        return x[:, index]
+        return x[:, row_index(index)]
     return xp.take(x, index, axis=1)
 
 
@@ -145,5 +172,7 @@ def move_axis(x: Any, source: int, target: int) -> Any:
     """
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
-        return xp.movedim(x, source, target)  # vmap has no rule for torch.moveaxis
+        # Not torch.moveaxis: vmap has no rule for it. Axes from the front: an exporter of
+        # ONNX copies them into the graph as they are.
+        return xp.movedim(x, source % x.ndim, target % x.ndim)
     return xp.moveaxis(x, source, target)

@@ -1,7 +1,6 @@
 """Errors of the complete layer: constructor, call, ids out of range."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -135,40 +134,6 @@ def test_values_out_of_range_are_named(call, error, sentence):
 def test_segments_need_a_table():
     with pytest.raises(ValueError, match="the layer was made without them"):
         build()(ONE, segments=[0])
-
-
-# Nested tensors have the same shape only if they share the offsets tensor.
-OFFSETS = torch.tensor([0, 3, 5])
-
-
-def ragged(values: torch.Tensor) -> Any:
-    """Return five values as a row of three and one of two."""
-    return torch.nested.nested_tensor_from_jagged(values, OFFSETS)
-
-
-@pytest.mark.parametrize("options", [{"layer_norm": True}, {"zero_padding": True}])
-def test_jagged_ids_without_positions(options):
-    layer = build(position=None, segments=2, **options)
-    ids, segments = torch.tensor([1, 0, 3, 6, 0]), torch.tensor([1, 0, 0, 1, 1])
-    got = layer(ragged(ids), segments=ragged(segments))
-    torch.testing.assert_close(got.values(), layer(ids, segments=segments))
-
-
-@pytest.mark.rejects
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"position": "sinusoidal"},
-        {"position": None, "layer_norm": True, "zero_padding": True},
-    ],
-)
-def test_jagged_ids_with_positions_raise(options):
-    layer = build(**options)
-    for name, value in (("ids", torch.arange(5)), ("inputs_embeds", torch.ones(5, 6))):
-        sentence = f"^{name} must not be nested in a layer .* got layout torch.jagged$"
-        with pytest.raises(ValueError, match=sentence):
-            layer(**{name: ragged(value)})
 
 
 @pytest.mark.rejects

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from firstlayer.torch.token import Embedding
 from tests.support.gradients import central_difference
+from tests.support.run_alone import run_alone
 from tests.support.torch_tables import ids_of
 
 
@@ -84,3 +85,52 @@ def test_a_tied_head_trains_the_padding_row_as_in_torch():
     (F.linear(stock(ids), stock.weight) ** 2).sum().backward()
     torch.testing.assert_close(layer.weight.grad, stock.weight.grad)
     assert layer.weight.grad[1].all()
+
+
+def test_logits_of_distributed_tables(tmp_path):
+    # Each rank has another x, as in data-parallel training.
+    run_alone(
+        """
+        import os
+
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+        from firstlayer.torch import Embedding
+
+        child = os.fork()
+        rank = 1 if child == 0 else 0
+        dist.init_process_group(
+            "gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2
+        )
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        float64 = {"dtype": torch.float64}
+        table, xs = torch.randn(5, 4, **float64), torch.randn(2, 3, 4, **float64)
+        dys = torch.randn(2, 3, 5, **float64)
+        close = torch.testing.assert_close
+        for placement in (Shard(0), Shard(1), Replicate()):
+            layer = Embedding(5, 4, padding_idx=2, **float64)
+            layer.weight = torch.nn.Parameter(distribute_tensor(table, mesh, [placement]))
+            x = xs[rank].clone().requires_grad_()
+            y = layer.logits(x)
+            assert type(y) is torch.Tensor
+            y.backward(dys[rank])
+            close(y, x @ table.T)
+            close(x.grad, dys[rank] @ table)
+            grad, layer.weight.grad = layer.weight.grad, None
+            assert grad.placements == (placement,)
+            close(grad.full_tensor(), (dys[0].T @ xs[0] + dys[1].T @ xs[1]) / 2)
+            shared = distribute_tensor(xs[0], mesh, [Replicate()])
+            y = layer.logits(shared)
+            assert isinstance(y, DTensor)
+            y.full_tensor().backward(dys[0])
+            close(layer.weight.grad.full_tensor(), dys[0].T @ xs[0])
+        dist.destroy_process_group()
+        if rank == 0:
+            assert os.waitpid(child, 0)[1] == 0
+    """,
+        folder=tmp_path,
+    )

@@ -79,4 +79,4 @@ def fire_bias(
     sums = distances[..., None] * hidden_weight + hidden_bias
     # Not a clip, whose gradient at 0 differs between the libraries. NaN stays NaN.
     hidden = xp.where(sums <= 0, 0.0, sums)
-    return move_axis(hidden @ head_weight.mT + head_bias, -1, -3)
+    return move_axis(hidden @ head_weight.T + head_bias, -1, -3)

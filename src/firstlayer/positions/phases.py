@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of
+from .._array import cast, compute_dtype, is_real, namespace_of, row_index, trunc
 from .._check import number
 
 #: Positions must be smaller than this in size: three digits in base 256.
@@ -88,7 +88,7 @@ def digit_phases(
     in_range = (real < LIMIT) & (real > -LIMIT)
     real = xp.where(in_range, real, 0.0)
     # Towards zero, so that the fraction is below 1 in size and has the sign of the whole.
-    whole = xp.trunc(real)
+    whole = trunc(real)
     fraction = cast(real - whole, str(tables.dtype).removeprefix("torch."))
     angle = fraction[..., None] * rates
     cos, sin = _multiply(
@@ -212,7 +212,7 @@ def split_fraction(
         >>> [part.tolist() for part in split_fraction(np.array([3.5, -0.25]))]
         [[3.0, -0.0], [32768.0, -16384.0]]
     """
-    whole = namespace_of(real).trunc(real)
+    whole = trunc(real)
     return whole, (real - whole) * FRACTION_STEPS
 
 
@@ -226,8 +226,10 @@ def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
         in_range = in_range & (positions > -LIMIT)
     safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
     size = xp.abs(safe)
-    cos, sin = tables[0, 0][size % 256], tables[1, 0][size % 256]
+    last = row_index(size % 256)
+    cos, sin = tables[0, 0][last], tables[1, 0][last]
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
+        digit = row_index(digit)
         cos, sin = _multiply(cos, sin, tables[0, place][digit], tables[1, place][digit])
     return _nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtyping import Float, Shaped
 
-from .._array import is_real, namespace_of, take_last
+from .._array import is_real, move_axis, namespace_of, take_last
 from .t5 import clipped_index, relative_positions
 
 
@@ -48,7 +48,9 @@ def shaw_scores(
     relative = relative_positions(q_positions, k_positions)
     index = clipped_index(relative, left=max_left, right=weight.shape[0] - 1 - max_left)
     index = align_pairs(index, q, k)
-    scores = (q @ k.mT + take_last(q @ weight.mT, index)) / math.sqrt(weight.shape[1])
+    scores = (q @ move_axis(k, -1, -2) + take_last(q @ weight.T, index)) / math.sqrt(
+        weight.shape[1]
+    )
     if is_real(relative):
         not_nan = align_pairs(relative == relative, q, k)
         scores = namespace_of(q).where(not_nan, scores, float("nan"))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int32, Int64, Shaped
 
-from .._array import cast, is_real, move_axis, namespace_of, take_columns
+from .._array import cast, is_real, move_axis, namespace_of, take_columns, trunc
 from .._check import positive
 
 
@@ -48,12 +48,14 @@ def relative_positions(
                 f"{name} must have shape (length,) or (batch, length), "
                 f"got {tuple(positions.shape)}"
             )
-    batches = {side.shape[0] for side in pair.values() if side.ndim == 2} - {1}
-    if len(batches) > 1:
-        raise ValueError(
-            "q_positions and k_positions must have the same batch, "
-            f"got {q_positions.shape[0]} and {k_positions.shape[0]}"
-        )
+    if q_positions.ndim == k_positions.ndim == 2:
+        q_batch, k_batch = q_positions.shape[0], k_positions.shape[0]
+        # Not a set: the symbolic sizes of exporters have no hash.
+        if q_batch != k_batch and 1 not in (q_batch, k_batch):
+            raise ValueError(
+                "q_positions and k_positions must have the same batch, "
+                f"got {q_batch} and {k_batch}"
+            )
     dtype = _difference_dtype(q_positions, k_positions)
     return cast(k_positions, dtype)[..., None, :] - cast(q_positions, dtype)[..., :, None]
 
@@ -98,7 +100,7 @@ def clipped_index(
     xp = namespace_of(relative)
     clipped = xp.clip(relative, -left, right)
     if is_real(relative):
-        clipped = cast(xp.trunc(xp.where(clipped == clipped, clipped, 0.0)), "int32")
+        clipped = cast(trunc(xp.where(clipped == clipped, clipped, 0.0)), "int32")
     return clipped + left
 
 

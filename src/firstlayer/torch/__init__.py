@@ -1,6 +1,21 @@
 """PyTorch front end: ``nn.Module`` layers, and the functions behind them.
 
-``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's.
+``Embedding`` and ``EmbeddingBag`` are drop-in replacements for torch's. :func:`install`
+makes ``torch.nn.Embedding(...)`` build them; :func:`to_torch` does the opposite in a model.
+
+Every layer can be exported with ``torch.export`` and ``torch.onnx.export`` (opset 18 or
+later; torch's default is 20) and recorded with ``torch.jit.trace``, with dynamic batch and
+length. Recorded graphs hold precomputed tables as float constants, which later casts of the
+layer do not change. In these graphs:
+
+- An id out of range, also a negative one, is an error of the runtime: an IndexError in
+  torch, ``indices element out of data bounds`` in ONNX Runtime.
+- Positions out of range give NaN.
+- Half-precision gradients of repeated ids are summed by torch, in half precision.
+
+The older exporter, ``torch.onnx.export(dynamo=False)``, passes all arguments by position:
+call a layer with keyword-only arguments from a module of your own. It also requires
+``requires_grad_(False)`` for ``PartlyFrozenEmbedding``.
 """
 
 try:
@@ -22,6 +37,8 @@ from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
+from .installation import install as install
+from .installation import to_torch as to_torch
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
@@ -47,7 +64,9 @@ __all__ = [
     "SinusoidalPositions",
     "T5Bias",
     "functional",
+    "install",
     "load",
     "replace_rotary",
     "save",
+    "to_torch",
 ]

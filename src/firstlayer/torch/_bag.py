@@ -31,6 +31,7 @@ from ._tensors.memory import (
     array_of,
     array_of_table,
     is_plain_cpu,
+    is_recorded,
     kernel_eligible,
     tensor_of,
     threads_of_torch,
@@ -362,13 +363,22 @@ def _pool_by_operators(
     if not options.include_last_offset:
         bounds = torch.cat([bounds, bounds.new_full((1,), ids.shape[0])])
     steps = torch.arange(ids.shape[0], device=ids.device)
-    bags = _RaggedBags(bag_indices(bounds, steps), bounds.shape[0] - 1)
+    bags = _RaggedBags(_bag_numbers(bounds, steps), bounds.shape[0] - 1)
     counted = counted & (bags.numbers < bags.count)
     if by_freq:
         counts = rows.new_zeros(len(weight)).index_add(0, ids, counted.to(rows.dtype))
         rows = divide_gradient(rows, counts[ids].clamp(min=1))
     y = bags.pool(rows, counted, weights=factors, mode=options.mode)
     return y.to(weight.dtype)
+
+
+def _bag_numbers(bounds: Tensor, steps: Tensor) -> Tensor:
+    if not is_recorded():
+        return bag_indices(bounds, steps)
+    # ONNX cannot search. The number of bounds up to each id is one more than its bag.
+    zeros = bounds.new_zeros(steps.shape[0] + 1)
+    starts = zeros.scatter_add(0, bounds, torch.ones_like(bounds))
+    return starts.cumsum(0)[:-1] - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,7 +402,12 @@ class _RaggedBags:
 
     def _sum(self, terms: Tensor) -> Tensor:
         zeros = terms.new_zeros(self.count + 1, *terms.shape[1:])
-        sums = zeros.index_add(0, self.numbers, terms)
+        if is_recorded():
+            # Traces have no index_add with repeated rows in ONNX.
+            index = self.numbers.reshape(-1, *(1,) * (terms.ndim - 1)).expand_as(terms)
+            sums = zeros.scatter_add(0, index, terms)
+        else:
+            sums = zeros.index_add(0, self.numbers, terms)
         # Not a slice: Inductor writes its gradient in place, which a sparse one does not
         # support.
         return pad(sums, (*(0, 0) * (sums.ndim - 1), 0, -1))

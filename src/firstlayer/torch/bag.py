@@ -123,18 +123,4 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript cannot compile this forward, so it gets torch's layer.
-        self._catch_up()
-        torch_layer = TorchEmbeddingBag(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            self.weight,
-            self.include_last_offset,
-            self.padding_idx,
-        )
-        torch_layer.weight = self.weight
-        return torch_layer
+        return self._twin(TorchEmbeddingBag)

@@ -156,7 +156,7 @@ class PartlyFrozenEmbedding(nn.Module):
         """
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
-            return lookup(~place, self.frozen_rows)
+            return lookup(-1 - place, self.frozen_rows)
         self._prepare_lookup(place)
         if not self.scale_grad_by_freq:
             return self._rows(place)
@@ -175,7 +175,7 @@ class PartlyFrozenEmbedding(nn.Module):
         if not len(self.frozen_rows):
             return lookup(place, trained, sparse=sparse, upcast_output=upcast_output)
         frozen = lookup(
-            (~place).clamp(min=0), self.frozen_rows, upcast_output=upcast_output
+            (-1 - place).clamp(min=0), self.frozen_rows, upcast_output=upcast_output
         )
         if sparse and is_eager():
             # A sparse gradient must not contain rows that were not looked up.

@@ -9,7 +9,7 @@ from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ._bag import BagOptions, pool_bags
 from ._table.lookup import checked_padding_idx, lookup
-from ._tensors.errors import WrongValue
+from ._tensors.errors import WrongValue, reject_torchrec
 from ._tensors.memory import overrides_torch_functions
 from .optim.table_state import catch_up
 
@@ -99,6 +99,9 @@ def embedding_bag(
         input, offsets, per_sample_weights = _flat(input, per_sample_weights)
         include_last_offset = True
     given = (input, weight, offsets, per_sample_weights)
+    if not isinstance(input, Tensor):
+        advice = "its values(), its offsets() with include_last_offset=True"
+        reject_torchrec(input, f"{advice}, and its weights() as per_sample_weights")
     if not isinstance(input, Tensor) or any(map(overrides_torch_functions, given)):
         return torch_embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode,

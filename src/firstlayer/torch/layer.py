@@ -16,6 +16,7 @@ from ..files.layer_configs import config_of
 from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, kernel_inputs
 from ._layer.fused import fused_layer
+from ._layer.jagged import flat_arguments, jagged_tokens
 from ._positions.arguments import Offset, Positions
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
@@ -54,6 +55,9 @@ class EmbeddingLayer(nn.Module):
         - ids: ``(..., length)`` integers
         - positions: ``(length,)`` or one for each id; None is ``0, 1, …`` plus ``offset``
         - output: ``(..., length, embedding_dim)``
+
+    A jagged nested tensor of ids, ``(batch, ragged)``, gives a jagged output; its positions
+    start again in each sequence. Other arguments are then jagged too.
 
     Tables are drawn with standard deviation 0.02; tokens and segments with
     1/√embedding_dim if ``scale``. The layer computes in float32 (float64 for float64) and
@@ -172,6 +176,21 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds: Precomputed token vectors; ``ids`` then only mark padding.
             mask: False at padding; None derives it from the ids.
         """
+        tokens = jagged_tokens(ids, inputs_embeds)
+        if tokens is not None:
+            flat = flat_arguments(
+                self,
+                tokens,
+                positions=positions,
+                offset=offset,
+                ids=ids,
+                segments=segments,
+                inputs_embeds=inputs_embeds,
+                mask=mask,
+            )
+            # Not self(...), which would call hooks twice.
+            out = EmbeddingLayer.forward(self, **flat)
+            return torch.nested.nested_tensor_from_jagged(out, tokens.offsets())
         arguments = check_arguments(
             self,
             ids,

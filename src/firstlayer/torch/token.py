@@ -39,8 +39,9 @@ class Embedding(TableModule, TorchEmbedding):
         - output: ``(*input.shape, embedding_dim)``, in the table's dtype
 
     An id out of range raises an IndexError that names it, and so does a negative id; under
-    ``torch.compile`` and on other devices the error is torch's. Autocast does not change
-    lookups; :meth:`logits` multiplies in the autocast dtype.
+    ``torch.compile`` and on other devices the error is torch's, and in an ONNX graph that
+    of the runtime. Autocast does not change lookups; :meth:`logits` multiplies in the
+    autocast dtype.
 
     Example:
         >>> import torch
@@ -111,16 +112,4 @@ class Embedding(TableModule, TorchEmbedding):
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript cannot compile this forward, so it gets torch's layer.
-        self._catch_up()
-        torch_layer = TorchEmbedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            _weight=self.weight,
-        )
-        torch_layer.weight = self.weight
-        return torch_layer
+        return self._twin(TorchEmbedding)

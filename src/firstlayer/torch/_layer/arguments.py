@@ -13,7 +13,7 @@ from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import INDEX, as_index
 from .._tensors.dtypes import dtype_name
-from .._tensors.errors import WrongValue, check_ids
+from .._tensors.errors import WrongValue, check_ids, reject_torchrec
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
@@ -75,8 +75,9 @@ def _check_nested(layer: "EmbeddingLayer", value: Tensor, *, name: str) -> None:
     # Torch can neither count along a ragged axis nor select by a ragged mask.
     if layer.position is not None or (layer.norm is not None and layer.zero_padding):
         raise WrongValue(
-            f"{name} must not be nested in a layer with positions, or with layer_norm and "
-            f"zero_padding, got layout {value.layout}"
+            f"nested {name} must be contiguous and jagged in the second axis if the layer "
+            "has positions, or layer_norm and zero_padding, "
+            f"got layout {value.layout} and {value.dim()} axes"
         )
 
 
@@ -86,6 +87,9 @@ def _as_ids(
     """Return ids or segments as int64 or int32, and check that they are in range."""
     ids = value
     if not isinstance(ids, Tensor):
+        reject_torchrec(
+            ids, "torch.nested.nested_tensor_from_jagged(ids.values(), ids.offsets())"
+        )
         ids = torch.as_tensor(value, device=table.weight.device)
         if not ids.numel() and isinstance(value, list | tuple):
             ids = ids.to(torch.int64)  # torch makes floats of an empty list

@@ -20,12 +20,18 @@ from ... import kernels
 from ..._check import padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
-from .._tensors.errors import WrongType, WrongValue, out_of_range_error
+from .._tensors.errors import (
+    WrongType,
+    WrongValue,
+    out_of_range_error,
+    reject_torchrec,
+)
 from .._tensors.memory import (
     NUMPY_DTYPES,
     array_of,
     array_of_table,
     is_plain_cpu,
+    is_recorded,
     kernel_eligible,
     tensor_of,
     threads_of_torch,
@@ -65,10 +71,14 @@ def lookup(
         upcast_output: Return rows in the compute dtype, float32 or float64.
     """
     if not isinstance(ids, Tensor):
+        reject_torchrec(ids, "its values()")
         # A symbolic proxy, or an argument that torch rejects with its own message.
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
+    if is_recorded():
+        # ONNX counts negative ids from the end. The new id is out of range everywhere.
+        ids = torch.where(as_index(ids) < 0, weight.shape[0], as_index(ids))
     try:
         if (
             max_norm is None
@@ -230,7 +240,7 @@ def _gather(ids: Tensor, weight: Tensor) -> Tensor:
     return tensor_of(rows).view(*ids.shape, weight.shape[1])
 
 
-def _is_jagged(ids: Any) -> bool:
+def is_jagged(ids: Any) -> bool:
     """Return whether ids are a contiguous nested tensor, ragged in the second axis."""
     jagged = ids.is_nested and ids.layout is torch.jagged
     return jagged and ids.lengths() is None and ids._ragged_idx == 1
@@ -240,15 +250,17 @@ def _rows(
     ids: Any, weight: Tensor, *, options: LookupOptions, upcast_output: bool
 ) -> Tensor:
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
-    if not (weight.requires_grad and torch.is_grad_enabled()):
+    # torch.jit.trace checks that it records the same operators without gradients.
+    if not (weight.requires_grad and (torch.is_grad_enabled() or is_recorded())):
         return torch_embedding(ids, weight).to(dtype)
-    if _is_jagged(ids):
+    if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
     if kernel_eligible(weight) and is_plain_cpu(ids):
         return _Lookup.apply(weight, ids, options, upcast_output)  # pyright: ignore
-    if weight.dtype in HALF and not (options.sparse or torch.compiler.is_exporting()):
+    if weight.dtype in HALF and not (options.sparse or is_recorded()):
         # On other devices torch sums in float32. Sparse gradients are coalesced later.
+        # Recorded lookups are for inference: upcasting the table would cost too much.
         weight = upcast(weight) if weight.device.type == "cpu" else weight
     padding_idx, compiling = options.padding_idx, torch.compiler.is_compiling()
     if options.sparse and compiling and padding_idx is not None:

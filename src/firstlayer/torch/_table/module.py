@@ -79,6 +79,8 @@ class TableModule(nn.Module):
         """Return the product of ``x`` with every row: the output head tied to this table.
 
         The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
+        If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
+        gradient of the table is averaged over the ranks, as in data-parallel training.
         """
         catch_up(self.weight)
         return tied_logits(x, self.weight)
@@ -125,6 +127,14 @@ class TableModule(nn.Module):
         self._bind()
         return changes
 
+    def _release(self) -> None:
+        """Catch up every row and remove the gradient hook, so that torch can take over."""
+        self._catch_up()
+        hooks = getattr(self.weight, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in list(hooks.items()):
+            if type(hook) is GradHook and hook.layer() is self:
+                del hooks[key]
+
     def train(self, mode: bool = True) -> Self:
         if not mode:
             self._catch_up()
@@ -135,6 +145,17 @@ class TableModule(nn.Module):
         weight = self._parameters.get("weight")
         if weight is not None:
             catch_up(weight)
+
+    def _twin(self, cls: Any) -> Any:
+        """Return a layer of torch's class ``cls`` with the same options and parameter."""
+        self._catch_up()
+        layer = cls.__new__(cls)
+        # Not the constructor of cls, which may build our layers.
+        nn.Module.__init__(layer)
+        for name in cls.__constants__:
+            setattr(layer, name, getattr(self, name))
+        layer.weight, layer.training = self.weight, self.training
+        return layer
 
     def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
         if (self.sparse or self.max_norm is not None) and not is_compiling():
@@ -315,8 +336,28 @@ def tied_logits(
         raise WrongValue(
             f"x must end in embedding_dim {weight.shape[1]}, got shape {tuple(x.shape)}"
         )
+    if hasattr(weight, "device_mesh") and not hasattr(x, "device_mesh"):
+        weight = whole_table(weight)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+
+
+def whole_table(
+    weight: Any,
+) -> Float[Tensor, "num_embeddings embedding_dim"]:
+    """Return a DTensor as a plain tensor on every rank; its gradients are averaged.
+
+    The average over ranks is what data-parallel training computes. If all ranks have the
+    same gradient, it is that gradient.
+    """
+    from torch.distributed.tensor import Partial
+
+    mesh = weight.device_mesh
+    table = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if table.requires_grad:
+        # Not Partial("avg"), which gloo does not support.
+        table.register_hook(lambda gradient: gradient / mesh.size())
+    return table
 
 
 def resized_tensor(

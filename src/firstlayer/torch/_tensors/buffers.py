@@ -4,6 +4,10 @@ Tables are computed on the host and stored as int32 tensors with the same bits: 
 FSDP's ``buffer_dtype`` and loops over buffers do not convert integers. The buffers are not
 in the state dict, because the layer's arguments determine them. ``to_empty`` leaves
 buffers uninitialized, so ``_apply`` computes them again.
+
+Graphs of ``torch.export``, ``torch.jit.trace`` and the exporters of ONNX hold the tables as
+float constants instead: neither ONNX nor TorchScript can view integers as floats, and casts
+of the layer do not reach constants.
 """
 
 import inspect
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 
 from ...files.layer_configs import config_of
 from .dtypes import compute_dtype
+from .memory import NUMPY_DTYPES, is_recorded
 
 
 class PrecomputedBuffers(nn.Module):
@@ -59,7 +64,17 @@ class PrecomputedBuffers(nn.Module):
         self, name: str, dtype: torch.dtype, device: torch.device
     ) -> Float[Tensor, "*table"]:
         """Return a table in the compute dtype of ``dtype``."""
-        return self._integers(name, device).view(torch.float32).to(compute_dtype(dtype))
+        dtype = compute_dtype(dtype)
+        if is_recorded():
+            return self._constant(name, dtype).to(device)
+        return self._integers(name, device).view(torch.float32).to(dtype)
+
+    @torch.compiler.assume_constant_result
+    def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a table of floats that does not depend on the buffers."""
+        table = self._tables()[name].astype(NUMPY_DTYPES[dtype])
+        # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
+        return torch.frombuffer(table, dtype=dtype).reshape(table.shape)
 
     def extra_repr(self) -> str:
         return repr_of(self)

@@ -6,8 +6,10 @@ from those as well.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..._check import all_in_range, out_of_range
 from .memory import array_of, is_plain_cpu
@@ -44,6 +46,19 @@ def torch_errors() -> Generator[None, None, None]:
         raise WrongType(*error.args) from None
     except ValueError as error:
         raise WrongValue(*error.args) from None
+
+
+def reject_torchrec(ids: Any, advice: str) -> None:
+    """Raise WrongType if ``ids`` are a collection of torchrec's.
+
+    Args:
+        ids: Something that is not a tensor.
+        advice: Tensors to pass instead.
+    """
+    cls = type(ids)
+    # Compiled code cannot read the module of a class.
+    if not is_compiling() and cls.__module__.startswith("torchrec."):
+        raise WrongType(f"ids must be a tensor, got {cls.__name__}: pass {advice}")
 
 
 def check_ids(

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -52,12 +54,17 @@ if _madvise is not None:
 def is_eager() -> bool:
     """Return whether operators run immediately, with nothing recording or transforming."""
     return not (
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _get_tracing_state() is not None
     )
+
+
+def is_recorded() -> bool:
+    """Return whether ``torch.export``, ``torch.jit.trace`` or an ONNX exporter records."""
+    return is_exporting() if is_compiling() else _get_tracing_state() is not None
 
 
 def is_plain_cpu(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,165 @@
+"""Our layers in code that builds torch's, and torch's layers in tools that need them."""
+
+import functools
+import sys
+from typing import Any, Self, TypeVar, cast
+
+from torch import Tensor, nn
+
+from ._table.module import TableModule
+from ._tensors.errors import WrongValue
+from .bag import EmbeddingBag
+from .token import Embedding
+
+_OURS: dict[type[nn.Module], type[TableModule]] = {
+    nn.Embedding: Embedding,
+    nn.EmbeddingBag: EmbeddingBag,
+}
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+# Attribute of the constructors that build our layers.
+_MARK = "builds_firstlayer"
+_QUANTIZE = "torch.ao.quantization.quantize"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def install() -> "Installation":
+    """Make ``torch.nn.Embedding(...)`` and ``EmbeddingBag(...)`` build our layers.
+
+    Torch's classes stay the same objects; only their constructors change. Code that
+    imported them before is therefore covered, ``isinstance`` holds for layers built before
+    and after, and layers of torch's that are copied or loaded stay torch's. Subclasses of
+    torch's classes do not change, nor do ``torch.nn.functional`` and existing layers.
+
+    ``torch.ao.quantization`` quantizes only layers of torch's classes. While installed, it
+    turns the layers of the model that it quantizes into torch's, as :func:`to_torch` does,
+    and raises a ValueError for options that its quantized layers ignore.
+
+    Returns:
+        A handle. Its ``remove()``, or the end of its ``with`` block, restores torch. While
+        one handle is active, others have no effect.
+
+    Example:
+        >>> import torch
+        >>> with install():
+        ...     layer = torch.nn.Embedding(10, 4)
+        >>> isinstance(layer, Embedding), isinstance(torch.nn.Embedding(10, 4), Embedding)
+        (True, False)
+    """
+    return Installation()
+
+
+class Installation:
+    """Handle of :func:`install`, also a context manager."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+        if hasattr(nn.Embedding.__init__, _MARK):
+            return
+        for theirs, ours in _OURS.items():
+            self._replace(theirs, "__init__", _constructor(theirs, ours))
+        # Torch versions without this module have nothing to change.
+        quantize = sys.modules.get(_QUANTIZE)
+        if quantize is not None:
+            propagate = _propagate_qconfig(quantize.propagate_qconfig_)
+            self._replace(quantize, "propagate_qconfig_", propagate)
+
+    def remove(self) -> None:
+        """Restore torch's constructors. Layers that were built stay ours."""
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+
+def to_torch(model: Model) -> Model:
+    """Turn each ``Embedding`` and ``EmbeddingBag`` of a model into torch's, in place.
+
+    For tools that compare classes, such as ``torch.ao.quantization``. Layers keep their
+    parameters, hooks and names. Subclasses of our layers do not change.
+
+    Args:
+        model: A model, or a single layer.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> model = to_torch(nn.Sequential(Embedding(10, 4)))
+        >>> type(model[0]) is nn.Embedding
+        True
+    """
+    for layer in model.modules():
+        _to_torch(layer)
+    return model
+
+
+def _to_torch(layer: nn.Module) -> bool:
+    """Turn a layer into torch's if its class is ours, and return whether it was."""
+    theirs: Any = _THEIRS.get(type(layer))  # pyright: ignore
+    if theirs is None:
+        return False
+    cast(TableModule, layer)._release()
+    layer.__class__ = theirs
+    return True
+
+
+def _constructor(theirs: Any, ours: Any) -> Any:
+    original = theirs.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if type(self) is theirs:
+            # In the constructor, not in __new__: copies and pickles of torch's layers skip
+            # it, and Python cannot restore a class whose __new__ was replaced.
+            self.__class__ = ours
+            self.__init__(*args, **options)
+        else:
+            original(self, *args, **options)
+
+    setattr(__init__, _MARK, True)
+    return __init__
+
+
+def _propagate_qconfig(original: Any) -> Any:
+    @functools.wraps(original)
+    def propagate_qconfig_(module: nn.Module, *args: Any, **options: Any) -> None:
+        converted = [layer for layer in module.modules() if _to_torch(layer)]
+        try:
+            original(module, *args, **options)
+            for layer in converted:
+                if getattr(layer, "qconfig", None) is not None:
+                    _check_quantizable(layer)
+        except ValueError:
+            for layer in converted:
+                layer.__class__ = _OURS[type(layer)]
+            raise
+
+    return propagate_qconfig_
+
+
+def _check_quantizable(layer: Any) -> None:
+    """Raise if torch's quantized layer would ignore an option."""
+    if layer.max_norm is not None:
+        raise WrongValue(
+            f"max_norm must be None in a layer to quantize, got {layer.max_norm}: "
+            "quantized layers do not rescale rows"
+        )
+    if not isinstance(layer, nn.EmbeddingBag):
+        return
+    if layer.mode != "sum":
+        raise WrongValue(f"mode must be 'sum' in a bag to quantize, got {layer.mode!r}")
+    weight: Tensor = layer.weight
+    if layer.padding_idx is not None and weight[layer.padding_idx].any():
+        raise WrongValue(
+            "the padding row must be zero in a bag to quantize, since quantized bags add "
+            f"it, got padding_idx {layer.padding_idx}"
+        )
