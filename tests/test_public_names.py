@@ -58,6 +58,7 @@ NAMES = {
         "PartlyFrozenEmbedding",
         "functional",
         "load",
+        "replace_embeddings",
         "replace_rotary",
         "save",
     ],

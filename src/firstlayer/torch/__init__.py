@@ -22,6 +22,7 @@ from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
+from .hf_embeddings import replace_embeddings as replace_embeddings
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
@@ -48,6 +49,7 @@ __all__ = [
     "T5Bias",
     "functional",
     "load",
+    "replace_embeddings",
     "replace_rotary",
     "save",
 ]
