@@ -209,6 +209,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     if not path.exists():
         raise FileNotFoundError(f"no file {path}")
+    status = path.stat()
+    check_regular(path, status.st_mode)
+    if status.st_size > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{path} must have at most {MAX_HEADER_BYTES} bytes, got {status.st_size}"
+        )
     return _parse_object(path.read_bytes(), source=os.fspath(path))
 
 
