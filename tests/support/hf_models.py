@@ -36,9 +36,14 @@ SPECIAL: dict[str, Any] = {
     **dict.fromkeys(["glm4v_moe_text", "cosmos3_edge_text", "paddleocr_vl"], WIDER),
     **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text"], WIDER),
     **dict.fromkeys(["jamba", "cosmos3_edge"], ["num_hidden_layers", "head_dim"]),
+    "falcon_h1": ["mamba_n_heads", "mamba_d_head"],
+    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"], {"head_dim": 8}),
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 4},
     "mamba2": {"num_heads": 4, "head_dim": 16},
-    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -50,6 +55,8 @@ def small_config(model_type: str) -> Any:
     sizes = SIZES if isinstance(special, list) else {**SIZES, **special}
     values = _small(default.to_dict(), sizes, kept)
     values.pop("model_type", None)
+    if isinstance(special, dict):
+        values |= special
     return type(default)(**values)
 
 
@@ -110,8 +117,6 @@ def _small(values: dict[str, Any], sizes: dict[str, int], kept: list[str]) -> di
 def _small_value(key: str, value: Any, layers: int, sizes: Any, kept: list[str]) -> Any:
     if key == "per_layer_config" and value:
         return {layer: options for layer, options in value.items() if int(layer) < 2}
-    if key == "rope_parameters" and value and value.get("rope_theta", 0) is None:
-        return {**value, "rope_theta": 10_000.0}
     if isinstance(value, dict) and key.endswith("config"):
         return _small(value, sizes, kept)
     if key == "pad_token_id" or (

@@ -9,6 +9,7 @@ The safetensors package is not used here because it exposes no byte ranges, so i
 rows only through a memory map, and because it rejects a whole file for one unknown dtype.
 """
 
+import errno
 import json
 import math
 import os
@@ -96,7 +97,8 @@ class StoredTensor:
         """NumPy dtype; a dtype code that is not in ``DTYPES`` is a ValueError."""
         name = DTYPES.get(self.dtype)
         if name is None:
-            raise ValueError(f"{self.name} has dtype {self.dtype}, which is not supported")
+            code = self.dtype[:MAX_NAME_IN_ERROR]
+            raise ValueError(f"{self.name} has dtype {code}, which is not supported")
         if name.startswith(("bfloat", "float8")):
             import ml_dtypes
 
@@ -234,7 +236,12 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """
     if not os.path.lexists(path):
         raise FileNotFoundError(f"no file {path}")
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a symbolic link to itself") from None
     check_regular(path, status.st_mode)
     size = status.st_size
     if size == 0:
@@ -282,13 +289,18 @@ def _shards(index: Path, names: Collection[str] | None) -> list[Path]:
         raise ValueError(f"{index} must have a weight_map")
     for shard in map(str, shard_of.values()):
         if shard != os.path.basename(shard) or shard in ("", ".", ".."):
-            raise ValueError(f"{index} must name files in its folder, got {shard!r}")
+            raise ValueError(
+                f"{index} must name files in its folder, got {_shortened(shard)}"
+            )
     if names is not None:
         shard_of = {name: shard_of[name] for name in names if name in shard_of}
     files = [index.parent / shard for shard in sorted(set(map(str, shard_of.values())))]
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
+        # A name that is too long for the file system is an OSError in Path.is_file.
+        if not os.path.isfile(file):
+            raise FileNotFoundError(
+                f"{index} names {_shortened(file.name)}, which does not exist"
+            )
     return files
 
 

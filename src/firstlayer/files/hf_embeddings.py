@@ -96,9 +96,9 @@ class Config:
             return bool(value)
         raise self.error(name, "be true or false")
 
-    def error(self, name: str, rule: str) -> ValueError:
+    def error(self, name: str, rule: str, *, default: Any = None) -> ValueError:
         """Return the error for a value that breaks a rule."""
-        got = reprlib.repr(self.values.get(name))
+        got = reprlib.repr(self.values.get(name, default))
         return ValueError(f"{name} in {self.source} must {rule}, got {got}")
 
 
@@ -177,7 +177,8 @@ def read_embedding_checkpoint(folder: str | os.PathLike[str]) -> EmbeddingCheckp
     options = _with_scale(options, config)
     padding_idx = options.get("padding_idx")
     if padding_idx is not None and not -rows <= padding_idx < rows:
-        raise config.error("pad_token_id", f"be an id of the table with {rows} rows")
+        rule = f"be an id of the table with {rows} rows"
+        raise config.error("pad_token_id", rule, default=padding_idx)
     if "segment.weight" in tensors:
         options["segments"] = tensors["segment.weight"].shape[0]
     if position is not None:
@@ -249,7 +250,8 @@ def _check_shapes(tensors: dict[str, StoredTensor]) -> None:
     for name, tensor in tensors.items():
         axes = 1 if name.startswith("norm.") else 2
         if len(tensor.shape) != axes or tensor.shape[-1:] != width or 0 in tensor.shape:
-            want = f"({'rows, ' if axes == 2 else ''}{', '.join(map(str, width))})"
+            size = width[0] if width else "width"
+            want = f"({size},)" if axes == 1 else f"(rows, {size})"
             raise ValueError(f"{tensor.name} must have shape {want}, got {tensor.shape}")
         if not is_float(tensor.numpy_dtype):
             raise ValueError(f"{tensor.name} must be real, got {tensor.dtype}")
@@ -284,6 +286,11 @@ def _roberta(config: Config) -> tuple[Options, Options | None]:
     config = Config({"pad_token_id": 1, **config.values}, config.source)
     options, position = _bert(config)
     return options, None if position is None else _after_padding(config)
+
+
+def _mpnet(config: Config) -> tuple[Options, Options | None]:
+    # The padding row is 1 for any pad_token_id.
+    return _roberta(Config({**config.values, "pad_token_id": 1}, config.source))
 
 
 def _after_padding(config: Config) -> Options:
@@ -365,7 +372,7 @@ FAMILIES = {
     "gpt2": Family("transformer.", _GPT2_NAMES, _gpt2),
     "gpt_bigcode": Family("transformer.", _GPT2_NAMES, _gpt2),
     "gpt_neo": Family("transformer.", _GPT2_NAMES, _gpt_neo),
-    "mpnet": Family("mpnet.", _NO_SEGMENTS, _roberta),
+    "mpnet": Family("mpnet.", _NO_SEGMENTS, _mpnet),
     "openai-gpt": Family(
         "transformer.",
         {
