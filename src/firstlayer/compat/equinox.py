@@ -15,7 +15,6 @@ from ..equinox import RotaryPositions
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -46,6 +45,7 @@ class Embedding(_Embedding):
         - output: ``(*x.shape, embedding_size)``
 
     Example:
+        >>> import jax
         >>> embedding = Embedding(5, 3, key=jax.random.key(0))
         >>> jax.vmap(embedding)(jnp.array([4, 0])).shape
         (2, 3)

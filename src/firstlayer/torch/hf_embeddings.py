@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -68,23 +68,20 @@ def replace_embeddings(
     if not tables:
         raise ValueError("model must have an nn.Embedding, got none")
     token_table = None if sparse is None else _token_table(model)
-    result = ReplacedEmbeddings([], {})
-    for name, module in tables:
-        if isinstance(module, Embedding) and name not in result.replaced:
-            continue
-        reason = reason_to_leave(module)
-        if reason is not None:
-            result.left[name] = reason
-            continue
-        result.replaced.append(name)
-    for name, module in tables:
-        if name in result.replaced:
-            change_class(module)
-        if sparse is not None and isinstance(module, Embedding):
-            if token_table is None or module.weight is token_table:
-                module.sparse = sparse
-                module._bind()
-    return result
+    others = [(name, table) for name, table in tables if not isinstance(table, Embedding)]
+    reasons = {name: reason_to_leave(table) for name, table in others}
+    for name, table in others:
+        if reasons[name] is None:
+            change_class(table)
+    if sparse is not None:
+        for _, table in tables:
+            if isinstance(table, Embedding) and token_table in (None, id(table.weight)):
+                table.sparse = sparse
+                table._bind()
+    return ReplacedEmbeddings(
+        [name for name, reason in reasons.items() if reason is None],
+        {name: reason for name, reason in reasons.items() if reason is not None},
+    )
 
 
 def embeddings_of(model: nn.Module) -> list[tuple[str, nn.Embedding]]:
@@ -119,18 +116,19 @@ def reason_to_leave(module: nn.Embedding) -> str | None:
 
 def change_class(module: nn.Embedding) -> None:
     """Make a module look up rows through firstlayer. Its class becomes a subclass."""
-    if isinstance(module, Embedding):
-        return
-    module.__class__ = _with_lookup(type(module))
-    module._bind()  # pyright: ignore[reportAttributeAccessIssue]
+    table: Any = module
+    if not isinstance(table, Embedding):
+        table.__class__ = _with_lookup(type(table))
+        table._bind()
 
 
 def restore_class(module: nn.Embedding) -> None:
     """Undo :func:`change_class`."""
-    if isinstance(module, Embedding):
-        module._catch_up()
-        remove_grad_hook(module, module.weight)
-        module.__class__ = _original(type(module))
+    table: Any = module
+    if isinstance(table, Embedding):
+        table._catch_up()
+        remove_grad_hook(table, table.weight)
+        table.__class__ = _original(type(table))
 
 
 class _Converted:
@@ -143,19 +141,19 @@ class _Converted:
 
     def __prepare_scriptable__(self) -> nn.Module:
         # TorchScript cannot compile firstlayer's lookup.
-        twin = copy.copy(self)
-        restore_class(twin)  # pyright: ignore[reportArgumentType]
-        return twin  # pyright: ignore[reportReturnType]
+        twin: Any = copy.copy(self)
+        restore_class(twin)
+        return twin
 
 
 def _with_lookup(cls: type[nn.Embedding]) -> type[Embedding]:
     """Return a class with the forward of ``cls`` and the lookup of firstlayer."""
     if cls is nn.Embedding:
         return Embedding
-    bases = (_Converted, cls, Embedding)
+    bases: tuple[Any, ...] = (_Converted, cls, Embedding)
     for made in cls.__subclasses__():
         if made.__bases__ == bases:
-            return made  # pyright: ignore[reportReturnType]
+            return cast(type[Embedding], made)
     # In the order of the bases, super().forward in ``cls`` is that of Embedding.
     return type(f"Firstlayer{cls.__name__}", bases, {"__module__": cls.__module__})
 
@@ -174,13 +172,13 @@ def _calls_super(forward: Callable[..., Any]) -> bool:
     return code is not None and {"super", "forward"} <= {*code.co_names}
 
 
-def _token_table(model: nn.Module) -> Tensor | None:
-    """Return the parameter with a model's token rows; None stands for every table."""
+def _token_table(model: nn.Module) -> int | None:
+    """Return the id of the parameter with a model's token rows; None means every table."""
     getter: Any = getattr(model, "get_input_embeddings", None)
     if getter is None:
         return None
     try:
-        return getter().weight
+        return id(getter().weight)
     except (AttributeError, NotImplementedError):
         raise ValueError(
             "sparse must be None for a model without a token table, "

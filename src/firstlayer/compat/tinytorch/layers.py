@@ -137,8 +137,8 @@ class EmbeddingLayer:
         embed_dim: Width of each vector.
         max_seq_len: Number of learned positions. Sinusoidal positions are unlimited.
         pos_encoding: ``"learned"``, ``"sinusoidal"`` or None. The attribute of this name is
-            a :class:`PositionalEncoding`, a Tensor with the first ``max_seq_len`` sinusoids,
-            or None.
+            a :class:`PositionalEncoding`, a Tensor with the first ``max_seq_len``
+            sinusoids, or None.
         scale_embeddings: Multiply token rows, not positions, by √embed_dim.
 
     Shape:
