@@ -254,7 +254,11 @@ def test_values_of_a_config_are_checked(config, message, tmp_path):
 def test_shapes_and_dtypes_of_tensors_are_checked(tmp_path):
     good = tensors_of({"model_type": "bert"})
     for name, value, message in [
-        ("word_embeddings.weight", np.ones(4, np.float32), r"shape \(rows, 4\), got \(4,\)"),
+        (
+            "word_embeddings.weight",
+            np.ones(4, np.float32),
+            r"shape \(rows, 4\), got \(4,\)",
+        ),
         ("LayerNorm.bias", np.ones(5, np.float32), r"have shape \(4,\), got \(5,\)"),
         ("position_embeddings.weight", np.ones((9, 3), np.float32), r"got \(9, 3\)"),
         ("token_type_embeddings.weight", np.ones((0, 4), np.float32), r"got \(0, 4\)"),
@@ -301,7 +305,9 @@ def test_every_front_end_raises_the_same_errors(front_end, tmp_path):
     write(tmp_path, CONFIGS[0])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is cut short: tensor 'model.embed_tokens.weight'"):
+    with pytest.raises(
+        ValueError, match="is cut short: tensor 'model.embed_tokens.weight'"
+    ):
         LAYERS[front_end].from_hf(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match="no model.safetensors and no model"):

@@ -45,7 +45,11 @@ VALUES: list[Any] = [
 KEYS = sorted({key for config in CONFIGS for key in config})
 TEXTS: list[bytes] = [
     *(b"", b"{", b"null", b"[]", b'"a"', b"1", b"NaN", b"\xff\xfe{}", b"\xef\xbb\xbf{}"),
-    *(b"[" * 20_000, b'{"a":' * 20_000, b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    *(
+        b"[" * 20_000,
+        b'{"a":' * 20_000,
+        b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}",
+    ),
     *(b'{"model_type": "llama", "pad_token_id": 1' + b"0" * 5000 + b"}",),
     *(b'{"model_type": "gpt2", "embd_pdrop": 1e999}', b'{"model_type": "\\ud800"}'),
     *(b'{"model_type": "bert", "model_type": 7}',),
@@ -78,7 +82,10 @@ def damaged_checkpoints(folder: Path, count: int, seed: int) -> Iterator[tuple[s
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             fault = rng.choice([_config_value] * 4 + [_config_text, _header] * 2 + FAULTS)
             faults.append(f"{fault.__name__}: {fault(target, rng)}")
-        yield f"{number} of seed {seed}: {config['model_type']}: {'; '.join(faults)}", target
+        yield (
+            f"{number} of seed {seed}: {config['model_type']}: {'; '.join(faults)}",
+            target,
+        )
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -140,7 +147,15 @@ def _header(folder: Path, rng: random.Random) -> str:
         elif rng.random() < 0.5:
             entry[key] = rng.choice(VALUES[:14] + VALUES[15:])
         else:
-            shapes: list[Any] = [[36], [9, 4], [0, 4], [4, 9], [2**62, 4], [1] * 40, [-1, 4]]
+            shapes: list[Any] = [
+                [36],
+                [9, 4],
+                [0, 4],
+                [4, 9],
+                [2**62, 4],
+                [1] * 40,
+                [-1, 4],
+            ]
             choices = {
                 "dtype": ["F16", "BF16", "F64", "I32", "F8_E4M3", "F4", "BOOL", "C64"],
                 "shape": [*shapes, [9, 4.0], [True, 36], ["9", 4], [0, 2**62], []],
@@ -177,7 +192,14 @@ def _safetensors_bytes(folder: Path, rng: random.Random) -> str:
 def _index(folder: Path, rng: random.Random) -> str:
     """Add the index of a sharded checkpoint."""
     shards: list[Any] = [
-        *("model.safetensors", "missing.safetensors", "", ".", "..", "../model.safetensors"),
+        *(
+            "model.safetensors",
+            "missing.safetensors",
+            "",
+            ".",
+            "..",
+            "../model.safetensors",
+        ),
         *("\x00", "a" * 300, "a" * 5000, "\ud800", 7, None, [], {}, "config.json"),
     ]
     names = ["model.embed_tokens.weight", "wte.weight", "shared.weight", "other"]

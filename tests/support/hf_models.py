@@ -103,7 +103,9 @@ class _Seen(Exception):
     """Raised to leave a forward once the input of the first block is known."""
 
 
-def _small(values: dict[str, Any], sizes: dict[str, int], kept: list[str]) -> dict[str, Any]:
+def _small(
+    values: dict[str, Any], sizes: dict[str, int], kept: list[str]
+) -> dict[str, Any]:
     layers = next(
         (values[key] for key in ("num_hidden_layers", "num_layers") if values.get(key)), 0
     )

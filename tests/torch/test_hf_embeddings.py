@@ -185,14 +185,13 @@ def test_modules_that_cannot_be_replaced_are_left_with_a_reason():
     patched.forward = lambda input: input  # pyright: ignore[reportAttributeAccessIssue]
     nn.utils.parametrizations.orthogonal(computed)
     integers = nn.Embedding(4, 2, _weight=torch.ones(4, 2, dtype=torch.int8), _freeze=True)
-    whisper = transformers.WhisperModel(
-        transformers.WhisperConfig(
-            **{"vocab_size": 64, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
-            **{"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "pad_token_id": 5},
-            **{"bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1},
-        )
-    )
+    sizes: Any = {
+        **{"vocab_size": 64, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        **{"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "pad_token_id": 5},
+        **{"bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1},
+    }
+    whisper = transformers.WhisperModel(transformers.WhisperConfig(**sizes))
     model = nn.ModuleDict({
         "a": patched,
         "b": computed,

@@ -130,9 +130,7 @@ class EmbeddingLayer(Module):
         self.dropout = eqx.nn.Dropout(p) if p else None
 
     @classmethod
-    def from_hf(
-        cls, checkpoint_dir: str | os.PathLike[str], *, dtype: Any = None
-    ) -> Self:
+    def from_hf(cls, checkpoint_dir: str | os.PathLike[str], *, dtype: Any = None) -> Self:
         """Return the embedding layer of a transformers checkpoint.
 
         Supports models whose first block gets the rows of a token table (Llama, Qwen,
@@ -155,7 +153,9 @@ class EmbeddingLayer(Module):
 
         def cast(arrays: Arrays) -> Arrays:
             wanted = table_dtype(dtype or arrays["token.weight"].dtype)
-            return {name: array.astype(wanted, copy=False) for name, array in arrays.items()}
+            return {
+                name: array.astype(wanted, copy=False) for name, array in arrays.items()
+            }
 
         return layer_from_hf(cls, checkpoint_dir, FRONT_END, cast=cast)
 

@@ -41,7 +41,9 @@ def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     """Write a layer to a file that :func:`load_layer` can load in any front end."""
     layer_class = type(layer)
     for part in (layer, getattr(layer, "position", None)):
-        if part is not None and type(part) is not front_end.layer_class(type(part).__name__):
+        if part is not None and type(part) is not front_end.layer_class(
+            type(part).__name__
+        ):
             raise TypeError(
                 f"layer must be of a class that load knows, got {type(part).__qualname__}"
             )
