@@ -222,7 +222,7 @@ def test_missing_padding_id_is_that_of_the_model_type(tmp_path):
         ),
         (
             {"model_type": "bert", "layer_norm_eps": 10**400},
-            r"layer_norm_eps in .* must be a number that is not negative, got 1000\d*\.\.\.",
+            r"layer_norm_eps in .* a number that is not negative, got 1000\d*\.\.\.",
         ),
         (
             {"model_type": "roberta", "pad_token_id": -1},

@@ -117,7 +117,7 @@ def reason_to_leave(module: nn.Embedding) -> str | None:
 def change_class(module: nn.Embedding) -> None:
     """Make a module look up rows through firstlayer. Its class becomes a subclass."""
     table: Any = module
-    if not isinstance(table, Embedding):
+    if not isinstance(module, Embedding):
         table.__class__ = _with_lookup(type(table))
         table._bind()
 
@@ -125,7 +125,7 @@ def change_class(module: nn.Embedding) -> None:
 def restore_class(module: nn.Embedding) -> None:
     """Undo :func:`change_class`."""
     table: Any = module
-    if isinstance(table, Embedding):
+    if isinstance(module, Embedding):
         table._catch_up()
         remove_grad_hook(table, table.weight)
         table.__class__ = _original(type(table))
