@@ -59,6 +59,7 @@ NAMES = {
         "functional",
         "install",
         "load",
+        "replace_embeddings",
         "replace_rotary",
         "save",
         "to_torch",

@@ -114,7 +114,7 @@ def test_gradients_of_repeated_ids_do_not_saturate():
 
 
 def test_traced_id_out_of_range_gives_nan_and_no_gradient():
-    layer, ids = Embedding(5, 2, key=KEY), jnp.array([7, -1, 4])
+    layer, ids = Embedding(5, 2, key=KEY), jnp.array([7, -6, 4])
     rows = eqx.filter_jit(layer)(ids)
     assert np.isnan(rows[:2]).all() and np.array_equal(rows[2], layer.weight[4])
 
@@ -124,6 +124,25 @@ def test_traced_id_out_of_range_gives_nan_and_no_gradient():
         return jnp.nansum(jax.vmap(layer)(ids))
 
     assert np.array_equal(grad(layer, ids).weight.sum(1), [0, 0, 0, 0, 2])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_negative_ids_count_from_the_end_as_in_equinox(dtype):
+    theirs = eqx.nn.Embedding(200, 3, key=KEY)
+    ours = Embedding(weight=theirs.weight)
+    ids = np.array([-1, -100, 0, 127, -128], dtype)
+    want = np.stack([theirs(int(i)) for i in ids])
+    assert np.array_equal(want[0], theirs.weight[199])
+    assert np.array_equal(ours(-1), want[0]) and np.array_equal(ours(ids), want)
+    assert np.array_equal(ours(jnp.asarray(ids)), want)
+    assert np.array_equal(jax.jit(jax.vmap(ours))(jnp.asarray(ids)), want)
+
+    def total(layer, ids):
+        return jnp.sum(jax.vmap(layer)(ids) ** 2)
+
+    grad = eqx.filter_jit(eqx.filter_grad(total))
+    got, expected = grad(ours, jnp.asarray(ids)), grad(theirs, jnp.asarray(ids))
+    np.testing.assert_allclose(got.weight, expected.weight, rtol=1e-6)
 
 
 def test_leaves_written_by_equinox_load():
@@ -139,8 +158,8 @@ def test_embedding_rejects_bad_arguments():
     layer = Embedding(5, 2, key=KEY)
     with pytest.raises(IndexError, match="ids is 7, but num_embeddings is 5"):
         layer(jnp.array(7))
-    with pytest.raises(IndexError, match=r"ids\[1\] is -1, but num_embeddings is 5"):
-        layer(jnp.array([0, -1]))
+    with pytest.raises(IndexError, match=r"ids\[1\] is -6, but num_embeddings is 5"):
+        layer(jnp.array([0, -6]))
     with pytest.raises(TypeError, match="ids must be integers, got bool"):
         layer(jnp.array(True))
     with pytest.raises(ValueError, match="give num_embeddings and embedding_size, or"):
@@ -227,6 +246,22 @@ def test_cosines_and_sines_are_rounded_to_dtype():
     assert not np.array_equal(half, whole)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize(
+    "size, end, theta", [(8, 50, 10_000.0), (6, 3, 500.0), (0, 4, 9.0)]
+)
+def test_precomputed_phases_equal_equinox(size, end, theta, dtype):
+    theirs = eqx.nn.RotaryPositionalEmbedding.precompute_freqs_cis(size, end, theta, dtype)
+    ours = RotaryPositionalEmbedding.precompute_freqs_cis(size, end, theta, dtype)
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-3
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape == (end, size // 2) and a.dtype == b.dtype == dtype
+        np.testing.assert_allclose(a, b, atol=tolerance)
+    x = jnp.arange(12.0).reshape(2, 6)
+    got = RotaryPositionalEmbedding.rotate_half(x)
+    assert np.array_equal(got, eqx.nn.RotaryPositionalEmbedding.rotate_half(x))
+
+
 def test_rotary_has_no_parameters_and_accepts_zero_width():
     assert not jax.tree.leaves(eqx.filter(RotaryPositionalEmbedding(8), eqx.is_array))
     assert RotaryPositionalEmbedding(0)(jnp.ones((3, 0))).shape == (3, 0)
@@ -239,6 +274,10 @@ def test_rotary_has_no_parameters_and_accepts_zero_width():
 
 @pytest.mark.rejects
 def test_rotary_rejects_bad_arguments():
+    with pytest.raises(ValueError, match="embedding_size must be even, got 3"):
+        RotaryPositionalEmbedding.precompute_freqs_cis(3, 2, 10.0, jnp.float32)
+    with pytest.raises(ValueError, match="end must be at least 0, got -1"):
+        RotaryPositionalEmbedding.precompute_freqs_cis(4, -1, 10.0, jnp.float32)
     layer = RotaryPositionalEmbedding(8)
     with pytest.raises(ValueError, match="^embedding_size must be even, got 7"):
         RotaryPositionalEmbedding(7)

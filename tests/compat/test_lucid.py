@@ -8,6 +8,7 @@ import firstlayer.compat.lucid as lucid
 import firstlayer.compat.lucid.linalg
 import firstlayer.compat.lucid.nn as nn
 
+F = nn.functional
 rng = np.random.default_rng(0)
 
 
@@ -193,6 +194,97 @@ def test_rotary_tables_have_equal_halves(base):
     assert np.array_equal(again[0], cos) and np.array_equal(again[1], sin)
 
 
+@pytest.mark.parametrize("base", [10_000.0, 20.0])
+def test_sinusoids_of_a_grid_encode_column_then_row(base):
+    pe = nn.SinusoidalEmbedding2D(3, 5, 8, base=base)
+    assert pe.forward() is pe.pe and pe().shape == (15, 8) and pe.pe.dtype == np.float32
+    want = np.zeros((15, 8))
+    for row in range(3):
+        for column in range(5):
+            for half, position in enumerate((column, row)):
+                for pair in range(2):
+                    angle = position * base ** (-2 * pair / 4)
+                    at = half * 4 + pair * 2
+                    want[row * 5 + column, at : at + 2] = np.sin(angle), np.cos(angle)
+    np.testing.assert_allclose(pe(), want, atol=2.5e-7)
+    assert np.array_equal(F.sinusoidal_embedding_2d(3, 5, 8, base=base), pe())
+    table = F.sinusoidal_embedding(5, 4, base=base)
+    assert np.array_equal(pe()[5:10, :4], table)
+
+
+# Functions.
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("ids", [None, [3, 0, 7]])
+def test_rotary_of_queries_and_keys(interleaved, ids):
+    cos, sin = nn.RotaryEmbedding(6, 9, 50.0)()
+    q = rng.standard_normal((2, 4, 3, 6))
+    k = rng.standard_normal((2, 1, 3, 6)).astype(np.float32)
+    got = F.apply_rotary_emb(q, k, cos, sin, ids, interleaved=interleaved)
+    at = np.arange(3) if ids is None else np.array(ids)
+    for x, y in zip((q, k), got, strict=True):
+        assert y.dtype == x.dtype
+        for pair in range(3):
+            angle = at * 50.0 ** (-2 * pair / 6)
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 3)
+            turned = (x[..., i] + 1j * x[..., j]) * np.exp(1j * angle)
+            np.testing.assert_allclose(y[..., i], turned.real, atol=1e-6)
+            np.testing.assert_allclose(y[..., j], turned.imag, atol=1e-6)
+
+
+def test_rotary_uses_both_halves_of_the_tables_and_positions_of_a_batch():
+    # The formula of Lucid's documentation, with tables that are not sinusoids.
+    q, k = rng.standard_normal((2, 2, 3, 5, 4))
+    q, k = q[None], k[None]
+    cos, sin = rng.standard_normal((2, 9, 4))
+    got, _ = F.apply_rotary_emb(q, k, cos, sin)
+    half = np.concatenate([-q[..., 2:], q[..., :2]], axis=-1)
+    np.testing.assert_allclose(got[0], (q * cos[:5] + half * sin[:5])[0], atol=1e-12)
+    x = rng.standard_normal((2, 3, 5, 4))
+    ids = rng.integers(0, 9, (2, 5))
+    _, got = F.apply_rotary_emb(x, x, cos, sin, ids)
+    for row in range(2):
+        want, _ = F.apply_rotary_emb(x[row], x[row], cos, sin, ids[row])
+        assert np.array_equal(got[row], want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functional_lookups_equal_the_layers(dtype):
+    table = rng.standard_normal((7, 3)).astype(dtype)
+    layer = nn.Embedding(7, 3, padding_idx=-2, max_norm=0.9, norm_type=1.0, dtype=dtype)
+    layer.weight[:] = table
+    ids = np.array([[5, 1], [6, 6]], np.int8)
+    want, given = layer(ids), table.copy()
+    got = F.embedding(ids, given, -2, 0.9, 1.0, True, True)
+    assert np.array_equal(got, want) and (got[0, 0] == 0).all() and got.dtype == dtype
+    assert np.array_equal(given, layer.weight) and not np.array_equal(given, table)
+    assert np.array_equal(F.embedding([True, False], table), table[[1, 0]])
+    columns = np.asfortranarray(table)
+    F.embedding(ids, columns, max_norm=0.9, norm_type=1.0)
+    assert np.array_equal(columns, given)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_functional_bags_equal_torch(mode):
+    table = rng.standard_normal((7, 3)).astype(np.float32)
+    ids, offsets = np.array([1, 2, 6, 6, 0]), np.array([0, 2, 5])
+    options = {"mode": mode, "include_last_offset": True, "padding_idx": 6}
+    given = table.copy()
+    got = F.embedding_bag(ids, given, offsets, 1.2, 3.0, **options)
+    theirs = torch.tensor(table)
+    want = torch.nn.functional.embedding_bag(
+        torch.tensor(ids), theirs, torch.tensor(offsets), 1.2, 3.0, **options
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    norms = (np.abs(given) ** 3).sum(-1) ** (1 / 3)
+    assert norms.max() <= 1.2 * (1 + 1e-6) < ((np.abs(table) ** 3).sum(-1) ** (1 / 3)).max()
+    weights = rng.standard_normal((2, 2)).astype(np.float32)
+    got = F.embedding_bag([[1, 2], [3, 4]], table, mode="sum", per_sample_weights=weights)
+    want = (table[[[1, 2], [3, 4]]] * weights[..., None]).sum(1)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 # Tensors.
 
 
@@ -215,6 +307,25 @@ def test_norm_over_all_or_along_an_axis():
 
 @pytest.mark.rejects
 def test_bad_arguments_are_rejected():
+    with pytest.raises(ValueError, match="embedding_dim must be divisible by 4, got 6"):
+        nn.SinusoidalEmbedding2D(2, 2, 6)
+    with pytest.raises(ValueError, match="height must be positive, got 0"):
+        F.sinusoidal_embedding_2d(0, 2, 4)
+    with pytest.raises(ValueError, match="device must be None or 'cpu', got 'metal'"):
+        F.sinusoidal_embedding(2, 4, device="metal")
+    with pytest.raises(ValueError, match=r"weight must have shape .*, got \(3,\)"):
+        F.embedding([0], np.ones(3))
+    with pytest.raises(IndexError, match=r"ids\[1\] is 2, but num_embeddings is 2"):
+        F.embedding([0, 2], np.ones((2, 3)))
+    x, (cos, sin) = np.ones((3, 4)), nn.RotaryEmbedding(4, 2)()
+    with pytest.raises(IndexError, match=r"position_ids\[2\] is 2, but the number of pos"):
+        F.apply_rotary_emb(x, x, cos, sin)
+    with pytest.raises(ValueError, match=r"k must end in 4 features like cos, got shape"):
+        F.apply_rotary_emb(x, x[:, :2], cos, sin, [0, 1, 0])
+    with pytest.raises(ValueError, match=r"q must be \(..., length, head_dim\)"):
+        F.apply_rotary_emb(x, x, cos, sin[:1])
+    with pytest.raises(TypeError, match="q must be real, got int64"):
+        F.apply_rotary_emb(x.astype(int), x, cos, sin)
     with pytest.raises(IndexError, match=r"ids\[1\] is 100, but num_embeddings is 100"):
         nn.Embedding(100, 4)([0, 100])
     with pytest.raises(IndexError, match=r"ids\[0\] is -1, but num_embeddings is 100"):

@@ -1,8 +1,9 @@
 """Drop-in replacements for ``equinox.nn.Embedding`` and ``RotaryPositionalEmbedding``.
 
 Differences from Equinox: rotary modules with different ``theta`` do not share a cache, and
-an id out of range is an IndexError (NaN under tracing) instead of the last row. The trees
-have the same leaves, so files written by ``eqx.tree_serialise_leaves`` load in either.
+an id out of range is an IndexError (NaN under tracing) instead of the first or last row.
+The trees have the same leaves, so files written by ``eqx.tree_serialise_leaves`` load in
+either.
 """
 
 # Imported first: raises the error that names the package to install without JAX.
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float
 
 from .._array import compute_dtype
 from .._check import not_negative
+from ..equinox._module import is_concrete
 from ..equinox._parameters import Key, table_dtype
 from ..equinox._positions import Offset, check_reach, positions_for
 from ..positions.rotary import rotate
@@ -38,7 +40,8 @@ class Embedding(_Embedding):
         key: PRNG key for drawing the table from N(0, 1).
 
     Shape:
-        - x: integers of any shape, scalars under ``jax.vmap`` as in Equinox
+        - x: integers of any shape, scalars under ``jax.vmap`` as in Equinox; negative ones
+          count from the end
         - output: ``(*x.shape, embedding_size)``
 
     Example:
@@ -74,6 +77,17 @@ class Embedding(_Embedding):
         super().__init__(
             num_embeddings, embedding_size, weight=weight, dtype=dtype, key=key
         )
+
+    def __call__(
+        self, x: Any, *, key: Key | None = None
+    ) -> Float[Array, "*batch embedding_size"]:
+        """Return the rows of ``x``.
+
+        Args:
+            x: One id or an array of ids; -1 is the last row.
+            key: Ignored, as in Equinox.
+        """
+        return super().__call__(_from_the_front(x, self.num_embeddings))
 
     @property
     def embedding_size(self) -> int:
@@ -115,6 +129,41 @@ class RotaryPositionalEmbedding(eqx.Module):
             RotaryPositions(embedding_size, base=theta) if embedding_size else None
         )
 
+    @staticmethod
+    def rotate_half(
+        x: Float[Array, "*lead embedding_size"],
+    ) -> Float[Array, "*lead embedding_size"]:
+        """Return ``x`` with its halves exchanged and the new first half negated.
+
+        Example:
+            >>> RotaryPositionalEmbedding.rotate_half(jnp.array([1.0, 2.0])).tolist()
+            [-2.0, 1.0]
+        """
+        half = x.shape[-1] // 2
+        return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+
+    @staticmethod
+    def precompute_freqs_cis(
+        embedding_size: int, end: int, theta: float, dtype: Any
+    ) -> tuple[Float[Array, "end pairs"], Float[Array, "end pairs"]]:
+        """Return the cosines and sines of the first positions, one column per pair.
+
+        Args:
+            embedding_size: Width of each vector. Even and non-negative.
+            end: Number of positions.
+            theta: Base of the frequencies.
+            dtype: Dtype of the result.
+
+        Example:
+            >>> cos, sin = RotaryPositionalEmbedding.precompute_freqs_cis(
+            ...     4, 3, 10_000.0, jnp.float32
+            ... )
+            >>> np.asarray(sin, np.float64).round(4).tolist()
+            [[0.0, 0.0], [0.8415, 0.01], [0.9093, 0.02]]
+        """
+        layer = RotaryPositionalEmbedding(embedding_size, theta, dtype)
+        return layer._phases(np.arange(not_negative("end", end)))
+
     def __call__(
         self,
         x: Float[Array | np.ndarray, "*lead length embedding_size"],
@@ -139,6 +188,27 @@ class RotaryPositionalEmbedding(eqx.Module):
         if self.rotary is None:
             return x
         at = positions_for(x.shape[-2], positions=None, offset=offset, check=check_reach)
-        phases = self.rotary.phases(at, dtype=compute_dtype(self.dtype))
-        cos, sin = (part.astype(self.dtype) for part in phases)
+        cos, sin = self._phases(at)
         return rotate(x, cos, sin, layout="half").astype(x.dtype)
+
+    def _phases(self, positions: Any) -> tuple[Array, Array]:
+        """Return cosines and sines in the dtype of the module."""
+        if self.rotary is None:
+            empty = jnp.zeros((*np.shape(positions), 0), self.dtype)
+            return empty, empty
+        phases = self.rotary.phases(positions, dtype=compute_dtype(self.dtype))
+        cos, sin = (part.astype(self.dtype) for part in phases)
+        return cos, sin
+
+
+def _from_the_front(ids: Any, num_embeddings: int) -> Any:
+    """Return ids with those from ``-num_embeddings`` to -1 counted from the front."""
+    if is_concrete(ids):
+        ids = np.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        return ids
+    where = np.where if isinstance(ids, np.ndarray) else jnp.where
+    # num_embeddings may not fit into int8.
+    ids = ids.astype(jnp.promote_types(ids.dtype, np.int32))
+    is_from_end = (ids < 0) & (ids >= -num_embeddings)
+    return where(is_from_end, ids + num_embeddings, ids)

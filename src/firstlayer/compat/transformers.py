@@ -21,6 +21,12 @@ from torch import Tensor, nn
 
 from ..torch._positions.arguments import Offset, Positions
 from ..torch.hf import rotary_places
+from ..torch.hf_embeddings import (
+    change_class,
+    embeddings_of,
+    reason_to_leave,
+    restore_class,
+)
 
 __all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
 
@@ -153,13 +159,13 @@ class GPT2Embeddings(nn.Module):
 def swapped(model: nn.Module) -> Generator[int, None, None]:
     """Replace the embeddings and rotary modules of a model inside a ``with`` block.
 
-    Every plain ``nn.Embedding`` becomes :class:`firstlayer.torch.Embedding` with the same
-    parameter: tied heads stay tied, optimizers keep working, and training inside the block
-    persists. Every rotary module becomes :class:`firstlayer.torch.HFRotary`. If a rotary
-    module cannot be replaced, nothing is.
+    Every ``nn.Embedding`` is replaced as by :func:`firstlayer.torch.replace_embeddings`,
+    which leaves those that it cannot replace: tied heads stay tied, optimizers keep
+    working, and training inside the block persists. Every rotary module becomes
+    :class:`firstlayer.torch.HFRotary`. If a rotary module cannot be replaced, nothing is.
 
     Args:
-        model: Any model. Subclasses of ``nn.Embedding`` are not replaced.
+        model: Any model.
 
     Yields:
         Number of replaced modules, counted by position in the model.
@@ -174,53 +180,30 @@ def swapped(model: nn.Module) -> Generator[int, None, None]:
         >>> type(model[0])
         <class 'torch.nn.modules.sparse.Embedding'>
     """
-    before = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None
+    rotary = rotary_places(model)
+    count = replace_rotary(model) if rotary else 0
+    tables = [
+        module
+        for _, module in embeddings_of(model)
+        if not isinstance(module, Embedding) and reason_to_leave(module) is None
     ]
-    count = replace_rotary(model) if rotary_places(model) else 0
-    new = {}
-    for parent, name, child in before:
-        if type(child) is nn.Embedding:
-            # A module that is registered twice gets one replacement.
-            new.setdefault(child, _replacement(child))
-            setattr(parent, name, new[child])
-            count += 1
+    for module in tables:
+        change_class(module)
     try:
-        yield count
+        yield count + len(tables)
     finally:
-        for parent, name, child in before:
-            _restore(parent, name, child)
+        for module in tables:
+            restore_class(module)
+        for parent, name, child in rotary:
+            _restore_rotary(parent, name, child)
 
 
-def _replacement(old: nn.Embedding) -> Embedding:
-    new = Embedding(
-        old.num_embeddings,
-        old.embedding_dim,
-        old.padding_idx,
-        old.max_norm,
-        old.norm_type,
-        old.scale_grad_by_freq,
-        old.sparse,
-        _weight=old.weight,
-    )
-    new.weight = old.weight
-    vars(new).update({key: value for key, value in vars(old).items() if "hook" in key})
-    return new.train(old.training)
-
-
-def _restore(parent: nn.Module, name: str, old: nn.Module) -> None:
+def _restore_rotary(parent: nn.Module, name: str, old: nn.Module) -> None:
     new = parent._modules.get(name)
-    # Modules set by other code inside the block, such as a resized table, stay.
-    if isinstance(new, Embedding) and type(old) is nn.Embedding:
-        old.num_embeddings, old.weight = new.num_embeddings, new.weight
-    elif isinstance(new, HFRotary) and new is not old:
+    # Modules set by other code inside the block stay.
+    if isinstance(new, HFRotary) and new is not old:
         old.to(next(new.buffers()).device)
-    else:
-        return
-    setattr(parent, name, old.train(new.training))
+        setattr(parent, name, old.train(new.training))
 
 
 def _rows(table: Embedding, ids: Ids | None, inputs_embeds: Vectors | None) -> Vectors:

@@ -33,7 +33,7 @@ def save(path: Path, layer: Module) -> None:
         ...     bool(load(folder + "/a.safetensors") == layer)
         True
     """
-    save_layer(path, layer, _FRONT_END)
+    save_layer(path, layer, FRONT_END)
 
 
 def load(path: Path) -> Any:
@@ -43,7 +43,7 @@ def load(path: Path) -> Any:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
             states the reason. Float64 needs ``jax_enable_x64``.
     """
-    return load_layer(path, _FRONT_END)
+    return load_layer(path, FRONT_END)
 
 
 def _arrays(layer: Module) -> Tensors:
@@ -63,4 +63,4 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer.with_parameters(parameters)
 
 
-_FRONT_END = FrontEnd("firstlayer.equinox", _arrays, _build)
+FRONT_END = FrontEnd("firstlayer.equinox", _arrays, _build)

@@ -1,5 +1,6 @@
 """Complete embedding layer for Equinox: ids in, position-aware vectors out."""
 
+import os
 from typing import Any, Self
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from .._array import compute_dtype
 from .._check import not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, mask_rows
+from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
 from ._layer import LayerArguments, check_arguments, layer_norm, position_layer
 from ._lookup import mask_and, nan_if_invalid
@@ -126,6 +128,36 @@ class EmbeddingLayer(Module):
         if layer_norm:
             self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
+
+    @classmethod
+    def from_hf(cls, checkpoint_dir: str | os.PathLike[str], *, dtype: Any = None) -> Self:
+        """Return the embedding layer of a transformers checkpoint.
+
+        Supports models whose first block gets the rows of a token table (Llama, Qwen,
+        Mistral, Gemma, T5 and about 150 other types, including models with images or
+        audio), and BERT, RoBERTa, GPT-2, OPT, BLOOM and their relatives. Only the layer's
+        own tensors are read.
+
+        RoBERTa, MPNet and OPT count positions from the padding mask; pass
+        ``positions=firstlayer.positions.from_mask(mask, at_padding=-1)`` if there is
+        padding. In half precision, Gemma rounds its scale to the dtype of the table; this
+        layer rounds its output only.
+
+        Args:
+            checkpoint_dir: Folder with ``config.json`` and the safetensors files. A folder
+                that does not describe a supported model is a ValueError with the reason.
+            dtype: Dtype of the layer; None is that of the token table. Float64 needs
+                ``jax_enable_x64``.
+        """
+        from .files import FRONT_END
+
+        def cast(arrays: Arrays) -> Arrays:
+            wanted = table_dtype(dtype or arrays["token.weight"].dtype)
+            return {
+                name: array.astype(wanted, copy=False) for name, array in arrays.items()
+            }
+
+        return layer_from_hf(cls, checkpoint_dir, FRONT_END, cast=cast)
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ The safetensors package is not used here because it exposes no byte ranges, so i
 rows only through a memory map, and because it rejects a whole file for one unknown dtype.
 """
 
+import errno
 import io
 import json
 import math
@@ -104,7 +105,8 @@ class StoredTensor:
         """NumPy dtype; a dtype code that is not in ``DTYPES`` is a ValueError."""
         name = DTYPES.get(self.dtype)
         if name is None:
-            raise ValueError(f"{self.name} has dtype {self.dtype}, which is not supported")
+            code = self.dtype[:MAX_NAME_IN_ERROR]
+            raise ValueError(f"{self.name} has dtype {code}, which is not supported")
         if name.startswith(("bfloat", "float8")):
             import ml_dtypes
 
@@ -223,12 +225,18 @@ def open_checkpoint(
 
 def read_json_object(path: Path, *, opener: Opener | None = None) -> dict[str, Any]:
     """Return the object in a JSON file."""
-    return _parse_object(read_bytes(path, opener=opener), source=os.fspath(path))
+    content = read_bytes(path, opener=opener, max_bytes=MAX_HEADER_BYTES)
+    return _parse_object(content, source=os.fspath(path))
 
 
-def read_bytes(path: Path, *, opener: Opener | None = None) -> bytes:
-    """Return the contents of a regular file."""
+def read_bytes(
+    path: Path, *, opener: Opener | None = None, max_bytes: int | None = None
+) -> bytes:
+    """Return the contents of a regular file of at most ``max_bytes``."""
     with _open_regular(path, opener) as file:
+        size = os.fstat(file.fileno()).st_size
+        if max_bytes is not None and size > max_bytes:
+            raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}")
         return file.read()
 
 
@@ -289,13 +297,17 @@ def _shards(
         raise ValueError(f"{index} must have a weight_map")
     for shard in map(str, shard_of.values()):
         if shard != os.path.basename(shard) or shard in ("", ".", ".."):
-            raise ValueError(f"{index} must name files in its folder, got {shard!r}")
+            raise ValueError(
+                f"{index} must name files in its folder, got {_shortened(shard)}"
+            )
     if names is not None:
         shard_of = {name: shard_of[name] for name in names if name in shard_of}
     files = [index.parent / shard for shard in sorted(set(map(str, shard_of.values())))]
     for file in files:
         if not _is_file(file, opener):
-            raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
+            raise FileNotFoundError(
+                f"{index} names {_shortened(file.name)}, which does not exist"
+            )
     return files
 
 
@@ -311,7 +323,8 @@ def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
 
 def _is_file(path: Path, opener: Opener | None) -> bool:
     if opener is None:
-        return path.is_file()
+        # A name that is too long for the file system is an OSError in Path.is_file.
+        return os.path.isfile(path)
     try:
         os.close(opener(os.fspath(path), os.O_RDONLY))
     except FileNotFoundError:
@@ -336,8 +349,14 @@ def _open_regular(path: Path, opener: Opener | None) -> BinaryIO:
     if opener is None:
         if not os.path.lexists(path):
             raise FileNotFoundError(f"no file {path}")
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"{path} is a symbolic link to itself") from None
         # Opening a pipe would wait for its writer.
-        check_regular(path, path.stat().st_mode)
+        check_regular(path, mode)
     try:
         file = open(path, "rb", opener=opener)
     except FileNotFoundError:

@@ -29,12 +29,21 @@ class FrontEnd:
     build: Callable[[Any, dict[str, Any], Tensors], Any]
     config: Callable[[Any], dict[str, Any]] = operator.methodcaller("config")
 
+    def layer_class(self, name: Any) -> Any:
+        """Return the layer class of that name, or None if there is none."""
+        if not isinstance(name, str) or name not in LAYER_KINDS:
+            return None
+        module = f"{self.package}.{LAYER_KINDS[name].module}"
+        return getattr(importlib.import_module(module), name)
+
 
 def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     """Write a layer to a file that :func:`load_layer` can load in any front end."""
     layer_class = type(layer)
     for part in (layer, getattr(layer, "position", None)):
-        if part is not None and type(part) is not _class(type(part).__name__, front_end):
+        if part is not None and type(part) is not front_end.layer_class(
+            type(part).__name__
+        ):
             raise TypeError(
                 f"layer must be of a class that load knows, got {type(part).__qualname__}"
             )
@@ -66,20 +75,12 @@ def array_of_shape(arrays: Tensors, shape: tuple[int, ...]) -> np.ndarray:
     raise ValueError(f"no tensor has the shape {shape} of the config")
 
 
-def _class(name: Any, front_end: FrontEnd) -> Any:
-    """Return the layer class of that name, or None if there is none."""
-    if not isinstance(name, str) or name not in LAYER_KINDS:
-        return None
-    module = f"{front_end.package}.{LAYER_KINDS[name].module}"
-    return getattr(importlib.import_module(module), name)
-
-
 def _build(
     config: dict[str, Any], tensors: Tensors, front_end: FrontEnd, *, file_tensors: Tensors
 ) -> Any:
     options = dict(config)
     name = options.pop("class", None)
-    layer_class = _class(name, front_end)
+    layer_class = front_end.layer_class(name)
     if layer_class is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
     check_options(layer_class, options, file_tensors)

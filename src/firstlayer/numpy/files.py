@@ -30,7 +30,7 @@ def save(path: Path, layer: Module) -> None:
         ...     load(folder + "/a.safetensors").padding_idx
         0
     """
-    save_layer(path, layer, _FRONT_END)
+    save_layer(path, layer, FRONT_END)
 
 
 def load(path: Path) -> Any:
@@ -40,7 +40,7 @@ def load(path: Path) -> Any:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
             states the reason.
     """
-    return load_layer(path, _FRONT_END)
+    return load_layer(path, FRONT_END)
 
 
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
@@ -57,4 +57,4 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer
 
 
-_FRONT_END = FrontEnd("firstlayer.numpy", operator.methodcaller("parameters"), _build)
+FRONT_END = FrontEnd("firstlayer.numpy", operator.methodcaller("parameters"), _build)

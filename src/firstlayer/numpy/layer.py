@@ -1,7 +1,8 @@
 """The complete layer on NumPy: ids in, position-aware vectors out."""
 
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
@@ -10,6 +11,7 @@ from .._array import compute_dtype
 from .._check import float_dtype, not_negative_number, positive, probability
 from ..embeddings.init import Init, Seed, normal
 from ..embeddings.layer import mask_rows
+from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
 from ..positions.learned import small_normal
 from ._layer.arguments import LayerArguments, check_arguments
@@ -106,6 +108,35 @@ class EmbeddingLayer(Module):
         if layer_norm:
             dtype = float_dtype(dtype)
             self.norm = np.ones(embedding_dim, dtype), np.zeros(embedding_dim, dtype)
+
+    @classmethod
+    def from_hf(cls, checkpoint_dir: str | os.PathLike[str], *, dtype: Any = None) -> Self:
+        """Return the embedding layer of a transformers checkpoint.
+
+        Supports models whose first block gets the rows of a token table (Llama, Qwen,
+        Mistral, Gemma, T5 and about 150 other types, including models with images or
+        audio), and BERT, RoBERTa, GPT-2, OPT, BLOOM and their relatives. Only the layer's
+        own tensors are read.
+
+        RoBERTa, MPNet and OPT count positions from the padding mask; pass
+        ``positions=firstlayer.positions.from_mask(mask, at_padding=-1)`` if there is
+        padding. In half precision, Gemma rounds its scale to the dtype of the table; this
+        layer rounds its output only.
+
+        Args:
+            checkpoint_dir: Folder with ``config.json`` and the safetensors files. A folder
+                that does not describe a supported model is a ValueError with the reason.
+            dtype: Dtype of the layer; None is that of the token table.
+        """
+        from .files import FRONT_END
+
+        def cast(arrays: Arrays) -> Arrays:
+            wanted = float_dtype(dtype or arrays["token.weight"].dtype)
+            return {
+                name: array.astype(wanted, copy=False) for name, array in arrays.items()
+            }
+
+        return layer_from_hf(cls, checkpoint_dir, FRONT_END, cast=cast)
 
     def __call__(
         self,

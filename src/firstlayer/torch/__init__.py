@@ -37,6 +37,7 @@ from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
+from .hf_embeddings import replace_embeddings as replace_embeddings
 from .installation import install as install
 from .installation import to_torch as to_torch
 from .kerple import KerpleBias as KerpleBias
@@ -66,6 +67,7 @@ __all__ = [
     "functional",
     "install",
     "load",
+    "replace_embeddings",
     "replace_rotary",
     "save",
     "to_torch",

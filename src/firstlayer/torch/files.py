@@ -35,7 +35,7 @@ def save(path: Path, layer: nn.Module) -> None:
         ...     load(folder + "/a.safetensors")
         Embedding(10, 4, padding_idx=0)
     """
-    save_layer(path, layer, _FRONT_END)
+    save_layer(path, layer, FRONT_END)
 
 
 def load(path: Path, *, device: Any = None) -> Any:
@@ -46,7 +46,7 @@ def load(path: Path, *, device: Any = None) -> Any:
             says what is wrong with it.
         device: Device of the layer; None is the CPU.
     """
-    layer = load_layer(path, _FRONT_END)
+    layer = load_layer(path, FRONT_END)
     return layer if device is None else layer.to(device)
 
 
@@ -90,4 +90,4 @@ def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
             )
 
 
-_FRONT_END = FrontEnd("firstlayer.torch", _arrays, _build, _config)
+FRONT_END = FrontEnd("firstlayer.torch", _arrays, _build, _config)

@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm as torch_layer_norm
 
 from .._check import not_negative, not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, check_position, mask_rows, position_config
+from ..files.hf_embeddings import layer_from_hf
 from ..files.layer_configs import config_of
 from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, kernel_inputs
@@ -127,26 +128,26 @@ class EmbeddingLayer(nn.Module):
     ) -> Self:
         """Return the embedding layer of a transformers checkpoint.
 
-        Supports BERT, RoBERTa, GPT-2, OPT and Llama. Only the layer's own tensors are read.
-        They are memory-mapped: writing to them does not change the file.
+        Supports models whose first block gets the rows of a token table (Llama, Qwen,
+        Mistral, Gemma, T5 and about 150 other types, including models with images or
+        audio), and BERT, RoBERTa, GPT-2, OPT, BLOOM and their relatives. Only the layer's
+        own tensors are read. They are memory-mapped: writing to them does not change the
+        file.
 
-        RoBERTa and OPT count positions from the padding mask; pass
+        RoBERTa, MPNet and OPT count positions from the padding mask; pass
         ``positions=firstlayer.positions.from_mask(mask, at_padding=-1)`` if there is
-        padding.
+        padding. In half precision, Gemma rounds its scale to the dtype of the table; this
+        layer rounds its output only.
 
         Args:
-            checkpoint_dir: Folder with ``config.json`` and the safetensors files.
+            checkpoint_dir: Folder with ``config.json`` and the safetensors files. A folder
+                that does not describe a supported model is a ValueError with the reason.
             device: Device of the layer.
             dtype: Dtype of the layer; None is that of the files.
         """
-        from .checkpoint import embedding_tensors
+        from .files import FRONT_END
 
-        options, position, tensors = embedding_tensors(checkpoint_dir)
-        meta = {"device": "meta", "dtype": tensors["token.weight"].dtype}
-        if position is not None:
-            options["position"] = LearnedPositions(**position, **meta)
-        layer = cls(**{"position": None, **options}, **meta)
-        layer.load_state_dict(tensors, assign=True)
+        layer = layer_from_hf(cls, checkpoint_dir, FRONT_END)
         return layer.to(device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:

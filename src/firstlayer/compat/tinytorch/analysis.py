@@ -146,8 +146,7 @@ def _table(name: str, vocab_size: int, embed_dim: int, *, largest: int) -> Row:
 
 def _position_memory(layer: EmbeddingLayer) -> Row:
     trained = layer.parameters()[1:]
-    made = layer.pos_encoding
-    kept = list(made.buffers()) if isinstance(made, torch.nn.Module) else []
+    kept = [layer.pos_encoding] if isinstance(layer.pos_encoding, torch.Tensor) else []
     return {
         "name": layer.pos_encoding_type,
         "parameters": sum(table.numel() for table in trained),

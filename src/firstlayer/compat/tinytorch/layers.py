@@ -136,7 +136,9 @@ class EmbeddingLayer:
         vocab_size: Number of ids.
         embed_dim: Width of each vector.
         max_seq_len: Number of learned positions. Sinusoidal positions are unlimited.
-        pos_encoding: ``"learned"``, ``"sinusoidal"`` or None.
+        pos_encoding: ``"learned"``, ``"sinusoidal"`` or None. The attribute of this name is
+            a :class:`PositionalEncoding`, a Tensor with the first ``max_seq_len``
+            sinusoids, or None.
         scale_embeddings: Multiply token rows, not positions, by √embed_dim.
 
     Shape:
@@ -167,22 +169,25 @@ class EmbeddingLayer:
         self.pos_encoding_type: PosEncoding = pos_encoding
         self.scale_embeddings = scale_embeddings
         self.token_embedding = Embedding(vocab_size, embed_dim)
-        self.pos_encoding: PositionalEncoding | SinusoidalPositions | None = None
+        self.pos_encoding: PositionalEncoding | Tensor | None = None
         if pos_encoding == "learned":
             tokens = _token_limit(vocab_size, embed_dim)
             tokens *= math.sqrt(embed_dim) if scale_embeddings else 1.0
             limit = min(_position_limit(embed_dim), tokens / 2)
             self.pos_encoding = PositionalEncoding(max_seq_len, embed_dim, limit=limit)
         elif pos_encoding == "sinusoidal":
-            self.pos_encoding = SinusoidalPositions(embed_dim)
+            self.pos_encoding = create_sinusoidal_embeddings(max_seq_len, embed_dim)
 
     def forward(self, tokens: Any, start_pos: int = 0) -> Tensor:
         """Return the vectors of ``tokens``, with positions starting at ``start_pos``."""
         rows = add_embeddings(self.token_embedding(tokens), scale=self.scale_embeddings)
-        if isinstance(self.pos_encoding, SinusoidalPositions):
-            return _as_tensor(self.pos_encoding(rows, offset=start_pos))
         if self.pos_encoding is None:
             return rows
+        if isinstance(self.pos_encoding, Tensor):
+            end = start_pos + rows.shape[-2]
+            if 0 <= start_pos and end <= self.max_seq_len:
+                return _as_tensor(rows + self.pos_encoding[start_pos:end])
+            return _as_tensor(SinusoidalPositions(self.embed_dim)(rows, offset=start_pos))
         batched = rows.reshape(-1, *rows.shape[-2:])
         return _as_tensor(self.pos_encoding(batched, start_pos).reshape(rows.shape))
 

@@ -258,6 +258,14 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
     parameter.register_post_accumulate_grad_hook(GradHook(layer))
 
 
+def remove_grad_hook(layer: Any, parameter: Tensor) -> None:
+    """Remove the layer's :class:`GradHook` from a parameter, if it is there."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key, hook in list(hooks.items()):
+        if type(hook) is GradHook and hook.layer() is layer:
+            del hooks[key]
+
+
 def coalesce_gradient(parameter: Tensor) -> None:
     """Coalesce a sparse gradient. Accumulation clears its ``is_coalesced`` flag."""
     grad = parameter.grad

@@ -7,15 +7,22 @@ gradient of ``y`` to row gradients, as in :mod:`firstlayer.numpy`.
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
-from ... import numpy as layers
-from ..._check import positive
-from ...embeddings.init import Seed
+from .... import numpy as layers
+from ...._check import positive
+from ....embeddings.init import Seed
+from . import functional
+from .functional import Ids, as_ids, check_device, check_even, zero_padding
 
-__all__ = ["Embedding", "EmbeddingBag", "RotaryEmbedding", "SinusoidalEmbedding"]
-
-Ids = Shaped[Any, "..."] | list[Any] | int
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "RotaryEmbedding",
+    "SinusoidalEmbedding",
+    "SinusoidalEmbedding2D",
+    "functional",
+]
 
 
 class Embedding(layers.Embedding):
@@ -59,7 +66,7 @@ class Embedding(layers.Embedding):
         *,
         rng: Seed = None,
     ) -> None:
-        _check_device(device)
+        check_device(device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -74,8 +81,8 @@ class Embedding(layers.Embedding):
 
     def __call__(self, x: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
         self.project()
-        ids = _ids(x)
-        return self._zero_padding(ids, super().__call__(ids))
+        ids = as_ids(x)
+        return zero_padding(super().__call__(ids), ids, self.padding_idx)
 
     def forward(self, x: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
         """Return the rows of ``x``."""
@@ -83,9 +90,9 @@ class Embedding(layers.Embedding):
 
     def vjp(self, x: Ids) -> Any:
         """Return the rows and the pullback from their gradient to the table's."""
-        ids = _ids(x)
+        ids = as_ids(x)
         rows, pull = super().vjp(ids)
-        return self._zero_padding(ids, rows), pull
+        return zero_padding(rows, ids, self.padding_idx), pull
 
     def extra_repr(self) -> str:
         """Return the arguments as shown by ``repr``."""
@@ -93,11 +100,6 @@ class Embedding(layers.Embedding):
 
     def __repr__(self) -> str:
         return f"Embedding({self.extra_repr()})"
-
-    def _zero_padding(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        if self.padding_idx is not None:
-            rows[ids == self.padding_idx] = 0
-        return rows
 
 
 class EmbeddingBag(layers.EmbeddingBag):
@@ -144,7 +146,7 @@ class EmbeddingBag(layers.EmbeddingBag):
         include_last_offset: bool = False,
         rng: Seed = None,
     ) -> None:
-        _check_device(device)
+        check_device(device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -163,7 +165,7 @@ class EmbeddingBag(layers.EmbeddingBag):
         self, x: Ids, offsets: Any = None, per_sample_weights: Any = None
     ) -> Float[np.ndarray, "bags embedding_dim"]:
         self.project()
-        return super().__call__(_ids(x), offsets, per_sample_weights)
+        return super().__call__(as_ids(x), offsets, per_sample_weights)
 
     def forward(
         self, x: Ids, offsets: Any = None, per_sample_weights: Any = None
@@ -174,7 +176,7 @@ class EmbeddingBag(layers.EmbeddingBag):
     def vjp(self, x: Ids, offsets: Any = None, per_sample_weights: Any = None) -> Any:
         """Return the output and the pullback from its gradient to all others."""
         self.project()
-        return super().vjp(_ids(x), offsets, per_sample_weights)
+        return super().vjp(as_ids(x), offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
         """Return the arguments as shown by ``repr``."""
@@ -203,16 +205,49 @@ class SinusoidalEmbedding:
     def __init__(
         self, num_positions: int, embedding_dim: int, *, base: float = 10_000.0
     ) -> None:
-        _check_even("embedding_dim", embedding_dim)
-        self.num_positions = positive("num_positions", num_positions)
+        self.pe = functional.sinusoidal_embedding(num_positions, embedding_dim, base=base)
+        self.num_positions = num_positions
         self.embedding_dim, self.base = embedding_dim, base
-        sinusoids = layers.SinusoidalPositions(embedding_dim, base=base)
-        self.pe = sinusoids.encode(np.arange(num_positions))
 
     def __call__(self) -> Float[np.ndarray, "num_positions embedding_dim"]:
         return self.pe
 
     def forward(self) -> Float[np.ndarray, "num_positions embedding_dim"]:
+        """Return the table."""
+        return self.pe
+
+
+class SinusoidalEmbedding2D:
+    """Table of sinusoids of the cells of a grid, row after row.
+
+    Args:
+        height: Number of rows of the grid.
+        width: Number of columns of the grid.
+        embedding_dim: Width of each vector. Divisible by 4: the first half encodes the
+            column, the second half the row.
+        base: Base of the frequencies.
+
+    Shape:
+        - output: ``(height * width, embedding_dim)``
+
+    Example:
+        >>> SinusoidalEmbedding2D(height=16, width=24, embedding_dim=128)().shape
+        (384, 128)
+    """
+
+    def __init__(
+        self, height: int, width: int, embedding_dim: int, *, base: float = 10_000.0
+    ) -> None:
+        self.pe = functional.sinusoidal_embedding_2d(
+            height, width, embedding_dim, base=base
+        )
+        self.height, self.width = height, width
+        self.embedding_dim, self.base = embedding_dim, base
+
+    def __call__(self) -> Float[np.ndarray, "cells embedding_dim"]:
+        return self.pe
+
+    def forward(self) -> Float[np.ndarray, "cells embedding_dim"]:
         """Return the table."""
         return self.pe
 
@@ -238,7 +273,7 @@ class RotaryEmbedding:
     def __init__(
         self, head_dim: int, max_position_embeddings: int, base: float = 10_000.0
     ) -> None:
-        _check_even("head_dim", head_dim)
+        check_even("head_dim", head_dim)
         count = positive("max_position_embeddings", max_position_embeddings)
         self.head_dim, self.max_position_embeddings, self.base = head_dim, count, base
         phases = layers.RotaryPositions(head_dim, base=base).phases(np.arange(count))
@@ -252,13 +287,6 @@ class RotaryEmbedding:
         return self.cos_cached, self.sin_cached
 
 
-def _ids(x: Ids) -> np.ndarray:
-    ids = np.asarray(x)
-    if ids.dtype == np.bool_ or (ids.size == 0 and not isinstance(x, np.ndarray)):
-        return ids.astype(np.int64)
-    return ids
-
-
 def _shown_arguments(layer: Embedding | EmbeddingBag) -> str:
     words = [str(layer.num_embeddings), str(layer.embedding_dim)]
     defaults = {"padding_idx": None, "max_norm": None, "norm_type": 2.0}
@@ -266,13 +294,3 @@ def _shown_arguments(layer: Embedding | EmbeddingBag) -> str:
         if (value := getattr(layer, name)) != default:
             words.append(f"{name}={value}")
     return ", ".join(words)
-
-
-def _check_even(name: str, value: int) -> None:
-    if positive(name, value) % 2:
-        raise ValueError(f"{name} must be positive and even, got {value}")
-
-
-def _check_device(device: Any) -> None:
-    if device not in (None, "cpu"):
-        raise ValueError(f"device must be None or 'cpu', got {device!r}")
