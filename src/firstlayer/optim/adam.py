@@ -40,6 +40,12 @@ class Adam(Rule):
     """
 
     num_coefficients: ClassVar[int] = NUM_ADAM
+    array_names: ClassVar[frozenset[str]] = frozenset((
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+    ))
+    depends_on_step: ClassVar[bool] = True
     #: Whether weight decay is decoupled, not added to the gradient.
     decoupled: ClassVar[bool] = False
 
@@ -100,6 +106,7 @@ class Adam(Rule):
             steps=missed.all_steps,
             count=missed.count,
             eps=missed.frozen_options[0],
+            amsgrad=missed.frozen_options[1],
         )
 
     def update(
@@ -119,6 +126,7 @@ class Adam(Rule):
             float(options["lr"]) / (1 - beta1**step),
             unbias,
             eps * unbias if self.lazy else eps,
+            amsgrad=bool(options["amsgrad"]),
         )
 
     def _weight_decay(self, options: Options) -> float:

@@ -35,6 +35,10 @@ class Rule:
 
     #: Number of coefficients stored for a missed step.
     num_coefficients: ClassVar[int] = 0
+    #: Names of the arrays that the state may have, under any options.
+    array_names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether an update depends on the number of steps taken before.
+    depends_on_step: ClassVar[bool] = False
 
     def __init__(self, *, lazy: bool = False) -> None:
         self.lazy = lazy
@@ -48,6 +52,10 @@ class Rule:
     def initial_state(self, options: Options) -> dict[str, float]:
         """Return the name and initial value of each array of the state."""
         raise NotImplementedError
+
+    def required_arrays(self, options: Options) -> set[str]:
+        """Return the names of the arrays that a saved state must have."""
+        return set(self.initial_state(options))
 
     def state_width(self, width: int) -> int:
         """Return the width of the state's arrays for rows of ``width``."""
