@@ -6,6 +6,7 @@ interrupt to the end of the block.
 """
 
 import threading
+import weakref
 
 # The functions that `signal` wraps: its conversions to enums take microseconds.
 from _signal import getsignal, signal  # pyright: ignore[reportMissingImports]
@@ -38,49 +39,53 @@ class held_interrupts:
         True
     """
 
-    __slots__ = ("_recorder",)
-
-    def __init__(self) -> None:
-        self._recorder: _Recorder | None = None
+    _recorder: "_Recorder | None" = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         handler = getsignal(SIGINT)
+        if type(handler) is _Recorder:
+            if handler.block() is not None:
+                return
+            handler = handler.handler
         # Not callable: ignored, the default action, or a handler not written in Python.
-        if callable(handler) and type(handler) is not _Recorder:
-            self._recorder = _Recorder(handler)
+        if callable(handler):
+            self._recorder = _Recorder(handler, self)
             # A signal received before this call is handled in it, and the block not run.
             signal(SIGINT, self._recorder)
 
     def __exit__(self, *error: object) -> None:
         recorder = self._recorder
-        if recorder is not None:
-            self._restore()
-            if recorder.is_received:
-                recorder.handler(SIGINT, recorder.frame)
-
-    def __del__(self) -> None:
-        # A handler of another signal may raise between the block and the end of __exit__.
-        if self._recorder is not None:
-            self._restore()
-
-    def _restore(self) -> None:
-        recorder = self._recorder
+        if recorder is None:
+            return
         # A handler that was installed inside the block stays.
-        if recorder is not None and getsignal(SIGINT) is recorder:
+        if getsignal(SIGINT) is recorder:
             signal(SIGINT, recorder.handler)
-        self._recorder = None
+        if recorder.is_received:
+            recorder.handler(SIGINT, recorder.frame)
 
 
 class _Recorder:
-    """Handler that records a signal for the handler that it replaces."""
+    """Handler that records a signal for the handler that it replaces.
 
-    __slots__ = ("frame", "handler", "is_received")
+    Args:
+        handler: Handler that it replaces.
+        block: Block that restores the handler. If the handler of another signal raises as
+            the block ends, the block can disappear without having done so.
+    """
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+    __slots__ = ("block", "frame", "handler", "is_received")
+
+    def __init__(
+        self, handler: Callable[[int, FrameType | None], Any], block: held_interrupts
+    ) -> None:
         self.handler, self.is_received = handler, False
         self.frame: FrameType | None = None
+        self.block = weakref.ref(block)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.is_received, self.frame = True, frame
+        if self.block() is None:
+            signal(SIGINT, self.handler)
+            self.handler(number, frame)

@@ -91,7 +91,6 @@ class RowOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             detach(parameter)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
 
@@ -124,7 +123,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 else:
                     dense.append(parameter)
             dense_groups.append({**group, "params": dense})
-        with held_interrupts(), threads_of_torch():
+        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
+        with held_interrupts(), torch.no_grad(), threads_of_torch():
             self._step_dense(dense_groups)
             for state, ids, gradient, group in tables:
                 self._adopt(state)
