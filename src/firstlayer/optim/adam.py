@@ -23,6 +23,7 @@ from .rule import (
     Options,
     RowOptions,
     Rule,
+    State,
     check_fractions,
     gradient_sign,
     refuse_coupled_decay,
@@ -65,6 +66,12 @@ class Adam(Rule):
 
     def frozen_options(self, options: Options) -> tuple[Any, ...]:
         return float(options["eps"]), bool(options["amsgrad"])
+
+    def adapt_state(self, state: State, options: Options) -> None:
+        # The next step would take this maximum for every row.
+        if options["amsgrad"]:
+            largest, beta2 = state["max_exp_avg_sq"], float(options["betas"][1])
+            np.maximum(largest, beta2 * state["exp_avg_sq"], out=largest)
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         return False

@@ -65,6 +65,9 @@ class Rule:
         """Return the options that must not change while rows are stale."""
         return ()
 
+    def adapt_state(self, state: State, options: Options) -> None:
+        """Adjust a state in place to frozen options that changed; no row is stale."""
+
     def is_noop_without_gradient(self, options: Options) -> bool:
         """Return whether a step without a gradient changes neither weight nor state."""
         return True

@@ -203,11 +203,14 @@ class TableState:
     def _prepare_step(self, ids: np.ndarray | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
         frozen = self.rule.frozen_options(options)
-        if self.missed.is_full or frozen != self.missed.frozen_options or ids is None:
+        is_changed = frozen != self.missed.frozen_options
+        if self.missed.is_full or is_changed or ids is None:
             self.catch_up()
+        self._add_missing_arrays(options)
+        if is_changed:
+            self.rule.adapt_state(self.state, options)
         if self.is_caught_up:
             self._restart(options)
-        self._add_missing_arrays(options)
         # Rows with a stale state may have been read without catching up.
         self.catch_up(ids)
 

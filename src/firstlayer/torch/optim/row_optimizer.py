@@ -147,7 +147,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
-        _check_dtypes(state_dict)
+        _check_tensors(state_dict)
         with held_interrupts():
             self.flush()
             replaced = self._table_states
@@ -309,16 +309,16 @@ def _saved_arrays(
     return arrays
 
 
-def _check_dtypes(state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for arrays that are not real, which torch would cast."""
+def _check_tensors(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
     for number, saved in state_dict["state"].items():
         for name, value in saved.items():
-            is_array = isinstance(value, Tensor) and name != "step"
-            if is_array and not value.is_floating_point():
-                raise ValueError(
-                    f"{name} of parameter {number} must be real, "
-                    f"got {dtype_name(value.dtype)}"
-                )
+            if isinstance(value, Tensor) and name != "step":
+                if value.is_meta or not value.is_floating_point():
+                    raise ValueError(
+                        f"{name} of parameter {number} must be real and have values, "
+                        f"got {dtype_name(value.dtype)} on {value.device}"
+                    )
 
 
 def _check_table(parameter: Tensor) -> None:
