@@ -6,7 +6,7 @@ largest id, usually two.
 
 import numpy as np
 
-from .runtime.compile import kernel
+from .runtime.compile import internal, kernel
 
 # Bits of a digit.
 BITS = 11
@@ -71,7 +71,7 @@ def group_tokens(ids, tokens, order, spare, bounds, unique):
     return count
 
 
-@kernel()
+@internal
 def _sort(ids, tokens, order, spare):
     """Write ``tokens``, sorted by id, to ``order``; return False if an id is negative."""
     least, most = 0, 0
