@@ -66,7 +66,7 @@ class Rule:
         return ()
 
     def adapt_state(self, state: State, options: Options) -> None:
-        """Adjust a state in place to frozen options that changed; no row is stale."""
+        """Adjust a state in place to frozen options that may be new; no row is stale."""
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         """Return whether a step without a gradient changes neither weight nor state."""

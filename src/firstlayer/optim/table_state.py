@@ -78,6 +78,8 @@ class TableState:
         self.missed = MissedSteps(rule.num_coefficients)
         self._add_missing_arrays(options)
         self._check_arrays()
+        if state is not None:
+            rule.adapt_state(self.state, options)
         self._restart(options)
         self.lock = threading.RLock()
 

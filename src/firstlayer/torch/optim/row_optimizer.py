@@ -96,7 +96,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Ctrl-C during the step is raised when the step is done. After a KeyboardInterrupt,
         either nothing has changed or the step is complete and ``state[parameter]["step"]``
-        of every parameter with a gradient is larger by one.
+        of every table with a gradient is larger by one.
 
         Args:
             closure: Computes the loss and its gradients again.
