@@ -16,12 +16,14 @@ HEAVY = FRAMEWORKS | {"numba", "llvmlite", "scipy", "matplotlib", "click", "rich
 FRONT_ENDS = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 
 # For each folder, the other folders of the package and the libraries that its files may
-# import, at any level of a file. Every folder may import ``_array`` and ``_check``.
+# import, at any level of a file. Every folder may import the modules in ``SHARED``.
+SHARED = {"_array", "_check", "_interrupts"}
 CORE = {"positions", "embeddings", "optim", "files"}
 ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 ALLOWED = {
     "_array": (set(), set()),
     "_check": (set(), ARRAYS),
+    "_interrupts": (set(), set()),
     "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
@@ -138,7 +140,7 @@ def forbidden_imports(path: Path) -> list[str]:
     for name in imports_of(path):
         top, _, rest = name.partition(".")
         if top == "firstlayer":
-            allowed = folder_of(rest) in {folder, "_array", "_check", *folders}
+            allowed = folder_of(rest) in {folder, *SHARED, *folders}
         else:
             allowed = top in libraries or top in sys.stdlib_module_names
         forbidden += [] if allowed else [name]

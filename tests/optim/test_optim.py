@@ -390,13 +390,16 @@ def test_half_precision_rows_are_stored_and_upcast(dtype):
     )
 
 
-def test_stale_rows_are_listed_once_and_marked():
-    row_steps = np.array([5, 3, 5, 0, 2], np.int32)
-    rows, from_step = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), row_steps, 5)
+def test_stale_rows_are_listed_once_and_not_marked_until_they_are_updated():
+    before = [2**40, 3, 2**40, 0, 2]
+    row_steps = np.array(before, np.int64)
+    rows, from_step = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), row_steps, 2**40)
     assert rows.tolist() == [4, 1] and from_step.tolist() == [2, 3]
-    assert row_steps.tolist() == [5, 5, 5, 0, 5]
-    rows, from_step = kernels.stale_range(2, 5, row_steps, 5)
-    assert rows.tolist() == [3] and from_step.tolist() == [0] and (row_steps == 5).all()
+    assert row_steps.tolist() == before
+    kernels.mark_rows(rows, row_steps, 2**40)
+    assert row_steps.tolist() == [2**40, 2**40, 2**40, 0, 2**40]
+    rows, from_step = kernels.stale_range(2, 5, row_steps, 2**40)
+    assert rows.tolist() == [3] and from_step.tolist() == [0] and row_steps[3] == 0
 
 
 def test_interpolation_recovers_polynomial_coefficients():
@@ -519,7 +522,7 @@ def test_invalid_state_raises_and_changes_nothing():
     optimizer = RowAdamW(layer)
     state = optimizer.state_dict()
     check_raises(
-        r"state must have weight.exp_avg, got \['weight.step'\]",
+        r"state must have \['weight.exp_avg', .*, got \['weight.step'\]",
         lambda: optimizer.load_state_dict({"weight.step": state["weight.step"]}),
     )
     state["weight.exp_avg"] = np.zeros((4, 2))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .optim.linear import sgd_update as sgd_update
     from .optim.lion import lion_catch_up as lion_catch_up
     from .optim.lion import lion_update as lion_update
+    from .optim.rows import mark_rows as mark_rows
     from .optim.rows import stale_range as stale_range
     from .optim.rows import stale_rows as stale_rows
     from .optim.scaled import adagrad_update as adagrad_update
@@ -54,7 +55,7 @@ _NAMES = {
     "optim.adam": ("adam_catch_up", "adam_update"),
     "optim.linear": ("linear_catch_up", "sgd_update"),
     "optim.lion": ("lion_catch_up", "lion_update"),
-    "optim.rows": ("stale_range", "stale_rows"),
+    "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "optim.scaled": ("adagrad_update", "rmsprop_update"),
     "phases": ("digit_phases", "sinusoid_features"),
     "rotate": ("rotate_pairs",),

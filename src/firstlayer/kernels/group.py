@@ -6,7 +6,7 @@ largest id, usually two.
 
 import numpy as np
 
-from .runtime.compile import kernel
+from .runtime.compile import internal, kernel
 
 # Bits of a digit.
 BITS = 11
@@ -26,11 +26,13 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         >>> order.tolist(), bounds.tolist(), unique.tolist()
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
-    order, bounds, unique = grouped(ids, np.arange(ids.size))
-    if not bounds.size:
+    order, spare, unique = (np.empty(ids.size, np.int64) for _ in range(3))
+    bounds = np.empty(ids.size + 1, np.int64)
+    count = group_tokens(ids, np.arange(ids.size), order, spare, bounds, unique)
+    if count < 0:
         raise ValueError(f"ids must not be negative, got {ids.min()}")
-    # Gradients keep their ids, and a view would keep Numba's longer array alive.
-    return order, bounds, unique.copy()
+    # Gradients keep their ids, and a view would keep the longer array alive.
+    return order, bounds[: count + 1], unique[:count].copy()
 
 
 @kernel()
@@ -43,18 +45,22 @@ def ascends(ids: np.ndarray) -> bool:
 
 
 @kernel()
-def grouped(ids, tokens):
+def group_tokens(ids, tokens, order, spare, bounds, unique):
     """Group the ids of some tokens, given in ascending order; see :func:`group_by_id`.
 
-    There are no bounds at all if one of the ids is negative.
+    Args:
+        ids: Id of each token.
+        tokens: Indices of the tokens to group.
+        order: The tokens, sorted by id.
+        spare: Scratch memory of the size of ``tokens``.
+        bounds: Bounds of the groups; at most one more than there are tokens.
+        unique: Id of each group.
+
+    Returns:
+        Number of groups, or -1 if one of the ids is negative.
     """
-    order, spare = tokens.copy(), np.empty_like(tokens)
-    bounds, unique = np.empty(tokens.size + 1, np.int64), np.empty(tokens.size, np.int64)
-    swaps = _sort(ids, order, spare)
-    if swaps < 0:
-        return order, bounds[:0], unique[:0]
-    if swaps % 2:
-        order = spare
+    if not _sort(ids, tokens, order, spare):
+        return -1
     count = 0
     for i in range(order.size):
         id_ = ids[order[i]]
@@ -62,34 +68,38 @@ def grouped(ids, tokens):
             bounds[count], unique[count] = i, id_
             count += 1
     bounds[count] = order.size
-    return order, bounds[: count + 1], unique[:count]
+    return count
 
 
-@kernel()
-def _sort(ids, order, spare):
-    """Sort ``order`` by id, and return the number of passes; -1 if an id is negative.
-
-    Each pass swaps ``order`` and ``spare``: after an odd number the result is in ``spare``.
-    """
-    least, most, swaps = 0, 0, 0
-    for token in order:
+@internal
+def _sort(ids, tokens, order, spare):
+    """Write ``tokens``, sorted by id, to ``order``; return False if an id is negative."""
+    least, most = 0, 0
+    for token in tokens:
         least, most = min(least, ids[token]), max(most, ids[token])
     if least < 0:
-        return -1
-    bits, shift = 0, 0
+        return False
+    bits, passes = 0, 0
     while bits < BITS and most >> bits:
         bits += 1
+    while passes * bits < 63 and most >> passes * bits:
+        passes += 1
+    if not passes:
+        order[:] = tokens
     starts, mask = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
-    while shift < 63 and most >> shift:
+    source, target, other = tokens, spare, order
+    if passes % 2:
+        target, other = order, spare
+    for i in range(passes):
+        shift = i * bits
         starts[:] = 0
-        for token in order:
+        for token in source:
             starts[1 + (ids[token] >> shift & mask)] += 1
         for digit in range(mask):
             starts[digit + 1] += starts[digit]
-        for token in order:
+        for token in source:
             digit = ids[token] >> shift & mask
-            spare[starts[digit]] = token
+            target[starts[digit]] = token
             starts[digit] += 1
-        order, spare = spare, order
-        shift, swaps = shift + bits, swaps + 1
-    return swaps
+        source, target, other = target, other, target
+    return True

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .runtime.compile import kernel, prefetch
+from .runtime.compile import internal, kernel, prefetch
 from .runtime.pool import pieces, run
 
 #: Negatives per position, and number of consecutive positions that share them.
@@ -123,7 +123,7 @@ def group_targets(
     return ids[:count], bounds[: count + 1], rows, weights
 
 
-@kernel()
+@internal
 def _mixed(x):
     """Return the SplitMix64 finalizer of ``x``."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -131,7 +131,7 @@ def _mixed(x):
     return x ^ (x >> np.uint64(31))
 
 
-@kernel()
+@internal
 def _number(key, place, which):
     """Return the random 32-bit draw number ``which`` of a position."""
     golden = np.uint64(0x9E3779B97F4A7C15)

@@ -15,6 +15,9 @@ from .rule import Options, RowOptions, Rule, gradient_sign, refuse_coupled_decay
 class Adagrad(Rule):
     """Adagrad. A step without a gradient is a no-op."""
 
+    array_names: ClassVar[frozenset[str]] = frozenset(("sum",))
+    depends_on_step: ClassVar[bool] = True
+
     def check(self, options: Options) -> None:
         super().check(options)
         name = "initial_accumulator_value"

@@ -23,6 +23,7 @@ from .rule import (
     Options,
     RowOptions,
     Rule,
+    State,
     check_fractions,
     gradient_sign,
     refuse_coupled_decay,
@@ -40,6 +41,12 @@ class Adam(Rule):
     """
 
     num_coefficients: ClassVar[int] = NUM_ADAM
+    array_names: ClassVar[frozenset[str]] = frozenset((
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+    ))
+    depends_on_step: ClassVar[bool] = True
     #: Whether weight decay is decoupled, not added to the gradient.
     decoupled: ClassVar[bool] = False
 
@@ -59,6 +66,12 @@ class Adam(Rule):
 
     def frozen_options(self, options: Options) -> tuple[Any, ...]:
         return float(options["eps"]), bool(options["amsgrad"])
+
+    def adapt_state(self, state: State, options: Options) -> None:
+        # The next step would take this maximum for every row.
+        if options["amsgrad"]:
+            largest, beta2 = state["max_exp_avg_sq"], float(options["betas"][1])
+            np.maximum(largest, beta2 * state["exp_avg_sq"], out=largest)
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         return False
@@ -100,6 +113,7 @@ class Adam(Rule):
             steps=missed.all_steps,
             count=missed.count,
             eps=missed.frozen_options[0],
+            amsgrad=missed.frozen_options[1],
         )
 
     def update(
@@ -119,6 +133,7 @@ class Adam(Rule):
             float(options["lr"]) / (1 - beta1**step),
             unbias,
             eps * unbias if self.lazy else eps,
+            amsgrad=bool(options["amsgrad"]),
         )
 
     def _weight_decay(self, options: Options) -> float:

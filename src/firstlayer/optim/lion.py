@@ -17,6 +17,7 @@ class Lion(Rule):
     """Lion: updates weights by the sign of an average of gradients."""
 
     num_coefficients: ClassVar[int] = NUM_LION
+    array_names: ClassVar[frozenset[str]] = frozenset(("exp_avg",))
 
     def check(self, options: Options) -> None:
         super().check(options)

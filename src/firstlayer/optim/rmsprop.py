@@ -24,6 +24,11 @@ class RMSprop(Rule):
     """RMSprop, centered or not, with or without momentum."""
 
     num_coefficients: ClassVar[int] = NUM_LINEAR
+    array_names: ClassVar[frozenset[str]] = frozenset((
+        "square_avg",
+        "momentum_buffer",
+        "grad_avg",
+    ))
 
     def check(self, options: Options) -> None:
         super().check(options)

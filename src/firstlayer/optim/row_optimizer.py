@@ -7,10 +7,11 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from .._check import ids_in_range, integers, one_of
+from .._check import check_real, integers, one_of
+from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
-from .table_state import TableState
+from .table_state import TableState, checked_step
 
 # Names in a layer's gradients that are inputs, not parameters.
 INPUTS = ("x", "inputs_embeds", "per_sample_weights")
@@ -82,7 +83,10 @@ class RowOptimizer:
         """Take a step with the gradients that a layer's ``pull(dy)`` returned.
 
         Parameters without a gradient do not change, as in torch. Gradients of the layer's
-        inputs are ignored. Nothing changes if a gradient is invalid.
+        inputs are ignored. Nothing changes if a gradient is invalid. Ctrl-C during the
+        step is raised when the step is done. After a KeyboardInterrupt, either nothing has
+        changed or the step is complete and every ``table_states[name].step_count`` of a
+        name in ``grads`` is larger by one.
 
         Args:
             grads: For each name, a row gradient or an array of the parameter's shape.
@@ -91,14 +95,10 @@ class RowOptimizer:
         unknown = sorted(grads.keys() - own.keys() - set(INPUTS))
         if unknown:
             raise ValueError(f"grads must be of {sorted(self.table_states)}, got {unknown}")
-        for name, grad in own.items():
-            self._check_gradient(name, grad)
-        for name, grad in own.items():
-            state = self.table_states[name]
-            if isinstance(grad, RowGradient):
-                state.step(grad.ids, grad.values, options=self.options)
-            else:
-                state.step(None, grad.reshape(state.shape), options=self.options)
+        steps = [self._checked_gradient(name, grad) for name, grad in own.items()]
+        with held_interrupts():
+            for state, ids, values in steps:
+                state.step(ids, values, options=self.options)
 
     def flush(self) -> None:
         """Bring every row up to date; call before using ``weight`` directly."""
@@ -121,9 +121,10 @@ class RowOptimizer:
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue from a state. Nothing changes if it does not fit."""
         loaded = {name: self._loaded(name, state) for name in self.table_states}
-        self.flush()
-        self.table_states |= loaded
-        self._attach()
+        with held_interrupts():
+            self.flush()
+            self.table_states |= loaded
+            self._attach()
 
     def _new_table_state(
         self, name: str, state: dict[str, np.ndarray] | None = None, *, step: int = 0
@@ -157,54 +158,67 @@ class RowOptimizer:
                 owner.table_state.catch_up()
             owner.table_state = None if self.rule.lazy else self.table_states[name]
 
-    def _check_gradient(self, name: str, grad: RowGradient | np.ndarray) -> None:
+    def _checked_gradient(
+        self, name: str, grad: RowGradient | np.ndarray
+    ) -> tuple[TableState, np.ndarray | None, np.ndarray]:
+        """Return the arguments of a parameter's step; raise if the step would."""
         state, is_table = self.table_states[name], name in self._tables
         shape = state.shape if is_table else self._parameters[name].shape
-        if not isinstance(grad, RowGradient):
+        if isinstance(grad, RowGradient):
+            if not is_table or np.shape(grad.values)[1:] != shape[1:]:
+                raise ValueError(
+                    f"grads[{name!r}] must be for rows of {shape}, "
+                    f"got values of shape {np.shape(grad.values)}"
+                )
+            values = np.asarray(grad.values)
+            ids = integers(grad.ids, name=f"grads[{name!r}].ids")
+            if ids.shape != values.shape[:1]:
+                raise ValueError(
+                    f"grads[{name!r}] must have an id for each of {len(values)} rows, "
+                    f"got ids of shape {ids.shape}"
+                )
+            ids = np.ascontiguousarray(ids, np.int64)
+        else:
             if np.shape(grad) != shape:
                 raise ValueError(
                     f"grads[{name!r}] must have shape {shape}, got {np.shape(grad)}"
                 )
-            row = state.first_stale()
-        else:
-            if not is_table or grad.values.shape[1:] != shape[1:]:
-                raise ValueError(
-                    f"grads[{name!r}] must be for rows of {shape}, "
-                    f"got values of shape {grad.values.shape}"
-                )
-            _check_ids(name, grad, rows=shape[0])
-            row = state.first_stale(grad.ids)
+            ids, values = None, np.asarray(grad).reshape(state.shape)
+        check_real(values, name=f"grads[{name!r}]")
+        ids_name = f"grads[{name!r}].ids"
+        state.check_step(ids, values, options=self.options, ids_name=ids_name)
+        row = state.first_stale(ids)
         if row is not None:
             raise ValueError(
                 f"row {row} was read before it was brought up to date; "
                 'look it up through its layer, call flush(), or use mode="lazy"'
             )
+        return state, ids, values
 
     def _loaded(self, name: str, state: Mapping[str, np.ndarray]) -> TableState:
-        current, arrays = self.table_states[name].state, {}
-        for key in ("step", *current):
-            if f"{name}.{key}" not in state:
-                raise ValueError(f"state must have {name}.{key}, got {sorted(state)}")
-        for key, array in current.items():
-            arrays[key] = np.array(state[f"{name}.{key}"], array.dtype)
-            if arrays[key].shape != array.shape:
+        prefix, current = f"{name}.", self.table_states[name].state
+        saved = {
+            key.removeprefix(prefix)
+            for key in state
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+        }
+        required = self.rule.initial_state(self.options).keys() | current.keys()
+        if "step" not in saved or saved - {"step"} != required:
+            expected = sorted(prefix + key for key in ("step", *required))
+            got = sorted(prefix + key for key in saved)
+            raise ValueError(f"state must have {expected}, got {got}")
+        step = checked_step(f"{name}.step", state[f"{name}.step"])
+        table = self.table_states[name]
+        arrays = {}
+        for key in required:
+            array = np.asarray(state[prefix + key])
+            check_real(array, name=prefix + key, whole=False)
+            if array.shape != table.state_shape:
                 raise ValueError(
-                    f"{name}.{key} must have shape {array.shape}, got {arrays[key].shape}"
+                    f"{prefix}{key} must have shape {table.state_shape}, got {array.shape}"
                 )
-        return self._new_table_state(name, arrays, step=int(state[f"{name}.step"]))
-
-
-def _check_ids(name: str, grad: RowGradient, *, rows: int) -> None:
-    """Raise unless ids are ascending row numbers: kernels write to these rows unchecked."""
-    ids = integers(grad.ids, name=f"grads[{name!r}].ids")
-    if ids.shape != grad.values.shape[:1]:
-        raise ValueError(
-            f"grads[{name!r}] must have an id for each of {len(grad.values)} rows, "
-            f"got ids of shape {ids.shape}"
-        )
-    if (ids[1:] <= ids[:-1]).any():
-        raise ValueError(f"grads[{name!r}].ids must be ascending, each once")
-    ids_in_range(ids, rows, name=f"grads[{name!r}].ids", bound="the number of rows")
+            arrays[key] = np.array(array, table.dtype, order="C")
+        return self._new_table_state(name, arrays, step=step)
 
 
 def check_rounding(dtypes: Iterable[str]) -> None:

@@ -35,6 +35,10 @@ class Rule:
 
     #: Number of coefficients stored for a missed step.
     num_coefficients: ClassVar[int] = 0
+    #: Names of the arrays that the state may have, under any options.
+    array_names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether an update depends on the number of steps taken before.
+    depends_on_step: ClassVar[bool] = False
 
     def __init__(self, *, lazy: bool = False) -> None:
         self.lazy = lazy
@@ -49,6 +53,10 @@ class Rule:
         """Return the name and initial value of each array of the state."""
         raise NotImplementedError
 
+    def required_arrays(self, options: Options) -> set[str]:
+        """Return the names of the arrays that a saved state must have."""
+        return set(self.initial_state(options))
+
     def state_width(self, width: int) -> int:
         """Return the width of the state's arrays for rows of ``width``."""
         return width
@@ -56,6 +64,9 @@ class Rule:
     def frozen_options(self, options: Options) -> tuple[Any, ...]:
         """Return the options that must not change while rows are stale."""
         return ()
+
+    def adapt_state(self, state: State, options: Options) -> None:
+        """Adjust a state in place to frozen options that may be new; no row is stale."""
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         """Return whether a step without a gradient changes neither weight nor state."""

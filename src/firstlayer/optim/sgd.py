@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import kernels
+from .._check import number
 from ..kernels.optim.coefficients import NUM_LINEAR
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps, advance_linear
@@ -21,9 +22,11 @@ class SGD(Rule):
     """
 
     num_coefficients: ClassVar[int] = NUM_LINEAR
+    array_names: ClassVar[frozenset[str]] = frozenset(("momentum_buffer",))
 
     def check(self, options: Options) -> None:
         super().check(options)
+        number("dampening", options["dampening"])
         if options["nesterov"] and (not options["momentum"] or options["dampening"]):
             raise ValueError(
                 "nesterov needs momentum and no dampening, got momentum "
@@ -32,6 +35,10 @@ class SGD(Rule):
 
     def initial_state(self, options: Options) -> dict[str, float]:
         return {"momentum_buffer": 0.0} if options["momentum"] else {}
+
+    def required_arrays(self, options: Options) -> set[str]:
+        # torch creates the buffer in the first step that has a gradient.
+        return set()
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         return not options["momentum"] and not options["weight_decay"]

@@ -4,22 +4,32 @@ A step updates the rows that have a gradient; the other rows become stale. Code 
 about to read rows calls :meth:`TableState.catch_up`, which applies the missed steps to the
 stale ones among them, in place. Rows that are up to date are not written, so a row keeps
 the value that was read until the next step.
+
+A step or a catch-up changes weights, state and counters together. Arguments are checked
+before anything changes, and Ctrl-C is held back until everything has, so a table is left
+as it was before the call or as it is after it.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int64
 
 from .. import kernels
 from .._array import compute_dtype
+from .._check import is_float, out_of_range
+from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps
 from .rule import Options, Rule, State
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14
+# Number of steps that a state may have. Steps are int64 and must not overflow.
+MAX_STEP = 1 << 62
 
 
 class TableState:
@@ -52,6 +62,9 @@ class TableState:
         self.stochastic_rounding = stochastic_rounding
         weight = table()
         self.shape, self.dtype = weight.shape, np.dtype(compute_dtype(weight.dtype))
+        self._table_dtype = weight.dtype
+        #: Shape of each array of the state.
+        self.state_shape = self.shape[0], rule.state_width(self.shape[1])
         #: Arrays of the optimizer state, by name.
         self.state: State = {} if state is None else state
         #: For each row, whether its state may be nonzero.
@@ -59,11 +72,14 @@ class TableState:
         #: Number of steps taken.
         self.step_count = step
         #: For each row, the step it is at; smaller values stand for ``base_step``.
-        self.row_steps = np.zeros(self.shape[0], np.int32)
+        self.row_steps = np.zeros(self.shape[0], np.int64)
         #: Step at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
         self.missed = MissedSteps(rule.num_coefficients)
         self._add_missing_arrays(options)
+        self._check_arrays()
+        if state is not None:
+            rule.adapt_state(self.state, options)
         self._restart(options)
         self.lock = threading.RLock()
 
@@ -95,8 +111,9 @@ class TableState:
         """
         if self.is_caught_up:
             return
-        with self.lock:
+        with held_interrupts(), self.lock:
             table = self._checked(self.table() if table is None else table)
+            self._check_arrays()
             if ids is not None:
                 stale = kernels.stale_rows(ids, self.row_steps, self.step_count)
                 self._catch_up_rows(table, *stale)
@@ -126,17 +143,23 @@ class TableState:
     ) -> None:
         """Update the rows that have a gradient, in place; the others become stale.
 
+        The arguments have passed :meth:`check_step`.
+
         Args:
-            ids: Rows that have a gradient, without repeats; None for all.
+            ids: Rows that have a gradient, ascending and each once; None for all.
             gradient: Gradient of each of these rows.
             options: Options of the rule in this step.
         """
-        with self.lock:
+        with held_interrupts(), self.lock:
             self._prepare_step(ids, options)
+            self._check_arrays()
+            gradient = np.ascontiguousarray(gradient, self.dtype)
             table, step = self._checked(self.table()), self.step_count + 1
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
             if ids is not None and not self.rule.lazy and not is_noop:
-                self.rule.record_step(self.missed, options, step)
+                # A warning that is turned into an error must not end a recording.
+                with np.errstate(all="ignore"):
+                    self.rule.record_step(self.missed, options, step)
                 if self.rule.moves_without_gradient(options):
                     self._missed_moves = True
             else:
@@ -148,15 +171,48 @@ class TableState:
             if self.is_caught_up:
                 self._restart(options)
 
+    def check_step(
+        self,
+        ids: np.ndarray | None,
+        gradient: np.ndarray,
+        *,
+        options: Options,
+        ids_name: str = "ids",
+    ) -> None:
+        """Raise an error unless :meth:`step` can run to its end; change nothing.
+
+        Kernels write to the rows unchecked.
+
+        Args:
+            ids: As in :meth:`step`, contiguous int64.
+            gradient: As in :meth:`step`.
+            options: As in :meth:`step`.
+            ids_name: Name of the ids in error messages.
+        """
+        self.rule.check(options)
+        self._checked(self.table())
+        self._check_arrays()
+        shape = self.shape if ids is None else (ids.size, self.shape[1])
+        if gradient.shape != shape:
+            raise ValueError(f"the gradient must have shape {shape}, got {gradient.shape}")
+        if ids is not None and ids.size:
+            if not kernels.ascends(ids):
+                raise ValueError(f"{ids_name} must be ascending, each once")
+            rows = self.shape[0]
+            if ids[0] < 0 or ids[-1] >= rows:
+                raise out_of_range(ids, rows, name=ids_name, bound="the number of rows")
+
     def _prepare_step(self, ids: np.ndarray | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
-        self.rule.check(options)
         frozen = self.rule.frozen_options(options)
-        if self.missed.is_full or frozen != self.missed.frozen_options or ids is None:
+        is_changed = frozen != self.missed.frozen_options
+        if self.missed.is_full or is_changed or ids is None:
             self.catch_up()
+        self._add_missing_arrays(options)
+        if is_changed:
+            self.rule.adapt_state(self.state, options)
         if self.is_caught_up:
             self._restart(options)
-        self._add_missing_arrays(options)
         # Rows with a stale state may have been read without catching up.
         self.catch_up(ids)
 
@@ -176,11 +232,11 @@ class TableState:
         stale = StaleRows(weight, weight_rows, rows, self.state, from_step, self.has_state)
         self.rule.catch_up(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
+        kernels.mark_rows(rows, self.row_steps, self.step_count)
 
     def _update_rows(
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, *, options: Options
     ) -> None:
-        gradient = np.ascontiguousarray(gradient, self.dtype)
         self.has_state[rows] = True
         self.row_steps[rows] = self.step_count
         weight, weight_rows = self._upcast(table, rows)
@@ -207,19 +263,38 @@ class TableState:
             kernels.store_rows(weight, table, rows, noise=seed)
 
     def _checked(self, weight: np.ndarray) -> np.ndarray:
-        if weight.shape != self.shape or compute_dtype(weight.dtype) != self.dtype.name:
+        """Return the table if it still fits the state and can be written."""
+        dtype = weight.dtype
+        fits = dtype == self._table_dtype or (
+            is_float(dtype) and dtype.isnative and compute_dtype(dtype) == self.dtype.name
+        )
+        if weight.shape != self.shape or not fits:
             raise ValueError(
                 f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
-                f"got {weight.shape} in {weight.dtype.name}; make a new optimizer"
+                f"got {weight.shape} in {dtype.name}; make a new optimizer"
             )
+        if not weight.flags.writeable:
+            raise ValueError("the table must be writable to be trained, got it read-only")
         return weight
 
+    def _check_arrays(self) -> None:
+        """Raise ValueError unless every array of the state fits the table.
+
+        Kernels write to the arrays unchecked, and the arrays can be replaced by others.
+        """
+        for name, array in self.state.items():
+            if array.shape != self.state_shape or array.dtype != self.dtype:
+                raise ValueError(
+                    f"{name} must be {self.state_shape} in {self.dtype.name} "
+                    f"as the table is, got {array.shape} in {array.dtype.name}"
+                )
+            if not array.flags.carray:
+                raise ValueError(f"{name} must be contiguous and writable, got it not so")
+
     def _add_missing_arrays(self, options: Options) -> None:
-        rows, width = self.shape
-        shape = rows, self.rule.state_width(width)
         for name, value in self.rule.initial_state(options).items():
             if name not in self.state:
-                zeros = np.zeros(shape, self.dtype)
+                zeros = np.zeros(self.state_shape, self.dtype)
                 self.state[name] = np.full_like(zeros, value) if value else zeros
 
 
@@ -233,3 +308,45 @@ def _chunks(
     for lo in range(0, len(gradient), CHUNK):
         part = gradient[lo : lo + CHUNK]
         yield np.arange(lo, lo + len(part)), part
+
+
+def checked_step(name: str, value: Any) -> int:
+    """Return a saved number of steps as an int, or raise a ValueError.
+
+    Args:
+        name: Name of the number in the error message.
+        value: Number, or array of one, of any dtype: files have int32, int64 and float32.
+
+    Example:
+        >>> checked_step("step", np.float32(7))
+        7
+        >>> checked_step("step", -1)
+        Traceback (most recent call last):
+        ...
+        ValueError: step must be a whole number from 0 to 2**62, got -1
+    """
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, bool) and 0 <= number <= MAX_STEP:
+            if number == int(number):
+                return int(number)
+    raise ValueError(f"{name} must be a whole number from 0 to 2**62, got {value}")
+
+
+def check_names(
+    rule: Rule, names: Iterable[str], *, required: set[str], owner: str
+) -> None:
+    """Raise ValueError unless a state has the required arrays and none of another rule.
+
+    Args:
+        rule: Update rule.
+        names: Names of the saved arrays.
+        required: Names that must be among them.
+        owner: Description of the parameter in the error message.
+    """
+    names = set(names)
+    if required - names or names - rule.array_names:
+        expected = sorted(required or rule.array_names)
+        raise ValueError(
+            f"the state of {owner} must have the arrays {expected}, got {sorted(names)}"
+        )

@@ -90,18 +90,23 @@ def layer_backward(
         shared_sums,
         grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
-    return buffer, _sum_blocks(position_sums), _sum_blocks(shared_sums)
+    return buffer, _sum_over_blocks(position_sums), _sum_over_blocks(shared_sums)
 
 
-@kernel()
-def _sum_blocks(blocks: np.ndarray) -> np.ndarray:
+def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
     """Return the sum of the blocks; a single block is returned itself."""
     if blocks.shape[0] == 1:
         return blocks[0]
-    sums = blocks[0].copy()
+    sums = np.empty(blocks.shape[1:], blocks.dtype)
+    _sum_blocks(blocks, sums)
+    return sums
+
+
+@kernel()
+def _sum_blocks(blocks, sums):
+    sums[:] = blocks[0]
     for other in range(1, blocks.shape[0]):
         sums += blocks[other]
-    return sums
 
 
 @inlined

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..group import grouped
-from ..runtime.compile import kernel
+from ..group import group_tokens
+from ..runtime.compile import internal, kernel
 
 # More blocks would cost more memory for accumulators than they gain in speed.
 MAX_BLOCKS = 32
@@ -92,42 +92,90 @@ def plan_backward(
         order, block_starts = tokens, np.arange(num_blocks + 1) * tokens.size // num_blocks
         positions: tuple[np.ndarray, np.ndarray | None, bool] = empty, None, False
     else:
-        order, block_starts, positions = _block_by_position(
+        order, block_starts, positions = _order_by_position(
             position_rows, num_tokens, tokens, shared_rows
         )
     if ids is None:
         buffer_rows = unique_ids = np.arange(num_tokens)
         repeated, partial_starts = empty, np.array([num_tokens])
     else:
-        skipped = -1 if skip is None else skip
-        buffer_rows, unique_ids, repeated, partial_starts = _assign_buffer_rows(
-            ids, order, block_starts, skipped
+        buffer_rows, unique_ids, repeated, partial_starts = _rows_of_ids(
+            ids, order, block_starts, -1 if skip is None else skip
         )
-        if not partial_starts.size:
-            raise ValueError(f"ids must not be negative, got {ids.min()}")
-    # Gradients keep their ids, and a view would keep Numba's longer array alive.
-    unique_ids = unique_ids.copy()
     return BackwardPlan(
         buffer_rows, unique_ids, repeated, partial_starts, order, block_starts, *positions
     )
 
 
+def _rows_of_ids(
+    ids: np.ndarray, token_order: np.ndarray, block_starts: np.ndarray, skip: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first four fields of the plan."""
+    size = token_order.size
+    buffer_rows = np.empty(ids.size, np.int64)
+    unique, repeated = np.empty(size, np.int64), np.empty(size, np.int64)
+    partial_starts, counts = np.empty(size + 1, np.int64), np.empty(2, np.int64)
+    args = buffer_rows, unique, repeated, partial_starts, counts
+    if not _assign_buffer_rows(ids, token_order, block_starts, skip, *args):
+        raise ValueError(f"ids must not be negative, got {ids.min()}")
+    num_ids, num_repeated = counts.tolist()
+    # Gradients keep their ids, and a view would keep the longer array alive.
+    return (
+        buffer_rows,
+        unique[:num_ids].copy(),
+        repeated[:num_repeated],
+        partial_starts[: num_repeated + 1],
+    )
+
+
+def _order_by_position(
+    position_rows: np.ndarray, num_tokens: int, tokens: np.ndarray, shared_rows: int
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, bool]]:
+    """Return the token order, the blocks' starts, and the last three fields of the plan."""
+    order, starts = np.empty(tokens.size, np.int64), np.empty(MAX_BLOCKS + 1, np.int64)
+    unique_rows = np.empty(position_rows.size, np.int64)
+    indices, counts = np.empty(num_tokens, np.int64), np.empty(2, np.int64)
+    args = order, starts, unique_rows, indices, counts
+    splits = _block_by_position(position_rows, tokens, shared_rows, *args)
+    num_blocks, num_rows = counts.tolist()
+    positions = unique_rows[:num_rows], indices, splits
+    return tokens if splits else order, starts[: num_blocks + 1], positions
+
+
+# The kernels below write to arrays that Python allocated: an interrupt that is pending when
+# Numba creates an array becomes a SystemError.
 @kernel()
-def _assign_buffer_rows(ids, token_order, block_starts, skip):
+def _assign_buffer_rows(
+    ids,
+    token_order,
+    block_starts,
+    skip,
+    buffer_rows,
+    unique,
+    repeated,
+    partial_starts,
+    counts,
+):
+    """Write the first four fields of the plan, and the number of ids and repeated ids.
+
+    Returns:
+        False if one of the ids is negative.
+    """
+    order, spare = np.empty_like(token_order), np.empty_like(token_order)
+    bounds = np.empty(token_order.size + 1, np.int64)
     # Tokens are ordered by block, so those of each id are too.
-    order, bounds, unique = grouped(ids, token_order)
-    buffer_rows, count = np.full(ids.size, -1), 0
-    if not bounds.size:
-        return buffer_rows, unique, unique, bounds
-    repeated, partial_starts = np.empty_like(unique), np.empty_like(bounds)
-    next_partial, row = (unique != skip).sum(), 0
+    num_groups = group_tokens(ids, token_order, order, spare, bounds, unique)
+    if num_groups < 0:
+        return False
+    buffer_rows[:] = -1
+    next_partial, row, count = (unique[:num_groups] != skip).sum(), 0, 0
     partial_starts[0] = next_partial
     blocks = _block_of_tokens(token_order, block_starts, ids.size)
-    for group in range(unique.size):
-        if unique[group] == skip:
+    for index in range(num_groups):
+        if unique[index] == skip:
             continue
-        first, end = bounds[group], bounds[group + 1]
-        unique[row] = unique[group]
+        first, end = bounds[index], bounds[index + 1]
+        unique[row] = unique[index]
         if end - first == 1:
             buffer_rows[order[first]] = row
         else:
@@ -139,10 +187,11 @@ def _assign_buffer_rows(ids, token_order, block_starts, skip):
             repeated[count], count = row, count + 1
             partial_starts[count] = next_partial
         row += 1
-    return buffer_rows, unique[:row], repeated[:count], partial_starts[: count + 1]
+    counts[0], counts[1] = row, count
+    return True
 
 
-@kernel()
+@internal
 def _block_of_tokens(token_order, block_starts, num_tokens):
     blocks = np.empty(num_tokens, np.int64)
     for block in range(block_starts.size - 1):
@@ -152,61 +201,80 @@ def _block_of_tokens(token_order, block_starts, num_tokens):
 
 
 @kernel()
-def _block_by_position(position_rows, num_tokens, tokens, shared_rows):
-    """Return the token order, the blocks' starts, and the last three fields of the plan."""
-    indices, unique_rows, counts = _index_positions(position_rows, num_tokens, tokens)
+def _block_by_position(
+    position_rows, tokens, shared_rows, order, starts, unique_rows, indices, counts
+):
+    """Write the token order, the blocks' starts, and the position rows with their indices.
+
+    ``counts`` gets the number of blocks and of position rows.
+
+    Returns:
+        Whether several blocks may read the same position row. The token order is then that
+        of ``tokens``, and ``order`` is not written.
+    """
+    tokens_of_rows, num_rows = _index_positions(position_rows, tokens, unique_rows, indices)
+    counts[1] = num_rows
     if (
-        FREQUENT * counts > tokens.size
-    ).any() and tokens.size >= FREQUENT * unique_rows.size:
+        FREQUENT * tokens_of_rows > tokens.size
+    ).any() and tokens.size >= FREQUENT * num_rows:
         # Few rows with many tokens each: every block has position sums of its own.
-        num_blocks = _num_blocks(tokens.size, shared_rows + unique_rows.size)
-        starts = np.arange(num_blocks + 1) * tokens.size // num_blocks
-        return tokens, starts, (unique_rows, indices, True)
-    blocks, starts = _block_of_positions(
-        counts, _num_blocks(tokens.size, shared_rows), tokens.size
+        num_blocks = _num_blocks(tokens.size, shared_rows + num_rows)
+        for block in range(num_blocks + 1):
+            starts[block] = block * tokens.size // num_blocks
+        counts[0] = num_blocks
+        return True
+    max_blocks = _num_blocks(tokens.size, shared_rows)
+    blocks, num_blocks = _block_of_positions(
+        tokens_of_rows, max_blocks, tokens.size, starts
     )
-    order, free = np.empty_like(tokens), starts.copy()
+    counts[0], free = num_blocks, starts[:num_blocks].copy()
     for token in tokens:
         block = blocks[indices[token]]
         order[free[block]] = token
         free[block] += 1
-    return order, starts, (unique_rows, indices, False)
+    return False
 
 
-@kernel()
-def _index_positions(position_rows, num_tokens, tokens):
-    """Return each token's index in the unique rows, those rows, and their counts."""
-    order, bounds, rows = grouped(position_rows, np.arange(position_rows.size))
-    ranks, indices = np.empty_like(position_rows), np.empty(num_tokens, np.int64)
-    for rank in range(rows.size):
+@internal
+def _index_positions(position_rows, tokens, rows, indices):
+    """Write the unique rows and each token's index in them; return counts and their number.
+
+    The counts are those of the tokens of each row.
+    """
+    size, num_tokens = position_rows.size, indices.size
+    order, spare = np.empty(size, np.int64), np.empty(size, np.int64)
+    bounds = np.empty(size + 1, np.int64)
+    num_rows = group_tokens(position_rows, np.arange(size), order, spare, bounds, rows)
+    ranks = np.empty_like(position_rows)
+    for rank in range(num_rows):
         for i in range(bounds[rank], bounds[rank + 1]):
             ranks[order[i]] = rank
-    for first in range(0, num_tokens, max(1, position_rows.size)):
-        indices[first : first + position_rows.size] = ranks[: num_tokens - first]
-    counts, used = np.zeros_like(rows), 0
+    for first in range(0, num_tokens, max(1, size)):
+        indices[first : first + size] = ranks[: num_tokens - first]
+    counts, used = np.zeros(max(0, num_rows), np.int64), 0
     for token in tokens:
         counts[indices[token]] += 1
     # Rows that only masked tokens read are removed.
-    for rank in range(rows.size):
+    for rank in range(num_rows):
         rows[used], counts[used], ranks[rank] = rows[rank], counts[rank], used
         used += counts[used] > 0
-    if used < rows.size:
+    if used < num_rows:
         for token in tokens:
             indices[token] = ranks[indices[token]]
-    return indices, rows[:used], counts[:used]
+    return counts[:used], used
 
 
-@kernel()
-def _block_of_positions(counts, max_blocks, num_tokens):
-    """Return the block of each position row, and the blocks' starts.
+@internal
+def _block_of_positions(counts, max_blocks, num_tokens, starts):
+    """Write the blocks' starts; return the block of each position row and their number.
 
     Args:
         counts: Number of tokens of each position row.
         max_blocks: Number of blocks; fewer if a row has more tokens than a block.
         num_tokens: Sum of ``counts``.
+        starts: Start of each block, and the end of the last.
     """
-    blocks, starts = np.empty_like(counts), np.empty(max_blocks + 1, np.int64)
-    block, before, last = 0, 0, 0
+    blocks, block, before, last = np.empty_like(counts), 0, 0, 0
     starts[0] = 0
     for row in range(counts.size):
         if before * max_blocks // num_tokens != last:
@@ -214,7 +282,7 @@ def _block_of_positions(counts, max_blocks, num_tokens):
             starts[block] = before
         blocks[row], before = block, before + counts[row]
     starts[block + 1] = before
-    return blocks, starts[: block + 2]
+    return blocks, block + 1
 
 
 @kernel()

@@ -44,7 +44,13 @@ ACCURATE = 1e-5
 
 
 def adam_catch_up(
-    rows: StaleRows, coefficients: np.ndarray, *, steps: np.ndarray, count: int, eps: float
+    rows: StaleRows,
+    coefficients: np.ndarray,
+    *,
+    steps: np.ndarray,
+    count: int,
+    eps: float,
+    amsgrad: bool,
 ) -> None:
     """Apply missed steps to stale rows, in place.
 
@@ -54,8 +60,9 @@ def adam_catch_up(
         steps: Hyperparameters of each recorded step.
         count: Number of recorded steps.
         eps: Term added to the root of the second moment.
+        amsgrad: Whether the largest second moment so far is used.
     """
-    square, largest = rows.state["exp_avg_sq"], rows.array("max_exp_avg_sq")
+    square = rows.state["exp_avg_sq"]
     run_on_rows(
         _catch_up,
         rows,
@@ -67,13 +74,15 @@ def adam_catch_up(
         rows.weight,
         rows.state["exp_avg"],
         square,
-        largest if largest.size else square,
-        largest.size > 0,
+        rows.state["max_exp_avg_sq"] if amsgrad else square,
+        amsgrad,
         rows.weight.dtype.type(eps),
     )
 
 
-def adam_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -> None:
+def adam_update(
+    rows: RowSlice, gradient: np.ndarray, *hyperparameters: float, amsgrad: bool
+) -> None:
     """Take a step of Adam with a gradient for each row, in place.
 
     Args:
@@ -82,9 +91,11 @@ def adam_update(rows: RowSlice, gradient: np.ndarray, *hyperparameters: float) -
         hyperparameters: Sign of the gradient (−1 to maximize), coupled weight decay,
             ``1 − lr · decay`` of decoupled weight decay, 1 − β₁, β₂, 1 − β₂,
             lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), ε.
+        amsgrad: Whether to divide by the largest second moment so far.
     """
     mean, square = rows.state["exp_avg"], rows.state["exp_avg_sq"]
-    largest, scalars = rows.array("max_exp_avg_sq"), rows.scalars(*hyperparameters)
+    largest = rows.array("max_exp_avg_sq", used=amsgrad)
+    scalars = rows.scalars(*hyperparameters)
     run_on_rows(_update, rows, rows.weight, gradient, mean, square, largest, scalars)
 
 

@@ -15,11 +15,10 @@ def stale_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows among ``ids`` that are not at ``step``, and the step each is at.
 
-    Each row is listed once, and marked in ``row_steps`` as being at ``step``. Ids out of
-    range are skipped; the lookup reports them.
+    Each row is listed once. Ids out of range are skipped; the lookup reports them.
     """
     rows, from_step = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
-    count = _stale_rows(0, ids.size, ids, row_steps, step, rows, from_step)
+    count = _stale_rows(ids, row_steps, step, rows, from_step)
     return rows[:count], from_step[:count]
 
 
@@ -42,15 +41,24 @@ def run_on_rows(
     run(loop, size, rows.weight_rows, rows.state_rows, *args, grain=grain)
 
 
+def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
+    """Write ``step`` to ``row_steps`` for each of ``rows``, which are in range."""
+    _mark_rows(rows, row_steps, step)
+
+
 @kernel()
-def _stale_rows(lo, hi, ids, row_steps, step, rows, from_step):
+def _stale_rows(ids, row_steps, step, rows, from_step):
     count = 0
-    for i in range(lo, hi):
-        row = ids[i]
+    for row in ids:
         if 0 <= row < row_steps.size and row_steps[row] != step:
             rows[count], from_step[count] = row, row_steps[row]
+            # A second occurrence of the id is not listed.
             row_steps[row] = step
             count += 1
+    # The rows are still stale. They are marked after they are updated, so that an error in
+    # between loses no step.
+    for i in range(count):
+        row_steps[rows[i]] = from_step[i]
     return count
 
 
@@ -60,6 +68,11 @@ def _stale_range(lo, hi, row_steps, step, rows, from_step):
     for row in range(lo, hi):
         if row_steps[row] != step:
             rows[count], from_step[count] = row, row_steps[row]
-            row_steps[row] = step
             count += 1
     return count
+
+
+@kernel()
+def _mark_rows(rows, row_steps, step):
+    for row in rows:
+        row_steps[row] = step

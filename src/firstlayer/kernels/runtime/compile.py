@@ -36,6 +36,9 @@ _njit: Any = numba.njit
 def kernel(*, reorder: bool = False) -> Callable[[F], F]:
     """Compile a function to code that releases the GIL, at its first call.
 
+    It returns nothing or a number, and writes arrays to arguments: if Numba creates an
+    array while Ctrl-C is pending, the interrupt becomes a SystemError.
+
     The code is cached on disk; see :mod:`firstlayer.kernels.runtime.cache`.
 
     Args:
@@ -51,6 +54,11 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
         return cached(_njit(**options)(function))
 
     return compile_
+
+
+def internal(function: F) -> F:
+    """Compile a function that only kernels call; it may return arrays."""
+    return _njit(error_model="numpy")(function)
 
 
 def inlined(function: F) -> F:

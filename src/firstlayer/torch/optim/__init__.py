@@ -44,7 +44,7 @@ from ...optim.sgd import SGDOptions
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .lion import Lion
 from .row_optimizer import RowOptimizer as RowOptimizer
-from .row_optimizer import step_tensor
+from .table_state import step_tensor
 
 __all__ = [
     "RowAdagrad",
@@ -98,6 +98,11 @@ class RowAdagrad(RowOptimizer):
         for group in groups:
             for parameter in group["params"]:
                 state, initial = self.state[parameter], group["initial_accumulator_value"]
+                if state and state["sum"].shape != parameter.shape:
+                    raise ValueError(
+                        f"sum must have the shape {tuple(parameter.shape)} of a parameter "
+                        f"with a dense gradient, got {tuple(state['sum'].shape)}"
+                    )
                 if not state:
                     state["step"] = step_tensor(0)
                     state["sum"] = torch.full_like(parameter, initial)

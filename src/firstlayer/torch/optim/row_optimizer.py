@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..._check import one_of
+from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
+from ...optim.table_state import check_names, checked_step
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name
 from .._tensors.errors import torch_errors
-from .._tensors.memory import array_of, tensor_of, threads_of_torch
+from .._tensors.memory import array_of, threads_of_torch
 from .model_hooks import add_hooks
 from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
@@ -89,9 +91,12 @@ class RowOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             detach(parameter)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
+
+        Ctrl-C during the step is raised when the step is done. After a KeyboardInterrupt,
+        either nothing has changed or the step is complete and ``state[parameter]["step"]``
+        of every table with a gradient is larger by one.
 
         Args:
             closure: Computes the loss and its gradients again.
@@ -104,19 +109,27 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             dense = []
             for parameter in group["params"]:
-                if parameter.grad is None:
+                grad = parameter.grad
+                if grad is None:
                     continue
-                if parameter in self._table_states or parameter.grad.is_sparse:
+                if grad.shape != parameter.shape:
+                    raise ValueError(
+                        f"a gradient must have the shape {tuple(parameter.shape)} of its "
+                        f"parameter, got {tuple(grad.shape)}"
+                    )
+                if parameter in self._table_states or grad.is_sparse:
                     state = self._table_state(parameter, group)
-                    tables.append((state, *self._gradient(state, parameter.grad), group))
+                    tables.append((state, *self._gradient(state, grad, group), group))
                 else:
                     dense.append(parameter)
             dense_groups.append({**group, "params": dense})
-        self._step_dense(dense_groups)
-        for state, ids, gradient, group in tables:
-            with threads_of_torch():
+        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
+        with held_interrupts(), torch.no_grad(), threads_of_torch():
+            self._step_dense(dense_groups)
+            for state, ids, gradient, group in tables:
+                self._adopt(state)
                 state.step(ids, gradient, options=group)
-            self._publish(state)
+                state.publish(self.state[state.parameter])
         return loss
 
     def flush(self) -> None:
@@ -130,21 +143,37 @@ class RowOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of this optimizer, or of torch's optimizer of that name."""
-        for parameter in self._table_states:
-            detach(parameter)
-        self._table_states = {}
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        self._restore_float32(state_dict)
+        """Continue from a state of this optimizer, or of torch's optimizer of that name.
+
+        A state that does not fit the parameters raises a ValueError and changes nothing.
+        """
+        _check_tensors(state_dict)
+        with held_interrupts():
+            self.flush()
+            replaced = self._table_states
+            super().load_state_dict(state_dict)
+            for parameter in replaced:
+                detach(parameter)
+            for group in self.param_groups:
+                for name, value in self.defaults.items():
+                    group.setdefault(name, value)
+            self._restore_float32(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
         return {**super().__getstate__(), "_dense": self._dense}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by load_state_dict too, with the state of each parameter.
+        defaults = state["defaults"] if "defaults" in state else self.defaults
+        for group in state["param_groups"]:
+            rule = self._new_rule({**defaults, **group})
+            required = rule.required_arrays({**defaults, **group})
+            for number, parameter in enumerate(group["params"]):
+                saved = state["state"].get(parameter)
+                if saved:
+                    owner = f"parameter {number} of its group"
+                    _saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
         self._table_states = {}
 
@@ -152,15 +181,18 @@ class RowOptimizer(torch.optim.Optimizer):
         return self._options_class.rule_class(lazy=options["mode"] == "lazy")
 
     def _gradient(
-        self, state: ParameterState, grad: Tensor
+        self, state: ParameterState, grad: Tensor, group: dict[str, Any]
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """Return the ids and values of a gradient; ids are None if it is dense."""
-        if not grad.is_sparse:
-            self._check_read(state, None)
-            return None, array_of(grad.contiguous())
-        rows = rows_of(grad)
-        self._check_read(state, rows.ids)
-        return rows.ids, rows.values
+        if grad.is_sparse:
+            rows = rows_of(grad)
+            ids, values = np.ascontiguousarray(rows.ids, np.int64), rows.values
+        else:
+            ids, values = None, array_of(grad.contiguous())
+        with torch_errors():
+            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")
+        self._check_read(state, ids)
+        return ids, values
 
     def _check_read(self, state: ParameterState, ids: np.ndarray | None) -> None:
         """Raise if a row was read while stale; in distributed runs, catch up instead."""
@@ -177,40 +209,44 @@ class RowOptimizer(torch.optim.Optimizer):
         )
 
     def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
-        """Return the state of a table; create it at the table's first sparse gradient."""
-        if parameter in self._table_states:
-            return self._table_states[parameter]
+        """Return the state of a table, a new one at the table's first sparse gradient.
+
+        A new state takes effect in :meth:`_adopt`.
+        """
+        known = self._table_states.get(parameter)
+        if known is not None:
+            if known.is_published(self.state[parameter]):
+                return known
+            # The state in ``self.state`` was replaced; missed steps belong to the old one.
+            known.catch_up()
         _check_table(parameter)
-        rule, loaded = self._new_rule(group), self.state[parameter]
+        rule, saved = self._new_rule(group), self.state.get(parameter) or {}
+        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
-        arrays = {
+        copies = {
             name: array_of(
-                value.detach().to(compute_dtype(parameter.dtype), copy=True).contiguous()
+                value.detach().to("cpu", compute_dtype(parameter.dtype), copy=True)
             )
-            for name, value in loaded.items()
-            if isinstance(value, Tensor) and name != "step"
+            for name, value in arrays.items()
         }
         is_bfloat16 = parameter.dtype == torch.bfloat16
-        state = ParameterState(
-            parameter,
-            rule,
-            options=group,
-            stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
-            state=arrays or None,
-            step=int(loaded.get("step", bool(arrays))),
-        )
-        if not rule.lazy:
-            state.attach()
-        self._table_states[parameter] = state
-        return state
+        with torch_errors():
+            return ParameterState(
+                parameter,
+                rule,
+                options=group,
+                stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
+                state=copies or None,
+                step=checked_step("step", saved.get("step", int(bool(arrays)))),
+            )
 
-    def _publish(self, table_state: ParameterState) -> None:
-        """Expose the arrays of a table's state in ``self.state``."""
-        state = self.state[table_state.parameter]
-        for name, array in table_state.state.items():
-            if name not in state or state[name].data_ptr() != array.ctypes.data:
-                state[name] = tensor_of(array)
-        state["step"] = step_tensor(table_state.step_count)
+    def _adopt(self, state: ParameterState) -> None:
+        """Use a new state of a table from now on."""
+        parameter = state.parameter
+        if self._table_states.get(parameter) is not state:
+            if not state.rule.lazy:
+                state.attach()
+            self._table_states[parameter] = state
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters that are not tables with torch's optimizer."""
@@ -228,13 +264,61 @@ class RowOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.clone()
 
 
-def step_tensor(steps: int) -> Tensor:
-    """Return a number of steps as torch's optimizers store it.
+def _saved_arrays(
+    saved: dict[str, Any],
+    parameter: Tensor,
+    rule: Rule,
+    *,
+    required: set[str],
+    owner: str,
+) -> dict[str, Tensor]:
+    """Return the arrays of a parameter's saved state, or raise if they do not fit it.
 
-    Always on the CPU, where reading it does not synchronize a device, and in float32:
-    bfloat16 cannot represent 257.
+    Args:
+        saved: State of a parameter, as in ``Optimizer.state``.
+        parameter: Parameter, which may be a table or not.
+        rule: Update rule.
+        required: Names of arrays that the state must have.
+        owner: Description of the parameter in error messages.
     """
-    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    # torch.optim.SGD without momentum has None for its buffer.
+    arrays = {
+        name: value
+        for name, value in saved.items()
+        if name != "step" and (isinstance(value, Tensor) or name in rule.array_names)
+    }
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    with torch_errors():
+        check_names(rule, arrays, required=required, owner=owner)
+        if "step" in saved:
+            checked_step(f"step of {owner}", saved["step"])
+        elif arrays and rule.depends_on_step:
+            raise ValueError(f"the state of {owner} must have step, got {sorted(saved)}")
+    shapes = [tuple(parameter.shape)]
+    if parameter.dim() == 2 and rule.state_width(2) == 1:
+        shapes.append((shapes[0][0], 1))
+    for name, value in arrays.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+            kind = type(value).__name__
+            raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
+        if tuple(value.shape) not in shapes or not value.is_floating_point():
+            raise ValueError(
+                f"{name} of {owner} must be real of shape {shapes[-1]}, "
+                f"got {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+            )
+    return arrays
+
+
+def _check_tensors(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
+    for number, saved in state_dict["state"].items():
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and name != "step":
+                if value.is_meta or not value.is_floating_point():
+                    raise ValueError(
+                        f"{name} of parameter {number} must be real and have values, "
+                        f"got {dtype_name(value.dtype)} on {value.device}"
+                    )
 
 
 def _check_table(parameter: Tensor) -> None:

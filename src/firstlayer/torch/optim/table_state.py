@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..._interrupts import held_interrupts
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
-from .._tensors.memory import array_of, array_of_table, is_plain_cpu, threads_of_torch
+from .._tensors.memory import (
+    array_of,
+    array_of_table,
+    is_plain_cpu,
+    tensor_of,
+    threads_of_torch,
+)
 
 #: Instance attributes of a parameter that is trained by rows: ``table_state`` is its
 #: ParameterState; ``copy`` and ``pickle`` find the other two on the instance before they
 #: look at its class.
 NAMES = ("table_state", "__deepcopy__", "__reduce_ex__")
+
+# Larger whole numbers are rounded in float32.
+EXACT_IN_FLOAT32 = 1 << 24
 
 # Module state: every living ParameterState by number. A compiled operator takes only
 # tensors and numbers as arguments, so it finds the state by its number. The references are
@@ -48,6 +58,9 @@ class ParameterState(TableState):
         # The closure refers to the weak reference, not to ``self``: no reference cycle.
         owner = self._owner = weakref.ref(parameter)
         super().__init__(rule, lambda: _array_of(owner), options=options, **arguments)
+        #: Tensors over the memory of the state's arrays, by name, and their addresses.
+        self.tensors: dict[str, tuple[Tensor, int]] = {}
+        self._step_tensor: Tensor | None = None
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -61,8 +74,37 @@ class ParameterState(TableState):
     ) -> None:
         """Bring stale rows up to date, in place, with torch's number of threads."""
         if not self.is_caught_up:
-            with threads_of_torch():
+            with held_interrupts(), threads_of_torch():
                 super().catch_up(ids, table=table)
+
+    def publish(self, state: dict[str, Any]) -> None:
+        """Write the arrays and the number of steps to a parameter's torch state."""
+        for name, array in self.state.items():
+            if name not in self.tensors:
+                tensor = tensor_of(array)
+                self.tensors[name] = tensor, tensor.data_ptr()
+            state[name] = self.tensors[name][0]
+        state["step"] = self._step_tensor = step_tensor(self.step_count)
+
+    def is_published(self, state: dict[str, Any]) -> bool:
+        """Return whether a parameter's torch state is what :meth:`publish` wrote.
+
+        It is not if a tensor was replaced, or the number of steps changed. Values written
+        to the tensors are in the memory of the arrays.
+        """
+        step = self._step_tensor
+        if (
+            step is None
+            or state.get("step") is not step
+            or step.item() != float(self.step_count)
+        ):
+            return False
+        for name, (tensor, address) in self.tensors.items():
+            if state.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+            if tensor.shape != self.state_shape:
+                return False
+        return True
 
     def attach(self) -> None:
         """Put this state on the parameter, in place of a previous one."""
@@ -116,6 +158,16 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
         table_state.catch_up(_index(ids))
 
 
+def step_tensor(steps: int) -> Tensor:
+    """Return a number of steps as torch's optimizers store it.
+
+    Always on the CPU, where reading it does not synchronize a device, and in float32 as
+    long as that is exact: bfloat16 cannot represent 257.
+    """
+    dtype = torch.float32 if steps <= EXACT_IN_FLOAT32 else torch.float64
+    return torch.tensor(float(steps), dtype=dtype, device="cpu")
+
+
 def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     parameter = owner()
     if parameter is None:
@@ -124,7 +176,14 @@ def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
 
 
 def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
-    return array_of_table(_alive(owner))
+    weight = _alive(owner)
+    needed = weight.storage_offset() + weight.numel()
+    if not weight.is_cpu or weight.untyped_storage().nbytes() < needed * weight.itemsize:
+        raise ValueError(
+            f"a table must have its memory on the CPU to be trained by rows, got it on "
+            f"{weight.device} with {weight.untyped_storage().nbytes()} bytes"
+        )
+    return array_of_table(weight)
 
 
 def _index(ids: Tensor | None) -> np.ndarray | None:

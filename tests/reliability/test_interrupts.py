@@ -1,0 +1,245 @@
+"""Ctrl-C leaves every table as it was before the interrupted call, or as it is after it."""
+
+import importlib
+import pkgutil
+import signal
+import threading
+
+import numba
+import numpy as np
+import pytest
+from numba.core.dispatcher import Dispatcher
+
+from firstlayer import kernels
+from firstlayer._interrupts import held_interrupts
+from firstlayer.numpy import EmbeddingLayer
+from firstlayer.optim import (
+    RowAdagrad,
+    RowAdamW,
+    RowLion,
+    RowRMSprop,
+    RowSGD,
+    RowWiseAdagrad,
+)
+from tests.support.run_alone import run_alone, start_python
+
+
+@pytest.mark.parametrize("name", ["numpy-adamw", "numpy-sgd", "torch-adamw"])
+def test_interrupted_calls_are_done_completely_or_not_at_all(name):
+    # In another process, because signals reach every thread and plugin of this one.
+    output = run_alone(
+        f"""
+        from tests.support.reliability_interrupts import check_interrupts
+        results = check_interrupts({name!r}, count=500)
+        assert sum(results.values()) == 500 and min(results.values()) > 0, results
+        print("checked")
+        """
+    )
+    assert output.split() == ["checked"]
+
+
+@pytest.fixture
+def received():
+    """Handler of SIGINT that appends to a list, for the duration of a test."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_is_raised_after_the_block():
+    # The block would change nothing on another thread.
+    assert threading.current_thread() is threading.main_thread()
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with held_interrupts():
+            interrupt()
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_is_called_once_after_the_outermost_block(received):
+    handler = signal.getsignal(signal.SIGINT)
+    with held_interrupts():
+        with held_interrupts():
+            interrupt()
+            interrupt()
+        assert received == []
+        with held_interrupts():
+            pass
+        assert received == []
+    assert received == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_error_in_the_block_is_the_context_of_the_interrupt():
+    with pytest.raises(KeyboardInterrupt) as caught, held_interrupts():
+        interrupt()
+        raise ValueError("in the block")
+    assert str(caught.value.__context__) == "in the block"
+
+
+def test_an_error_without_an_interrupt_is_raised(received):
+    with pytest.raises(ValueError, match="in the block"), held_interrupts():
+        raise ValueError("in the block")
+    assert received == []
+
+
+def test_a_handler_that_is_installed_in_the_block_stays(received):
+    def other(number, frame):
+        received.append("other")
+
+    with held_interrupts():
+        signal.signal(signal.SIGINT, other)
+    assert signal.getsignal(signal.SIGINT) is other
+    interrupt()
+    assert received == ["other"]
+
+
+def test_other_threads_change_no_handler(received):
+    handler, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with held_interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
+
+
+def test_an_ignored_signal_stays_ignored(received):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_interrupts():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        interrupt()
+    assert received == [] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_the_default_action_ends_the_process():
+    done = start_python(
+        "import signal\n"
+        "from firstlayer._interrupts import held_interrupts\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "with held_interrupts():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('not reached')\n"
+    )
+    assert done.returncode == -signal.SIGINT and not done.stdout
+
+
+def test_a_block_that_another_signal_ended_leaves_no_handler(received):
+    handler = signal.getsignal(signal.SIGINT)
+    # As if the handler of another signal had raised before __exit__ did anything.
+    block = held_interrupts()
+    block.__enter__()
+    del block
+    interrupt()
+    assert received == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
+    block = held_interrupts()
+    block.__enter__()
+    del block
+    with held_interrupts():
+        interrupt()
+        assert len(received) == 1
+    assert len(received) == 2 and signal.getsignal(signal.SIGINT) is handler
+
+
+def run_every_kernel() -> None:
+    """Call functions that run each kernel at least once."""
+    optimizers = [
+        (RowAdamW, {}),
+        (RowSGD, {"momentum": 0.9}),
+        (RowLion, {}),
+        (RowRMSprop, {"momentum": 0.9}),
+        (RowAdagrad, {}),
+        (RowWiseAdagrad, {}),
+    ]
+    for optimizer_class, options in optimizers:
+        dtype = "bfloat16" if optimizer_class is RowAdamW else "float32"
+        layer = EmbeddingLayer(
+            300, 4, max_positions=40, layer_norm=True, dtype=dtype, rng=0
+        )
+        options["stochastic_rounding"] = dtype == "bfloat16"
+        optimizer = optimizer_class(layer, **options)
+        # Enough tokens for several blocks.
+        for ids in (np.arange(40) % 7, np.arange(3)):
+            y, pull = layer.vjp(ids)
+            optimizer.step(pull(y))
+        optimizer.flush()
+    table, ids = np.ones((40_000, 128), np.float32), np.arange(40_000)
+    for count in (3, 300, 40_000):
+        rows = kernels.gather_rows(table, ids[:count])
+        assert rows is not None and rows.shape == (count, 128)
+    for width in (128, 2):
+        kernels.sum_bags(table[:, :width].copy(), ids[:5], np.array([0, 5]))
+    order, bounds, _ = kernels.group_by_id(ids[:5])
+    kernels.sum_groups(table, order, bounds[:-1], bounds[1:])
+    kernels.max_bags(table, ids[:5], np.array([0, 5]))
+    kernels.dot_bags(table, ids[:5], np.array([0, 5]), others=table[:1])
+    options = {"num_tokens": 3, "skip": None, "shared_rows": 2}
+    kernels.plan_backward(np.array([7, 3, 7]), None, tokens=ids[:3], **options)
+    kernels.store_rows(np.ones((2, 4), "f4"), np.ones((9, 4), "f4"), ids[:2], noise=None)
+    assert kernels.ascends(ids)
+    phases = np.ones((1, 16), np.float32)
+    for read in (True, False):
+        for write in (True, False):
+            options = {"which": ids[:1], "read_half": read, "write_half": write}
+            kernels.rotate_pairs(np.ones((3, 16), np.float32), phases, **options)
+    tables = np.ones((2, 3, 256, 4), np.float32)
+    kernels.digit_phases(ids[:5], tables)
+    for interleaved in (True, False):
+        options = {"width": 8, "interleaved": interleaved, "cos_first": True}
+        kernels.sinusoid_features(ids[:5], tables, **options)
+    stream, noise = np.arange(8, dtype=np.int32), kernels.noise_table(np.ones(8))
+    targets, near = kernels.draw_targets(
+        stream, np.zeros(8, np.int32), range(8), window=2, noise=noise, key=1
+    )
+    table = np.ones((8, 4), np.float32)
+    slopes, *_ = kernels.skipgram_gradients(
+        table, table, stream, targets=targets, near=near, negatives=5.0
+    )
+    kernels.group_targets(stream, targets, near=near, slopes=slopes, num_embeddings=8)
+
+
+def all_kernels() -> dict[str, Dispatcher]:
+    """Return every kernel, by the name of its function."""
+    found = {}
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        module = importlib.import_module(info.name)
+        values = list(vars(module).values())
+        for value in list(values):
+            if isinstance(value, dict):
+                values.extend(value.values())
+        for value in values:
+            # Only kernels release the GIL; other functions are compiled into kernels.
+            if isinstance(value, Dispatcher) and value.targetoptions.get("nogil"):
+                function = value.py_func
+                found[f"{function.__module__}.{function.__qualname__}.{id(value)}"] = value
+    return found
+
+
+def test_no_kernel_returns_an_array():
+    # If Numba creates an array while an interrupt is pending, it raises a SystemError.
+    run_every_kernel()
+    found = all_kernels()
+    assert len(found) > 35
+    # The function of helper threads runs forever.
+    not_called = [
+        name
+        for name, kernel in found.items()
+        if not kernel.nopython_signatures and "help_forever" not in name
+    ]
+    assert not_called == []
+    allowed = numba.types.Number, numba.types.Boolean, numba.types.NoneType
+    for name, kernel in found.items():
+        for signature in kernel.nopython_signatures:
+            assert isinstance(signature.return_type, allowed), f"{name} returns {signature}"
