@@ -184,7 +184,10 @@ def test_a_step_that_calls_the_step_of_its_base_class():
 def test_compiled_forward_and_step():
     layer = FrozenRowsEmbedding(6, 4, frozen=[0, 3])
     layer.weight = nn.Parameter(torch.randn(6, 4))
-    before, optimizer = layer.weight.detach().clone(), OPTIMIZERS["AdamW"](layer.parameters())
+    before, optimizer = (
+        layer.weight.detach().clone(),
+        OPTIMIZERS["AdamW"](layer.parameters()),
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         optimizer.zero_grad()

@@ -19,7 +19,9 @@ OPTIONS = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.3}
 
 pytestmark = [
     # Lightning suggests more workers, a GPU and logging intervals.
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
@@ -31,7 +33,7 @@ class Classifier(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.tokens = EmbeddingLayer(
-            ROWS, 8, max_positions=6, norm="layer_norm", sparse=sparse
+            ROWS, 8, max_positions=6, layer_norm=True, sparse=sparse
         )
         self.words = EmbeddingBag(ROWS, 8, sparse=sparse, padding_idx=0)
         self.more = Embedding(ROWS, 8, sparse=sparse)
@@ -50,8 +52,7 @@ def examples(count=60):
     ids[:, 3] = ids[:, 0]
     labels = torch.randint(0, 3, (count,), generator=random)
     return [
-        {"input_ids": one, "labels": label}
-        for one, label in zip(ids, labels, strict=True)
+        {"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)
     ]
 
 
@@ -165,7 +166,9 @@ class Lit(lightning.LightningModule):
         self.norms.append((before, self.total_norm()))
 
     def total_norm(self) -> float:
-        grads = [p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None]
+        grads = [
+            p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None
+        ]
         return float(torch.cat(grads).norm())
 
 

@@ -53,7 +53,8 @@ class RowGradientTensor(Tensor):
     A sparse tensor in every other respect. Torch's clipping calls functions that do not
     exist for sparse tensors: norms, clamping, and functions of lists of tensors. Entries
     that a row gradient does not store are zero. They add nothing to a norm, and scaling or
-    clamping leaves them zero, so these functions work on the stored values here.
+    clamping leaves them zero, so these functions work on the stored values here. Scaling in
+    place leaves the gradient coalesced.
 
     Sparse results of torch functions, such as ``grad.clone()`` and ``grad.data``, have this
     class too. Pickles hold a plain sparse tensor.
@@ -115,6 +116,17 @@ def _vector_norm(
 
 def _foreach_norm(func: Any, tensors: Any, ord: Any = 2, **options: Any) -> Any:
     return func([_values_for_norm(x, ord) for x in tensors], ord, **options)
+
+
+def _scale(func: Any, x: Any, factor: Any, **options: Any) -> Any:
+    """Multiply or divide in place by a number."""
+    is_number = isinstance(factor, int | float) or (
+        isinstance(factor, Tensor) and not factor.dim() and not factor.is_sparse
+    )
+    if not isinstance(x, RowGradientTensor) or not is_number:
+        return NotImplemented
+    func(x._values(), factor, **options)
+    return x
 
 
 def _foreach_scale(func: Any, tensors: Any, factor: Any) -> Any:
@@ -180,6 +192,10 @@ def _coalesced_values(x: Tensor) -> Tensor:
 _ON_VALUES: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch._foreach_norm: _foreach_norm,
+    Tensor.mul_: _scale,
+    Tensor.__imul__: _scale,
+    Tensor.div_: _scale,
+    Tensor.__itruediv__: _scale,
     torch._foreach_mul_: _foreach_scale,
     torch._foreach_div_: _foreach_scale,
     torch._foreach_clamp_min_: _foreach_clamp,
