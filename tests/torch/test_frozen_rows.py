@@ -238,21 +238,24 @@ def test_refuses_weights_that_no_torch_optimizer_steps(tmp_path):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.rejects
 def test_refuses_tables_sharded_by_fsdp(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model = fully_shard(nn.Sequential(FrozenRowsEmbedding(6, 4, frozen=[0])), mesh=mesh)
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = fully_shard(
+            nn.Sequential(FrozenRowsEmbedding(6, 4, frozen=[0])), mesh=mesh
+        )
         with pytest.raises(TypeError, match=r"plain torch\.nn\.Parameter in training"):
             model(ids_of(1, 0)).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
 
 
-SIZES = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(
         vocab_size=20,
@@ -330,7 +333,7 @@ def test_peft_adapters_accept_it():
     # Single tokens: PEFT trains their difference from the table, frozen or not.
     model = tiny_model("llama")
     lora = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 17])
-    adapted = peft.get_peft_model(model, lora)
+    adapted: Any = peft.get_peft_model(model, lora)
     before = model.get_input_embeddings()(torch.arange(20)).detach()
     train(adapted)
     merged = adapted.merge_and_unload()

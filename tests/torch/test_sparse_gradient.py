@@ -104,11 +104,10 @@ def test_the_norm_is_that_of_the_sum_over_repeated_ids():
         layer.weight.grad.values(), torch.tensor([[0.8], [0.6]]), rtol=1e-5, atol=0
     )
     # In-place sums of sparse tensors are not coalesced.
-    grad = layer.weight.grad
+    grad: Any = layer.weight.grad
     grad.copy_(2 * grad).add_(grad.clone())
-    grad.add_(
-        torch.sparse_coo_tensor([[7, 7]], [[1.0], [2.0]], (9, 1), check_invariants=True)
-    )
+    ids, values = torch.tensor([[7, 7]]), torch.tensor([[1.0], [2.0]])
+    grad.add_(torch.sparse_coo_tensor(ids, values, (9, 1), check_invariants=True))
     assert not grad.is_coalesced()
     want = torch.tensor([3.2, 5.4])
     torch.testing.assert_close(get_total_norm([grad]), want.norm())

@@ -44,7 +44,8 @@ class PartlyFrozenEmbedding(nn.Module):
 
     ``trained_rows`` is the only parameter; ``frozen_rows`` is a buffer. Note that
     DistributedDataParallel broadcasts buffers in every forward unless it gets
-    ``broadcast_buffers=False``.
+    ``broadcast_buffers=False``. Use :class:`FrozenRowsEmbedding` where a single ``weight``
+    is needed: with a tied head, and in models of Hugging Face and PEFT.
 
     Args:
         num_embeddings: Number of rows, one for each id.

@@ -1,8 +1,9 @@
 """Embedding with frozen rows in the same ``weight`` as the trained ones.
 
-Zeroing the gradient of a row does not freeze it: weight decay and momentum move rows without
-a gradient. Here a hook of the parameter drops the gradients of frozen rows, those of a tied
-head included, and hooks of every torch optimizer put frozen rows back after each step.
+Zeroing the gradient of a row does not freeze it: weight decay and momentum move rows
+without a gradient. Here a hook of the parameter drops the gradients of frozen rows, those
+of a tied head included, and hooks of every torch optimizer put frozen rows back after each
+step.
 """
 
 from collections.abc import Iterable
@@ -37,15 +38,16 @@ class FrozenRowsEmbedding(Embedding):
     It has one ``weight``, as ``torch.nn.Embedding`` has, so a head can be tied to it, and
     Hugging Face and PEFT accept it. Frozen rows get a zero gradient, also from a tied head,
     and no step of a torch optimizer moves them, whatever its momentum and weight decay.
-    Values that are written between steps stay: a frozen row changes only when it is written.
+    Values that are written between steps stay.
 
     Cost: every optimizer step copies the frozen rows twice and, if a row optimizer in
     ``mode="exact"`` trains the table, brings them up to date. Optimizers keep a state for
     frozen rows. :class:`PartlyFrozenEmbedding` has neither cost, but no single ``weight``.
 
-    The optimizer must be a ``torch.optim.Optimizer``, whose step hooks put frozen rows back.
+    The optimizer must be a ``torch.optim.Optimizer``: its step hooks put frozen rows back.
     Tables that such an optimizer does not step (sharded by FSDP, parametrized, or passed by
-    ``torch.func.functional_call``) raise a TypeError in training.
+    ``torch.func.functional_call``) raise a TypeError in training. Code that updates
+    ``weight`` without a torch optimizer, such as DeepSpeed's, is not noticed.
 
     Args:
         num_embeddings: Number of rows, one for each id.
@@ -70,7 +72,8 @@ class FrozenRowsEmbedding(Embedding):
         [True, True, True, True, True, True, True, True, False, False]
     """
 
-    #: Frozen ids in ascending order. Those of rows that no longer exist are ignored.
+    #: Frozen ids in ascending order. Those beyond the table are ignored, because Hugging
+    #: Face resizes a table by replacing the data of ``weight``.
     _frozen_ids: np.ndarray
 
     def __init__(
@@ -126,7 +129,10 @@ class FrozenRowsEmbedding(Embedding):
             embeddings: The table; the layer shares its memory.
             frozen: Ids that are not trained.
             padding_idx: Id of padding; negative counts from the end.
-            max_norm, norm_type, scale_grad_by_freq, sparse: As in the constructor.
+            max_norm: As in the constructor.
+            norm_type: As in the constructor.
+            scale_grad_by_freq: As in the constructor.
+            sparse: As in the constructor.
         """
         return cls(
             *embeddings.shape,
@@ -222,7 +228,7 @@ class FrozenRowsEmbedding(Embedding):
         return f"{super().extra_repr()}, frozen={len(self._ids())} rows"
 
     def _ids(self) -> np.ndarray:
-        """Return the frozen ids. Hugging Face's resize replaces the data of ``weight``."""
+        """Return the frozen ids that the table has."""
         return self._frozen_ids[self._frozen_ids < self.weight.shape[0]]
 
     def frozen_index(self) -> Tensor:
@@ -280,8 +286,8 @@ def _check_parameter(weight: Any) -> None:
         )
 
 
-# Module state: hooks that torch calls before and after the step of every optimizer. They are
-# installed with the first FrozenRowsEmbedding of the process.
+# Module state: hooks that torch calls before and after the step of every optimizer. They
+# are installed with the first FrozenRowsEmbedding of the process.
 _step_hooks: list[Any] = []
 
 

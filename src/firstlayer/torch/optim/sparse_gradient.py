@@ -11,6 +11,9 @@ from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import upcast
 from .._tensors.memory import array_of, tensor_of, threads_of_torch
 
+# Torch's type stubs do not export the functions of lists of tensors.
+_torch: Any = torch
+
 
 def rows_of(grad: Tensor) -> RowGradient:
     """Return a sparse gradient of a table as a row gradient in the compute dtype.
@@ -141,7 +144,7 @@ def _foreach_scale(func: Any, tensors: Any, factor: Any) -> Any:
 
 def _foreach_clamp(func: Any, tensors: Any, limit: Any) -> Any:
     # A positive minimum or a negative maximum would change entries that are not stored.
-    is_minimum = func is torch._foreach_clamp_min_
+    is_minimum = func is _torch._foreach_clamp_min_
     if not isinstance(limit, int | float) or (limit > 0 if is_minimum else limit < 0):
         return NotImplemented
     return func([_coalesced_values(x) for x in tensors], limit)
@@ -191,15 +194,15 @@ def _coalesced_values(x: Tensor) -> Tensor:
 
 _ON_VALUES: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
-    torch._foreach_norm: _foreach_norm,
+    _torch._foreach_norm: _foreach_norm,
     Tensor.mul_: _scale,
     Tensor.__imul__: _scale,
     Tensor.div_: _scale,
     Tensor.__itruediv__: _scale,
-    torch._foreach_mul_: _foreach_scale,
-    torch._foreach_div_: _foreach_scale,
-    torch._foreach_clamp_min_: _foreach_clamp,
-    torch._foreach_clamp_max_: _foreach_clamp,
+    _torch._foreach_mul_: _foreach_scale,
+    _torch._foreach_div_: _foreach_scale,
+    _torch._foreach_clamp_min_: _foreach_clamp,
+    _torch._foreach_clamp_max_: _foreach_clamp,
     torch.clamp_: _clamp,
     Tensor.clamp_: _clamp,
     torch.isfinite: _isfinite,
