@@ -178,6 +178,8 @@ def test_a_step_that_calls_the_step_of_its_base_class():
     before, optimizer = layer.weight.detach().clone(), Decayed(layer.parameters())
     for _ in range(2):
         train_step(layer, optimizer, torch.arange(6))
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
     assert (layer.weight == before).all(dim=1).nonzero()[:, 0].tolist() == [0, 3]
 
 

@@ -155,6 +155,54 @@ def test_every_layer_with_a_table_has_gradients_that_torch_clips(layer, ids):
     torch.testing.assert_close(parameter.grad.to_dense().norm(), torch.tensor(1.0))
 
 
+def test_gradients_of_torch_layers_given_to_a_row_optimizer_are_clipped():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3))
+    dense = copy.deepcopy(model)
+    dense[0].sparse = False  # pyright: ignore
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
+    optimizers = (
+        RowAdamW(model, **options),
+        torch.optim.AdamW(dense.parameters(), **options),
+    )
+    for ids in (ids_of(1, 2, 1), ids_of(4, 1), ids_of(8, 8, 8)):
+        norms = []
+        for one, optimizer in zip((model, dense), optimizers, strict=True):
+            optimizer.zero_grad()
+            for _ in range(2):
+                one(ids).square().sum().backward()
+            norms.append(clip_grad_norm_(one.parameters(), 0.1))
+            optimizer.step()
+        assert norms[0] > 0.1
+        torch.testing.assert_close(*norms)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, dense.state_dict()[name], msg=name)
+
+
+# Adagrad creates a sparse tensor without saying whether to check it.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=True, maximize=True),
+        lambda ps: torch.optim.Adagrad(ps, lr=0.1, foreach=False),
+        lambda ps: torch.optim.Adagrad(ps, lr=0.1, foreach=True),
+        lambda ps: torch.optim.SparseAdam(list(ps), lr=0.1),
+    ],
+)
+def test_optimizers_of_torch_accept_row_gradients_as_sparse_tensors(make):
+    (rows, _), (plain, _) = twins()
+    plain.sparse = True
+    for one in (rows, plain):
+        optimizer = make(one.parameters())
+        for ids in (ids_of(1, 2, 1), ids_of(4, 1, 7)):
+            optimizer.zero_grad(set_to_none=False)
+            one(ids).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(rows.weight, plain.weight)
+
+
 def test_a_row_gradient_is_a_sparse_tensor_otherwise():
     (layer, _), (dense, _) = twins()
     for one in (layer, dense):

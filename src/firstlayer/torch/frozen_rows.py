@@ -231,7 +231,7 @@ class FrozenRowsEmbedding(Embedding):
         """Return the frozen ids that the table has."""
         return self._frozen_ids[self._frozen_ids < self.weight.shape[0]]
 
-    def frozen_index(self) -> Tensor:
+    def _frozen_index(self) -> Tensor:
         """Return the frozen ids on the device of the table."""
         return torch.from_numpy(self._ids()).to(self.weight.device)
 
@@ -267,9 +267,9 @@ class FrozenRowsEmbedding(Embedding):
             )
             weight.grad = RowGradientTensor.from_sparse(kept)
         elif grad.requires_grad:
-            weight.grad = grad.index_fill(0, self.frozen_index(), 0.0)
+            weight.grad = grad.index_fill(0, self._frozen_index(), 0.0)
         else:
-            grad.index_fill_(0, self.frozen_index(), 0.0)
+            grad.index_fill_(0, self._frozen_index(), 0.0)
 
     def _renormalize(self, rows: Tensor | None) -> None:
         if rows is None:
@@ -305,8 +305,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for weight, index in _frozen_tables(optimizer):
         catch_up(weight, index)
         copies.append((weight, index, weight[index]))
-    # A stack, because the step of a subclass may call that of its base class.
-    vars(optimizer).setdefault("_frozen_row_copies", []).append(copies)
+    # A stack, because the step of a subclass may call that of its base class. Its size is
+    # limited, because steps that raise leave their copies behind.
+    stack = vars(optimizer).setdefault("_frozen_row_copies", [])
+    del stack[:-4]
+    stack.append(copies)
 
 
 @_disable_dynamo
@@ -328,5 +331,5 @@ def _frozen_tables(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
             for hook in hooks.values():
                 layer = hook.layer() if type(hook) is GradHook else None
                 if isinstance(layer, FrozenRowsEmbedding) and layer.weight is parameter:
-                    found.append((parameter, layer.frozen_index()))
+                    found.append((parameter, layer._frozen_index()))
     return found
