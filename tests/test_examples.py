@@ -54,7 +54,10 @@ def text_file(folder: Path) -> str:
 
 
 def test_every_example_is_tested():
-    known = "bag_classifier next_token text_classifier transformer transformer_jax"
+    known = (
+        "accelerate_loop bag_classifier hf_trainer lightning_trainer next_token "
+        "text_classifier transformer transformer_jax"
+    )
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
 
 
@@ -88,6 +91,15 @@ def test_bag_classifier_reads_given_files(run, tmp_path):
     printed = run("bag_classifier", str(one), str(other), "--steps", "30")
     assert nats(printed)[0] == 0.69 and nats(printed)[-1] < 0.1
     assert "100% right" in printed
+
+
+# Lightning suggests more workers and more frequent logging.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("name", ["hf_trainer", "lightning_trainer", "accelerate_loop"])
+def test_training_frameworks_learn(run, name):
+    first, *_, last = nats(run(name))
+    assert last < first - 1.5
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

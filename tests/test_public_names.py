@@ -55,6 +55,7 @@ NAMES = {
     "firstlayer.torch": [
         *LAYERS,
         "HFRotary",
+        "FrozenRowsEmbedding",
         "PartlyFrozenEmbedding",
         "functional",
         "install",

@@ -7,6 +7,9 @@ import numpy as np
 from .._check import not_negative
 from .init import Init, Seed, initial_table
 
+# Rows of a table that are converted to float64 at a time.
+CHUNK = 4096
+
 
 @dataclass(frozen=True)
 class Resized:
@@ -76,7 +79,24 @@ def _new_rows(
     mean = tokens.mean(axis=0, dtype=np.float64)
     if init == "mean":
         return np.broadcast_to(mean, shape)
-    # mean + noise @ centered / √n has the covariance of the rows, and avoids the square
-    # root of a width × width matrix.
-    noise = rng.standard_normal((count, len(tokens)))
-    return mean + noise @ (tokens - mean) / np.sqrt(len(tokens))
+    factor = _covariance_factor(tokens, mean)
+    return mean + rng.standard_normal((count, len(factor))) @ factor
+
+
+def _covariance_factor(tokens: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return a matrix ``f`` such that ``f.T @ f`` is the covariance of the rows.
+
+    It has as many rows as the smaller of the number of rows and the width.
+    """
+    rows, width = tokens.shape
+    if rows <= width:
+        return (tokens - mean) / np.sqrt(rows)
+    # In chunks, because a float64 copy of the table may be large.
+    covariance = np.zeros((width, width))
+    for start in range(0, rows, CHUNK):
+        centered = tokens[start : start + CHUNK] - mean
+        covariance += centered.T @ centered
+    # The symmetric square root exists for every rank. Unlike eigenvectors, it is unique,
+    # so a seed draws the same rows, within rounding, with any version of LAPACK.
+    values, vectors = np.linalg.eigh(covariance / rows)
+    return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T

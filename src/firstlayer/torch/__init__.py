@@ -35,6 +35,7 @@ from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
+from .frozen_rows import FrozenRowsEmbedding as FrozenRowsEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
 from .hf_embeddings import replace_embeddings as replace_embeddings
@@ -56,6 +57,7 @@ __all__ = [
     "EmbeddingLayer",
     "FireBias",
     "FourierFeatures",
+    "FrozenRowsEmbedding",
     "HFRotary",
     "KerpleBias",
     "LearnedPositions",

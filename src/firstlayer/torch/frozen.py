@@ -44,7 +44,8 @@ class PartlyFrozenEmbedding(nn.Module):
 
     ``trained_rows`` is the only parameter; ``frozen_rows`` is a buffer. Note that
     DistributedDataParallel broadcasts buffers in every forward unless it gets
-    ``broadcast_buffers=False``.
+    ``broadcast_buffers=False``. Use :class:`FrozenRowsEmbedding` where a single ``weight``
+    is needed: with a tied head, and in models of Hugging Face and PEFT.
 
     Args:
         num_embeddings: Number of rows, one for each id.
@@ -94,7 +95,7 @@ class PartlyFrozenEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = checked_padding_idx(padding_idx, num_embeddings)
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.is_frozen = _bool_mask(frozen, num_embeddings)
+        self.is_frozen = bool_mask(frozen, num_embeddings)
         if self.padding_idx is not None:
             self.is_frozen[self.padding_idx] = True
         weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
@@ -302,7 +303,8 @@ class PartlyFrozenEmbedding(nn.Module):
             self._build(self.frozen_rows.device)
 
 
-def _bool_mask(ids: Iterable[int] | Tensor, num_embeddings: int) -> np.ndarray:
+def bool_mask(ids: Iterable[int] | Tensor, num_embeddings: int) -> np.ndarray:
+    """Return for each row whether it is among the frozen ``ids``."""
     given = ids.cpu().numpy() if isinstance(ids, Tensor) else list(ids)
     mask = np.zeros(num_embeddings, bool)
     with torch_errors():

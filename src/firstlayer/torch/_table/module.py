@@ -30,7 +30,7 @@ from ...embeddings.token import check_norm
 from .._tensors.dtypes import HALF, dtype_name
 from .._tensors.errors import WrongType, WrongValue, check_ids, torch_errors
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
-from ..optim.sparse_gradient import coalesced
+from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (
@@ -267,10 +267,19 @@ def remove_grad_hook(layer: Any, parameter: Tensor) -> None:
 
 
 def coalesce_gradient(parameter: Tensor) -> None:
-    """Coalesce a sparse gradient. Accumulation clears its ``is_coalesced`` flag."""
+    """Coalesce a sparse gradient and make it a tensor that torch can clip.
+
+    Accumulation clears its ``is_coalesced`` flag.
+    """
     grad = parameter.grad
-    if grad is None or not grad.is_sparse or grad.is_coalesced():
+    if grad is None or not grad.is_sparse:
         return
+    if not grad.is_coalesced():
+        grad = _coalesced(grad)
+    parameter.grad = RowGradientTensor.from_sparse(grad)
+
+
+def _coalesced(grad: Tensor) -> Tensor:
     ids = grad._indices()[0]
     # An empty tensor must not be exposed to NumPy: accumulation resizes it.
     if ids.is_cpu and ids.numel():
@@ -278,12 +287,11 @@ def coalesce_gradient(parameter: Tensor) -> None:
     else:
         ascends = bool((ids[1:] > ids[:-1]).all())
     if ascends:
-        grad._coalesced_(True)
-    elif grad.is_cpu and grad.dtype in HALF:
+        return grad._coalesced_(True)
+    if grad.is_cpu and grad.dtype in HALF:
         # A gradient of torch's own lookup, which torch would sum in half precision.
-        parameter.grad = coalesced(grad)
-    else:
-        parameter.grad = grad.coalesce()
+        return coalesced(grad)
+    return grad.coalesce()
 
 
 def is_token(

@@ -26,10 +26,16 @@ and before ``torch.func`` and ``torch.export``. ``step()`` raises, and changes n
 row with a gradient was stale when it was read. Under ``torch.distributed`` it catches such
 rows up instead, because another process may have read them.
 
+**Gradient clipping.** ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` accept
+the sparse gradients of Firstlayer's layers, and of torch's layers if the optimizer is given
+the model. The norm is that of dense gradients. The trainers of Hugging Face, Lightning and
+Accelerate therefore clip them as they clip any gradient.
+
 **Limits.** Tables are on the CPU, in any float dtype; the state of a half-precision table
 is float32. A dense gradient, such as that of a tied head, updates every row. Saving brings
 every row up to date, which rounds stale rows once more: two runs are bitwise equal if they
 save at the same steps, and a resumed run equals the run that wrote the checkpoint.
+``ZeroRedundancyOptimizer`` of a row optimizer raises a TypeError in its first step.
 """
 
 from typing import Any

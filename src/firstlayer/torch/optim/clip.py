@@ -18,8 +18,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of all gradients together, in place.
 
-    Works as ``torch.nn.utils.clip_grad_norm_`` and also accepts sparse gradients. Rows
-    without a gradient add nothing to a norm, so the norm is that of dense gradients.
+    Works as ``torch.nn.utils.clip_grad_norm_`` and also accepts sparse gradients of any
+    layer. Rows without a gradient add nothing to a norm, so the norm is that of dense
+    gradients.
 
     Args:
         parameters: Parameters whose gradients are clipped; those without one are skipped.

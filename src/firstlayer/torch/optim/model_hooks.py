@@ -1,13 +1,15 @@
 """Hooks that make torch's own layers catch up stale rows before they read a table.
 
 The hooks are plain functions that look for ``table_state`` on the parameter when they run,
-so copies and pickles of a model may keep them.
+so copies and pickles of a model may keep them. Another hook, on the parameter, makes its
+sparse gradients tensors that torch can clip.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from .sparse_gradient import RowGradientTensor
 from .table_state import catch_up
 
 
@@ -31,6 +33,9 @@ def add_hooks(model: nn.Module) -> None:
         uses_table = any(p in tables for p in module.parameters(recurse=False))
         if uses_table and not isinstance(module, TableModule | PartlyFrozenEmbedding):
             _add_hooks(module)
+            if getattr(module, "sparse", False):
+                for parameter in module.parameters(recurse=False):
+                    _add_grad_hook(parameter)
 
 
 def _add_hooks(module: nn.Module) -> None:
@@ -40,6 +45,17 @@ def _add_hooks(module: nn.Module) -> None:
         module.register_forward_pre_hook(before_forward, with_kwargs=True)
         module.register_state_dict_pre_hook(_catch_up_all)
         module.register_load_state_dict_pre_hook(_catch_up_all)
+
+
+def _add_grad_hook(parameter: Tensor) -> None:
+    hooks = parameter._post_accumulate_grad_hooks or {}  # pyright: ignore
+    if parameter.requires_grad and _make_clippable not in hooks.values():
+        parameter.register_post_accumulate_grad_hook(_make_clippable)
+
+
+def _make_clippable(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = RowGradientTensor.from_sparse(parameter.grad)
 
 
 def _catch_up_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..._check import one_of
 from ..._interrupts import held_interrupts
@@ -76,6 +77,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {**self._dense.defaults, **own})
         if isinstance(params, nn.Module):
             add_hooks(params)
+        _install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
@@ -262,6 +264,31 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 if parameter.dtype in HALF and isinstance(value, Tensor):
                     self.state[parameter][name] = value.clone()
+
+
+# Module state: a hook that torch calls before the step of every optimizer. It is installed
+# with the first row optimizer of a process that is part of a process group.
+_step_hooks: list[Any] = []
+
+
+def _install_step_hook() -> None:
+    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if in_group and not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(_check_not_sharded))
+
+
+def _check_not_sharded(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raise if the optimizer is a ZeroRedundancyOptimizer of a row optimizer.
+
+    Each rank trains some of the parameters and broadcasts them after the step. Other ranks
+    would read stale rows, and loading a state would bypass the row optimizer.
+    """
+    local = getattr(optimizer, "optim", None)
+    if isinstance(local, RowOptimizer):
+        raise TypeError(
+            f"{type(local).__name__} cannot be sharded by {type(optimizer).__name__}, "
+            "whose other ranks would read stale rows; give it to every rank instead"
+        )
 
 
 def _saved_arrays(
