@@ -28,6 +28,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
+PHI = {**LLAMA, "model_type": "phi"}
+
+
 # ---- whole modules ----
 
 HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4}
@@ -265,7 +268,9 @@ def test_every_scaling_rule_in_every_version_of_the_format(rope, rule, version):
     ],
 )
 def test_rotary_dim_is_read_from_any_of_its_keys(change, want):
-    assert rotary_from_hf({**LLAMA, **change})["rotary_dim"] == want
+    assert rotary_from_hf({**PHI, **change})["rotary_dim"] == want
+    # transformers rotates whole heads of a Llama, whatever the config has.
+    assert rotary_from_hf({**LLAMA, **change})["rotary_dim"] is None
 
 
 @pytest.mark.parametrize(
@@ -361,7 +366,6 @@ def test_multimodal_sections():
     "rope, message",
     [
         ({"rope_type": "cubic"}, "rope_type must be one of 'default', .* got 'cubic'"),
-        ({"rope_type": "axial"}, "got 'axial': use qwen_axial_frequencies"),
         (
             {"rope_type": "yarn", "type": "linear"},
             "type must agree, got 'yarn' and 'linear'",
@@ -430,14 +434,28 @@ YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
             "partial_rotary_factor must have one value, got 0.5 and 0.25",
         ),
         (
-            {"partial_rotary_factor": 0.5, "rotary_dim": 8},
+            {"model_type": "phi", "partial_rotary_factor": 0.5, "rotary_dim": 8},
             None,
             "rotary_dim must be 16 for partial_rotary_factor 0.5, got 8",
         ),
         ({"model_type": "mistral", "rope_theta": None}, None, "must have 'rope_theta'"),
         ({"hidden_size": None}, None, "config must have 'head_dim' or 'hidden_size'"),
         ({"num_attention_heads": None}, None, "'head_dim' or 'num_attention_heads'"),
-        ({"model_type": "nanochat"}, None, "model_type must be one .* got 'nanochat'"),
+        (
+            {"model_type": "musicflamingo"},
+            None,
+            "model_type must be one .* got 'musicflamingo': keep the model's own module",
+        ),
+        (
+            {"model_type": "blt", "hidden_size": None, "encoder_config": {}},
+            None,
+            "must have 'head_dim' or 'hidden_size', got none: give one of 'encoder_config'",
+        ),
+        (
+            {"rotary_embedding_base": 10_000, "position_embeddings_type": "relative"},
+            None,
+            "position_embeddings_type must be 'rotary', got 'relative'",
+        ),
         (
             {"model_type": "qwen3_vl_text", "rope_scaling": {"mrope_interleaved": False}},
             None,

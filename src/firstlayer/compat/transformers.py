@@ -7,7 +7,7 @@ modules of an existing model inside a ``with`` block. transformers is never impo
 """
 
 # Imported first: raises the error that names the package to install without torch.
-from ..torch import Embedding, HFRotary, LearnedPositions, replace_rotary
+from ..torch import Embedding, LearnedPositions
 
 # isort: split
 
@@ -20,7 +20,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from ..torch._positions.arguments import Offset, Positions
-from ..torch.hf import rotary_places
+from ..torch.hf import Replaced, RotaryModule, replace_rotary_modules
 
 __all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
 
@@ -150,19 +150,20 @@ class GPT2Embeddings(nn.Module):
 
 
 @contextmanager
-def swapped(model: nn.Module) -> Generator[int, None, None]:
+def swapped(model: nn.Module) -> Generator[Replaced, None, None]:
     """Replace the embeddings and rotary modules of a model inside a ``with`` block.
 
     Every plain ``nn.Embedding`` becomes :class:`firstlayer.torch.Embedding` with the same
     parameter: tied heads stay tied, optimizers keep working, and training inside the block
-    persists. Every rotary module becomes :class:`firstlayer.torch.HFRotary`. If a rotary
-    module cannot be replaced, nothing is.
+    persists. Every rotary module becomes :class:`firstlayer.torch.HFRotary` or a similar
+    module. Modules that cannot be replaced stay.
 
     Args:
         model: Any model. Subclasses of ``nn.Embedding`` are not replaced.
 
     Yields:
-        Number of replaced modules, counted by position in the model.
+        Number of replaced modules, counted by position in the model. Its attribute ``left``
+        has the reason for each module that stays, by its name in the model.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
@@ -175,23 +176,28 @@ def swapped(model: nn.Module) -> Generator[int, None, None]:
         <class 'torch.nn.modules.sparse.Embedding'>
     """
     before = [
-        (parent, name, child)
-        for parent in model.modules()
+        (path, parent, name, child)
+        for path, parent in model.named_modules()
         for name, child in parent._modules.items()
         if child is not None
     ]
-    count = replace_rotary(model) if rotary_places(model) else 0
-    new = {}
-    for parent, name, child in before:
+    rotary = replace_rotary_modules(model)
+    count, left, new = int(rotary), rotary.left, {}
+    for path, parent, name, child in before:
         if type(child) is nn.Embedding:
             # A module that is registered twice gets one replacement.
             new.setdefault(child, _replacement(child))
             setattr(parent, name, new[child])
             count += 1
+        elif isinstance(child, nn.Embedding) and not isinstance(child, Embedding):
+            title = type(child).__name__
+            left[f"{path}.{name}" if path else name] = (
+                f"{title} must be nn.Embedding itself, got a subclass"
+            )
     try:
-        yield count
+        yield Replaced(count, left)
     finally:
-        for parent, name, child in before:
+        for _, parent, name, child in before:
             _restore(parent, name, child)
 
 
@@ -216,7 +222,7 @@ def _restore(parent: nn.Module, name: str, old: nn.Module) -> None:
     # Modules set by other code inside the block, such as a resized table, stay.
     if isinstance(new, Embedding) and type(old) is nn.Embedding:
         old.num_embeddings, old.weight = new.num_embeddings, new.weight
-    elif isinstance(new, HFRotary) and new is not old:
+    elif isinstance(new, RotaryModule) and new is not old:
         old.to(next(new.buffers()).device)
     else:
         return

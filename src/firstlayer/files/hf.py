@@ -34,8 +34,7 @@ _KEYS = {
     "default": (),
     "axial": (),
     "linear": ("factor",),
-    # The second is HunYuan's constant factor.
-    "dynamic": ("factor", "alpha"),
+    "dynamic": ("factor",),
     "yarn": (
         *("factor", _ORIGINAL_LENGTH, "beta_fast", "beta_slow", "truncate"),
         *("mscale", "mscale_all_dim", "attention_factor"),
@@ -159,7 +158,7 @@ def rope_layer_types(config: Any) -> list[str | None]:
 
 def _options(config: Config, layer_type: str | None) -> Config:
     rope, is_per_type = _rope_parameters(config, layer_type)
-    rope = {**rope, "rope_type": _checked_rope_type(rope)}
+    rope = {**rope, "rope_type": _checked_rope_type(config, rope)}
 
     def value(name: str, *aliases: str) -> Any:
         return _single_value(name, aliases, rope, config, is_per_type=is_per_type)
@@ -412,10 +411,10 @@ def _rope_type_of(config: Config) -> str:
     """Return the type of the rope parameters; of layer types, their first."""
     rope = _dict_of(config, "rope_parameters") or _dict_of(config, "rope_scaling")
     nested = [value for value in rope.values() if isinstance(value, dict)]
-    return _checked_rope_type(nested[0] if nested else rope)
+    return _checked_rope_type(config, nested[0] if nested else rope)
 
 
-def _checked_rope_type(rope: Config) -> str:
+def _checked_rope_type(config: Config, rope: Config) -> str:
     """Return the type of rope parameters, after checking that all keys belong to it."""
     given = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
     for name in given:
@@ -432,6 +431,8 @@ def _checked_rope_type(rope: Config) -> str:
             f"rope_type must be one of {', '.join(map(repr, _KEYS))}, got {rope_type!r}"
         )
     keys = {key for key, value in rope.items() if value is not None}
+    if rope_type == "dynamic" and config.get("model_type") in models.CONSTANT_NTK:
+        keys.discard("alpha")
     unknown = sorted(keys.difference(_COMMON_KEYS, _KEYS[rope_type]), key=str)
     if unknown:
         raise ValueError(
@@ -447,7 +448,7 @@ def _scaling(config: Config, rope: Config, partial: float | None) -> scaling.Sca
             return None
         case "linear":
             return scaling.Linear(factor=_required("factor", rope))
-        case "dynamic" if rope.get("alpha") is not None:
+        case "dynamic" if rope.get("alpha"):
             return scaling.NTK(factor=rope["alpha"])
         case "dynamic":
             return scaling.DynamicNTK(

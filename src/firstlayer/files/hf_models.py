@@ -94,6 +94,9 @@ UNSUPPORTED = {
     "musicflamingo": "keep the model's own module, which rotates by timestamps",
 }
 
+#: Models whose ``dynamic`` parameters may have a constant factor ``alpha``.
+CONSTANT_NTK = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
+
 #: Rotates by the negative angle.
 NEGATIVE = frozenset({"nanochat"})
 

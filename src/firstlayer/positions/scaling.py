@@ -125,8 +125,19 @@ class DynamicNTK(Scaling):
 
     def inverse_frequencies(self, rotary_dim: int, *, base: float) -> Frequencies:
         length = max(self.length or 0, self.original_length)
-        ratio = self.factor * length / self.original_length - (self.factor - 1.0)
-        return _with_larger_base(rotary_dim, base, ratio)
+        return _with_larger_base(rotary_dim, base, self.growth(length))
+
+    def growth(self, length: Any) -> Any:
+        """Return the factor of NTK at a length of at least the original one.
+
+        Args:
+            length: A number, or an array of any library.
+        """
+        return self.factor * length / self.original_length - (self.factor - 1.0)
+
+    def exponents(self, frequencies: Float64[np.ndarray, "*axes pairs"]) -> Frequencies:
+        """Return the powers of :meth:`growth` that the frequencies are multiplied by."""
+        return _exponents(2 * frequencies.shape[-1])
 
     def at_length(self, n: int) -> Self:
         return replace(self, length=positive("n", n))
@@ -386,11 +397,13 @@ def scaling_from(value: Scaling | dict[str, Any] | None) -> Scaling | None:
 
 
 def _with_larger_base(rotary_dim: int, base: float, ratio: float) -> Frequencies:
+    plain = inverse_frequencies(rotary_dim, base=base)
+    return plain * ratio ** _exponents(rotary_dim)
+
+
+def _exponents(rotary_dim: int) -> Frequencies:
     # The new base is base * ratio ** (dim / (dim - 2)). This form is also valid at dim 2.
-    pairs = np.arange(0, rotary_dim, 2)
-    return inverse_frequencies(rotary_dim, base=base) * ratio ** (
-        -pairs / max(rotary_dim - 2, 1)
-    )
+    return -np.arange(0, rotary_dim, 2) / max(rotary_dim - 2, 1)
 
 
 def _set_number(
