@@ -191,7 +191,12 @@ def _options(config: Config, layer_type: str | None) -> Config:
             )
     options["scaling"] = _scaling(config, rope, partial)
     options["rotary_dim"] = _rotary_dim(config, rope, head_dim, partial)
-    sections, interleaved = _sections(config, rope, head_dim)
+    if options["rotary_dim"] is None and head_dim % 2:
+        raise ValueError(
+            f"head_dim must be even, got {head_dim}: give the head_dim of the checkpoint"
+        )
+    pairs = (options["rotary_dim"] or head_dim) // 2
+    sections, interleaved = _sections(config, rope, pairs)
     if config.get("model_type") == "ernie4_5_vl_moe_text":
         w = images.ernie_frequencies(head_dim, base=base, sections=sections or [])
         return _with_frequencies(options, w)
@@ -306,7 +311,7 @@ def _head_dim(config: Config, layer_type: str | None) -> int:
     name, head_dim = _named_head_dim(config, layer_type)
     if positive(name, head_dim) > _MAX_HEAD_DIM:
         raise ValueError(f"{name} must be at most {_MAX_HEAD_DIM}, got {head_dim}")
-    return head_dim
+    return int(head_dim)
 
 
 def _named_head_dim(config: Config, layer_type: str | None) -> tuple[str, Any]:
@@ -358,13 +363,20 @@ def _rotary_dim(
     # selects pairs out of the whole head.
     if config.get("qk_rope_head_dim") or rope["rope_type"] == "proportional":
         return None
-    rotary_dim = config.get("rotary_dim")
+    model_type, rotary_dim = config.get("model_type"), config.get("rotary_dim")
+    if rope["rope_type"] == "default" and model_type in models.WHOLE_HEADS:
+        return None
+    if model_type in models.WITHOUT_ROTARY_DIM:
+        rotary_dim = None
     if rotary_dim is not None:
         positive("rotary_dim", rotary_dim)
-    if rope["rope_type"] == "default" and config.get("model_type") in models.WHOLE_HEADS:
-        return None
     if partial is not None:
         given, rotary_dim = rotary_dim, int(head_dim * partial)
+        if rotary_dim % 2:
+            raise ValueError(
+                f"head_dim {head_dim} times partial_rotary_factor {partial} must be even, "
+                f"got {rotary_dim}: give the head_dim of the checkpoint"
+            )
         if given not in (None, rotary_dim):
             raise ValueError(
                 f"rotary_dim must be {rotary_dim} for partial_rotary_factor {partial}, "
@@ -383,13 +395,11 @@ def _layout(config: Config) -> str:
     return "interleaved_to_half" if is_mixed else "half"
 
 
-def _sections(
-    config: Config, rope: Config, head_dim: int
-) -> tuple[list[int] | None, bool]:
+def _sections(config: Config, rope: Config, pairs: int) -> tuple[list[int] | None, bool]:
     model_type = config.get("model_type", "")
     if model_type == "neomme":
         # Row and column have alternate pairs.
-        return [head_dim // 2 - head_dim // 4, head_dim // 4], True
+        return [pairs - pairs // 2, pairs // 2], True
     interleaved = rope.get("mrope_interleaved", rope.get("interleaved"))
     if model_type in models.INTERLEAVED_SECTIONS or model_type in models.SECTIONS:
         expected = model_type in models.INTERLEAVED_SECTIONS
@@ -404,6 +414,16 @@ def _sections(
     if not sections:
         return None, False
     checked = [not_negative(f"mrope_section[{i}]", n) for i, n in enumerate(sections)]
+    if model_type in models.INTERLEAVED_SECTIONS:
+        # transformers reads the other axes' numbers only, and bounds them by the pairs.
+        axes = len(checked)
+        others = [min(n, len(range(i, pairs, axes))) for i, n in enumerate(checked)][1:]
+        return [pairs - sum(others), *others], True
+    if sum(checked) != pairs:
+        raise ValueError(
+            f"mrope_section must add up to {pairs} pairs, got {checked}: "
+            "give mrope_section, or the partial_rotary_factor that belongs to it"
+        )
     return checked, bool(interleaved)
 
 

@@ -125,5 +125,8 @@ WHOLE_HEADS = frozenset(
     """.split()
 )
 
+#: Models whose ``rotary_dim`` transformers does not read.
+WITHOUT_ROTARY_DIM = frozenset({"minimax_m3_vl_text"})
+
 #: Base of models that are older than the key for it.
 DEFAULT_BASES = {"codegen": 10_000.0, "gptj": 10_000.0, "llama": 10_000.0}
