@@ -19,6 +19,8 @@ from firstlayer.positions.scaling import (
     YaRN,
 )
 
+from tests.support.rope_fuzz import mutated_configs
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -487,3 +489,45 @@ def test_the_config_is_not_modified():
     before = repr(config)
     rotary_from_hf(config)
     assert repr(config) == before
+
+
+# ---- random configs ----
+
+
+def fault_of(config, layer_type):
+    """Return the fault of a config's layer or error; None if there is none."""
+    try:
+        layer = RotaryPositions.from_hf(config, layer_type)
+    except (ValueError, TypeError, KeyError) as error:
+        return None if " must " in str(error) else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    axes = () if layer.axes is None else (layer.axes,)
+    at = np.broadcast_to(np.array([0, 1, 100_000]), (*axes, 3))
+    for one in (layer, layer.at_length(1000)):
+        x = one(np.eye(3, one.head_dim, dtype="float32"), at)
+        if not np.isfinite(x).all():
+            return "rotated vectors are not finite"
+    return None
+
+
+@pytest.mark.rejects
+def test_mutated_configs_give_finite_layers_or_one_sentence():
+    faults: dict[str, Any] = {}
+    refused = 0
+    for config, layer_type in mutated_configs(3000, seed=1):
+        fault = fault_of(config, layer_type)
+        if fault is not None:
+            faults.setdefault(fault, (config, layer_type))
+        refused += _is_refused(config, layer_type)
+    assert not faults, "\n".join(f"{k}: {v}" for k, v in list(faults.items())[:20])
+    # Neither all configs are refused nor none.
+    assert 500 < refused < 2900
+
+
+def _is_refused(config, layer_type):
+    try:
+        rotary_from_hf(config, layer_type)
+    except (ValueError, TypeError, KeyError):
+        return True
+    return False

@@ -200,7 +200,7 @@ MODELS: dict[str, tuple[int, Callable[[], tuple[Any, dict[str, Any]]]]] = {
     "deepseek_v2": (1, deepseek_v2),
     "dinov3": (1, dinov3),
     "esm": (1, esm),
-    "granite_swa": (1, granite_swa),
+    "granite_swa": (2, granite_swa),
     "llama4": (2, llama4),
     "mistral3": (2, mistral3),
     "olmo": (1, olmo),

@@ -277,8 +277,9 @@ def _rotary_places(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Modul
     return [
         (f"{path}.{name}" if path else name, parent, name, child)
         for path, parent in model.named_modules()
-        for name, child in parent.named_children()
-        if not isinstance(child, RotaryModule)
+        for name, child in parent._modules.items()
+        if child is not None
+        and not isinstance(child, RotaryModule)
         and any("inv_freq" in buffer or buffer == "freqs_ci" for buffer in child._buffers)
     ]
 
