@@ -18,7 +18,6 @@ from firstlayer.positions.scaling import (
     Proportional,
     YaRN,
 )
-
 from tests.support.rope_fuzz import mutated_configs
 
 LLAMA: dict[str, Any] = {
@@ -120,6 +119,113 @@ def test_llama_4_rotates_interleaved_pairs():
     want = code.apply_rotary_emb(q, q, rotation)[0].numpy()
     assert layer.layout == "interleaved"
     np.testing.assert_allclose(layer(x), want, atol=3e-5)
+
+
+# Config class and arguments, and the functions that rotate with its module.
+IMAGES = [
+    ("Qwen2VLVisionConfig", {"embed_dim": 64, "num_heads": 4}, "_vision"),
+    ("PixtralVisionConfig", {"hidden_size": 64, "num_attention_heads": 4}, ""),
+    ("Kimi_K25VisionConfig", {"hidden_size": 64, "num_attention_heads": 4}, "_vision"),
+    ("MiniMaxM3VLVisionConfig", {"hidden_size": 80, "num_attention_heads": 4}, "_vision"),
+    ("Sam3ViTConfig", {"hidden_size": 64, "num_attention_heads": 4}, "_2d"),
+]
+
+
+@pytest.mark.parametrize("name, options, suffix", IMAGES, ids=[i[0] for i in IMAGES])
+def test_image_towers_rotate_by_row_and_column(name, options, suffix):
+    config_class = getattr(transformers, name, None) or getattr(
+        importlib.import_module("transformers.models.kimi_k25"), name
+    )
+    config = config_class(**options)
+    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    rng, axes = np.random.default_rng(0), len(layer.frequencies)
+    positions = rng.integers(0, 30, (axes, 7))
+    x = rng.standard_normal((4, 7, layer.head_dim)).astype("float32")
+    module = next(
+        value
+        for key, value in vars(code).items()
+        if "Rotary" in key and ("Vision" in key or "ViT" in key) and "Attention" not in key
+    )
+    cos, sin = module(config)(torch.zeros(1), torch.from_numpy(positions.T.copy()))
+    q = torch.from_numpy(x)
+    apply = getattr(code, f"apply_rotary_pos_emb{suffix}")
+    if suffix == "_vision":
+        # Attention has the heads before the features there.
+        heads_last = q.transpose(0, 1)
+        if name.startswith("MiniMax"):
+            want = apply(heads_last[None], heads_last[None], cos, sin)[0][0]
+        else:
+            want = apply(heads_last, heads_last, cos, sin)[0]
+        want = want.transpose(0, 1)
+    elif suffix == "_2d":
+        want = apply(q, q, cos, sin)[0]
+    else:
+        want = apply(q[None], q[None], cos, sin, unsqueeze_dim=0)[0][0]
+    np.testing.assert_allclose(layer(x, positions), want.numpy(), atol=3e-5)
+
+
+def test_llama_4_image_tower_rotates_interleaved_pairs_by_row_and_column():
+    config = transformers.Llama4VisionConfig(
+        hidden_size=64, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    grid = np.stack([np.arange(16) // 4 + 1, np.arange(16) % 4 + 1])
+    positions = np.concatenate([grid, np.zeros((2, 1), int)], axis=1)
+    x = np.random.default_rng(0).standard_normal((4, 17, 16)).astype("float32")
+    q = torch.from_numpy(x).transpose(0, 1)[None]
+    rotation = code.Llama4VisionRotaryEmbedding(config)(q)
+    want = code.vision_apply_rotary_emb(q, q, freqs_ci=rotation)[0][0].transpose(0, 1)
+    np.testing.assert_allclose(layer(x, positions), want.numpy(), atol=3e-5)
+
+
+def test_patches_of_dinov3_rotate_by_their_centres():
+    config = transformers.DINOv3ViTConfig(hidden_size=64, num_attention_heads=4)
+    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    rows, columns = (np.arange(0.5, n) / n * 2.0 - 1.0 for n in (2, 3))
+    positions = np.stack(np.meshgrid(rows, columns, indexing="ij")).reshape(2, 6)
+    x = np.random.default_rng(0).standard_normal((1, 4, 6, 16)).astype("float32")
+    image = torch.zeros(1, 3, 32, 48)
+    rotary = code.DINOv3ViTRopePositionEmbedding(config)(image)
+    q = torch.from_numpy(x)
+    want = code.apply_rotary_pos_emb(q, q, *rotary)[0].numpy()
+    np.testing.assert_allclose(layer(x[0], positions), want[0], atol=3e-5)
+
+
+ERNIE = {"mrope_section": [6, 6, 4], "rope_theta": 1e4, "rope_type": "default"}
+
+
+def test_nanochat_rotates_by_negative_angles():
+    config = transformers.NanoChatConfig(**HEADS, num_key_value_heads=4)
+    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    x = np.random.default_rng(0).standard_normal((2, 4, 6, 32)).astype("float32")
+    q, ids = torch.from_numpy(x), torch.arange(6)[None].expand(2, -1)
+    want = code.apply_rotary_pos_emb(q, q, *code.NanoChatRotaryEmbedding(config)(q, ids))
+    np.testing.assert_allclose(layer(x), want[0].numpy(), atol=3e-5)
+    assert (layer.frequencies < 0).all()
+
+
+def test_ernie_vl_alternates_between_row_and_column():
+    name = "Ernie4_5_VLMoeTextConfig"
+    code = importlib.import_module("transformers.models.ernie4_5_vl_moe")
+    config = getattr(code, name)(**HEADS, num_key_value_heads=4, rope_parameters=ERNIE)
+    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, 30, (3, 2, 6))
+    x = rng.standard_normal((2, 4, 6, 32)).astype("float32")
+    q, ids = torch.from_numpy(x), torch.from_numpy(positions)
+    rotation = code.Ernie4_5_VLMoeTextRotaryEmbedding(config)(q, ids)
+    want = code.apply_rotary_pos_emb(q, q, *rotation)[0].numpy()
+    np.testing.assert_allclose(layer(x, positions), want, atol=3e-5)
+
+
+def test_moonshine_and_hunyuan():
+    moonshine = RotaryPositions.from_hf(transformers.MoonshineConfig())
+    assert (moonshine.head_dim, moonshine.rotary_dim) == (36, 32)
+    rope = {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 1e4}
+    config = transformers.HunYuanDenseV1Config(**HEADS, head_dim=32, rope_parameters=rope)
+    module = modeling(config).HunYuanDenseV1RotaryEmbedding(config)
+    layer = RotaryPositions.from_hf(config)
+    np.testing.assert_allclose(layer.frequencies, module.inv_freq.numpy(), rtol=1e-6)
 
 
 def test_gpt_j_rotates_the_first_features_of_a_head():

@@ -86,7 +86,7 @@ def mutated_configs(
         base = draw.choice(({"rope_theta": 1e4}, {}))
         place = draw.choice(("rope_parameters", "rope_scaling", "nested"))
         if place == "nested":
-            layer_type = draw.choice(("full_attention", None, "other", 3))
+            layer_type = draw.choice(("full_attention",) * 9 + (None, "other", 3))
             rope["rope_theta"] = 1e4
             config |= {"layer_types": ["full_attention", "sliding_attention"]}
             config["rope_parameters"] = {"full_attention": rope}

@@ -103,25 +103,31 @@ NEGATIVE = frozenset({"nanochat"})
 #: Models in which transformers ignores ``partial_rotary_factor`` for the default rule.
 WHOLE_HEADS = frozenset(
     """
-    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid beam bitnet blt chameleon
-    cohere cohere2 cohere2_moe cosmos3_edge_text csm cwm dbrx deepseek_ocr2_text
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama dinov3_vit doge dots1 edgetam_video
-    embedding_gemma2_text eomt_dinov3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text esm
-    esmc eurobert evolla exaone4 exaone_moe falcon falcon_h1 flex_olmo flint gemma
-    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm_moe_dsa gpt_oss
-    gradium_phonon_tts granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid beam bitnet blt
+    blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher chameleon
+    cohere cohere2 cohere2_moe cosmos3_edge_text csm csm_depth_decoder_model cwm dbrx
+    deepseek_ocr2_encoder deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32
+    dia_decoder dia_encoder diffllama doge dots1 embedding_gemma2_text emu3_text_model
+    ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text esm esmc eurobert evolla exaone4
+    exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+    gemma4_text gemma4_unified_text glm_moe_dsa gpt_oss gradium_phonon_tts granite
+    granite4_vision_text granite_swa granitemoe granitemoe_swa granitemoehybrid
     granitemoeshared gte helium higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe
     hunyuan_vl_text hy_v3 hy_v4 hyperclovax idefics jais2 jetmoe jina_embeddings_v3
     kolibri1 kyutai_speech_to_text lasr_encoder lfm2 lfm2_moe llama llama4_text
-    longcat_flash mimi minicpm3 minimax ministral ministral3 mistral mistral4
-    mistral_large4_text mixtral mllama_text_model modernbert modernbert-decoder
-    molmo2_text moshi muse_glimmer_assistant nanochat neucodec nomic_bert olmo olmo2
-    olmo3 olmo_hybrid olmoe openai_privacy_filter pe_audio_encoder
-    pe_audio_video_encoder pe_video_encoder phimoe pixtral pocket_tts
-    pocket_tts_audio_tokenizer qwen2 qwen2_5_omni_dit qwen2_moe qwen3 qwen3_moe
-    qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text sam2_video sam3_tracker_video
-    sam3_vit_model sapiens2 seed_oss smollm3 starcoder2 t5gemma2_text timesfm2_5
-    ultrabert unlimited_ocr_text vaultgemma xcodec2 youtu zamba2
+    longcat_flash mimi mimi_decoder mimi_encoder minicpm3 minimax ministral ministral3
+    mistral mistral4 mistral_large4_text mixtral mllama_text_model modernbert
+    modernbert-decoder molmo2_text moshi muse_glimmer_assistant muse_glimmer_text
+    muse_spark_text nanochat neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe
+    openai_privacy_filter paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder
+    pe_video_encoder phimoe pocket_tts pocket_tts_audio_tokenizer
+    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2
+    qwen2_5_omni_dit qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_moe
+    qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_talker_code_predictor
+    qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
+    seed_oss smollm3 starcoder2 t5_gemma_module t5gemma2_decoder t5gemma2_text
+    timesfm2_5 ultrabert unlimited_ocr_text vaultgemma voxtral_realtime_encoder
+    voxtral_realtime_text xcodec2 youtu zamba2
     """.split()
 )
 
