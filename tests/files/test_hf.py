@@ -185,7 +185,7 @@ def test_patches_of_dinov3_rotate_by_their_centres():
     positions = np.stack(np.meshgrid(rows, columns, indexing="ij")).reshape(2, 6)
     x = np.random.default_rng(0).standard_normal((1, 4, 6, 16)).astype("float32")
     image = torch.zeros(1, 3, 32, 48)
-    rotary = code.DINOv3ViTRopePositionEmbedding(config)(image)
+    rotary = code.DINOv3ViTRopePositionEmbedding(config).eval()(image)
     q = torch.from_numpy(x)
     want = code.apply_rotary_pos_emb(q, q, *rotary)[0].numpy()
     np.testing.assert_allclose(layer(x[0], positions), want[0], atol=3e-5)

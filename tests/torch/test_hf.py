@@ -337,7 +337,11 @@ def test_two_modules_have_separate_lengths():
 
 def test_a_module_in_two_places_gets_one_replacement():
     rotary = rotary_of(make_ruled("dynamic"))
-    model: Any = nn.ModuleDict({"a": rotary, "b": rotary, "c": nn.ModuleDict({"d": rotary})})
+    model: Any = nn.ModuleDict({
+        "a": rotary,
+        "b": rotary,
+        "c": nn.ModuleDict({"d": rotary}),
+    })
     assert replace_rotary(model) == 3
     assert model["a"] is model["b"] is model["c"]["d"] is not rotary
 

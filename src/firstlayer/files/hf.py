@@ -80,9 +80,9 @@ def rotary_from_hf(config: Any, layer_type: str | None = None) -> Config:
         )
     options = _options(config, layer_type)
     if model_type in models.NEGATIVE:
-        frequencies, _ = layer_frequencies(
-            **{key: options[key] for key in ("head_dim", "base", "scaling")}
-        )
+        frequencies, _ = layer_frequencies(**{
+            key: options[key] for key in ("head_dim", "base", "scaling")
+        })
         return _with_frequencies(options, -frequencies)
     return options
 
@@ -118,9 +118,7 @@ def phases_from_hf(config: Any, layer_type: str | None = None) -> Config:
     if options["sections"] is None:
         return options
     sections, rule = options["sections"], options["scaling"]
-    pairs, _ = layer_frequencies(
-        options["head_dim"], base=options["base"], scaling=rule
-    )
+    pairs, _ = layer_frequencies(options["head_dim"], base=options["base"], scaling=rule)
     if sum(sections) != len(pairs):
         raise ValueError(f"mrope_section must add up to {len(pairs)}, got {sections}")
     # Sections of features, so that the two features of a pair may belong to two axes.
@@ -529,7 +527,9 @@ def _original_length(config: Config, rope: Config) -> int:
             f"{_ORIGINAL_LENGTH} must have one value, got {inside} and {outside}"
         )
     length = outside if inside is None else inside
-    return _max_length(config, rope) if length is None else positive(_ORIGINAL_LENGTH, length)
+    return (
+        _max_length(config, rope) if length is None else positive(_ORIGINAL_LENGTH, length)
+    )
 
 
 def _length_ratio(config: Config, rope: Config) -> float:

@@ -57,7 +57,9 @@ class RotaryModule(nn.Module):
             self.layers[layer_type or _ALL] = phases_of(layer)
 
     @torch.no_grad()
-    def _phases(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    def _phases(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> Any:
         layer: Any = self.layers[_ALL if _ALL in self.layers else str(layer_type)]
         positions = position_ids.to(x.device)
         if self._is_grid:
@@ -243,7 +245,9 @@ def replace_rotary(model: nn.Module, *, spread: str | None = None) -> Replaced:
     replaced = replace_rotary_modules(model, spread=spread)
     if not replaced:
         reasons = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())
-        raise ValueError(reasons or "model must have rotary modules with inv_freq, got none")
+        raise ValueError(
+            reasons or "model must have rotary modules with inv_freq, got none"
+        )
     return replaced
 
 
@@ -332,7 +336,9 @@ def _detected(module: Any) -> RotaryModule:
         calls = [(ids.to(device), name) for name in types] or [(ids.to(device),)]
         theirs = [_separate(module)(x, *call) for call in calls]
         for new.spread, new._has_leading_axis in product(_SPREADS, (False, True)):
-            if all(_is_close(new(x, *call), b) for call, b in zip(calls, theirs)):
+            if all(
+                _is_close(new(x, *call), b) for call, b in zip(calls, theirs, strict=True)
+            ):
                 half = _separate(module)(x.bfloat16(), *calls[0])
                 new.cast = not torch.is_tensor(half) and half[0].dtype == torch.bfloat16
                 return new
@@ -371,7 +377,9 @@ def _is_close(ours: Any, theirs: Any, *, atol: float = 1e-6) -> bool:
         ours, theirs = (ours.real, ours.imag), (theirs.real, theirs.imag)
     if not isinstance(ours, tuple) or not isinstance(theirs, tuple) or len(theirs) != 2:
         return False
-    if not all(torch.is_tensor(b) and a.shape == b.shape for a, b in zip(ours, theirs)):
+    if not all(
+        torch.is_tensor(b) and a.shape == b.shape for a, b in zip(ours, theirs, strict=True)
+    ):
         return False
     # The module may have been cast: bfloat16 frequencies have a relative error of 1/256,
     # as the sines of small angles then have. float16 has no frequencies below 6e-8.

@@ -59,7 +59,10 @@ class DynamicNTKPhases(PrecomputedBuffers):
         rule: DynamicNTK = layer.scaling
         self.rule, self.axes = rule, layer.axes
         plain = layer.at_length(rule.original_length).frequencies
-        self._constants = np.stack([plain, np.broadcast_to(rule.exponents(plain), plain.shape)])
+        self._constants = np.stack([
+            plain,
+            np.broadcast_to(rule.exponents(plain), plain.shape),
+        ])
         self._build()
         length = torch.tensor(rule.original_length, device=self.get_buffer("bits").device)
         self.register_buffer("length", length, persistent=False)
