@@ -368,22 +368,30 @@ def test_error_inside_restores_the_model():
     assert kinds(model) == were
 
 
-@pytest.mark.rejects
-def test_model_with_an_unsupported_rotary_is_not_changed():
+def test_an_unsupported_rotary_stays_and_is_reported():
     class Odd(nn.Module):
         config = transformers.LlamaConfig(**SIZES)
 
         def __init__(self):
             super().__init__()
-            self.register_buffer("inv_freq", torch.ones(4))
+            self.register_buffer("inv_freq", torch.ones(4), persistent=False)
 
-        def forward(self, x, ids):
+        def forward(self, x, position_ids):
             return x
 
-    model = nn.Sequential(nn.Embedding(5, 2), Odd())
-    with pytest.raises(ValueError, match="Odd must return cosines"), swapped(model):
+    class Scaled(nn.Embedding):
         pass
-    assert kinds(model)[1:] == [nn.Embedding, Odd]
+
+    tables = nn.Sequential(nn.Embedding(5, 2), Scaled(5, 2))
+    model = nn.Sequential(tables, Odd())
+    with swapped(model) as replaced:
+        assert replaced == 1 and isinstance(tables[0], firstlayer.torch.Embedding)
+        assert replaced.left == {
+            "1": "Odd must return cosines and sines as its config describes",
+            "0.1": "Scaled must be nn.Embedding itself, got a subclass",
+        }
+        assert kinds(model)[3:] == [Scaled, Odd]
+    assert kinds(model)[2:] == [nn.Embedding, Scaled, Odd]
 
 
 def test_nested_swaps():

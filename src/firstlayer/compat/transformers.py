@@ -7,7 +7,7 @@ modules of an existing model inside a ``with`` block. transformers is never impo
 """
 
 # Imported first: raises the error that names the package to install without torch.
-from ..torch import Embedding, HFRotary, LearnedPositions, replace_rotary
+from ..torch import Embedding, LearnedPositions
 
 # isort: split
 
@@ -20,7 +20,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from ..torch._positions.arguments import Offset, Positions
-from ..torch.hf import rotary_places
+from ..torch.hf import Replaced, RotaryModule, replace_rotary_modules
 from ..torch.hf_embeddings import (
     change_class,
     embeddings_of,
@@ -156,19 +156,20 @@ class GPT2Embeddings(nn.Module):
 
 
 @contextmanager
-def swapped(model: nn.Module) -> Generator[int, None, None]:
+def swapped(model: nn.Module) -> Generator[Replaced, None, None]:
     """Replace the embeddings and rotary modules of a model inside a ``with`` block.
 
-    Every ``nn.Embedding`` is replaced as by :func:`firstlayer.torch.replace_embeddings`,
-    which leaves those that it cannot replace: tied heads stay tied, optimizers keep
-    working, and training inside the block persists. Every rotary module becomes
-    :class:`firstlayer.torch.HFRotary`. If a rotary module cannot be replaced, nothing is.
+    Every ``nn.Embedding`` is replaced as by :func:`firstlayer.torch.replace_embeddings`:
+    tied heads stay tied, optimizers keep working, and training inside the block persists.
+    Every rotary module is replaced as by :func:`firstlayer.torch.replace_rotary`. Modules
+    that cannot be replaced stay.
 
     Args:
         model: Any model.
 
     Yields:
-        Number of replaced modules, counted by position in the model.
+        Number of replaced modules, counted by position in the model. Its attribute ``left``
+        has the reason for each module that stays, by its name in the model.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
@@ -180,28 +181,36 @@ def swapped(model: nn.Module) -> Generator[int, None, None]:
         >>> type(model[0])
         <class 'torch.nn.modules.sparse.Embedding'>
     """
-    rotary = rotary_places(model)
-    count = replace_rotary(model) if rotary else 0
-    tables = [
-        module
-        for _, module in embeddings_of(model)
-        if not isinstance(module, Embedding) and reason_to_leave(module) is None
+    before = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
     ]
-    for module in tables:
-        change_class(module)
+    rotary = replace_rotary_modules(model)
+    tables, left = [], dict(rotary.left)
+    for path, module in embeddings_of(model):
+        reason = reason_to_leave(module)
+        if isinstance(module, Embedding):
+            continue
+        if reason is None:
+            change_class(module)
+            tables.append(module)
+        else:
+            left[path] = reason
     try:
-        yield count + len(tables)
+        yield Replaced(int(rotary) + len(tables), left)
     finally:
         for module in tables:
             restore_class(module)
-        for parent, name, child in rotary:
+        for parent, name, child in before:
             _restore_rotary(parent, name, child)
 
 
 def _restore_rotary(parent: nn.Module, name: str, old: nn.Module) -> None:
     new = parent._modules.get(name)
     # Modules set by other code inside the block stay.
-    if isinstance(new, HFRotary) and new is not old:
+    if isinstance(new, RotaryModule) and new is not old:
         old.to(next(new.buffers()).device)
         setattr(parent, name, old.train(new.training))
 

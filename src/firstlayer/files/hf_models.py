@@ -18,8 +18,10 @@ INTERLEAVED = frozenset({
     "cohere2_moe",
     "deepseek_v2",
     "deepseek_v4",
+    "edgetam_video",
     "ernie4_5",
     "ernie4_5_moe",
+    "ernie4_5_vl_moe_text",
     "glm",
     "glm4",
     "glm4v_text",
@@ -27,12 +29,16 @@ INTERLEAVED = frozenset({
     "gptj",
     "helium",
     "llama4_text",
+    "llama4_vision_model",
     "moonshine",
     "moonshine_streaming",
     "openai_privacy_filter",
     "pe_audio_encoder",
     "pe_audio_video_encoder",
     "pe_video_encoder",
+    "sam2_video",
+    "sam3_tracker_video",
+    "sam3_vit_model",
 })
 
 #: Reads interleaved pairs and writes the half layout, unless ``rope_interleave`` is False.
@@ -47,12 +53,12 @@ INTERLEAVED_TO_HALF = frozenset({
     "kimi_k2",
     "longcat_flash",
     "mistral4",
-    "mistral_large4_text",
     "youtu",
 })
 
 #: M-RoPE with contiguous sections: the sections if the config has none.
 SECTIONS = {
+    "ernie4_5_vl_moe_text": (22, 22, 20),
     "glm4v_moe_text": (8, 12, 12),
     "glm4v_text": (8, 12, 12),
     "glm_image_text": (8, 12, 12),
@@ -79,19 +85,54 @@ INTERLEAVED_SECTIONS = {
     "qwen4_exp_text": (11, 11, 10),
 }
 
-#: Rotation that no layout and no sections describe.
-UNSUPPORTED = frozenset({
-    "dinov3_vit",
-    "efficientloftr",
-    "eomt_dinov3",
-    "ernie4_5_vl_moe_text",
-    "hunyuan_vl_text",
-    "llama4_vision_model",
-    "musicflamingo",
-    "nanochat",
-    "neomme",
-    "sapiens2",
-})
+#: Configs that no layer can be built from: the way out.
+UNSUPPORTED = {
+    "efficientloftr": "keep the model's own module, which rotates whole hidden vectors",
+    "gemma4_vision": "use replace_rotary, or rotate each half of a head with a layer",
+    "hunyuan_vl_text": "use replace_rotary, which needs no layout",
+    "mistral_large4_text": "give frequencies times exp(alpha), from the checkpoint's alpha",
+    "musicflamingo": "keep the model's own module, which rotates by timestamps",
+}
+
+#: Models whose ``dynamic`` parameters may have a constant factor ``alpha``.
+CONSTANT_NTK = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
+
+#: Rotates by the negative angle.
+NEGATIVE = frozenset({"nanochat"})
+
+#: Models in which transformers ignores ``partial_rotary_factor`` for the default rule.
+WHOLE_HEADS = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid beam bitnet blt
+    blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher chameleon
+    cohere cohere2 cohere2_moe cosmos3_edge_text csm csm_depth_decoder_model cwm dbrx
+    deepseek_ocr2_encoder deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32
+    dia_decoder dia_encoder diffllama doge dots1 embedding_gemma2_text emu3_text_model
+    ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text esm esmc eurobert evolla exaone4
+    exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+    gemma4_text gemma4_unified_text glm_moe_dsa gpt_oss gradium_phonon_tts granite
+    granite4_vision_text granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared gte helium higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe
+    hunyuan_vl_text hy_v3 hy_v4 hyperclovax idefics jais2 jetmoe jina_embeddings_v3
+    kolibri1 kyutai_speech_to_text lasr_encoder lfm2 lfm2_moe llama llama4_text
+    longcat_flash mimi mimi_decoder mimi_encoder minicpm3 minimax ministral ministral3
+    mistral mistral4 mistral_large4_text mixtral mllama_text_model modernbert
+    modernbert-decoder molmo2_text moshi muse_glimmer_assistant muse_glimmer_text
+    muse_spark_text nanochat neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe
+    openai_privacy_filter paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder
+    pe_video_encoder phimoe pocket_tts pocket_tts_audio_tokenizer
+    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2
+    qwen2_5_omni_dit qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_moe
+    qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_talker_code_predictor
+    qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
+    seed_oss smollm3 starcoder2 t5_gemma_module t5gemma2_decoder t5gemma2_text
+    timesfm2_5 ultrabert unlimited_ocr_text vaultgemma voxtral_realtime_encoder
+    voxtral_realtime_text xcodec2 youtu zamba2
+    """.split()
+)
+
+#: Models whose ``rotary_dim`` transformers does not read.
+WITHOUT_ROTARY_DIM = frozenset({"minimax_m3_vl_text"})
 
 #: Base of models that are older than the key for it.
 DEFAULT_BASES = {"codegen": 10_000.0, "gptj": 10_000.0, "llama": 10_000.0}

@@ -81,6 +81,27 @@ def _round_robin(sections: list[int], pairs: int) -> np.ndarray:
     return np.where(rounds < np.asarray(sections)[axis_of], axis_of, 0)
 
 
+def axial_frequencies(
+    head_dim: int, *, axes: int = 2, base: float = 10_000.0
+) -> Float64[np.ndarray, "axes pairs"]:
+    """Return the same frequencies for every axis, in contiguous runs of pairs.
+
+    Args:
+        head_dim: Number of features of a head. If ``2 * axes`` does not divide it, the last
+            features are not rotated.
+        axes: Number of coordinates of a position.
+        base: As in :func:`inverse_frequencies`.
+
+    Example:
+        >>> axial_frequencies(8, axes=3).tolist()
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    pairs = positive("head_dim", head_dim) // (2 * positive("axes", axes))
+    if pairs == 0:
+        raise ValueError(f"head_dim must be at least {2 * axes}, got {head_dim}")
+    return np.kron(np.eye(axes), inverse_frequencies(2 * pairs, base=base))
+
+
 def qwen_axial_frequencies(
     head_dim: int, *, base: float = 10_000.0
 ) -> Float64[np.ndarray, "2 pairs"]:
@@ -95,7 +116,7 @@ def qwen_axial_frequencies(
         [[1.0, 0.01, 0.0, 0.0], [0.0, 0.0, 1.0, 0.01]]
     """
     _check_multiple_of_4(head_dim)
-    return np.kron(np.eye(2), inverse_frequencies(head_dim // 2, base=base))
+    return axial_frequencies(head_dim, base=base)
 
 
 def pixtral_axial_frequencies(

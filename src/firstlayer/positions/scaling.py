@@ -24,6 +24,10 @@ from .frequencies import inverse_frequencies
 
 Frequencies = Float64[np.ndarray, " pairs"]
 
+_SMALLEST, _LARGEST = 1e-30, 1e30
+#: The largest length that float64 represents, as all smaller ones.
+_LONGEST = 2**53
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
@@ -125,8 +129,19 @@ class DynamicNTK(Scaling):
 
     def inverse_frequencies(self, rotary_dim: int, *, base: float) -> Frequencies:
         length = max(self.length or 0, self.original_length)
-        ratio = self.factor * length / self.original_length - (self.factor - 1.0)
-        return _with_larger_base(rotary_dim, base, ratio)
+        return _with_larger_base(rotary_dim, base, self.growth(length))
+
+    def growth(self, length: Any) -> Any:
+        """Return the factor of NTK at a length of at least the original one.
+
+        Args:
+            length: A number, or an array of any library.
+        """
+        return self.factor * length / self.original_length - (self.factor - 1.0)
+
+    def exponents(self, frequencies: Float64[np.ndarray, "*axes pairs"]) -> Frequencies:
+        """Return the powers of :meth:`growth` that the frequencies are multiplied by."""
+        return _exponents(2 * frequencies.shape[-1])
 
     def at_length(self, n: int) -> Self:
         return replace(self, length=positive("n", n))
@@ -386,11 +401,13 @@ def scaling_from(value: Scaling | dict[str, Any] | None) -> Scaling | None:
 
 
 def _with_larger_base(rotary_dim: int, base: float, ratio: float) -> Frequencies:
+    plain = inverse_frequencies(rotary_dim, base=base)
+    return plain * ratio ** _exponents(rotary_dim)
+
+
+def _exponents(rotary_dim: int) -> Frequencies:
     # The new base is base * ratio ** (dim / (dim - 2)). This form is also valid at dim 2.
-    pairs = np.arange(0, rotary_dim, 2)
-    return inverse_frequencies(rotary_dim, base=base) * ratio ** (
-        -pairs / max(rotary_dim - 2, 1)
-    )
+    return -np.arange(0, rotary_dim, 2) / max(rotary_dim - 2, 1)
 
 
 def _set_number(
@@ -422,6 +439,7 @@ def _set_number(
         valid, words = number > (above or 0.0), f"above {bound}{above or 0.0:g}"
     if not valid or not math.isfinite(number):
         raise ValueError(f"{name} must be finite and {words}, got {value}")
+    _check_size(name, number)
     object.__setattr__(rule, name, number)
 
 
@@ -434,15 +452,28 @@ def _set_integer(
         return
     if positive(name, value) < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
+    if value > _LONGEST:
+        raise ValueError(f"{name} must be at most {_LONGEST}, got {value}")
     object.__setattr__(rule, name, int(value))
 
 
 def _set_divisors(rule: Scaling, name: str) -> None:
     """Convert a field to a tuple of floats, or raise if one is not finite and above 0."""
-    values = []
-    for i, given in enumerate(getattr(rule, name)):
-        value = _check.number(f"{name}[{i}]", given)
+    given, values = getattr(rule, name), []
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
+        raise TypeError(f"{name} must be a list of numbers, got {type(given).__name__}")
+    for i, item in enumerate(given):
+        value = _check.number(f"{name}[{i}]", item)
         if not 0.0 < value < math.inf:
             raise ValueError(f"{name}[{i}] must be finite and above 0, got {value}")
+        _check_size(f"{name}[{i}]", value)
         values.append(value)
     object.__setattr__(rule, name, tuple(values))
+
+
+def _check_size(name: str, value: float) -> None:
+    # Within this range, all cosines and sines are finite in float32.
+    if value and not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(
+            f"{name} must be between {_SMALLEST:g} and {_LARGEST:g}, got {value}"
+        )
