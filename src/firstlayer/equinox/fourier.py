@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float64, Int32
 
 from .._check import FLOATS, one_of, positions_in_reach
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -113,8 +114,11 @@ class FourierFeatures(Module):
         """
         points = self._checked(coordinates)
         x = upcast(points)
-        tables, rates = (_from_bits(b).astype(x.dtype) for b in (self.bits, self.rate_bits))
-        cos, sin = fourier_phases(x, tables, rates)
+        if x.dtype == np.float64:
+            matrix = jax.lax.bitcast_convert_type(self.matrix_bits, jnp.float64)
+            cos, sin = float64_fourier_phases(x, matrix)
+        else:
+            cos, sin = fourier_phases(x, _from_bits(self.bits), _from_bits(self.rate_bits))
         return encode(
             cos,
             sin,

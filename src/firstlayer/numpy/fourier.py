@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from .._check import is_float, one_of, positions_in_reach
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -140,9 +141,9 @@ class FourierFeatures(Module):
         return self._ordered(-sin, cos)
 
     def _phases(self, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        dtype = coordinates.dtype
-        tables, rates = (a.astype(dtype, copy=False) for a in (self.tables, self.rates))
-        return fourier_phases(coordinates, tables, rates)
+        if coordinates.dtype == np.float64:
+            return float64_fourier_phases(coordinates, self.matrix)
+        return fourier_phases(coordinates, self.tables, self.rates)
 
     def _ordered(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         return encode(

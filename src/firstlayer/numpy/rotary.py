@@ -1,6 +1,7 @@
 """Rotary positions for NumPy."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..positions.rotary import (
     rotate_rows,
 )
 from ..positions.scaling import Scaling, scaling_from
+from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
 from ._module import Module, native_byte_order, resolve_positions
 from ._positions import gradient_of
 
@@ -99,6 +101,8 @@ class RotaryPositions(Module):
         self.tables, self.rates = phase_tables(
             self.frequencies, scale=self.attention_factor
         )
+        #: The same for float64; see :mod:`firstlayer.positions.turns`.
+        self.turns = turn_constants(self.frequencies)
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
@@ -261,6 +265,14 @@ class RotaryPositions(Module):
         if self.axes is not None:
             check_axes(positions, self.axes)
         positions_in_reach(positions, LIMIT, name=name)
-        compute = compute_dtype(dtype)
-        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
-        return phase_rows(positions, tables, rates)
+        if compute_dtype(dtype) == "float32":
+            return phase_rows(positions, self.tables, self.rates)
+        if self.axes is None and positions.dtype.kind in "iu":
+            return phase_rows(positions, self._float64_tables, self.frequencies[None])
+        flat = positions.reshape(*positions.shape[: self.axes is not None], -1)
+        cos, sin = float64_phases(flat, self.turns, scale=self.attention_factor)
+        return np.concatenate([cos, sin], axis=-1)
+
+    @cached_property
+    def _float64_tables(self) -> np.ndarray:
+        return float64_digit_tables(self.turns, scale=self.attention_factor)

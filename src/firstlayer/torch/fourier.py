@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._check import one_of
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -46,6 +47,7 @@ class FourierFeatures(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    matrix_bits: Tensor
 
     def __init__(
         self, matrix: Any, *, layout: Layout = "half", cos_first: bool = True
@@ -106,9 +108,13 @@ class FourierFeatures(PrecomputedBuffers):
                 f"got {tuple(coordinates.shape)}"
             )
         points = upcast(in_reach(coordinates, name="coordinates"))
-        tables = self._floats("bits", points.dtype, points.device)
-        rates = self._floats("rate_bits", points.dtype, points.device)
-        cos, sin = fourier_phases(points, tables, rates)
+        if points.dtype is torch.float64:
+            matrix = self._integers("matrix_bits", points.device, torch.int64)
+            cos, sin = float64_fourier_phases(points, matrix.view(torch.float64))
+        else:
+            tables = self._floats("bits", points.device)
+            rates = self._floats("rate_bits", points.device)
+            cos, sin = fourier_phases(points, tables, rates)
         return encode(
             cos,
             sin,
@@ -140,7 +146,7 @@ class FourierFeatures(PrecomputedBuffers):
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = fourier_tables(self.matrix)
-        return {"bits": tables, "rate_bits": rates}
+        return {"bits": tables, "rate_bits": rates, "matrix_bits": self.matrix.copy()}
 
 
 def _checked_matrix(matrix: Any) -> np.ndarray:
