@@ -8,7 +8,15 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype
-from .._check import is_float, one_of, positions_array, positions_in_reach, positive
+from .._check import (
+    dtype_text,
+    host_array,
+    is_float,
+    one_of,
+    positions_array,
+    positions_in_reach,
+    positive,
+)
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.frequencies import layer_frequencies
@@ -240,9 +248,9 @@ class RotaryPositions(Module):
         return config_of(self, frequencies=self.frequencies if self._explicit else None)
 
     def _vectors(self, x: Any, name: str = "x") -> np.ndarray:
-        x = np.asarray(x)
+        x = host_array(x, name=name)
         if not is_float(x.dtype):
-            raise TypeError(f"{name} must be real, got {x.dtype.name}")
+            raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             shape = f"(..., {', '.join(axes)}, {self.head_dim})"

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
+from .. import kernels
 from .._check import ids_in_range, integers, one_of
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
@@ -54,6 +55,7 @@ class RowOptimizer:
     """
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
+        kernels.require_compiler(type(self).__name__)
         self.mode = one_of("mode", options.mode, MODES)
         self.rule = options.rule_class(lazy=self.mode == "lazy")
         self.options = options.hyperparameters()

@@ -46,14 +46,15 @@ def turn_constants(
         frequencies: Angle per position of each pair, in radians.
 
     Example:
-        >>> turn_constants(np.array([2 * np.pi / 4]))[:3].tolist()
-        [[1073741823], [4294967294], [1951655391]]
+        >>> words = turn_constants(np.array([np.pi / 2]))[:3]
+        >>> (words[0] / 2**32).round(6)
+        array([0.25])
     """
     frequencies = np.ascontiguousarray(frequencies, np.float64)
     words = np.empty((6, frequencies.size), np.int64)
     for pair, frequency in enumerate(frequencies.ravel().tolist()):
         top, bottom = frequency.as_integer_ratio()
-        # Turns per position in units of 2^-120, which are turns per step in units of 2^-144.
+        # In turns per position, units of 2^-120.
         turns = (top * INVERSE_TWO_PI >> 200) // bottom
         for level, fixed in enumerate((turns >> 24, turns >> 48)):
             for word in range(3):
@@ -165,8 +166,8 @@ def float64_digit_tables(
 ) -> Float64[np.ndarray, "1 2 3 256 pairs"]:
     """Return :func:`firstlayer.positions.phases.phase_tables` in float64.
 
-    There is one level, for whole positions. Kernels multiply the phases of a position's digits: a few multiplications per pair
-    instead of a cosine and a sine. The error of a phase is at most 2e-15.
+    There is one level, for whole positions. Kernels multiply the phases of a position's
+    digits, which is faster than a cosine and a sine. Their error is at most 2e-15.
 
     Args:
         constants: From :func:`turn_constants`.

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import one_of
+from .._check import not_masked, one_of
 from ..positions.fourier import (
     float64_fourier_phases,
     fourier_phases,
@@ -150,7 +150,7 @@ class FourierFeatures(PrecomputedBuffers):
 
 
 def _checked_matrix(matrix: Any) -> np.ndarray:
-    checked = np.array(matrix, np.float64)
+    checked = np.array(not_masked(matrix, name="matrix"), np.float64)
     if checked.ndim != 2 or not checked.size:
         raise ValueError(f"matrix must have shape (pairs, axes), got {checked.shape}")
     if not np.isfinite(checked).all():

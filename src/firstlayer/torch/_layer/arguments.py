@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._check import not_masked
 from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import INDEX, as_index
@@ -86,7 +87,7 @@ def _as_ids(
     """Return ids or segments as int64 or int32, and check that they are in range."""
     ids = value
     if not isinstance(ids, Tensor):
-        ids = torch.as_tensor(value, device=table.weight.device)
+        ids = torch.as_tensor(not_masked(value, name=name), device=table.weight.device)
         if not ids.numel() and isinstance(value, list | tuple):
             ids = ids.to(torch.int64)  # torch makes floats of an empty list
     index = as_index(ids, name=name)
@@ -116,6 +117,7 @@ def _mask(
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return layer.mask(ids)
     if not isinstance(mask, Tensor):
+        mask = not_masked(mask, name="mask")
         mask = torch.as_tensor(mask, device=layer.token.weight.device)
     check_mask(dtype_name(mask.dtype), mask.shape, lead)
     return mask

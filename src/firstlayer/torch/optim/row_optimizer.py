@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ... import kernels
 from ..._check import one_of
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
@@ -59,6 +60,7 @@ class RowOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         **options: Any,
     ) -> None:
+        kernels.require_compiler(type(self).__name__)
         for name in ("differentiable", "capturable"):
             if options.get(name):
                 raise ValueError(f"{name} must be False for row optimizers, got True")
