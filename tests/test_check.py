@@ -12,6 +12,7 @@ import firstlayer.equinox as in_equinox
 import firstlayer.numpy as in_numpy
 import firstlayer.torch as in_torch
 from firstlayer._check import dtype_text, host_array, not_masked
+from firstlayer.optim import RowSGD
 
 FRONT_ENDS: dict[str, Any] = {"numpy": in_numpy, "torch": in_torch, "equinox": in_equinox}
 IDS = np.ma.masked_equal([[3, 7, 7]], 7)
@@ -89,10 +90,21 @@ def test_masked_arrays_are_refused_as_ids_and_vectors(front_end):
 
 def test_masked_gradients_are_refused_by_pullbacks():
     table = in_numpy.Embedding(9, 8)
-    for layer, args in ((table, ([1, 2, 3],)), (in_numpy.RotaryPositions(8), (REALS.data,))):
+    for layer, args in (
+        (table, ([1, 2, 3],)),
+        (in_numpy.RotaryPositions(8), (REALS.data,)),
+    ):
         _, pullback = layer.vjp(*args)
         with pytest.raises(TypeError, match="dy must not be a masked array"):
             pullback(REALS)
+
+
+def test_masked_gradients_are_refused_by_optimizers():
+    layer = in_numpy.Embedding(9, 8)
+    before = layer.weight.copy()
+    with pytest.raises(TypeError, match=r"grads\['weight'\] must not be a masked array"):
+        RowSGD(layer, lr=0.1).step({"weight": TABLE})
+    np.testing.assert_array_equal(layer.weight, before)
 
 
 def test_the_error_says_how_to_fill_a_masked_array():

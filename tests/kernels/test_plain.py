@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-
 rng = np.random.default_rng(0)
 
 
-def random(shape, dtype=np.float32):
+def random(shape: Any, dtype: Any = np.float32) -> np.ndarray:
     return rng.standard_normal(shape).astype(dtype)
 
 
@@ -196,11 +197,11 @@ def test_the_complete_layer(dtype, norm, monkeypatch):
     for got, expected in zip([gradients(True), gradients(False)], want, strict=True):
         for mine, other in zip(got, expected, strict=True):
             if isinstance(other, RowGradient):
+                assert isinstance(mine, RowGradient)
                 np.testing.assert_array_equal(mine.ids, other.ids)
                 mine, other = mine.values, other.values
-            if other is None:
-                assert mine is None
-            else:
+            assert (mine is None) == (other is None)
+            if other is not None:
                 assert_same(mine, other)
 
 

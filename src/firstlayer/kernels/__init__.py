@@ -1,9 +1,9 @@
 """Numba kernels, behind typed functions on NumPy arrays.
 
 Numba is imported when the first kernel is used. If its compiler is turned off by
-``NUMBA_DISABLE_JIT=1``, the kernels of the layers are the functions in ``plain``. Arrays are
-C-contiguous, in any float dtype including float16 and bfloat16; ids are int64. Tests compare
-every function with plain NumPy, for several numbers of threads.
+``NUMBA_DISABLE_JIT=1``, the kernels of the layers are the functions in ``plain``. Arrays
+are C-contiguous, in any float dtype including float16 and bfloat16; ids are int64. Tests
+compare every function with plain NumPy, for several numbers of threads.
 """
 
 import importlib
@@ -84,9 +84,9 @@ def __getattr__(name: str) -> Any:
 
 def has_compiler() -> bool:
     """Return whether Numba compiles functions; ``NUMBA_DISABLE_JIT=1`` turns it off."""
-    import numba
+    from numba.core import config
 
-    return not getattr(numba.config, "DISABLE_JIT", False)
+    return not getattr(config, "DISABLE_JIT", False)
 
 
 def require_compiler(what: str) -> None:

@@ -109,8 +109,6 @@ class RotaryPositions(Module):
         self.tables, self.rates = phase_tables(
             self.frequencies, scale=self.attention_factor
         )
-        #: The same for float64; see :mod:`firstlayer.positions.turns`.
-        self.turns = turn_constants(self.frequencies)
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
@@ -280,6 +278,11 @@ class RotaryPositions(Module):
         flat = positions.reshape(*positions.shape[: self.axes is not None], -1)
         cos, sin = float64_phases(flat, self.turns, scale=self.attention_factor)
         return np.concatenate([cos, sin], axis=-1)
+
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """Constants of float64 phases; see :mod:`firstlayer.positions.turns`."""
+        return turn_constants(self.frequencies)
 
     @cached_property
     def _float64_tables(self) -> np.ndarray:

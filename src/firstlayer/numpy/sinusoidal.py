@@ -101,9 +101,8 @@ class SinusoidalPositions(Module):
             frequency_scale=frequency_scale,
         )
         #: Phases of each digit of a position; see :mod:`firstlayer.positions.phases`.
+        self._frequencies = pairs
         self.tables, self.rates = phase_tables(pairs, scale=scale)
-        #: The same for float64; see :mod:`firstlayer.positions.turns`.
-        self.turns = turn_constants(pairs)
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
@@ -195,6 +194,11 @@ class SinusoidalPositions(Module):
         """
         y = self(x, positions, offset=offset)
         return y, lambda dy: {"x": gradient_of(y, dy).astype(y.dtype)}
+
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """Constants of float64 phases; see :mod:`firstlayer.positions.turns`."""
+        return turn_constants(self._frequencies)
 
     @cached_property
     def _float64_tables(self) -> np.ndarray:

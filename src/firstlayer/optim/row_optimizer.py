@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from .. import kernels
-from .._check import ids_in_range, integers, one_of
+from .._check import ids_in_range, integers, not_masked, one_of
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
 from .table_state import TableState
@@ -163,7 +163,7 @@ class RowOptimizer:
         state, is_table = self.table_states[name], name in self._tables
         shape = state.shape if is_table else self._parameters[name].shape
         if not isinstance(grad, RowGradient):
-            if np.shape(grad) != shape:
+            if np.shape(not_masked(grad, name=f"grads[{name!r}]")) != shape:
                 raise ValueError(
                     f"grads[{name!r}] must have shape {shape}, got {np.shape(grad)}"
                 )

@@ -51,16 +51,16 @@ def turn_constants(
         array([0.25])
     """
     frequencies = np.ascontiguousarray(frequencies, np.float64)
-    words = np.empty((6, frequencies.size), np.int64)
-    for pair, frequency in enumerate(frequencies.ravel().tolist()):
+    mask, numbers = 2**96 - 1, []
+    for frequency in frequencies.ravel().tolist():
         top, bottom = frequency.as_integer_ratio()
         # In turns per position, units of 2^-120.
         turns = (top * INVERSE_TWO_PI >> 200) // bottom
-        for level, fixed in enumerate((turns >> 24, turns >> 48)):
-            for word in range(3):
-                words[3 * level + word, pair] = fixed >> 32 * (2 - word) & 0xFFFFFFFF
-    bits = frequencies.view(np.int64)[None]
-    return np.concatenate([words.reshape(6, *frequencies.shape), bits])
+        numbers.append((turns >> 24 & mask).to_bytes(12, "big"))
+        numbers.append((turns >> 48 & mask).to_bytes(12, "big"))
+    words = np.frombuffer(b"".join(numbers), ">u4").astype(np.int64)
+    words = words.reshape(*frequencies.shape, 6)
+    return np.stack([*np.moveaxis(words, -1, 0), frequencies.view(np.int64)])
 
 
 def cycle_words(cycles: Float[Any, "*shape"]) -> Shaped[Any, "3 *shape"]:
