@@ -194,5 +194,6 @@ def _add(turns: Any, count: Any, words: Any) -> Any:
 def _rotate_by_quarters(cos: Any, sin: Any, quarter: Any) -> tuple[Any, Any]:
     xp, is_odd = namespace_of(cos), (quarter & 1) == 1
     cos, sin = xp.where(is_odd, sin, cos), xp.where(is_odd, cos, sin)
-    cos = xp.where(((quarter + 1) & 2) == 2, -cos, cos)
-    return cos, xp.where((quarter & 2) == 2, -sin, sin)
+    # Subtracted from 0 instead of negated: the cosine of a quarter turn is 0.0, not -0.0.
+    cos = xp.where(((quarter + 1) & 2) == 2, 0.0 - cos, cos)
+    return cos, xp.where((quarter & 2) == 2, 0.0 - sin, sin)
