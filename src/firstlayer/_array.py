@@ -39,6 +39,18 @@ def cast(x: Any, dtype: str) -> Any:
     return x.astype(dtype)
 
 
+def float64_from_bits(bits: Any) -> Any:
+    """Return the float64 numbers of these int64 bit patterns.
+
+    Example:
+        >>> import numpy as np
+        >>> float64_from_bits(np.array([0x3FF0000000000000]))
+        array([1.])
+    """
+    xp = namespace_of(bits)
+    return bits.view(xp.float64)
+
+
 def is_real(x: Any) -> bool:
     """Return whether ``x`` has a floating-point dtype, half precision included.
 

@@ -123,6 +123,47 @@ def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
     return int(padding_idx) % int(num_embeddings)
 
 
+def not_masked(x: Any, *, name: str) -> Any:
+    """Return ``x`` unless it is a masked array, or a list of them.
+
+    The conversion to an ordinary array or tensor would drop the mask.
+
+    Example:
+        >>> not_masked(np.ma.masked_equal([3, -1], -1), name="ids")
+        Traceback (most recent call last):
+        ...
+        TypeError: ids must not be a masked array: fill it, for example ids.filled(0)
+    """
+    kind = type(x)
+    if kind is np.ndarray:
+        return x
+    has_mask = isinstance(x, np.ma.MaskedArray) or (
+        kind in (list, tuple) and any(isinstance(row, np.ma.MaskedArray) for row in x)
+    )
+    if has_mask:
+        raise TypeError(
+            f"{name} must not be a masked array: fill it, for example {name}.filled(0)"
+        )
+    return x
+
+
+def host_array(x: Any, *, name: str) -> np.ndarray:
+    """Return ``x`` as a NumPy array, not copied if it is one; refuse a masked array."""
+    return np.asarray(not_masked(x, name=name))
+
+
+def dtype_text(dtype: np.dtype) -> str:
+    """Return the name of a dtype without the size of strings and raw bytes.
+
+    Example:
+        >>> dtype_text(np.dtype("<U32")), dtype_text(np.dtype(np.float16))
+        ('str', 'float16')
+    """
+    if dtype.kind in "SUV" and dtype.name != "bfloat16":
+        return {"S": "bytes", "U": "str", "V": "void"}[dtype.kind]
+    return dtype.name
+
+
 def integers(x: Any, *, name: str = "ids") -> np.ndarray:
     """Return ``x`` as a NumPy array of integers, in its own integer dtype.
 
@@ -135,12 +176,12 @@ def integers(x: Any, *, name: str = "ids") -> np.ndarray:
         ...
         TypeError: ids must be integers, got bool
     """
-    array = np.asarray(x)
+    array = host_array(x, name=name)
     if array.dtype.kind in "iu":
         return array
     if array.size == 0 and not isinstance(x, np.ndarray | np.generic):
         return array.astype(np.int64)
-    raise TypeError(f"{name} must be integers, got {array.dtype.name}")
+    raise TypeError(f"{name} must be integers, got {dtype_text(array.dtype)}")
 
 
 def ids_in_range(
@@ -240,19 +281,23 @@ def check_real(x: Any, *, name: str, whole: bool = True) -> None:
         ...
         TypeError: weight must be real, got complex128
     """
-    dtype = getattr(x, "dtype", None)
+    dtype = getattr(not_masked(x, name=name), "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.asarray(x).dtype
     if not is_float(dtype) and not (whole and dtype.kind in "iu"):
-        raise TypeError(f"{name} must be real, got {dtype.name}")
+        raise TypeError(f"{name} must be real, got {dtype_text(dtype)}")
 
 
 def positions_array(x: Any, *, name: str = "positions") -> np.ndarray:
     """Return ``x`` as a NumPy array of integers or floats, or raise a TypeError."""
-    array = np.asarray(x)
+    array = host_array(x, name=name)
     if array.dtype.kind in "iu" or is_float(array.dtype):
         return array
-    raise TypeError(f"{name} must be integers or reals, got {array.dtype.name}")
+    if array.dtype.kind == "O":
+        large = [n for n in array.flat if type(n) is int and not -(2**63) <= n < 2**64]
+        if large:
+            raise ValueError(f"{name} must be smaller than {2**63} in size, got {large[0]}")
+    raise TypeError(f"{name} must be integers or reals, got {dtype_text(array.dtype)}")
 
 
 def positions_in_reach(

@@ -20,6 +20,11 @@ from firstlayer.positions.rotary import (
     rotate,
 )
 from firstlayer.positions.scaling import DynamicNTK, Linear, LongRoPE, YaRN
+from firstlayer.positions.turns import (
+    float64_digit_tables,
+    float64_phases,
+    turn_constants,
+)
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
@@ -36,11 +41,17 @@ rng = np.random.default_rng(0)
 def by_core_functions(layer, x, positions):
     """Rotate with the core functions in the compute dtype, rounded once."""
     dtype = np.float64 if x.dtype == np.float64 else np.float32
-    tables = digit_tables(layer.frequencies, factor=layer.attention_factor).astype(dtype)
-    axial = layer.frequencies.ndim == 2
+    w, factor = layer.frequencies, layer.attention_factor
+    axial = w.ndim == 2
     aligned = over_heads(np.asarray(positions), x, heads_axis=layer.heads_axis, axial=axial)
-    make = axial_digit_phases if axial else digit_phases
-    cos, sin = make(aligned, tables, layer.frequencies.astype(dtype))
+    if dtype == np.float32:
+        make = axial_digit_phases if axial else digit_phases
+        cos, sin = make(aligned, digit_tables(w, factor=factor), w.astype(dtype))
+    elif axial or aligned.dtype.kind == "f":
+        cos, sin = float64_phases(aligned, turn_constants(w), scale=factor)
+    else:
+        tables = float64_digit_tables(turn_constants(w), scale=factor)
+        cos, sin = digit_phases(aligned, tables[0], w)
     return rotate(x.astype(dtype), cos, sin, layout=layer.layout).astype(x.dtype)
 
 

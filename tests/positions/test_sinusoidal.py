@@ -27,6 +27,7 @@ from transformers.models.whisper.modeling_whisper import sinusoids
 from firstlayer import positions as ids
 from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from firstlayer.positions import sinusoidal
+from firstlayer.positions.turns import float64_digit_tables
 
 rng = np.random.default_rng(0)
 INTEGERS = [0, 1, 255, 256, 65_535, 65_536, 2**24 - 1, -3, -9_999_999]
@@ -403,8 +404,10 @@ def test_the_layer_has_the_bits_of_the_core_functions(dtype):
     """The layer computes integer positions with a kernel."""
     layer = SinusoidalPositions(9, base=77.0, scale=0.3, layout="half")
     positions = np.array([*INTEGERS, -1, -255, -256, -65_536])
-    tables, rates = layer.tables.astype(dtype), layer.rates.astype(dtype)
-    cos, sin = sinusoidal.phases(positions, tables, rates)
+    tables = layer.tables
+    if dtype == "float64":
+        tables = float64_digit_tables(layer.turns, scale=layer.scale)
+    cos, sin = sinusoidal.phases(positions, tables, layer.rates.astype(dtype))
     want = sinusoidal.encode(cos, sin, embedding_dim=9, layout="half")
     np.testing.assert_array_equal(layer.encode(positions, dtype=dtype), want)
 

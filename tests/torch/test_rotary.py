@@ -221,14 +221,16 @@ def test_positions_may_have_any_integer_dtype(dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernels_and_operators_are_bitwise_equal(dtype, layout):
+def test_kernels_and_operators_are_equal(dtype, layout):
     layer = RotaryPositions(8, layout=layout, rotary_dim=6)
     heads = draw(2, 5, 3, 8, dtype=dtype).transpose(1, 2)
     for x in (heads, heads[..., 1:4, :], heads.contiguous(), heads[:, :, :0]):
         got = layer(x, offset=torch.tensor([3, 70_000]))
         with plain_operators():
             want = layer(x, offset=torch.tensor([3, 70_000]))
-        assert got.dtype == dtype and torch.equal(got, want)
+        # In float64, kernels multiply phases of digits, and operators compute cosines.
+        bound = 4e-15 if dtype == torch.float64 else 0.0
+        torch.testing.assert_close(got, want, rtol=0.0, atol=bound)
 
 
 def test_kernels_run_in_eager_mode_only(monkeypatch):
@@ -392,8 +394,11 @@ def test_tables_survive_casts_moves_and_checkpoints(round_trip, path):
 
 def test_precomputed_tables_are_integer_buffers():
     buffers = dict(RotaryPositions(8).named_buffers())
-    assert set(buffers) == {"bits", "rate_bits"}
-    assert all(bits.dtype == torch.int32 for bits in buffers.values())
+    assert {name: buffer.dtype for name, buffer in buffers.items()} == {
+        "bits": torch.int32,
+        "rate_bits": torch.int32,
+        "turns": torch.int64,
+    }
 
 
 def test_meta_device_gives_shapes():

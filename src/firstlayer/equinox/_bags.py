@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from .._check import FLOATS
+from .._check import FLOATS, dtype_text, host_array
 from ..embeddings.bag import Mode, divide_or_zero, pool
 from ..embeddings.ragged import bag_bounds, bag_indices
 from ._lookup import host_values, traced_integers
@@ -51,10 +51,14 @@ def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
     """Return ``per_sample_weights`` as an array of the shape of the ids, or None."""
     if weights is None:
         return None
-    weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+    weights = (
+        weights
+        if isinstance(weights, jax.Array)
+        else host_array(weights, name="per_sample_weights")
+    )
     if weights.dtype.kind not in "iu" and weights.dtype.name not in FLOATS:
         raise TypeError(
-            f"per_sample_weights must be integers or reals, got {weights.dtype.name}"
+            f"per_sample_weights must be integers or reals, got {dtype_text(weights.dtype)}"
         )
     if weights.shape != shape:
         raise ValueError(

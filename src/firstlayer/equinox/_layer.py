@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .._check import dtype_text, host_array
 from ..embeddings.layer import (
     check_mask,
     check_position,
@@ -92,8 +92,8 @@ def _checked_mask(
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return None if ids.is_padding is None else ~ids.is_padding
-    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
-    check_mask(mask.dtype.name, mask.shape, lead)
+    mask = mask if isinstance(mask, jax.Array) else host_array(mask, name="mask")
+    check_mask(dtype_text(mask.dtype), mask.shape, lead)
     return jnp.asarray(mask)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._array import compute_dtype
-from .._check import check_real, float_dtype, one_of
+from .._check import check_real, float_dtype, not_masked, one_of
 
 Key = PRNGKeyArray | Any
 #: A name, or a function of key, shape and dtype as in ``jax.nn.initializers``.
@@ -36,7 +36,9 @@ def given_parameter(
     value: Float[Any, "..."], shape: tuple[int, ...], *, dtype: Any, name: str = "weight"
 ) -> Float[Array, "..."]:
     """Return the caller's array as a parameter. NumPy arrays are copied."""
-    array = value if isinstance(value, jax.Array) else np.array(value)
+    array = (
+        value if isinstance(value, jax.Array) else np.array(not_masked(value, name=name))
+    )
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     check_real(array, name=name, whole=dtype is not None)

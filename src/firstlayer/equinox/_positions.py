@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
-from .._check import FLOATS, positions_array, positions_in_reach
+from .._check import FLOATS, dtype_text, host_array, positions_array, positions_in_reach
 from ..positions.ids import check_axes, check_fit, from_offset, plain_offset, resolve
 from ..positions.phases import LIMIT
 from ._lookup import host_values
@@ -121,9 +121,9 @@ def checked_vectors(
     x: Any, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
 ) -> Float[Array, "..."]:
     """Return ``x`` as a real array that ends in ``axes`` and an axis of size ``width``."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    x = x if isinstance(x, jax.Array) else host_array(x, name=name)
     if x.dtype.name not in FLOATS:
-        raise TypeError(f"{name} must be real, got {x.dtype.name}")
+        raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:
         shape = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from .._array import compute_dtype
-from .._check import check_real, integers, not_negative, padding_index
+from .._check import check_real, integers, not_masked, not_negative, padding_index
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.token import check_norm
 from ._lookup import (
@@ -150,7 +150,8 @@ class TableModule(Module):
         """Return a layer with ``value`` written into the padding row."""
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
-        row = np.asarray(value) if isinstance(value, list) else value
+        row = not_masked(value, name="value")
+        row = np.asarray(row) if isinstance(row, list) else row
         return replace_fields(self, weight=_set_row(self.weight, self.padding_idx, row))
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:

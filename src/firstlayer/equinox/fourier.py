@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int32
 
-from .._check import FLOATS, one_of, positions_in_reach
+from .._check import FLOATS, dtype_text, host_array, not_masked, one_of, positions_in_reach
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -59,7 +60,7 @@ class FourierFeatures(Module):
     def __init__(
         self, matrix: Any, *, layout: Layout = "half", cos_first: bool = True
     ) -> None:
-        matrix = np.array(matrix, np.float64)
+        matrix = np.array(not_masked(matrix, name="matrix"), np.float64)
         if matrix.ndim != 2 or not matrix.size:
             raise ValueError(f"matrix must have shape (pairs, axes), got {matrix.shape}")
         if not np.isfinite(matrix).all():
@@ -113,8 +114,11 @@ class FourierFeatures(Module):
         """
         points = self._checked(coordinates)
         x = upcast(points)
-        tables, rates = (_from_bits(b).astype(x.dtype) for b in (self.bits, self.rate_bits))
-        cos, sin = fourier_phases(x, tables, rates)
+        if x.dtype == np.float64:
+            matrix = jax.lax.bitcast_convert_type(self.matrix_bits, jnp.float64)
+            cos, sin = float64_fourier_phases(x, matrix)
+        else:
+            cos, sin = fourier_phases(x, _from_bits(self.bits), _from_bits(self.rate_bits))
         return encode(
             cos,
             sin,
@@ -130,9 +134,11 @@ class FourierFeatures(Module):
 
     def _checked(self, coordinates: Any) -> Float[Array, "*batch axes"]:
         if not isinstance(coordinates, jax.Array):
-            coordinates = np.asarray(coordinates)
+            coordinates = host_array(coordinates, name="coordinates")
         if coordinates.dtype.name not in FLOATS:
-            raise TypeError(f"coordinates must be real, got {coordinates.dtype.name}")
+            raise TypeError(
+                f"coordinates must be real, got {dtype_text(coordinates.dtype)}"
+            )
         if coordinates.shape[-1:] != (self.axes,):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), got {coordinates.shape}"

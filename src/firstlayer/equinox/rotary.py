@@ -25,6 +25,7 @@ from ..positions.rotary import (
     rotate,
 )
 from ..positions.scaling import Scaling, scaling_from
+from ..positions.turns import float64_phases, turn_constants
 from ._constant import Constant
 from ._module import Module, upcast
 from ._parameters import Key, table_dtype
@@ -85,6 +86,8 @@ class RotaryPositions(Module):
     #: :func:`firstlayer.positions.phases.phase_tables`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
+    #: The same for float64; see :mod:`firstlayer.positions.turns`.
+    turns: Constant = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -122,6 +125,7 @@ class RotaryPositions(Module):
             frequencies=frequencies,
         )
         self.given_frequencies = None if frequencies is None else Constant(rates)
+        self.turns = Constant(turn_constants(rates))
         tables, rates = phase_tables(rates, scale=factor)
         self.tables, self.rates = Constant(tables), Constant(rates)
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
@@ -283,6 +287,9 @@ class RotaryPositions(Module):
     def _phases(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
-        dtype, of = compute_dtype(dtype), phases if self.axes is None else axial_phases
-        tables, rates = (jnp.asarray(c.array, dtype) for c in (self.tables, self.rates))
+        if compute_dtype(dtype) == "float64":
+            turns = jnp.asarray(self.turns.array)
+            return float64_phases(positions, turns, scale=self.attention_factor)
+        of = phases if self.axes is None else axial_phases
+        tables, rates = (jnp.asarray(c.array) for c in (self.tables, self.rates))
         return of(positions, tables, rates)

@@ -21,6 +21,7 @@ from ..positions.sinusoidal import (
     phase_tables,
     phases,
 )
+from ..positions.turns import float64_phases, turn_constants
 from ._constant import Constant
 from ._module import Module, upcast
 from ._parameters import Key, table_dtype
@@ -73,6 +74,8 @@ class SinusoidalPositions(Module):
     #: :mod:`firstlayer.positions.phases`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
+    #: The same for float64; see :mod:`firstlayer.positions.turns`.
+    turns: Constant = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -114,6 +117,7 @@ class SinusoidalPositions(Module):
         self.base, self.shift = float(base), float(shift)
         self.scale = number("scale", scale)
         self.frequency_scale = float(frequency_scale)
+        self.turns = Constant(turn_constants(rates))
         tables, rates = phase_tables(rates, scale=scale)
         self.tables, self.rates = Constant(tables), Constant(rates)
 
@@ -190,12 +194,15 @@ class SinusoidalPositions(Module):
     def _features(
         self, positions: Shaped[Array, "*seq"], dtype: Any
     ) -> Float[Array, "*seq width"]:
-        dtype = compute_dtype(dtype)
-        tables, rates = (
-            jnp.asarray(constant.array, dtype) for constant in (self.tables, self.rates)
-        )
+        if compute_dtype(dtype) == "float64":
+            turns = jnp.asarray(self.turns.array)
+            cos, sin = float64_phases(positions, turns, scale=self.scale)
+        else:
+            tables, rates = (jnp.asarray(c.array) for c in (self.tables, self.rates))
+            cos, sin = phases(positions, tables, rates)
         features = encode(
-            *phases(positions, tables, rates),
+            cos,
+            sin,
             embedding_dim=self.embedding_dim // self.axes,
             layout=self.layout,
             cos_first=self.cos_first,

@@ -1,8 +1,9 @@
 """Numba kernels, behind typed functions on NumPy arrays.
 
-Numba is imported when the first kernel is used. Arrays are C-contiguous, in any float
-dtype including float16 and bfloat16; ids are int64. Tests compare every function with
-plain NumPy, for several numbers of threads.
+Numba is imported when the first kernel is used. If its compiler is turned off by
+``NUMBA_DISABLE_JIT=1``, the kernels of the layers are the functions in ``plain``. Arrays
+are C-contiguous, in any float dtype including float16 and bfloat16; ids are int64. Tests
+compare every function with plain NumPy, for several numbers of threads.
 """
 
 import importlib
@@ -72,6 +73,30 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    module = _HOME[name]
+    if not module.startswith("runtime.") and not has_compiler():
+        if module.startswith(("optim.", "skipgram")):
+            require_compiler(name)
+        module = "plain"
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
+
+
+def has_compiler() -> bool:
+    """Return whether Numba compiles functions; ``NUMBA_DISABLE_JIT=1`` turns it off."""
+    from numba.core import config
+
+    return not getattr(config, "DISABLE_JIT", False)
+
+
+def require_compiler(what: str) -> None:
+    """Raise a RuntimeError if Numba's compiler is turned off.
+
+    Args:
+        what: What needs the compiler, as the subject of the message.
+    """
+    if not has_compiler():
+        raise RuntimeError(
+            f"{what} needs Numba's compiler, but NUMBA_DISABLE_JIT turns it off"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._check import positions_array
+from .._check import host_array, positions_array
 from ._module import Module, upcast
 
 QPositions = Shaped[Any, "*#batch q_length"] | Sequence[Any]
@@ -64,7 +64,7 @@ def gradient_like(
     gradient: Float[Any, "..."], output: np.ndarray, *, name: str = "dbias"
 ) -> Float[np.ndarray, "..."]:
     """Return ``gradient`` upcast, or raise if it does not have the shape of ``output``."""
-    array = upcast(np.asarray(gradient))
+    array = upcast(host_array(gradient, name="gradient"))
     if array.shape != output.shape:
         raise ValueError(f"{name} must have shape {output.shape}, got {array.shape}")
     return array

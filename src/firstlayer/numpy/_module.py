@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import check_real, float_dtype, positions_array
+from .._check import check_real, float_dtype, host_array, positions_array
 from ..files.layer_configs import config_of
 from ..positions.ids import plain_offset, resolve
 
@@ -73,7 +73,7 @@ def as_parameter(
     name: str = "weight",
 ) -> Float[np.ndarray, "..."]:
     """Return ``value`` as a parameter of this shape, without a copy if possible."""
-    array = np.asarray(value)
+    array = host_array(value, name=name)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     check_real(array, name=name, whole=dtype is not None)

@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from .._check import is_float
+from .._check import dtype_text, host_array, is_float
 from ..positions.ids import check_axes, check_fit
 from ._module import native_byte_order, resolve_positions
 
 
 def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
     """Return ``x`` as an array of real vectors of width ``embedding_dim``."""
-    x = np.asarray(x)
+    x = host_array(x, name=name)
     if not is_float(x.dtype):
-        raise TypeError(f"{name} must be real, got {x.dtype.name}")
+        raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
     if x.ndim < 2 or x.shape[-1] != embedding_dim:
         shape = f"(..., length, {embedding_dim})"
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
@@ -42,7 +42,7 @@ def positions_of(
 
 def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
     """Return ``dy`` as an array, or raise if it does not have the shape of ``y``."""
-    dy = np.asarray(dy)
+    dy = host_array(dy, name="dy")
     if dy.shape != y.shape:
         raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")
     return native_byte_order(dy)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Integer, Real
 
 from .._array import compute_dtype
-from .._check import is_float, one_of
+from .._check import host_array, is_float, one_of
 from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
@@ -118,7 +118,11 @@ class EmbeddingBag(Embedding):
         bags = replace(bags, ids=bags.ids.copy())
         table, pooled = self._rows_of(bags, copy=per_sample_weights is not None)
         y, winners = pool_ragged(table, pooled, mode=self.mode)
-        weights = None if per_sample_weights is None else np.asarray(per_sample_weights)
+        weights = (
+            None
+            if per_sample_weights is None
+            else host_array(per_sample_weights, name="per_sample_weights")
+        )
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = self._checked_gradient(dy, y.shape)
@@ -164,7 +168,7 @@ class EmbeddingBag(Embedding):
         return rows, replace(bags, ids=ids)
 
     def _checked_gradient(self, dy: Any, shape: tuple[int, ...]) -> np.ndarray:
-        d = np.asarray(dy)
+        d = host_array(dy, name="dy")
         if d.shape != shape:
             raise ValueError(f"dy must have shape {shape}, got {d.shape}")
         return np.ascontiguousarray(d, dtype=compute_dtype(self.weight.dtype))

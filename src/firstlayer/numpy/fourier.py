@@ -6,8 +6,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._check import is_float, one_of, positions_in_reach
+from .._check import (
+    dtype_text,
+    host_array,
+    is_float,
+    not_masked,
+    one_of,
+    positions_in_reach,
+)
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -48,7 +56,7 @@ class FourierFeatures(Module):
         layout: Layout = "half",
         cos_first: bool = True,
     ) -> None:
-        self.matrix = np.array(matrix, np.float64)
+        self.matrix = np.array(not_masked(matrix, name="matrix"), np.float64)
         if self.matrix.ndim != 2 or not self.matrix.size:
             raise ValueError(
                 f"matrix must have shape (pairs, axes), got {np.shape(matrix)}"
@@ -120,9 +128,9 @@ class FourierFeatures(Module):
         )
 
     def _checked(self, coordinates: Any) -> np.ndarray:
-        array = np.asarray(coordinates)
+        array = host_array(coordinates, name="coordinates")
         if not is_float(array.dtype):
-            raise TypeError(f"coordinates must be real, got {array.dtype.name}")
+            raise TypeError(f"coordinates must be real, got {dtype_text(array.dtype)}")
         axes = self.matrix.shape[1]
         if array.shape[-1:] != (axes,):
             raise ValueError(
@@ -140,9 +148,9 @@ class FourierFeatures(Module):
         return self._ordered(-sin, cos)
 
     def _phases(self, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        dtype = coordinates.dtype
-        tables, rates = (a.astype(dtype, copy=False) for a in (self.tables, self.rates))
-        return fourier_phases(coordinates, tables, rates)
+        if coordinates.dtype == np.float64:
+            return float64_fourier_phases(coordinates, self.matrix)
+        return fourier_phases(coordinates, self.tables, self.rates)
 
     def _ordered(self, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         return encode(

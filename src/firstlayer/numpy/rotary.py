@@ -1,13 +1,22 @@
 """Rotary positions for NumPy."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype
-from .._check import is_float, one_of, positions_array, positions_in_reach, positive
+from .._check import (
+    dtype_text,
+    host_array,
+    is_float,
+    one_of,
+    positions_array,
+    positions_in_reach,
+    positive,
+)
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.frequencies import layer_frequencies
@@ -24,6 +33,7 @@ from ..positions.rotary import (
     rotate_rows,
 )
 from ..positions.scaling import Scaling, scaling_from
+from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
 from ._module import Module, native_byte_order, resolve_positions
 from ._positions import gradient_of
 
@@ -236,9 +246,9 @@ class RotaryPositions(Module):
         return config_of(self, frequencies=self.frequencies if self._explicit else None)
 
     def _vectors(self, x: Any, name: str = "x") -> np.ndarray:
-        x = np.asarray(x)
+        x = host_array(x, name=name)
         if not is_float(x.dtype):
-            raise TypeError(f"{name} must be real, got {x.dtype.name}")
+            raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             shape = f"(..., {', '.join(axes)}, {self.head_dim})"
@@ -261,6 +271,19 @@ class RotaryPositions(Module):
         if self.axes is not None:
             check_axes(positions, self.axes)
         positions_in_reach(positions, LIMIT, name=name)
-        compute = compute_dtype(dtype)
-        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
-        return phase_rows(positions, tables, rates)
+        if compute_dtype(dtype) == "float32":
+            return phase_rows(positions, self.tables, self.rates)
+        if self.axes is None and positions.dtype.kind in "iu":
+            return phase_rows(positions, self._float64_tables, self.frequencies[None])
+        flat = positions.reshape(*positions.shape[: self.axes is not None], -1)
+        cos, sin = float64_phases(flat, self.turns, scale=self.attention_factor)
+        return np.concatenate([cos, sin], axis=-1)
+
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """Constants of float64 phases; see :mod:`firstlayer.positions.turns`."""
+        return turn_constants(self.frequencies)
+
+    @cached_property
+    def _float64_tables(self) -> np.ndarray:
+        return float64_digit_tables(self.turns, scale=self.attention_factor)

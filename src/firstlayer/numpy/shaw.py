@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from .._array import compute_dtype
-from .._check import is_float, not_negative, positive
+from .._check import dtype_text, host_array, is_float, not_negative, positive
 from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.shaw import align_pairs, shaw_scores
@@ -106,7 +106,7 @@ class ShawScores(Module):
         Gradients of ``q`` and ``k`` have their dtypes; that of the table is upcast.
         """
         scores = self.scores(q, k, q_positions, k_positions)
-        q, k = np.array(q), np.array(k)
+        q, k = host_array(q, name="q").copy(), host_array(k, name="k").copy()
         q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight.copy())
         relative = relative_positions(*checked_pair(q_positions, k_positions))
         index = clipped_index(relative, left=self.max_left, right=self.max_right)
@@ -134,9 +134,9 @@ class ShawScores(Module):
         return config_of(self, dtype=self.weight.dtype.name)
 
     def _checked(self, name: str, x: Any) -> np.ndarray:
-        array = np.asarray(x)
+        array = host_array(x, name=name)
         if not is_float(array.dtype):
-            raise TypeError(f"{name} must be real, got {array.dtype.name}")
+            raise TypeError(f"{name} must be real, got {dtype_text(array.dtype)}")
         if array.ndim < 2 or array.shape[-1] != self.head_dim:
             raise ValueError(
                 f"{name} must have shape (..., length, {self.head_dim}), got {array.shape}"

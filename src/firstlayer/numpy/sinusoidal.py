@@ -1,12 +1,13 @@
 """Sinusoidal positions for NumPy."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from .._array import compute_dtype
+from .._array import compute_dtype, is_real
 from .._check import (
     float_dtype,
     number,
@@ -22,11 +23,13 @@ from ..positions.sinusoidal import (
     LAYOUTS,
     Layout,
     Odd,
+    encode,
     features_at,
     frequencies,
     join_axes,
     phase_tables,
 )
+from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
 from ._module import Module, upcast
 from ._positions import gradient_of, positions_of, vectors
 
@@ -97,6 +100,8 @@ class SinusoidalPositions(Module):
             odd=odd,
             frequency_scale=frequency_scale,
         )
+        #: Phases of each digit of a position; see :mod:`firstlayer.positions.phases`.
+        self._frequencies = pairs
         self.tables, self.rates = phase_tables(pairs, scale=scale)
 
     @classmethod
@@ -157,16 +162,18 @@ class SinusoidalPositions(Module):
         if self.axes > 1:
             check_axes(positions, self.axes)
         dtype = float_dtype(dtype)
-        compute = compute_dtype(dtype)
-        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
-        features = features_at(
-            positions,
-            tables,
-            rates,
-            embedding_dim=self.embedding_dim // self.axes,
-            layout=self.layout,
-            cos_first=self.cos_first,
-        )
+        options: dict[str, Any] = {
+            "embedding_dim": self.embedding_dim // self.axes,
+            "layout": self.layout,
+            "cos_first": self.cos_first,
+        }
+        if compute_dtype(dtype) == "float32":
+            features = features_at(positions, self.tables, self.rates, **options)
+        elif is_real(positions):
+            phases = float64_phases(positions, self.turns, scale=self.scale)
+            features = encode(*phases, **options)
+        else:
+            features = features_at(positions, self._float64_tables, self.rates, **options)
         if self.axes > 1:
             features = join_axes(features)
         return features.astype(dtype, copy=False)
@@ -187,3 +194,12 @@ class SinusoidalPositions(Module):
         """
         y = self(x, positions, offset=offset)
         return y, lambda dy: {"x": gradient_of(y, dy).astype(y.dtype)}
+
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """Constants of float64 phases; see :mod:`firstlayer.positions.turns`."""
+        return turn_constants(self._frequencies)
+
+    @cached_property
+    def _float64_tables(self) -> np.ndarray:
+        return float64_digit_tables(self.turns, scale=self.scale)

@@ -9,8 +9,10 @@ from jaxtyping import Float, Int, Integer
 from .. import kernels
 from .._check import (
     check_real,
+    host_array,
     ids_in_range,
     integers,
+    not_masked,
     not_negative,
     out_of_range,
     padding_index,
@@ -126,7 +128,7 @@ class Embedding(Module):
         self, ids: Int[np.ndarray, "*batch"], dy: Float[Any, "*batch embedding_dim"]
     ) -> RowGradient:
         """Return the gradient of the table, given that of the rows looked up."""
-        dy = np.asarray(dy)
+        dy = host_array(dy, name="dy")
         if dy.shape != (*ids.shape, self.embedding_dim):
             expected = (*ids.shape, self.embedding_dim)
             raise ValueError(f"dy must have shape {expected}, got {dy.shape}")
@@ -141,7 +143,7 @@ class Embedding(Module):
         Sums are in float32 (float64 for float64); the result has the dtype of ``x``.
         """
         self.catch_up()
-        x = np.asarray(x)
+        x = host_array(x, name="x")
         check_real(x, name="x", whole=False)
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
@@ -165,7 +167,7 @@ class Embedding(Module):
         Every row takes part, the padding row included, so the gradient of the table is
         dense.
         """
-        x = np.array(x)
+        x = host_array(x, name="x").copy()
         logits = self.logits(x)
 
         def pull(dlogits: np.ndarray) -> dict[str, np.ndarray]:
@@ -216,8 +218,9 @@ class Embedding(Module):
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         # First, so that a later catch-up does not change what is written here.
+        row = not_masked(value, name="value")
         self.catch_up(np.array([self.padding_idx]))
-        self.weight[self.padding_idx] = value
+        self.weight[self.padding_idx] = row
 
     def mask(self, ids: Ids) -> np.ndarray:
         """Return True where ``ids`` is a token and False where it is padding."""

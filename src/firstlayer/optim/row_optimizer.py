@@ -7,7 +7,8 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from .._check import check_real, integers, one_of
+from .. import kernels
+from .._check import check_real, integers, not_masked, one_of
 from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
@@ -55,6 +56,7 @@ class RowOptimizer:
     """
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
+        kernels.require_compiler(type(self).__name__)
         self.mode = one_of("mode", options.mode, MODES)
         self.rule = options.rule_class(lazy=self.mode == "lazy")
         self.options = options.hyperparameters()
@@ -179,7 +181,7 @@ class RowOptimizer:
                 )
             ids = np.ascontiguousarray(ids, np.int64)
         else:
-            if np.shape(grad) != shape:
+            if np.shape(not_masked(grad, name=f"grads[{name!r}]")) != shape:
                 raise ValueError(
                     f"grads[{name!r}] must have shape {shape}, got {np.shape(grad)}"
                 )

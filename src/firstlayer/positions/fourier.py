@@ -8,7 +8,8 @@ instead (Mildenhall et al. 2020, https://arxiv.org/abs/2003.08934).
 
 ``B`` is not trained. The phase of a pair is the product of its coordinates' phases from the
 tables of :mod:`firstlayer.positions.phases`, so float32 coordinates give accurate features
-at any frequency up to 65536 radians per unit.
+at any frequency up to 65536 radians per unit. Float64 coordinates need no tables: ``B`` is
+in turns already, see :mod:`firstlayer.positions.turns`.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from jaxtyping import Float, Float32, Float64
 from .._array import cast, compute_dtype, move_axis, namespace_of
 from .._check import positive, positive_number
 from .phases import axial_digit_phases, phase_tables, split_fraction
+from .turns import STEPS, cycle_words, turn_phases
 
 
 def gaussian_matrix(
@@ -96,3 +98,27 @@ def fourier_phases(
     if tables.shape[0] > parts.shape[0]:
         parts = xp.concat(split_fraction(parts))
     return axial_digit_phases(parts, tables, rates)
+
+
+def float64_fourier_phases(
+    coordinates: Float64[Any, "*batch axes"], matrix: Float64[Any, "pairs axes"]
+) -> tuple[Float64[Any, "*batch pairs"], Float64[Any, "*batch pairs"]]:
+    """Return :func:`fourier_phases` in float64.
+
+    Args:
+        coordinates: Reals smaller than ``firstlayer.positions.phases.LIMIT`` in size.
+        matrix: Cycles per unit of each pair along each coordinate, as an array of the same
+            library.
+
+    Example:
+        >>> cos, sin = float64_fourier_phases(np.array([0.25]), np.array([[1.0]]))
+        >>> bool(np.allclose([cos, sin], [[0], [1]], rtol=0, atol=1e-15))
+        True
+    """
+    cycles = move_axis(matrix, -1, 0)
+    return turn_phases(
+        move_axis(coordinates, -1, 0),
+        cycle_words(cycles),
+        step_words=cycle_words(cycles / STEPS),
+        rates=cycles * (2 * np.pi),
+    )

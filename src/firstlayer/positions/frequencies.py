@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from .._check import not_negative, number, positive
+from .._check import not_masked, not_negative, number, positive
 
 
 def inverse_frequencies(
@@ -199,7 +199,7 @@ def _even(name: str, value: int) -> int:
 
 
 def _check_frequencies(frequencies: Any, head_dim: int) -> np.ndarray:
-    array = np.array(frequencies, np.float64)
+    array = np.array(not_masked(frequencies, name="frequencies"), np.float64)
     if array.ndim not in (1, 2) or array.size == 0 or not np.isfinite(array).all():
         raise ValueError(
             "frequencies must be finite, of shape (pairs,) or (axes, pairs), "

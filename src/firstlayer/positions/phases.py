@@ -7,7 +7,8 @@ by 0.06 radians at position 1,000,000, because the product is rounded.
 A position is written in base 256. The phase of a position is the product of its digits'
 phases. Three digits reach 16,777,216 positions on either side of zero. The phases of the
 256 values of each digit are computed in float64 and rounded once to float32 tables, which
-bounds the error by 2.5e-7.
+bounds the error by 2.5e-7. Float64 has constants of its own, in
+:mod:`firstlayer.positions.turns`.
 
 A real position is a whole part plus a fraction, and its phase is the product of theirs. If
 a frequency exceeds one radian per position, the fraction is looked up in tables too, as a
@@ -22,7 +23,7 @@ on NumPy, JAX and torch, eager or compiled, and return the same bits for integer
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Shaped
+from jaxtyping import Bool, Float, Float32, Float64, Shaped
 
 from .._array import cast, compute_dtype, is_real, namespace_of, row_index, trunc
 from .._check import number
@@ -85,7 +86,7 @@ def digit_phases(
     xp = namespace_of(tables)
     # float64 positions stay float64: rounding to float32 would move them.
     real = cast(positions, compute_dtype(positions.dtype))
-    in_range = (real < LIMIT) & (real > -LIMIT)
+    in_range = is_in_range(real)
     real = xp.where(in_range, real, 0.0)
     # Towards zero, so that the fraction is below 1 in size and has the sign of the whole.
     whole = trunc(real)
@@ -94,7 +95,7 @@ def digit_phases(
     cos, sin = _multiply(
         *_integer_phases(cast(whole, "int32"), tables), xp.cos(angle), xp.sin(angle)
     )
-    return _nan_outside(in_range, cos, sin)
+    return nan_outside(in_range, cos, sin)
 
 
 def axial_digit_phases(
@@ -216,14 +217,42 @@ def split_fraction(
     return whole, (real - whole) * FRACTION_STEPS
 
 
-def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
-    xp = namespace_of(tables)
-    if positions.dtype.itemsize < 4:
+def is_in_range(positions: Shaped[Any, "*seq"]) -> Bool[Any, "*seq"]:
+    """Return whether each position is smaller than ``LIMIT`` in size.
+
+    Example:
+        >>> is_in_range(np.array([3.5, LIMIT, np.nan])).tolist()
+        [True, False, False]
+    """
+    if not is_real(positions) and positions.dtype.itemsize < 4:
         positions = cast(positions, "int32")  # int8 cannot be compared with LIMIT
-    # Compared before the cast, and without abs(): -(-2**31) overflows int32.
+    # Without abs(): -(-2**31) overflows int32.
     in_range = positions < LIMIT
     if "uint" not in str(positions.dtype):  # -LIMIT wraps around in JAX's uint32
         in_range = in_range & (positions > -LIMIT)
+    return in_range
+
+
+def nan_outside(
+    in_range: Bool[Any, "*seq"],
+    cos: Float[Any, "*seq pairs"],
+    sin: Float[Any, "*seq pairs"],
+) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
+    """Return the cosine and the sine, NaN where a position is not in range.
+
+    Example:
+        >>> nan_outside(np.array([False]), np.ones((1, 1)), np.zeros((1, 1)))
+        (array([[nan]]), array([[nan]]))
+    """
+    xp = namespace_of(cos)
+    in_range = in_range[..., None]
+    return xp.where(in_range, cos, float("nan")), xp.where(in_range, sin, float("nan"))
+
+
+def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
+    xp = namespace_of(tables)
+    # Compared before the cast to int32, which could wrap around.
+    in_range = is_in_range(positions)
     safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
     size = xp.abs(safe)
     last = row_index(size % 256)
@@ -231,14 +260,8 @@ def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
         digit = row_index(digit)
         cos, sin = _multiply(cos, sin, tables[0, place][digit], tables[1, place][digit])
-    return _nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
+    return nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 
 
 def _multiply(cos: Any, sin: Any, c: Any, s: Any) -> tuple[Any, Any]:
     return cos * c - sin * s, sin * c + cos * s
-
-
-def _nan_outside(in_range: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    xp = namespace_of(cos)
-    in_range = in_range[..., None]
-    return xp.where(in_range, cos, float("nan")), xp.where(in_range, sin, float("nan"))

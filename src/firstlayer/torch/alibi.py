@@ -8,6 +8,7 @@ from torch import Tensor
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias
+from ._tensors.dtypes import compute_dtype
 
 
 class AlibiBias(Bias):
@@ -71,15 +72,17 @@ class AlibiBias(Bias):
         return out.to(dtype)
 
     def _tables(self) -> dict[str, np.ndarray]:
-        # The nearest float32 and the remainder. Their sum is exact enough in float32 and in
-        # float64, and no float64 buffer is needed, which some devices do not support.
-        nearest = self.slopes.astype(np.float32)
-        remainder = (self.slopes - nearest).astype(np.float32)
-        return {"slope_bits": np.stack([nearest, remainder])}
+        # Three float32 numbers whose sum is the slope: in float64 exactly, in float32 its
+        # nearest. Some devices do not support a float64 buffer.
+        parts, rest = [], self.slopes
+        for _ in range(3):
+            parts.append(rest.astype(np.float32))
+            rest = rest - parts[-1]
+        return {"slope_bits": np.stack(parts)}
 
     def _slopes(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nearest, remainder = self._floats("slope_bits", dtype, device)
-        return nearest + remainder
+        nearest, middle, last = self._floats("slope_bits", device).to(compute_dtype(dtype))
+        return nearest + middle + last
 
     def _pair_bias(self) -> PairBias:
         slopes = self._slopes(torch.float32, self._device())

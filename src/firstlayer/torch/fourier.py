@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import one_of
+from .._check import not_masked, one_of
 from ..positions.fourier import (
+    float64_fourier_phases,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -46,6 +47,7 @@ class FourierFeatures(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    matrix_bits: Tensor
 
     def __init__(
         self, matrix: Any, *, layout: Layout = "half", cos_first: bool = True
@@ -106,9 +108,13 @@ class FourierFeatures(PrecomputedBuffers):
                 f"got {tuple(coordinates.shape)}"
             )
         points = upcast(in_reach(coordinates, name="coordinates"))
-        tables = self._floats("bits", points.dtype, points.device)
-        rates = self._floats("rate_bits", points.dtype, points.device)
-        cos, sin = fourier_phases(points, tables, rates)
+        if points.dtype is torch.float64:
+            matrix = self._floats("matrix_bits", points.device, torch.float64)
+            cos, sin = float64_fourier_phases(points, matrix)
+        else:
+            tables = self._floats("bits", points.device)
+            rates = self._floats("rate_bits", points.device)
+            cos, sin = fourier_phases(points, tables, rates)
         return encode(
             cos,
             sin,
@@ -140,11 +146,11 @@ class FourierFeatures(PrecomputedBuffers):
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = fourier_tables(self.matrix)
-        return {"bits": tables, "rate_bits": rates}
+        return {"bits": tables, "rate_bits": rates, "matrix_bits": self.matrix.copy()}
 
 
 def _checked_matrix(matrix: Any) -> np.ndarray:
-    checked = np.array(matrix, np.float64)
+    checked = np.array(not_masked(matrix, name="matrix"), np.float64)
     if checked.ndim != 2 or not checked.size:
         raise ValueError(f"matrix must have shape (pairs, axes), got {checked.shape}")
     if not np.isfinite(checked).all():

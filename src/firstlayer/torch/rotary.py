@@ -1,6 +1,7 @@
 """Rotary positions for torch."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..positions.rotary import (
     rotate,
 )
 from ..positions.scaling import Scaling, scaling_from
+from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
 from ._positions.arguments import (
     Offset,
     Positions,
@@ -84,6 +86,7 @@ class RotaryPositions(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    turns: Tensor
 
     def __init__(
         self,
@@ -241,13 +244,17 @@ class RotaryPositions(PrecomputedBuffers):
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = phase_tables(self.frequencies, scale=self.attention_factor)
-        return {"bits": tables, "rate_bits": rates}
+        turns = turn_constants(self.frequencies)
+        return {"bits": tables, "rate_bits": rates, "turns": turns}
 
     def _phases(
         self, positions: Shaped[Tensor, "*seq"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        tables = self._floats("bits", dtype, positions.device)
-        rates = self._floats("rate_bits", dtype, positions.device)
+        if dtype is torch.float64:
+            turns = self._turns(positions.device)
+            return float64_phases(positions, turns, scale=self.attention_factor)
+        tables = self._floats("bits", positions.device)
+        rates = self._floats("rate_bits", positions.device)
         return (phases if self.axes is None else axial_phases)(positions, tables, rates)
 
     def _fused(self, x: Tensor, both: np.ndarray, seq: tuple[int, ...]) -> Tensor:
@@ -255,8 +262,14 @@ class RotaryPositions(PrecomputedBuffers):
         return rotate_fused(x, both, seq, read_half=read, write_half=write)
 
     def _host_tables(self, x: Tensor) -> np.ndarray:
-        tables = self._integers("bits", x.device)[0].numpy().view(np.float32)
-        return tables.astype(np.float64) if x.dtype == torch.float64 else tables
+        if x.dtype is torch.float64:
+            return self._float64_tables
+        return self._integers("bits", x.device)[0].numpy().view(np.float32)
+
+    @cached_property
+    def _float64_tables(self) -> np.ndarray:
+        turns = turn_constants(self.frequencies)
+        return float64_digit_tables(turns, scale=self.attention_factor)[0]
 
     def _positions(self, x: Tensor, positions: Any, offset: Any) -> Tensor:
         """Return the positions of ``x``, checked and broadcastable against it."""

@@ -1,5 +1,6 @@
 """Sinusoidal positions for torch."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..positions.sinusoidal import (
     phase_tables,
     phases,
 )
+from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
 from ._positions.arguments import (
     Offset,
     Positions,
@@ -75,6 +77,7 @@ class SinusoidalPositions(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    turns: Tensor
 
     def __init__(
         self,
@@ -170,30 +173,45 @@ class SinusoidalPositions(PrecomputedBuffers):
         dtype = dtype or torch.float32
         return self._features(positions, dtype).to(dtype)
 
-    def _tables(self) -> dict[str, np.ndarray]:
-        rates = frequencies(
+    def _frequencies(self) -> np.ndarray:
+        return frequencies(
             self.embedding_dim // self.axes,
             base=self.base,
             shift=self.shift,
             odd=self.odd,
             frequency_scale=self.frequency_scale,
         )
-        tables, rates = phase_tables(rates, scale=self.scale)
-        return {"bits": tables, "rate_bits": rates}
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        rates = self._frequencies()
+        tables, table_rates = phase_tables(rates, scale=self.scale)
+        return {"bits": tables, "rate_bits": table_rates, "turns": turn_constants(rates)}
 
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        tables = self._floats("bits", dtype, positions.device)
-        rates = self._floats("rate_bits", dtype, positions.device)
         options: dict[str, Any] = {
             "embedding_dim": self.embedding_dim // self.axes,
             "layout": self.layout,
             "cos_first": self.cos_first,
         }
         positions = in_reach(positions)
+        tables = self._floats("bits", positions.device)
+        rates = self._floats("rate_bits", positions.device)
         if not positions.is_floating_point() and is_plain_cpu(positions, tables):
-            arrays = map(array_of, (positions, tables, rates))
+            arrays = [array_of(tables), array_of(rates)]
+            if dtype is torch.float64:
+                arrays[0] = self._float64_tables
             with threads_of_torch():
-                features = tensor_of(features_at(*arrays, **options))
+                features = features_at(array_of(positions), *arrays, **options)
+                features = tensor_of(features)
+        elif dtype is torch.float64:
+            turns = self._turns(positions.device)
+            phases_ = float64_phases(positions, turns, scale=self.scale)
+            features = encode(*phases_, **options)
         else:
             features = encode(*phases(positions, tables, rates), **options)
         return join_axes(features) if self.axes > 1 else features
+
+    @cached_property
+    def _float64_tables(self) -> np.ndarray:
+        turns = turn_constants(self._frequencies())
+        return float64_digit_tables(turns, scale=self.scale)

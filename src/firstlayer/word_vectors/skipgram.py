@@ -107,6 +107,7 @@ class SkipGram:
     """
 
     def __init__(self, corpus: Corpus, setting: SkipGramOptions) -> None:
+        kernels.require_compiler("training word vectors")
         self.corpus, self.setting = corpus, setting
         counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
         if np.count_nonzero(counts) < 2:

@@ -2,17 +2,18 @@
 
 import os
 import threading
+import warnings
+
+from .cpus import available_cpus
+
+# Environment variables with the default number of threads; the first that is set counts.
+VARIABLES = ("FIRSTLAYER_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 class _Setting:
-    """The process-wide number of threads, by default one for each core allowed."""
+    """The process-wide number of threads; 0 until it is set or first read."""
 
-    def __init__(self) -> None:
-        self.size = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+    size = 0
 
 
 _setting = _Setting()
@@ -36,8 +37,32 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """Return the number of threads the kernels use, by default one per allowed core."""
+    """Return the number of threads the kernels use.
+
+    The default is the environment variable ``FIRSTLAYER_NUM_THREADS``, otherwise
+    ``OMP_NUM_THREADS``, otherwise one thread for each CPU that this process may use, within
+    the CPU quota of its container.
+    """
+    if not _setting.size:
+        _setting.size = default_num_threads()
     return _setting.size
+
+
+def default_num_threads() -> int:
+    """Return the default number of threads, from the environment or the system."""
+    for name in VARIABLES:
+        text = os.environ.get(name, "").strip()
+        # OpenMP's variable may list a number for each level of nesting.
+        first = text.partition(",")[0].strip() if name == "OMP_NUM_THREADS" else text
+        if first.isascii() and first.isdigit() and int(first):
+            return int(first)
+        if text:
+            warnings.warn(
+                f"{name} must be a positive integer, got {text!r}; it is ignored",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return available_cpus()
 
 
 class on_threads:
@@ -61,4 +86,4 @@ class on_threads:
 
 def current_num_threads() -> int:
     """Return the number of threads for kernels that this thread calls now."""
-    return getattr(_here, "size", None) or _setting.size
+    return getattr(_here, "size", None) or _setting.size or get_num_threads()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._check import not_masked
 from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import INDEX, as_index
@@ -90,7 +91,7 @@ def _as_ids(
         reject_torchrec(
             ids, "torch.nested.nested_tensor_from_jagged(ids.values(), ids.offsets())"
         )
-        ids = torch.as_tensor(value, device=table.weight.device)
+        ids = torch.as_tensor(not_masked(value, name=name), device=table.weight.device)
         if not ids.numel() and isinstance(value, list | tuple):
             ids = ids.to(torch.int64)  # torch makes floats of an empty list
     index = as_index(ids, name=name)
@@ -120,6 +121,7 @@ def _mask(
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return layer.mask(ids)
     if not isinstance(mask, Tensor):
+        mask = not_masked(mask, name="mask")
         mask = torch.as_tensor(mask, device=layer.token.weight.device)
     check_mask(dtype_name(mask.dtype), mask.shape, lead)
     return mask

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ..._check import positions_array, positions_in_reach
+from ..._check import not_masked, positions_array, positions_in_reach
 from ...positions.ids import check_axes, check_fit, plain_offset, resolve
 from ...positions.phases import LIMIT
 from .._tensors.dtypes import dtype_name
@@ -32,11 +32,12 @@ def positions_tensor(
     else:
         if isinstance(value, range):
             return torch.arange(value.start, value.stop, value.step, device=device)
+        not_masked(value, name=name)
         try:
             positions = torch.as_tensor(value, device=device)
-        except (TypeError, RuntimeError):
-            positions_array(value, name=name)
-            raise
+        except (TypeError, RuntimeError, ValueError, OverflowError):
+            # Scalars of some NumPy dtypes, or an error with a clearer message.
+            positions = torch.as_tensor(positions_array(value, name=name), device=device)
         if positions.is_floating_point() and positions.dtype.itemsize < 4:
             # Python floats get torch's default dtype, which may be half precision.
             positions = torch.as_tensor(value, device=device, dtype=torch.float32)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from ..._check import not_masked
 from .._tensors.buffers import PrecomputedBuffers
 from .._tensors.dtypes import as_torch_dtype, dtype_name, upcast
 from .._tensors.memory import is_plain_cpu
@@ -146,7 +147,7 @@ def parameter(
     dtype = as_torch_dtype(dtype)
     if value is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    tensor = torch.as_tensor(value)
+    tensor = torch.as_tensor(not_masked(value, name=name))
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is None and not tensor.is_floating_point():

@@ -80,8 +80,7 @@ class DynamicNTKPhases(PrecomputedBuffers):
         self.length.copy_(torch.where(now > before, now, kept))
         # MPS has no float64.
         wide = torch.float32 if positions.device.type == "mps" else torch.float64
-        bits = self._integers("bits", positions.device)
-        plain, exponents = bits.view(torch.float64).to(wide)
+        plain, exponents = self._floats("bits", positions.device, torch.float64).to(wide)
         growth = self.rule.growth(self.length.to(positions.device, wide))
         angles = positions[..., None] * self._aligned(plain * growth**exponents, positions)
         if self.axes is not None:

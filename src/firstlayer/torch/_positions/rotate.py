@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import kernels
 from ..._check import positions_in_reach
-from ...positions.ids import resolve
+from ...positions.ids import plain_offset, resolve
 from ...positions.phases import LIMIT
 from ...positions.rotary import inverse_phases, over_heads, rotate_rows
 from .._tensors.memory import (
@@ -58,7 +58,7 @@ def integer_positions(
         steps = np.arange(offset, offset + length)
         return steps if heads_axis == -3 else steps[:, None]
     arrays = []
-    for value in (positions, offset):
+    for value in (positions, plain_offset(offset)):
         if isinstance(value, Tensor):
             if value.dtype not in INTEGER_DTYPES or not is_plain_cpu(value):
                 return None

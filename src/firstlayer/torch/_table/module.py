@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from ... import kernels
-from ..._check import not_negative
+from ..._check import not_masked, not_negative
 from ...embeddings.init import Init, Seed
 from ...embeddings.resize import Resized, resize_table
 from ...embeddings.token import check_norm
@@ -317,6 +317,7 @@ def write_padding_row(
     """
     if index is None:
         raise WrongValue("set_padding needs a layer with padding_idx, got None")
+    not_masked(value, name="value")
     row = torch.as_tensor(value, dtype=weight.dtype, device=weight.device)
     if row.shape not in ((), weight.shape[1:]):
         raise WrongValue(

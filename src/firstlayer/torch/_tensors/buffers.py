@@ -1,7 +1,8 @@
-"""Buffers with precomputed float32 tables that casts and checkpoints do not change.
+"""Buffers with precomputed tables that casts and checkpoints do not change.
 
-Tables are computed on the host and stored as int32 tensors with the same bits: ``.half()``,
-FSDP's ``buffer_dtype`` and loops over buffers do not convert integers. The buffers are not
+Float32 tables are computed on the host and stored as int32 tensors with the same bits:
+``.half()``, FSDP's ``buffer_dtype`` and loops over buffers do not convert integers. The
+constants of float64 are int64 (:mod:`firstlayer.positions.turns`). The buffers are not
 in the state dict, because the layer's arguments determine them. ``to_empty`` leaves
 buffers uninitialized, so ``_apply`` computes them again.
 
@@ -15,19 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ...files.layer_configs import config_of
-from .dtypes import compute_dtype
-from .memory import NUMPY_DTYPES, is_recorded
+from .memory import is_recorded
 
 
 class PrecomputedBuffers(nn.Module):
     """Base class of layers with precomputed tables, one buffer for each of ``_tables``."""
 
     def _tables(self) -> dict[str, np.ndarray]:
-        """Return the tables by buffer name, float32 or int32."""
+        """Return the tables by buffer name, of 32 or 64 bits."""
         return {}
 
     def config(self) -> dict[str, Any]:
@@ -44,7 +44,8 @@ class PrecomputedBuffers(nn.Module):
         # Not on the meta device: nothing would fill the buffers afterwards.
         device = torch.device("cpu") if device.type == "meta" else device
         for name, table in self._tables().items():
-            bits = torch.from_numpy(table.view(np.int32)).to(device)
+            integers = np.int32 if table.itemsize == 4 else np.int64
+            bits = torch.from_numpy(table.view(integers)).to(device)
             self.register_buffer(name, bits, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -52,29 +53,39 @@ class PrecomputedBuffers(nn.Module):
         PrecomputedBuffers.reset_parameters(self)
         return self
 
-    def _integers(self, name: str, device: torch.device) -> Tensor:
+    def __getstate__(self) -> dict[str, Any]:
+        # Tables for the float64 kernels are computed again when they are needed.
+        return {k: v for k, v in self.__dict__.items() if k != "_float64_tables"}
+
+    def _integers(
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.int32
+    ) -> Tensor:
         bits = self._buffers[name]
         # A loop over buffers may cast them or move them to the meta device without _apply.
-        if bits is None or bits.dtype != torch.int32 or bits.is_meta:
+        if bits is None or bits.dtype != dtype or bits.is_meta:
             self._build(device)
             bits = self.get_buffer(name)
         return bits.to(device) if device.type == "meta" else bits
 
     def _floats(
-        self, name: str, dtype: torch.dtype, device: torch.device
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*table"]:
-        """Return a table in the compute dtype of ``dtype``."""
-        dtype = compute_dtype(dtype)
+        """Return a table of floats, whose ``dtype`` is that of the table."""
         if is_recorded():
             return self._constant(name, dtype).to(device)
-        return self._integers(name, device).view(torch.float32).to(dtype)
+        integers = torch.int32 if dtype is torch.float32 else torch.int64
+        return self._integers(name, device, integers).view(dtype)
 
     @torch.compiler.assume_constant_result
     def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a table of floats that does not depend on the buffers."""
-        table = self._tables()[name].astype(NUMPY_DTYPES[dtype])
+        table = np.array(self._tables()[name], order="C")
         # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
         return torch.frombuffer(table, dtype=dtype).reshape(table.shape)
+
+    def _turns(self, device: torch.device) -> Int64[Tensor, "7 *axes pairs"]:
+        """Return the constants of float64 phases."""
+        return self._integers("turns", device, torch.int64)
 
     def extra_repr(self) -> str:
         return repr_of(self)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ... import kernels
 from ..._check import one_of
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
@@ -62,6 +63,7 @@ class RowOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         **options: Any,
     ) -> None:
+        kernels.require_compiler(type(self).__name__)
         for name in ("differentiable", "capturable"):
             if options.get(name):
                 raise ValueError(f"{name} must be False for row optimizers, got True")
