@@ -17,7 +17,8 @@ from ..positions.fourier import (
 )
 from ..positions.phases import LIMIT
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
-from ._module import Module, is_concrete, upcast
+from ._lookup import host_values
+from ._module import Module, compiled, is_concrete, native, upcast
 from ._parameters import Key
 
 
@@ -38,7 +39,8 @@ class FourierFeatures(Module):
         - coordinates: ``(..., axes)``
         - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
 
-    A coordinate of magnitude 2^24 or more is a ValueError, or NaN if it is traced.
+    A coordinate of magnitude 2^24 or more is a ValueError, or NaN if it is traced
+    or on an accelerator.
 
     Example:
         >>> layer = FourierFeatures.gaussian(64, axes=2, std=10.0, key=jax.random.key(0))
@@ -111,17 +113,7 @@ class FourierFeatures(Module):
             coordinates: Points, one number for each axis.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        points = self._checked(coordinates)
-        x = upcast(points)
-        tables, rates = (_from_bits(b).astype(x.dtype) for b in (self.bits, self.rate_bits))
-        cos, sin = fourier_phases(x, tables, rates)
-        return encode(
-            cos,
-            sin,
-            embedding_dim=2 * cos.shape[-1],
-            layout=self.layout,
-            cos_first=self.cos_first,
-        ).astype(points.dtype)
+        return _features(self, self._checked(coordinates))
 
     @property
     def matrix(self) -> Float64[np.ndarray, "pairs axes"]:
@@ -130,16 +122,33 @@ class FourierFeatures(Module):
 
     def _checked(self, coordinates: Any) -> Float[Array, "*batch axes"]:
         if not isinstance(coordinates, jax.Array):
-            coordinates = np.asarray(coordinates)
+            coordinates = native(np.asarray(coordinates))
         if coordinates.dtype.name not in FLOATS:
             raise TypeError(f"coordinates must be real, got {coordinates.dtype.name}")
         if coordinates.shape[-1:] != (self.axes,):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), got {coordinates.shape}"
             )
-        if is_concrete(coordinates):
-            positions_in_reach(np.asarray(coordinates), LIMIT, name="coordinates")
+        values = host_values(coordinates)
+        if values is not None:
+            positions_in_reach(np.asarray(values), LIMIT, name="coordinates")
         return jnp.asarray(coordinates)
+
+
+@compiled
+def _features(
+    layer: FourierFeatures, points: Float[Array, "*batch axes"]
+) -> Float[Array, "*batch features"]:
+    x = upcast(points)
+    tables, rates = (_from_bits(b).astype(x.dtype) for b in (layer.bits, layer.rate_bits))
+    cos, sin = fourier_phases(x, tables, rates)
+    return encode(
+        cos,
+        sin,
+        embedding_dim=2 * cos.shape[-1],
+        layout=layer.layout,
+        cos_first=layer.cos_first,
+    ).astype(points.dtype)
 
 
 def _to_bits(x: Float[np.ndarray, "*shape"]) -> Int32[Array, "*bits"]:

@@ -26,15 +26,16 @@ from ..positions.rotary import (
 )
 from ..positions.scaling import Scaling, scaling_from
 from ._constant import Constant
-from ._module import Module, upcast
+from ._module import Module, compiled, upcast
 from ._parameters import Key, table_dtype
 from ._positions import (
     Offset,
     Positions,
+    PositionsArgument,
     check_reach,
     checked_positions,
     checked_vectors,
-    positions_for,
+    positions_argument,
 )
 
 
@@ -167,10 +168,7 @@ class RotaryPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = self._vectors(x)
-        at, axial = self._positions(x, positions, offset), self.axes is not None
-        at = over_heads(at, x, heads_axis=self.heads_axis, axial=axial)
-        cos, sin = self._phases(at, x.dtype)
-        return rotate(upcast(x), cos, sin, layout=self.layout).astype(x.dtype)
+        return _rotate(self, x, self._argument(x, positions, offset))
 
     def phases(
         self, positions: Positions, *, dtype: Any = None
@@ -190,7 +188,7 @@ class RotaryPositions(Module):
         at = checked_positions(positions, check_reach)
         if self.axes is not None:
             check_axes(at, self.axes)
-        return self._phases(at, table_dtype(jnp.float32 if dtype is None else dtype))
+        return _phases(self, at, table_dtype(jnp.float32 if dtype is None else dtype))
 
     def at_length(self, n: int) -> Self:
         """Return a copy for sequences of ``n`` positions; most rules ignore the length.
@@ -226,11 +224,7 @@ class RotaryPositions(Module):
         """
         keys = self._vectors(keys, "keys")
         check = partial(check_reach, name="delta")
-        at = over_rows(checked_positions(delta, check, name="delta"), keys, axes=self.axes)
-        factor = self.attention_factor
-        cos, sin = (phase / factor for phase in self._phases(at, keys.dtype))
-        layout = "interleaved" if self.layout == "interleaved" else "half"
-        return rotate(upcast(keys), cos, sin, layout=layout).astype(keys.dtype)
+        return _rerotate(self, keys, checked_positions(delta, check, name="delta"))
 
     @property
     def frequencies(self) -> Float64[np.ndarray, "*axes pairs"]:
@@ -268,17 +262,17 @@ class RotaryPositions(Module):
         axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
         return checked_vectors(x, self.head_dim, axes=axes, name=name)
 
-    def _positions(self, x: Array, positions: Any, offset: Any) -> Shaped[Array, "*seq"]:
+    def _argument(self, x: Array, positions: Any, offset: Any) -> PositionsArgument:
         if positions is None and self.axes is not None and self.sections is None:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
-        at = positions_for(length, positions=positions, offset=offset, check=check_reach)
-        if self.axes is not None:
-            if positions is None:
-                # Text has the same position on every axis.
-                at = jnp.broadcast_to(at, (self.axes, *at.shape))
-            check_axes(at, self.axes)
-        return at
+        length = x.shape[self._length_axis]
+        return positions_argument(
+            length, positions=positions, offset=offset, check=check_reach
+        )
+
+    @property
+    def _length_axis(self) -> int:
+        return -2 if self.heads_axis == -3 else -3
 
     def _phases(
         self, positions: Shaped[Array, "*seq"], dtype: Any
@@ -286,3 +280,35 @@ class RotaryPositions(Module):
         dtype, of = compute_dtype(dtype), phases if self.axes is None else axial_phases
         tables, rates = (jnp.asarray(c.array, dtype) for c in (self.tables, self.rates))
         return of(positions, tables, rates)
+
+
+@compiled
+def _rotate(
+    layer: RotaryPositions, x: Float[Array, "*lead head_dim"], argument: PositionsArgument
+) -> Float[Array, "*lead head_dim"]:
+    at, axes = argument.count(x.shape[layer._length_axis]), layer.axes
+    if axes is not None:
+        if argument.is_offset:
+            # Text has the same position on every axis.
+            at = jnp.broadcast_to(at, (axes, *at.shape))
+        check_axes(at, axes)
+    at = over_heads(at, x, heads_axis=layer.heads_axis, axial=axes is not None)
+    cos, sin = layer._phases(at, x.dtype)
+    return rotate(upcast(x), cos, sin, layout=layer.layout).astype(x.dtype)
+
+
+@compiled
+def _rerotate(
+    layer: RotaryPositions, keys: Float[Array, "*lead head_dim"], delta: Shaped[Array, "..."]
+) -> Float[Array, "*lead head_dim"]:
+    at, factor = over_rows(delta, keys, axes=layer.axes), layer.attention_factor
+    cos, sin = (phase / factor for phase in layer._phases(at, keys.dtype))
+    layout = "interleaved" if layer.layout == "interleaved" else "half"
+    return rotate(upcast(keys), cos, sin, layout=layout).astype(keys.dtype)
+
+
+@partial(compiled, static_argnums=2)
+def _phases(
+    layer: RotaryPositions, positions: Shaped[Array, "*seq"], dtype: np.dtype
+) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
+    return layer._phases(positions, dtype)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of
+from .._array import cast, compute_dtype, is_real, namespace_of, take_rows
 from .._check import number
 
 #: Positions must be smaller than this in size: three digits in base 256.
@@ -226,9 +226,10 @@ def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
         in_range = in_range & (positions > -LIMIT)
     safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
     size = xp.abs(safe)
-    cos, sin = tables[0, 0][size % 256], tables[1, 0][size % 256]
+    cos, sin = (take_rows(tables[part, 0], size % 256) for part in (0, 1))
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
-        cos, sin = _multiply(cos, sin, tables[0, place][digit], tables[1, place][digit])
+        phase = (take_rows(tables[part, place], digit) for part in (0, 1))
+        cos, sin = _multiply(cos, sin, *phase)
     return _nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 
 
