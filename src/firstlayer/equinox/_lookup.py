@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from .._array import axis_specs
 from .._check import ids_in_range
 from ..embeddings.token import clip_norms, mask_out_of_range
 from ._module import compiled, is_on_host, upcast
@@ -197,6 +198,24 @@ def look_up(
         argument,
         out_sharding=out_sharding,
         default=lambda: table_spec(argument.ids, values),
+    )
+
+
+def valid_ids(
+    options: LookupOptions, weight: Rows, argument: IdsArgument
+) -> Bool[Array, "*batch"] | None:
+    """Return the mask of ids whose row exists; None if all do.
+
+    Called within a compiled function.
+    """
+    if argument.in_range and not isinstance(weight, RowSubset):
+        return None
+    return with_sharding(
+        lambda weight, argument: check_ids(argument, weight, options).valid,
+        weight,
+        argument,
+        out_sharding=None,
+        default=lambda: axis_specs(argument.ids),
     )
 
 

@@ -108,13 +108,23 @@ def compiled(
         inline: As in ``jax.jit``.
     """
 
+    broadcasting = _allow_broadcasting(function)
+    return jax.jit(broadcasting, static_argnums=static_argnums, inline=inline)
+
+
+def filter_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return :func:`compiled`, for trees that hold more than arrays."""
+    return eqx.filter_jit(_allow_broadcasting(function))
+
+
+def _allow_broadcasting(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any) -> Any:
         # The layers broadcast on purpose, whatever the caller's setting for other code.
         with jax.numpy_rank_promotion("allow"):
             return function(*args)
 
-    return jax.jit(run, static_argnums=static_argnums, inline=inline)
+    return run
 
 
 def native(x: np.ndarray) -> np.ndarray:

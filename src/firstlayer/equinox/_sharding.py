@@ -55,6 +55,21 @@ def table_spec(ids: Array, weight: Array) -> Spec:
     return (*axis_specs(ids), axis_specs(weight)[1])
 
 
+def sharding_like(x: Array, rows: tuple[int, ...]) -> OutSharding:
+    """Return the sharding of rows that are added to ``x``; None if ``x`` has none.
+
+    Args:
+        x: The vectors.
+        rows: Shape of the rows, which broadcasts to that of ``x``.
+    """
+    mesh, specs = explicit_mesh(x), axis_specs(x)
+    if mesh is None or not any(_names(entry) for entry in specs):
+        return None
+    specs = specs[x.ndim - len(rows) :]
+    entries = [None if size == 1 else spec for size, spec in zip(rows, specs, strict=True)]
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
 def _unique(spec: Spec) -> Spec:
     """Return ``spec`` if no mesh axis occurs twice in it."""
     names = [name for entry in spec for name in _names(entry)]

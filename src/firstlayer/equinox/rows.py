@@ -59,8 +59,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PyTree
 
-from ._lookup import CheckedIds, RowSubset
-from ._module import replace_fields
+from .._array import axis_specs
+from ._lookup import IdsArgument, LookupOptions, RowSubset, check_ids, host_values
+from ._module import compiled, replace_fields
+from ._sharding import Spec, with_sharding
 from ._table import Ids, TableModule
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)
@@ -103,7 +105,7 @@ def touched(table: AnyTable, ids: Ids) -> AnyTable:
         raise TypeError(
             f"table must be an Embedding or EmbeddingBag, got {type(table).__name__}"
         )
-    subset = _row_subset(table.weight, table._check_ids(ids), table.padding_idx)
+    subset = _row_subset(table._options(), table.weight, table._check_ids(ids))
     return replace_fields(table, weight=subset)
 
 
@@ -202,17 +204,26 @@ class RowOptimizer:
         return _scatter(weight, 0, rows, ids=ids), state
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _row_subset(weight: Array, checked: CheckedIds, padding_idx: int | None) -> RowSubset:
-    end, ids = weight.shape[0], checked.ids
-    if checked.has_gradient is not None:
-        ids = jnp.where(checked.has_gradient, ids, end)
-    ids = _unique_ids(ids.reshape(-1), end=end)
+@partial(compiled, static_argnums=0, inline=True)
+def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) -> RowSubset:
+    end, padding_idx = weight.shape[0], options.padding_idx
+
+    def unique_ids(argument: IdsArgument) -> Int32[Array, " rows"]:
+        checked = check_ids(argument, weight, options)
+        ids = checked.ids
+        if checked.has_gradient is not None:
+            ids = jnp.where(checked.has_gradient, ids, end)
+        return _unique_ids(ids.reshape(-1), end=end)
+
+    ids = with_sharding(
+        unique_ids, argument, out_sharding=None, default=lambda: (None,)
+    )
     values = _gather(weight, 0, ids=ids)
     if padding_idx is not None:
         # Under a number that is no id: the padding row is read but not updated.
+        padding = _gather(weight, 0, ids=jnp.array([padding_idx], jnp.int32))
         ids = jnp.append(ids, jnp.array([end + ids.size], jnp.int32))
-        values = jnp.concatenate([values, weight[padding_idx][None]])
+        values = jnp.concatenate([values, padding])
     return RowSubset(ids, values)
 
 
@@ -246,12 +257,26 @@ def _row_axes(transformation: Any, weight: Float[Array, "rows width"]) -> PyTree
 def _gather(leaf: Any, axis: int, *, ids: Int32[Array, " rows"]) -> Any:
     if axis < 0:
         return leaf
-    index = (*(slice(None),) * axis, ids)
-    return leaf.at[index].get(mode="fill", fill_value=0, **_INDEX_HINTS)
+
+    def run(leaf: Array, ids: Array) -> Array:
+        rows = leaf.at[(*(slice(None),) * axis, ids)]
+        return rows.get(mode="fill", fill_value=0, **_INDEX_HINTS)
+
+    def default() -> Spec:
+        specs = axis_specs(leaf)
+        return (*specs[:axis], None, *specs[axis + 1 :])
+
+    return with_sharding(run, leaf, ids, out_sharding=None, default=default)
 
 
 def _scatter(leaf: Any, axis: int, new: Any, *, ids: Int32[Array, " rows"]) -> Any:
     if axis < 0:
         return new
-    index = (*(slice(None),) * axis, ids)
-    return leaf.at[index].set(new.astype(leaf.dtype), mode="drop", **_INDEX_HINTS)
+
+    def run(leaf: Array, new: Array, ids: Array) -> Array:
+        rows = leaf.at[(*(slice(None),) * axis, ids)]
+        return rows.set(new.astype(leaf.dtype), mode="drop", **_INDEX_HINTS)
+
+    return with_sharding(
+        run, leaf, new, ids, out_sharding=None, default=lambda: axis_specs(leaf)
+    )

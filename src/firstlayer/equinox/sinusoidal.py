@@ -168,7 +168,7 @@ class SinusoidalPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)
-        return _add(self, x, self._argument(x, positions, offset))
+        return _add(self, x, self._argument(x.shape[:-1], positions, offset))
 
     def encode(
         self, positions: Positions, *, dtype: Any = None
@@ -186,13 +186,16 @@ class SinusoidalPositions(Module):
         dtype = table_dtype(jnp.float32 if dtype is None else dtype)
         return _encode(self, at, dtype)
 
-    def _argument(self, x: Array, positions: Any, offset: Any) -> PositionsArgument:
+    def _argument(
+        self, lead: tuple[int, ...], positions: Any, offset: Any
+    ) -> PositionsArgument:
+        """Return the checked positions of vectors with these leading axes."""
         if self.axes > 1 and positions is None:
             raise ValueError(
                 f"positions must be given when axes is {self.axes}, got None"
             )
         return positions_argument(
-            x.shape[-2], positions=positions, offset=offset, check=check_reach
+            lead[-1], positions=positions, offset=offset, check=check_reach
         )
 
     def _add(
