@@ -10,18 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int, Int32, Integer, Real
 
 from .._check import FLOATS
-from ..embeddings.bag import Mode, divide_or_zero, pool
 from ..embeddings import ragged
+from ..embeddings.bag import Mode, divide_or_zero, pool
 from ._lookup import host_values, traced_integers
 from ._module import native
 
 
 def checked_offsets(
     shape: tuple[int, ...], offsets: Any, *, include_last_offset: bool
-) -> Integer[Array, " offsets"] | None:
+) -> Integer[Any, " offsets"] | None:
     """Return the offsets of a call, checked if the host can read them; None for 2-D ids.
 
     Args:
@@ -63,7 +63,7 @@ def bag_bounds(
     return jnp.concatenate([offsets, jnp.full((1,), size, jnp.int32)])
 
 
-def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
+def checked_weights(shape: tuple[int, ...], weights: Any) -> Real[Any, "*ids"] | None:
     """Return ``per_sample_weights`` as an array of the shape of the ids, or None."""
     if weights is None:
         return None
@@ -77,7 +77,7 @@ def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
         raise ValueError(
             f"per_sample_weights must have the shape {shape} of ids, got {weights.shape}"
         )
-    return jnp.asarray(weights)
+    return weights
 
 
 def pool_matrix(

@@ -79,7 +79,7 @@ def _checked_segments(
 
 def _checked_mask(
     layer: Any, ids: IdsArgument | None, lead: tuple[int, ...], mask: Any
-) -> Bool[Array, "*batch length"] | None:
+) -> Bool[Any, "*batch length"] | None:
     if not layer.zero_padding:
         return None
     if mask is None:
@@ -88,7 +88,7 @@ def _checked_mask(
         return None
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
     check_mask(mask.dtype.name, mask.shape, lead)
-    return jnp.asarray(mask)
+    return mask
 
 
 def position_layer(

@@ -185,9 +185,7 @@ def look_up(
     Called within a compiled function.
     """
 
-    def run(
-        weight: Rows, argument: IdsArgument
-    ) -> Float[Array, "*batch embedding_dim"]:
+    def run(weight: Rows, argument: IdsArgument) -> Float[Array, "*batch embedding_dim"]:
         checked = check_ids(argument, weight, options)
         return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
 

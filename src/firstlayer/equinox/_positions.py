@@ -88,6 +88,8 @@ def positions_argument(
     values = host_values(offset)
     if values is not None:
         first = np.asarray(values)
+        if first.dtype != np.uint64:
+            first = first.astype(np.float64 if is_real(first) else np.int64)
         # The length is symbolic in jax.export.
         last = length - 1 if isinstance(length, int) else 0
         if last >= 0:
@@ -128,7 +130,7 @@ def check_reach(positions: Shaped[np.ndarray, "..."], *, name: str = "positions"
 
 def checked_vectors(
     x: Any, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
-) -> Float[Array, "..."]:
+) -> Float[Any, "..."]:
     """Return ``x`` as a real array that ends in ``axes`` and an axis of size ``width``."""
     x = x if isinstance(x, jax.Array) else native(np.asarray(x))
     if x.dtype.name not in FLOATS:
@@ -136,7 +138,7 @@ def checked_vectors(
     if x.ndim <= len(axes) or x.shape[-1] != width:
         shape = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    return jnp.asarray(x)
+    return x
 
 
 def _signed(offset: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows"]:

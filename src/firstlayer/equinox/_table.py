@@ -59,10 +59,10 @@ class TableModule(Module):
         dtype: Any,
         key: Key | None,
     ) -> None:
-        num_embeddings, embedding_dim = table_sizes(num_embeddings, embedding_dim, weight)
-        self.num_embeddings = not_negative("num_embeddings", num_embeddings)
-        self.embedding_dim = not_negative("embedding_dim", embedding_dim)
-        self.padding_idx = padding_index(padding_idx, num_embeddings)
+        rows, width = table_sizes(num_embeddings, embedding_dim, weight)
+        self.num_embeddings = not_negative("num_embeddings", rows)
+        self.embedding_dim = not_negative("embedding_dim", width)
+        self.padding_idx = padding_index(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
         shape = (self.num_embeddings, self.embedding_dim)

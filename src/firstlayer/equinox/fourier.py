@@ -120,7 +120,7 @@ class FourierFeatures(Module):
         """The frequencies, in float64."""
         return np.asarray(self.matrix_bits).view(np.float64)[..., 0]
 
-    def _checked(self, coordinates: Any) -> Float[Array, "*batch axes"]:
+    def _checked(self, coordinates: Any) -> Float[Any, "*batch axes"]:
         if not isinstance(coordinates, jax.Array):
             coordinates = native(np.asarray(coordinates))
         if coordinates.dtype.name not in FLOATS:
@@ -132,7 +132,7 @@ class FourierFeatures(Module):
         values = host_values(coordinates)
         if values is not None:
             positions_in_reach(np.asarray(values), LIMIT, name="coordinates")
-        return jnp.asarray(coordinates)
+        return coordinates
 
 
 @compiled

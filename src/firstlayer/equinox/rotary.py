@@ -299,7 +299,7 @@ def _rotate(
 
 @compiled
 def _rerotate(
-    layer: RotaryPositions, keys: Float[Array, "*lead head_dim"], delta: Shaped[Array, "..."]
+    layer: RotaryPositions, keys: Float[Array, "*lead head_dim"], delta: Shaped[Array, ""]
 ) -> Float[Array, "*lead head_dim"]:
     at, factor = over_rows(delta, keys, axes=layer.axes), layer.attention_factor
     cos, sin = (phase / factor for phase in layer._phases(at, keys.dtype))

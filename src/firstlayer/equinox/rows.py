@@ -67,7 +67,7 @@ from ._table import Ids, TableModule
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)
 # True of the ids of a RowSubset; lets XLA write rows in order.
-_INDEX_HINTS = {"indices_are_sorted": True, "unique_indices": True}
+_INDEX_HINTS: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
 
 
 class RowState(NamedTuple):
@@ -215,9 +215,7 @@ def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) ->
             ids = jnp.where(checked.has_gradient, ids, end)
         return _unique_ids(ids.reshape(-1), end=end)
 
-    ids = with_sharding(
-        unique_ids, argument, out_sharding=None, default=lambda: (None,)
-    )
+    ids = with_sharding(unique_ids, argument, out_sharding=None, default=lambda: (None,))
     values = _gather(weight, 0, ids=ids)
     if padding_idx is not None:
         # Under a number that is no id: the padding row is read but not updated.

@@ -191,9 +191,7 @@ class SinusoidalPositions(Module):
     ) -> PositionsArgument:
         """Return the checked positions of vectors with these leading axes."""
         if self.axes > 1 and positions is None:
-            raise ValueError(
-                f"positions must be given when axes is {self.axes}, got None"
-            )
+            raise ValueError(f"positions must be given when axes is {self.axes}, got None")
         return positions_argument(
             lead[-1], positions=positions, offset=offset, check=check_reach
         )
