@@ -106,9 +106,10 @@ def take_last(x: Any, index: Any) -> Any:
     mesh = explicit_mesh(x, index) if xp.__name__ == "jax.numpy" else None
     if mesh is None:
         return xp.take_along_axis(x, index, axis=-1)
-    sharding, lead = sys.modules["jax"].sharding, zip(*map(axis_specs, (x, index)))
+    sharding, specs = sys.modules["jax"].sharding, axis_specs(index)
     # The other axes are those of both arrays, and sharded as in either of them.
-    spec = (*(a if a is not None else b for a, b in list(lead)[:-1]), axis_specs(index)[-1])
+    lead = zip(axis_specs(x)[:-1], specs[:-1], strict=True)
+    spec = (*(a if a is not None else b for a, b in lead), specs[-1])
     spec = sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))
     take = partial(xp.take_along_axis, axis=-1)
     take = sharding.auto_axes(take, axes=mesh.explicit_axes, out_sharding=spec)

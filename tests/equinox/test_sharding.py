@@ -14,7 +14,17 @@ from tests.support.sharded_layers import checks
 def errors():
     """Return the errors of all checks by name; the devices must be set up before JAX."""
     root = Path(__file__).parents[2]
-    out = run_alone("from tests.support.sharded_layers import main; main()", folder=root)
+    out = run_alone(
+        """
+        import os
+
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        from tests.support.sharded_layers import main
+
+        main()
+        """,
+        folder=root,
+    )
     report = json.loads(out)
     assert report["names"] == list(checks())
     return report["errors"]

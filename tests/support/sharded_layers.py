@@ -2,11 +2,8 @@
 
 Each case is a call with shardings for the layer's parameters and for the arguments. It is
 compared with the same call on one device: values, gradients and the result's sharding.
+:func:`main` needs a process with 8 devices.
 """
-
-import os
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import json
 import sys
