@@ -233,7 +233,8 @@ def test_ids_on_an_accelerator_are_neither_copied_nor_checked(monkeypatch):
 
 
 def test_rotary_phases_rotate_in_a_pallas_kernel():
-    layer, x = RotaryPositions(8, layout="interleaved"), jnp.ones((4, 5, 8))
+    layer = RotaryPositions(8, layout="interleaved", heads_axis=-3)
+    x = jnp.ones((4, 5, 8))
     cos, sin = layer.phases(jnp.arange(5) + 70_000)
 
     def kernel(x, cos, sin, out):
@@ -244,7 +245,7 @@ def test_rotary_phases_rotate_in_a_pallas_kernel():
 
 
 def test_an_offset_array_is_not_static_under_filter_jit():
-    layer, x, traced = RotaryPositions(8), jnp.ones((2, 5, 8)), []
+    layer, x, traced = RotaryPositions(8), jnp.ones((5, 8)), []
 
     @eqx.filter_jit
     def run(x, offset):

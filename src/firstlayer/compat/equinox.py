@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from .._array import compute_dtype
 from .._check import not_negative
 from ..equinox._parameters import Key, table_dtype
-from ..equinox._positions import Offset, check_reach, positions_for
+from ..equinox._positions import Offset, check_reach, positions_argument
 from ..positions.rotary import rotate
 
 __all__ = ["Embedding", "RotaryPositionalEmbedding"]
@@ -138,7 +138,10 @@ class RotaryPositionalEmbedding(eqx.Module):
             )
         if self.rotary is None:
             return x
-        at = positions_for(x.shape[-2], positions=None, offset=offset, check=check_reach)
-        phases = self.rotary.phases(at, dtype=compute_dtype(self.dtype))
+        length = x.shape[-2]
+        argument = positions_argument(
+            length, positions=None, offset=offset, check=check_reach
+        )
+        phases = self.rotary.phases(argument.count(length), dtype=compute_dtype(self.dtype))
         cos, sin = (part.astype(self.dtype) for part in phases)
         return rotate(x, cos, sin, layout="half").astype(x.dtype)

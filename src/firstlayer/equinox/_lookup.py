@@ -126,6 +126,8 @@ def ids_argument(
         name: Name of the ids in error messages.
         bound: Name of the number of rows in error messages.
     """
+    if ids is None:
+        raise TypeError(f"{name} must be integers, got None")
     values = host_values(ids)
     if values is None:
         return IdsArgument(traced_integers(ids, name=name), False)

@@ -27,7 +27,7 @@ from ._lookup import (
     limit_norm,
     traced_integers,
 )
-from ._module import Module, compiled, replace_fields
+from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
 from ._sharding import OutSharding, with_sharding
 
@@ -90,7 +90,7 @@ class TableModule(Module):
                 ``jnp.dot``.
         """
         check_real(x, name="x", whole=False)
-        x = jnp.asarray(x)
+        x = x if isinstance(x, jax.Array) else native(np.asarray(x))
         if isinstance(self.weight, RowSubset):
             raise TypeError("logits needs every row of the table, got those of a batch")
         if x.shape[-1:] != (self.embedding_dim,):
@@ -158,7 +158,8 @@ class TableModule(Module):
         """Return a layer with ``value`` written into the padding row."""
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
-        row = np.asarray(value) if isinstance(value, list) else value
+        row = value if isinstance(value, jax.Array) else native(np.asarray(value))
+        check_real(row, name="value")
         return replace_fields(self, weight=_set_row(self.weight, self.padding_idx, row))
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:

@@ -37,7 +37,7 @@ class LearnedPositions(Module):
 
     Args:
         max_positions: Number of positions. A larger position is a ValueError that names
-            both, or NaN if it is traced.
+            both, or NaN if it is traced or on an accelerator.
         embedding_dim: Width of each row.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of the rows before position 0, for padding: a new table has a zero

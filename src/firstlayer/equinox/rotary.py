@@ -19,6 +19,7 @@ from ..positions.phases import axial_phases, phase_tables, phases
 from ..positions.rotary import (
     LAYOUTS,
     Layout,
+    check_heads,
     check_heads_axis,
     over_heads,
     over_rows,
@@ -61,7 +62,9 @@ class RotaryPositions(Module):
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, from
             :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)`` as in ``eqx.nn.MultiheadAttention``.
+            head_dim)`` as in ``eqx.nn.MultiheadAttention``. None is -3, but an input of
+            three axes, which may be either, is a ValueError unless the shape of the
+            positions decides it.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -71,8 +74,14 @@ class RotaryPositions(Module):
         - output: as ``x``, in the dtype of ``x``
 
     There is no maximum length. A position of magnitude 2^24 or more is a ValueError, or NaN
-    if it is traced. Reals are float32 unless ``jax_enable_x64`` is set. A rule that depends
-    on the length is unscaled (DynamicNTK) or short (LongRoPE) until :meth:`at_length`.
+    if it is traced or on an accelerator. Reals are float32 unless ``jax_enable_x64`` is
+    set. A rule that depends on the length is unscaled (DynamicNTK) or short (LongRoPE)
+    until :meth:`at_length`.
+
+    ``eqx.filter_jit`` compiles a function again for each value of a Python int; pass it
+    offsets as arrays, ``jnp.asarray(offset)``. A Pallas kernel cannot capture the layer's
+    tables: compute :meth:`phases` outside of it, and call
+    :func:`firstlayer.positions.rotary.rotate` inside.
 
     Example:
         >>> layer = RotaryPositions(2)
@@ -95,7 +104,7 @@ class RotaryPositions(Module):
     interleaved_sections: bool = eqx.field(static=True)
     #: The frequencies, if they were given.
     given_frequencies: Constant | None = eqx.field(static=True)
-    heads_axis: int = eqx.field(static=True)
+    heads_axis: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -108,7 +117,7 @@ class RotaryPositions(Module):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = None,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -132,7 +141,7 @@ class RotaryPositions(Module):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = None
     ) -> Self:
         """Return the layer of a transformers model.
 
@@ -168,6 +177,9 @@ class RotaryPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = self._vectors(x)
+        if self.heads_axis is None:
+            axial = self.axes is not None
+            check_heads(x.shape, positions, offset=offset, axial=axial)
         return _rotate(self, x, self._argument(x, positions, offset))
 
     def phases(
@@ -259,7 +271,7 @@ class RotaryPositions(Module):
         return config_of(self, frequencies=None if given is None else given.array)
 
     def _vectors(self, x: Any, name: str = "x") -> Float[Array, "*lead head_dim"]:
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         return checked_vectors(x, self.head_dim, axes=axes, name=name)
 
     def _argument(self, x: Array, positions: Any, offset: Any) -> PositionsArgument:
@@ -272,7 +284,7 @@ class RotaryPositions(Module):
 
     @property
     def _length_axis(self) -> int:
-        return -2 if self.heads_axis == -3 else -3
+        return -2 if self.heads_axis != -2 else -3
 
     def _phases(
         self, positions: Shaped[Array, "*seq"], dtype: Any

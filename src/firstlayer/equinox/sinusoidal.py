@@ -61,7 +61,8 @@ class SinusoidalPositions(Module):
         - output: as ``x``, in the dtype of ``x``
 
     There is no maximum length. A position of magnitude 2^24 or more is a ValueError, or NaN
-    if it is traced. Reals are float32 unless ``jax_enable_x64`` is set.
+    if it is traced or on an accelerator. Reals are float32 unless ``jax_enable_x64`` is
+    set.
 
     Example:
         >>> layer = SinusoidalPositions(4)
