@@ -663,11 +663,17 @@ def test_sizes_default_to_those_of_the_weight():
         assert layer.padding_idx == 6
         np.testing.assert_array_equal(layer.weight, table)
         assert build(embedding_dim=3, weight=table).num_embeddings == 7
-        with pytest.raises(ValueError, match=r"weight must have shape \(8, 3\), got \(7, 3"):
+        with pytest.raises(
+            ValueError, match=r"weight must have shape \(8, 3\), got \(7, 3"
+        ):
             build(8, weight=table)
-        with pytest.raises(TypeError, match="num_embeddings must be an integer if no weight"):
+        with pytest.raises(
+            TypeError, match="num_embeddings must be an integer if no weight"
+        ):
             build(embedding_dim=3)
-        with pytest.raises(TypeError, match="embedding_dim must be an integer if no weight"):
+        with pytest.raises(
+            TypeError, match="embedding_dim must be an integer if no weight"
+        ):
             build(7)
         with pytest.raises(ValueError, match=r"weight must have shape .*, got \(7,\)"):
             build(weight=table[:, 0])

@@ -40,7 +40,11 @@ INTEGER_DTYPES = (
 
 
 def integer_positions(
-    x: Float[Tensor, "*lead head_dim"], *, positions: Any, offset: Any, heads_axis: int | None
+    x: Float[Tensor, "*lead head_dim"],
+    *,
+    positions: Any,
+    offset: Any,
+    heads_axis: int | None,
 ) -> Integer[np.ndarray, "*seq"] | None:
     """Return integer positions as a NumPy array that broadcasts against ``x``.
 
