@@ -383,7 +383,7 @@ def test_layer_has_no_leaves_and_equal_layers_have_equal_hashes():
 
 
 def test_three_axes_need_heads_axis_unless_the_positions_decide():
-    layer, x = RotaryPositions(8, base=500.0), draw(3, 4, 8)
+    layer, x = RotaryPositions(8, base=500.0, heads_axis=None), draw(3, 4, 8)
     for options in ({}, {"offset": 7}):
         with pytest.raises(ValueError, match=r"heads_axis must be given for x of shape"):
             layer(x, **options)

@@ -117,7 +117,7 @@ class RotaryPositions(Module):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int | None = None,
+        heads_axis: int | None = -3,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -141,7 +141,7 @@ class RotaryPositions(Module):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = None
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = -3
     ) -> Self:
         """Return the layer of a transformers model.
 
