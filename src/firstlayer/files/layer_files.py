@@ -1,6 +1,7 @@
 """The logic that ``save`` and ``load`` of every front end share."""
 
 import importlib
+import inspect
 import operator
 import reprlib
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._check import integer
 from .layer_configs import LAYER_KINDS, check_options, not_in_config, parameters_in
 from .safetensors import Path, Tensors, read, write
 
