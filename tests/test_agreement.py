@@ -685,6 +685,7 @@ FRAMEWORK_ARGUMENTS = {
     "rng",
     "device",
     "key",
+    "out_sharding",
     "sparse",
     "weight",
     "_weight",
@@ -707,9 +708,12 @@ METHODS = {
 
 
 def parameters_of(function: Any) -> dict[str, Any]:
-    """Return the names and defaults of a function's parameters."""
+    """Return the names and defaults of a function's parameters.
+
+    The sizes of a table default to those of a given weight, except in torch's signature.
+    """
     return {
-        name: parameter.default
+        name: None if name in ("num_embeddings", "embedding_dim") else parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
         if name not in FRAMEWORK_ARGUMENTS
     }

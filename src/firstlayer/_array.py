@@ -5,6 +5,7 @@ of a framework can only exist once the caller has imported it.
 """
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -141,7 +142,31 @@ def take_last(x: Any, index: Any) -> Any:
         lead = xp.broadcast_shapes(x.shape[:-1], index.shape[:-1])
         index = xp.broadcast_to(cast(index, "int64"), (*lead, index.shape[-1]))
         return xp.gather(xp.broadcast_to(x, (*lead, x.shape[-1])), -1, index)
-    return xp.take_along_axis(x, index, axis=-1)
+    mesh = explicit_mesh(x, index) if xp.__name__ == "jax.numpy" else None
+    if mesh is None:
+        return xp.take_along_axis(x, index, axis=-1)
+    sharding, specs = sys.modules["jax"].sharding, axis_specs(index)
+    # The other axes are those of both arrays, and sharded as in either of them.
+    lead = zip(axis_specs(x)[:-1], specs[:-1], strict=True)
+    spec = (*(a if a is not None else b for a, b in lead), specs[-1])
+    spec = sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))
+    take = partial(xp.take_along_axis, axis=-1)
+    take = sharding.auto_axes(take, axes=mesh.explicit_axes, out_sharding=spec)
+    return take(x, index)
+
+
+def take_rows(x: Any, index: Any) -> Any:
+    """Return the rows of ``x`` at ``index``, which is in range and may have any shape.
+
+    Example:
+        >>> import numpy as np
+        >>> take_rows(np.array([[5, 6], [7, 8]]), np.array([[1]])).tolist()
+        [[[7, 8]]]
+    """
+    if namespace_of(x).__name__ != "jax.numpy":
+        return x[row_index(index)]
+    sharding = _gather_sharding(x, index, axis=0)
+    return x.at[index].get(mode="promise_in_bounds", out_sharding=sharding)
 
 
 def running_max(x: Any) -> Any:
@@ -171,7 +196,10 @@ def take_columns(x: Any, index: Any) -> Any:
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
         return x[:, row_index(index)]
-    return xp.take(x, index, axis=1)
+    if xp.__name__ != "jax.numpy":
+        return xp.take(x, index, axis=1)
+    sharding = _gather_sharding(x, index, axis=1)
+    return x.at[:, index].get(mode="promise_in_bounds", out_sharding=sharding)
 
 
 def move_axis(x: Any, source: int, target: int) -> Any:
@@ -188,3 +216,29 @@ def move_axis(x: Any, source: int, target: int) -> Any:
         # ONNX copies them into the graph as they are.
         return xp.movedim(x, source % x.ndim, target % x.ndim)
     return xp.moveaxis(x, source, target)
+
+
+def explicit_mesh(*arrays: Any) -> Any:
+    """Return the mesh of the first JAX array whose type has explicit axes, else None."""
+    typeof = sys.modules["jax"].typeof
+    meshes = (typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def axis_specs(x: Any) -> tuple[Any, ...]:
+    """Return the mesh axes that each axis of a JAX array is sharded over, None for none."""
+    spec = tuple(sys.modules["jax"].typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _gather_sharding(x: Any, index: Any, *, axis: int) -> Any:
+    """Return the sharding that keeps those of ``index`` and of the other axes of ``x``.
+
+    JAX infers it for none but replicated indices. None without explicit mesh axes.
+    """
+    mesh = explicit_mesh(x, index)
+    if mesh is None:
+        return None
+    sharding, spec = sys.modules["jax"].sharding, axis_specs(x)
+    spec = (*spec[:axis], *axis_specs(index), *spec[axis + 1 :])
+    return sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))

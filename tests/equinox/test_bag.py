@@ -285,3 +285,15 @@ def test_bags_and_gradients_run_in_strict_modes_with_x64():
         assert out.dtype == grads.weight.dtype == jnp.bfloat16
         want = reference(*call).astype(float)
         np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-6)
+
+
+def test_weights_and_offsets_may_have_any_byte_order():
+    bag, _ = pair(mode="sum")
+    want = bag(IDS, per_sample_weights=WEIGHTS)
+    got = bag(IDS.astype(">i4"), per_sample_weights=WEIGHTS.astype(">f8"))
+    np.testing.assert_array_equal(got, want)
+    offsets = np.arange(0, 12, 3)
+    flat = bag(IDS.ravel(), offsets.astype(">i8"), WEIGHTS.ravel().astype(">f8"))
+    np.testing.assert_allclose(flat, want, atol=1e-6)
+    with pytest.raises(TypeError, match="per_sample_weights must be .*, got object"):
+        bag([[1]], per_sample_weights=[[None]])

@@ -455,7 +455,7 @@ def test_layers_export_with_symbolic_batch_and_length():
 
     def run(ids):
         x = SinusoidalPositions(4)(layer(bag(ids)[:, None] + rows[0] * ids[..., None]))
-        return RotaryPositions(4, sections=[1, 1])(x, offset=2)
+        return RotaryPositions(4, sections=[1, 1], heads_axis=-3)(x, offset=2)
 
     sizes = jax.export.symbolic_shape("batch, length")
     ids = np.array([[4, 0, 8, 1, 1, 3, 2], [5, 5, 2, 7, 0, 0, 1]], "int32")

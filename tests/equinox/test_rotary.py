@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -15,6 +16,7 @@ from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.positions.rotary import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, YaRN
+from firstlayer.torch.rotary import RotaryPositions as TorchRotary
 from tests.support.jax_round_trips import fast_compilation, key
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
@@ -119,7 +121,8 @@ def test_batched_positions_do_not_broadcast_along_the_heads_axis():
 
 
 def test_each_coordinate_rotates_its_section_of_pairs():
-    layer, x = RotaryPositions(8, base=500.0, sections=[2, 1, 1]), draw(2, 4, 8)
+    layer = RotaryPositions(8, base=500.0, sections=[2, 1, 1], heads_axis=-3)
+    x = draw(2, 4, 8)
     positions = np.arange(24).reshape(3, 2, 4)
     got = rotate(layer, x, jnp.asarray(positions))
     by_axis = [rotated(x, positions[axis]).reshape(2, 4, 2, 4) for axis in range(3)]
@@ -374,3 +377,43 @@ def test_layer_has_no_leaves_and_equal_layers_have_equal_hashes():
     same = RotaryPositions(8, base=500.0)
     assert same == LAYER and hash(same) == hash(LAYER) != hash(RotaryPositions(8))
     assert LAYER.frequencies.dtype == np.float64
+
+
+# Heads
+
+
+def test_three_axes_need_heads_axis_unless_the_positions_decide():
+    layer, x = RotaryPositions(8, base=500.0, heads_axis=None), draw(3, 4, 8)
+    for options in ({}, {"offset": 7}):
+        with pytest.raises(ValueError, match=r"heads_axis must be given for x of shape"):
+            layer(x, **options)
+        with pytest.raises(ValueError, match=r"heads_axis must be given for x of shape"):
+            jax.vmap(lambda x, options=options: layer(x, **options))(x[None])
+    square = draw(4, 4, 8)
+    with pytest.raises(ValueError, match=r"\(4, 4, 8\), -2 if its axes are \(length"):
+        layer(square, range(4))
+    np.testing.assert_allclose(layer(x, range(4)), rotated(x, range(4)), atol=1e-6)
+    rows = np.arange(3)[:, None] * 10 + np.arange(4)
+    np.testing.assert_allclose(layer(x, rows), rotated(x, rows), atol=1e-6)
+    np.testing.assert_allclose(layer(x, offset=[0, 10, 20]), rotated(x, rows), atol=1e-6)
+
+
+def test_input_of_equinox_attention_is_rotated_by_its_length():
+    x = draw(5, 2, 8)
+    got = RotaryPositions(8, base=500.0, heads_axis=-2)(x)
+    np.testing.assert_allclose(got, rotated(x, np.arange(5)[:, None]), atol=1e-6)
+    first = RotaryPositions(8, base=500.0, heads_axis=-3)(x)
+    np.testing.assert_allclose(first, rotated(x, np.arange(2)), atol=1e-6)
+
+
+def test_every_front_end_refuses_ambiguous_heads():
+    x, options = np.asarray(draw(3, 4, 8)), {"base": 500.0, "heads_axis": None}
+    layers = NumpyRotary(8, **options), TorchRotary(8, **options)
+    for layer, value in zip(layers, (x, torch.tensor(x)), strict=True):
+        for bad in ({}, {"offset": 3}):
+            with pytest.raises(ValueError, match="heads_axis must be given for x of shape"):
+                layer(value, **bad)
+        got = layer(value, np.arange(4) * 3)
+        np.testing.assert_allclose(got, rotated(x, np.arange(4) * 3), atol=1e-6)
+        batch = layer(value[None])
+        np.testing.assert_allclose(batch[0], rotated(x, np.arange(4)), atol=1e-6)

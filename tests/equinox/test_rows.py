@@ -292,3 +292,79 @@ def test_step_writes_in_place_and_needs_memory_for_the_batch_only():
     assert large.alias_size_in_bytes >= 3 * table
     assert large.output_size_in_bytes - large.alias_size_in_bytes < 1000
     assert large.temp_size_in_bytes <= small.temp_size_in_bytes + 1000 < table / 10
+
+
+# Forged states
+
+
+def _forged(change):
+    """Return an optimizer, gradients, a changed state and the model they belong to."""
+    optimizer = RowOptimizer(
+        optax.adam(0.1), table=lambda m: m[0], rest=optax.sgd(0.1, momentum=0.9)
+    )
+    model = (Embedding(12, 4, weight=TABLE), jnp.ones(3))
+    run = optimizer.value_and_grad(lambda m, ids: distance(m[0], ids), BATCHES[0])
+    _, gradients = run(model, BATCHES[0])
+    return optimizer, gradients, change(optimizer.init(model)), model
+
+
+def _rows_replaced(**fields):
+    def change(state):
+        adam = state.rows[0]._replace(**fields)
+        return state._replace(rows=(adam, *state.rows[1:]))
+
+    return change
+
+
+FORGED = {
+    "fewer rows": (
+        _rows_replaced(mu=jnp.zeros((5, 4))),
+        ValueError,
+        r"state\.rows\[0\]\.mu must have shape \(12, 4\), got \(5, 4\)",
+    ),
+    "transposed": (
+        _rows_replaced(nu=jnp.zeros((4, 12))),
+        ValueError,
+        r"state\.rows\[0\]\.nu must have shape \(12, 4\), got \(4, 12\)",
+    ),
+    "integer moments": (
+        _rows_replaced(nu=jnp.zeros((12, 4), jnp.int32)),
+        TypeError,
+        r"state\.rows\[0\]\.nu must be float32, got int32",
+    ),
+    "negative count": (
+        _rows_replaced(count=jnp.array(-3)),
+        ValueError,
+        r"state\.rows\[0\]\.count must not be negative, got -3",
+    ),
+    "another optimizer": (
+        lambda state: state._replace(rows=optax.sgd(0.1).init(TABLE)),
+        ValueError,
+        "state.rows must be a state of this optimizer, got another structure",
+    ),
+    "rest of another model": (
+        lambda state: state._replace(rest=jax.tree.map(lambda x: x[:2], state.rest)),
+        ValueError,
+        r"state\.rest.* must have shape \(3,\), got \(2,\)",
+    ),
+    "no RowState": (lambda state: tuple(state), TypeError, "must be a RowState, got tuple"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_state_is_refused_before_anything_changes(name):
+    change, error, message = FORGED[name]
+    optimizer, gradients, state, model = _forged(change)
+    with pytest.raises(error, match=message):
+        optimizer.update(gradients, state, model)
+    if name != "negative count":
+        with pytest.raises(error, match=message):
+            eqx.filter_jit(optimizer.update)(gradients, state, model)
+    np.testing.assert_array_equal(model[0].weight, TABLE)
+
+
+def test_dense_gradients_are_refused():
+    optimizer, _, state, model = _forged(lambda state: state)
+    dense = eqx.filter_grad(lambda m: distance(m[0], BATCHES[0]))(model)
+    with pytest.raises(TypeError, match="gradients must be those of value_and_grad"):
+        optimizer.update(dense, state, model)

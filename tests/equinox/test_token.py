@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firstlayer.equinox.bag import EmbeddingBag
 from firstlayer.equinox.token import Embedding
+from firstlayer.numpy.bag import EmbeddingBag as NumpyEmbeddingBag
 from firstlayer.numpy.token import Embedding as NumpyEmbedding
 from tests.support.gradients import central_difference
 from tests.support.jax_round_trips import ROUND_TRIPS, built
@@ -651,3 +653,51 @@ def test_lookup_and_gradients_run_in_strict_modes_with_x64():
     want = np.asarray(eager, float) @ np.asarray(table, float).T
     np.testing.assert_allclose(head.astype(float), want, atol=0.03)
     np.testing.assert_array_equal(grads[:, 0], [1, 0, 0, 1, 0, 0, 0, 0, 0, 1])
+
+
+def test_sizes_default_to_those_of_the_weight():
+    table = rng.standard_normal((7, 3)).astype("float32")
+    for build in (Embedding, EmbeddingBag, NumpyEmbedding, NumpyEmbeddingBag):
+        layer = build(weight=table, padding_idx=-1)
+        assert (layer.num_embeddings, layer.embedding_dim) == (7, 3)
+        assert layer.padding_idx == 6
+        np.testing.assert_array_equal(layer.weight, table)
+        assert build(embedding_dim=3, weight=table).num_embeddings == 7
+        with pytest.raises(
+            ValueError, match=r"weight must have shape \(8, 3\), got \(7, 3"
+        ):
+            build(8, weight=table)
+        with pytest.raises(
+            TypeError, match="num_embeddings must be an integer if no weight"
+        ):
+            build(embedding_dim=3)
+        with pytest.raises(
+            TypeError, match="embedding_dim must be an integer if no weight"
+        ):
+            build(7)
+        with pytest.raises(ValueError, match=r"weight must have shape .*, got \(7,\)"):
+            build(weight=table[:, 0])
+
+
+def test_arguments_may_have_any_byte_order():
+    layer = build(padding_idx=0)
+    np.testing.assert_array_equal(layer(np.array([3, 1], ">i8")), layer([3, 1]))
+    x = rng.standard_normal((2, 4)).astype(">f4")
+    np.testing.assert_array_equal(layer.logits(x), layer.logits(x.astype("f4")))
+    np.testing.assert_array_equal(layer.set_padding(x[0]).weight[0], x[0])
+    assert layer.mask(np.array([3, 0], ">i4")).tolist() == [True, False]
+    with pytest.raises(TypeError, match="value must be real, got object"):
+        layer.set_padding(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_ids_of_none_are_refused():
+    for layer in (build(), EmbeddingBag(weight=TABLE)):
+        with pytest.raises(TypeError, match="ids must be integers, got None"):
+            layer(None)
+        with pytest.raises(TypeError, match="ids must be integers, got object"):
+            layer([[3, None]])
+
+
+def test_out_sharding_needs_an_explicit_mesh():
+    with pytest.raises(ValueError, match="out_sharding needs a mesh with explicit axes"):
+        build()([3], out_sharding=jax.sharding.PartitionSpec("d"))

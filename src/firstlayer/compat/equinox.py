@@ -23,7 +23,7 @@ from .._array import compute_dtype
 from .._check import not_negative
 from ..equinox._module import is_concrete
 from ..equinox._parameters import Key, table_dtype
-from ..equinox._positions import Offset, check_reach, positions_for
+from ..equinox._positions import Offset, check_reach, positions_argument
 from ..positions.rotary import rotate
 
 __all__ = ["Embedding", "RotaryPositionalEmbedding"]
@@ -187,8 +187,11 @@ class RotaryPositionalEmbedding(eqx.Module):
             )
         if self.rotary is None:
             return x
-        at = positions_for(x.shape[-2], positions=None, offset=offset, check=check_reach)
-        cos, sin = self._phases(at)
+        length = x.shape[-2]
+        argument = positions_argument(
+            length, positions=None, offset=offset, check=check_reach
+        )
+        cos, sin = self._phases(argument.count(length))
         return rotate(x, cos, sin, layout="half").astype(x.dtype)
 
     def _phases(self, positions: Any) -> tuple[Array, Array]:

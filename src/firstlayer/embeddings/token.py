@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from .._array import cast, namespace_of
@@ -58,6 +59,31 @@ def clip_norms(
     else:
         norm = xp.sum(magnitude**norm_type, axis=-1, keepdims=True) ** (1.0 / norm_type)
     return rows * (max_norm / xp.clip(norm, max_norm, None))
+
+
+def table_sizes(
+    num_embeddings: int | None, embedding_dim: int | None, weight: Any
+) -> tuple[Any, Any]:
+    """Return the sizes of a table; those that are None are the sizes of ``weight``.
+
+    Example:
+        >>> table_sizes(None, 2, [[0.0, 1.0]])
+        (1, 2)
+    """
+    if num_embeddings is not None and embedding_dim is not None:
+        return num_embeddings, embedding_dim
+    if weight is None:
+        name = "num_embeddings" if num_embeddings is None else "embedding_dim"
+        raise TypeError(f"{name} must be an integer if no weight is given, got None")
+    shape = tuple(np.shape(weight))
+    if len(shape) != 2:
+        raise ValueError(
+            f"weight must have shape (num_embeddings, embedding_dim), got {shape}"
+        )
+    return (
+        shape[0] if num_embeddings is None else num_embeddings,
+        shape[1] if embedding_dim is None else embedding_dim,
+    )
 
 
 def check_norm(max_norm: float | None, norm_type: float) -> tuple[float | None, float]:

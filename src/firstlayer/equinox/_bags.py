@@ -10,18 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, Integer, Real
 
 from .._check import FLOATS, dtype_text, host_array
+from ..embeddings import ragged
 from ..embeddings.bag import Mode, divide_or_zero, pool
-from ..embeddings.ragged import bag_bounds, bag_indices
 from ._lookup import host_values, traced_integers
+from ._module import native
 
 
 def checked_offsets(
     shape: tuple[int, ...], offsets: Any, *, include_last_offset: bool
-) -> Int32[Array, " bounds"] | None:
-    """Return the start of each bag and the end of the last one, or None for 2-D ids.
+) -> Integer[Any, " offsets"] | None:
+    """Return the offsets of a call, checked if the host can read them; None for 2-D ids.
 
     Args:
         shape: Shape of the ids.
@@ -32,30 +33,42 @@ def checked_offsets(
         return None
     values = None if offsets is None else host_values(offsets)
     if offsets is None or values is not None:
-        bounds = bag_bounds(shape, values, include_last_offset=include_last_offset)
-        return jnp.asarray(bounds.astype(np.int32))
-    # Traced offsets: check the axes of the ids against offsets that are known to be right.
-    bag_bounds(shape if len(shape) != 1 else (0,), [0])
+        ragged.bag_bounds(shape, values, include_last_offset=include_last_offset)
+        if isinstance(offsets, jax.Array):
+            return offsets
+        return np.asarray(offsets).astype(np.int32)
+    # Check the axes of the ids against offsets that are known to be right.
+    ragged.bag_bounds(shape if len(shape) != 1 else (0,), [0])
     offsets = traced_integers(offsets, name="offsets")
     if offsets.ndim != 1:
         raise ValueError(f"offsets must have 1 axis, got shape {offsets.shape}")
+    return offsets
+
+
+def bag_bounds(
+    offsets: Integer[Array, " offsets"], size: int, *, include_last: bool
+) -> Int32[Array, " bounds"]:
+    """Return the start of each bag and the end of the last, within a compiled function.
+
+    Args:
+        offsets: From :func:`checked_offsets`. Those out of range become ``size + 1``.
+        size: Number of ids.
+        include_last: Whether the last offset is the end of the last bag.
+    """
     # Replaced before the cast to int32, which would turn 2 ** 32 into 0.
-    invalid = (offsets < 0) | (offsets > shape[0])
-    offsets = jnp.where(invalid, shape[0] + 1, offsets).astype(jnp.int32)
-    if include_last_offset:
+    invalid = (offsets < 0) | (offsets > size)
+    offsets = jnp.where(invalid, size + 1, offsets).astype(jnp.int32)
+    if include_last:
         return offsets
-    return jnp.concatenate([offsets, jnp.full((1,), shape[0], jnp.int32)])
+    return jnp.concatenate([offsets, jnp.full((1,), size, jnp.int32)])
 
 
-def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
+def checked_weights(shape: tuple[int, ...], weights: Any) -> Real[Any, "*ids"] | None:
     """Return ``per_sample_weights`` as an array of the shape of the ids, or None."""
     if weights is None:
         return None
-    weights = (
-        weights
-        if isinstance(weights, jax.Array)
-        else host_array(weights, name="per_sample_weights")
-    )
+    if not isinstance(weights, jax.Array):
+        weights = native(host_array(weights, name="per_sample_weights"))
     if weights.dtype.kind not in "iu" and weights.dtype.name not in FLOATS:
         raise TypeError(
             f"per_sample_weights must be integers or reals, got {dtype_text(weights.dtype)}"
@@ -64,7 +77,7 @@ def checked_weights(shape: tuple[int, ...], weights: Any) -> Array | None:
         raise ValueError(
             f"per_sample_weights must have the shape {shape} of ids, got {weights.shape}"
         )
-    return jnp.asarray(weights)
+    return weights
 
 
 def pool_matrix(
@@ -105,7 +118,7 @@ class RaggedBags:
     @property
     def numbers(self) -> Int[Array, " ids"]:
         """Bag number of each id; ``count`` for ids in no bag."""
-        return bag_indices(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
+        return ragged.bag_indices(self.bounds, jnp.arange(self.size, dtype=jnp.int32))
 
     @property
     def valid(self) -> Bool[Array, ""]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
@@ -45,21 +46,33 @@ class Bias(Module):
         return self.bias(q_positions, k_positions, dtype=dtype)
 
 
-def checked_pair(
-    q_positions: Positions, k_positions: Positions
-) -> tuple[Shaped[Array, "*#batch q_length"], Shaped[Array, "*#batch k_length"]]:
-    """Return both positions as integers or as reals of at least 32 bits."""
+#: Positions of queries and of keys.
+Pair = tuple[Shaped[Array, "*#batch q_length"], Shaped[Array, "*#batch k_length"]]
+
+
+def checked_pair(q_positions: Positions, k_positions: Positions) -> Pair:
+    """Return both positions as arrays, checked if the host can read them."""
     return _checked("q_positions", q_positions), _checked("k_positions", k_positions)
 
 
-def _checked(name: str, value: Any) -> Shaped[Array, "*batch length"]:
+def upcast_pair(pair: Pair) -> Pair:
+    """Return integers of JAX's default size and reals of at least 32 bits.
+
+    Called within a compiled function.
+    """
+    whole = np.dtype(jnp.result_type(int))
+    q, k = (upcast(p) if is_real(p) else p.astype(whole) for p in pair)
+    return q, k
+
+
+def _checked(name: str, value: Any) -> Shaped[Any, "*batch length"]:
     positions = as_positions(value, name=name)
     values = host_values(positions)
     if values is not None:
         _check_values(name, np.asarray(values))
-    if is_real(positions):
-        return upcast(jnp.asarray(positions))
-    return jnp.asarray(positions.astype(np.dtype(jnp.result_type(int))))
+    if isinstance(positions, jax.Array) or is_real(positions):
+        return positions
+    return positions.astype(np.dtype(jnp.result_type(int)))
 
 
 def _check_values(name: str, positions: Shaped[np.ndarray, "*batch length"]) -> None:

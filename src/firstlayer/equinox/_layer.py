@@ -17,7 +17,7 @@ from ..embeddings.layer import (
     normalize_rows,
     position_config,
 )
-from ._lookup import CheckedIds, mask_and
+from ._lookup import IdsArgument
 from ._parameters import Key
 from ._positions import checked_vectors
 from ._table import TableModule
@@ -29,27 +29,23 @@ class LayerArguments(NamedTuple):
     """Arguments of one call of the complete layer, checked against each other.
 
     Args:
-        lead: Shape of the output without its last axis.
         ids: Token ids, or None if only ``embeds`` were given.
         embeds: Token vectors that replace the lookup, or None.
         segments: Segment of each token or of each place; None without segments.
-        mask: False where the output is zero, or None.
+        mask: The caller's mask, False where the output is zero, or None.
     """
 
-    lead: tuple[int, ...]
-    ids: CheckedIds | None
+    ids: IdsArgument | None
     embeds: Float[Array, "*batch length embedding_dim"] | None
-    segments: CheckedIds | None
+    segments: IdsArgument | None
     mask: Bool[Array, "*batch length"] | None
 
     @property
-    def valid(self) -> Bool[Array, "*batch length"] | None:
-        """Mask of places whose ids are all in range; None if all are."""
-        valid = None
-        for ids in (self.ids, self.segments):
-            if ids is not None and ids.valid is not None:
-                valid = mask_and(valid, jnp.broadcast_to(ids.valid, self.lead))
-        return valid
+    def lead(self) -> tuple[int, ...]:
+        """Shape of the output without its last axis."""
+        if self.embeds is not None:
+            return self.embeds.shape[:-1]
+        return () if self.ids is None else self.ids.ids.shape
 
 
 def check_arguments(
@@ -64,14 +60,12 @@ def check_arguments(
         None if ids is None else ids.ids, embeds, has_positions=layer.position is not None
     )
     segments = _checked_segments(layer.segment, lead, segments)
-    return LayerArguments(
-        lead, ids, embeds, segments, _checked_mask(layer, ids, lead, mask)
-    )
+    return LayerArguments(ids, embeds, segments, _checked_mask(layer, ids, lead, mask))
 
 
 def _checked_segments(
     table: TableModule | None, lead: tuple[int, ...], segments: Any
-) -> CheckedIds | None:
+) -> IdsArgument | None:
     if table is None:
         if segments is not None:
             raise ValueError("segments were given, but the layer was made without them")
@@ -84,17 +78,17 @@ def _checked_segments(
 
 
 def _checked_mask(
-    layer: Any, ids: CheckedIds | None, lead: tuple[int, ...], mask: Any
-) -> Bool[Array, "*batch length"] | None:
+    layer: Any, ids: IdsArgument | None, lead: tuple[int, ...], mask: Any
+) -> Bool[Any, "*batch length"] | None:
     if not layer.zero_padding:
         return None
     if mask is None:
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
-        return None if ids.is_padding is None else ~ids.is_padding
+        return None
     mask = mask if isinstance(mask, jax.Array) else host_array(mask, name="mask")
     check_mask(dtype_text(mask.dtype), mask.shape, lead)
-    return jnp.asarray(mask)
+    return mask
 
 
 def position_layer(

@@ -1,8 +1,9 @@
 """Row lookup with checked ids, and its gradient.
 
-Concrete ids are checked on the host, before JAX truncates 64 bits to 32: one out of range
-is an IndexError that names it. Traced ids cannot raise: an id out of range reads a NaN row
-and passes no gradient to the table.
+Ids in host memory are checked there, before JAX truncates 64 bits to 32: one out of range
+is an IndexError that names it. Traced ids cannot raise, and checking ids on an accelerator
+would wait for it in every call: an id out of range there reads a NaN row and passes no
+gradient to the table. Ids are never moved to another device.
 
 The lookup is a ``custom_jvp`` whose tangent is computed in float32 (float64 for float64).
 Its transpose, the gradient, therefore sums repeated ids in float32 and rounds once. It
@@ -20,9 +21,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from .._array import axis_specs
 from .._check import ids_in_range
 from ..embeddings.token import clip_norms, mask_out_of_range
-from ._module import is_concrete, upcast
+from ._module import compiled, is_on_host, upcast
+from ._sharding import OutSharding, table_spec, with_sharding
 
 
 class RowSubset(eqx.Module):
@@ -56,11 +59,23 @@ class RowSubset(eqx.Module):
 Rows = Float[Array, "num_embeddings embedding_dim"] | RowSubset
 
 
-class CheckedIds(NamedTuple):
-    """Ids after checking.
+class IdsArgument(eqx.Module):
+    """The ids of a call.
 
     Args:
-        ids: The ids, 0 where an id is out of range.
+        ids: The ids, where the caller placed them.
+        in_range: Whether the host has checked them.
+    """
+
+    ids: Integer[Array, "*batch"]
+    in_range: bool = eqx.field(static=True)
+
+
+class CheckedIds(NamedTuple):
+    """Ids after checking, within a compiled function.
+
+    Args:
+        ids: The ids. Those out of range are still out of range.
         index: Row of the array to read for each id.
         valid: Mask of ids whose row exists; None if all do.
         is_padding: Mask of padding ids; None without ``padding_idx``.
@@ -84,58 +99,73 @@ class LookupOptions:
     """Options of a lookup that its output and gradient depend on.
 
     Args:
+        num_embeddings: Number of rows of the complete table.
+        padding_idx: Padding id, not negative, or None.
         max_norm: Longer rows are scaled down to this norm.
         norm_type: The p of the p-norm.
         scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
         upcast: Return rows in the compute dtype.
     """
 
+    num_embeddings: int
+    padding_idx: int | None = None
     max_norm: float | None = None
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
     upcast: bool = False
 
 
-def check_ids(
-    ids: Any,
-    weight: Rows,
-    *,
-    num_embeddings: int,
-    padding_idx: int | None = None,
-    name: str = "ids",
-    bound: str = "num_embeddings",
-) -> CheckedIds:
-    """Check ids against a table.
+def ids_argument(
+    ids: Any, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
+) -> IdsArgument:
+    """Return the ids of a call, checked if the host can read them.
 
     Args:
         ids: Integers of any dtype and shape, or nested lists of them.
-        weight: The table.
         num_embeddings: Number of rows of the complete table.
-        padding_idx: Padding id, not negative, or None.
         name: Name of the ids in error messages.
         bound: Name of the number of rows in error messages.
     """
-    values, valid = host_values(ids), None
+    if ids is None:
+        raise TypeError(f"{name} must be integers, got None")
+    values = host_values(ids)
     if values is None:
-        valid, ids = mask_out_of_range(
-            traced_integers(ids, name=name), last=num_embeddings - 1
-        )
-    else:
-        checked = ids_in_range(values, num_embeddings, name=name, bound=bound)
-        ids = (ids if isinstance(ids, Tracer) else checked).astype(np.int32)
-    is_padding = None
-    if padding_idx is not None:
-        is_padding = ids == padding_idx
-        is_padding = is_padding if valid is None else is_padding & valid
-        is_padding = jnp.asarray(is_padding)
-    ids = index = jnp.asarray(ids)
-    if isinstance(weight, RowSubset):
-        index, present = weight.find(ids)
-        if is_padding is not None:
-            index = jnp.where(is_padding, weight.ids.shape[0] - 1, index)
-            present = present | is_padding
-        valid = mask_and(present, valid)
-    return CheckedIds(ids, index, valid, is_padding)
+        return IdsArgument(traced_integers(ids, name=name), False)
+    checked = ids_in_range(values, num_embeddings, name=name, bound=bound)
+    if not isinstance(ids, jax.Array):
+        ids = checked.astype(np.int32)
+    return IdsArgument(ids, True)
+
+
+def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> CheckedIds:
+    """Find the row of each id and mask those out of range, within a compiled function.
+
+    Args:
+        argument: The ids.
+        weight: The table.
+        options: Options of the lookup.
+    """
+    ids, valid, padding_idx = as_int32(argument.ids), None, options.padding_idx
+    if not argument.in_range:
+        valid, _ = mask_out_of_range(ids, last=options.num_embeddings - 1)
+    is_padding = None if padding_idx is None else ids == padding_idx
+    if not isinstance(weight, RowSubset):
+        return CheckedIds(ids, ids, valid, is_padding)
+    index, present = weight.find(ids)
+    if is_padding is not None:
+        index = jnp.where(is_padding, weight.ids.shape[0] - 1, index)
+        present = present | is_padding
+    return CheckedIds(ids, index, mask_and(present, valid), is_padding)
+
+
+def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
+    """Return ``ids`` as int32. Larger ones become the largest int32, no other id."""
+    limits = jnp.iinfo(jnp.int32)
+    if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
+        ids = jnp.minimum(ids, limits.max)
+        if ids.dtype.kind == "i":
+            ids = jnp.maximum(ids, limits.min)
+    return ids.astype(jnp.int32)
 
 
 def gather_rows(
@@ -143,7 +173,50 @@ def gather_rows(
 ) -> Float[Array, "*batch embedding_dim"]:
     """Return the row of each id; an invalid id gives an arbitrary row without gradient."""
     values = weight.values if isinstance(weight, RowSubset) else weight
-    return _compiled_lookup(options, values, checked)
+    return _lookup(options, values, checked)
+
+
+def look_up(
+    options: LookupOptions,
+    weight: Rows,
+    argument: IdsArgument,
+    out_sharding: OutSharding = None,
+) -> Float[Array, "*batch embedding_dim"]:
+    """Return the row of each id; NaN where an id is out of range.
+
+    Called within a compiled function.
+    """
+
+    def run(weight: Rows, argument: IdsArgument) -> Float[Array, "*batch embedding_dim"]:
+        checked = check_ids(argument, weight, options)
+        return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
+
+    values = weight.values if isinstance(weight, RowSubset) else weight
+    return with_sharding(
+        run,
+        weight,
+        argument,
+        out_sharding=out_sharding,
+        default=lambda: table_spec(argument.ids, values),
+    )
+
+
+def valid_ids(
+    options: LookupOptions, weight: Rows, argument: IdsArgument
+) -> Bool[Array, "*batch"] | None:
+    """Return the mask of ids whose row exists; None if all do.
+
+    Called within a compiled function.
+    """
+    if argument.in_range and not isinstance(weight, RowSubset):
+        return None
+    return with_sharding(
+        lambda weight, argument: check_ids(argument, weight, options).valid,
+        weight,
+        argument,
+        out_sharding=None,
+        default=lambda: axis_specs(argument.ids),
+    )
 
 
 def nan_if_invalid(
@@ -154,7 +227,7 @@ def nan_if_invalid(
 
 
 def host_values(x: Any) -> np.ndarray | Any | None:
-    """Return the values of ``x`` if the host can read them, else None.
+    """Return the values of ``x`` if they are in host memory, else None.
 
     A NumPy array inside an eager ``vmap`` is still a NumPy array with all of its bits; the
     first operation on it would truncate them.
@@ -162,9 +235,11 @@ def host_values(x: Any) -> np.ndarray | Any | None:
     inner = x
     while isinstance(inner, Tracer):
         inner = getattr(inner, "val", None)
-    if isinstance(inner, np.ndarray) or not is_concrete(x):
+    if isinstance(x, Tracer):
         return inner if isinstance(inner, np.ndarray) else None
-    return np.asarray(x) if isinstance(x, jax.Array) else x
+    if not isinstance(x, jax.Array):
+        return x
+    return np.asarray(x) if is_on_host(x) else None
 
 
 def traced_integers(ids: Any, *, name: str = "ids") -> Integer[Array, "*batch"]:
@@ -193,16 +268,19 @@ def limit_norm(
     return clip_norms(rows, max_norm=options.max_norm, norm_type=options.norm_type)
 
 
-def _take(weight: Array, index: Array) -> Array:
+def _take(weight: Array, checked: CheckedIds) -> Array:
     if weight.shape[0] == 0:
-        return jnp.zeros((*index.shape, weight.shape[1]), weight.dtype)
+        return jnp.zeros((*checked.index.shape, *weight.shape[1:]), weight.dtype)
+    # Ids out of range are still out of range here, where checkify reports them.
+    mode = "promise_in_bounds" if checked.valid is None else "clip"
     # asarray: a tangent may be a NumPy array.
-    return jnp.asarray(weight).at[index].get(mode="promise_in_bounds")
+    rows = jnp.asarray(weight).at[checked.index]
+    return rows.get(mode=mode, wrap_negative_indices=False)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _lookup(options: LookupOptions, weight: Array, checked: CheckedIds) -> Array:
-    rows = _take(weight, checked.index)
+    rows = _take(weight, checked)
     if options.max_norm is None and not options.upcast:
         return rows
     rows, dtype = limit_norm(rows, options), rows.dtype
@@ -217,7 +295,7 @@ def _lookup_jvp(
     rows = _lookup(options, *primals)
     # The norm itself has no tangent, as in torch, which rescales the table before the
     # lookup.
-    tangent = _take(upcast(tangents[0]), checked.index)
+    tangent = _take(upcast(tangents[0]), checked)
     if options.scale_grad_by_freq:
         counts = _counts(checked, len(weight)).astype(tangent.dtype)
         tangent = tangent / counts[..., None]
@@ -226,8 +304,8 @@ def _lookup_jvp(
     return rows, tangent.astype(rows.dtype)
 
 
-# Compiled, so that an eager lookup is one operation.
-_compiled_lookup = jax.jit(_lookup, static_argnums=0, inline=True)
+#: :func:`look_up` as one operation of an eager call.
+compiled_look_up = compiled(look_up, static_argnums=(0, 3), inline=True)
 
 
 def _counts(checked: CheckedIds, rows: int) -> Array:
@@ -235,5 +313,6 @@ def _counts(checked: CheckedIds, rows: int) -> Array:
     ones = jnp.ones(checked.index.shape, jnp.int32)
     if checked.has_gradient is not None:
         ones = checked.has_gradient.astype(jnp.int32)
-    counts = jnp.zeros(max(rows, 1), jnp.int32).at[checked.index].add(ones)
-    return jnp.maximum(counts[checked.index], 1)
+    counts = jnp.zeros(max(rows, 1), jnp.int32)
+    counts = counts.at[checked.index].add(ones, wrap_negative_indices=False)
+    return jnp.maximum(_take(counts, checked), 1)

@@ -6,6 +6,8 @@ layer. Trained arrays are floating-point leaves. Options, and tables computed fr
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Self, TypeVar
 
 import equinox as eqx
@@ -90,12 +92,59 @@ def upcast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return x.astype(compute_dtype(x.dtype))
 
 
-def is_concrete(x: Any) -> bool:
-    """Return whether the values of ``x`` can be read on the host.
+def compiled(
+    function: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] = (),
+    inline: bool = False,
+) -> Callable[..., Any]:
+    """Return ``function`` under ``jit``: an eager call of a layer is one operation.
 
-    They cannot be under ``jit``, ``vmap``, ``scan`` or differentiation, nor in an array
-    that is sharded over several hosts.
+    Without ``inline``, equal calls of one program share one function in its text.
+
+    Args:
+        function: Function of arrays and trees of arrays.
+        static_argnums: As in ``jax.jit``.
+        inline: As in ``jax.jit``.
+    """
+
+    broadcasting = _allow_broadcasting(function)
+    return jax.jit(broadcasting, static_argnums=static_argnums, inline=inline)
+
+
+def filter_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return :func:`compiled`, for trees that hold more than arrays."""
+    return eqx.filter_jit(_allow_broadcasting(function))
+
+
+def _allow_broadcasting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        # The layers broadcast on purpose, whatever the caller's setting for other code.
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args)
+
+    return run
+
+
+def native(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` in native byte order; JAX rejects any other."""
+    return x.astype(x.dtype.newbyteorder("="), copy=False)
+
+
+def is_concrete(x: Any) -> bool:
+    """Return whether ``x`` has values that the host can read.
+
+    It has none under ``jit``, ``vmap``, ``scan`` or differentiation, nor in an array that
+    is sharded over several hosts.
     """
     if isinstance(x, Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether reading the values of ``x`` copies nothing from an accelerator."""
+    if not isinstance(x, jax.Array):
+        return True
+    return is_concrete(x) and next(iter(x.devices())).platform == "cpu"

@@ -1,12 +1,14 @@
 """Position arguments: conversion, checks, and counting from an offset.
 
-Concrete positions are checked on the host, before JAX truncates 64 bits to 32. Traced
-positions cannot raise: the vectors of those out of reach are NaN.
+Positions in host memory are checked there, before JAX truncates 64 bits to 32. Traced
+positions, and those on an accelerator, do not raise: the vectors of those out of reach are
+NaN. Positions are never moved to another device.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from .._check import FLOATS, dtype_text, host_array, positions_array, positions_
 from ..positions.ids import check_axes, check_fit, from_offset, plain_offset, resolve
 from ..positions.phases import LIMIT
 from ._lookup import host_values
-from ._module import is_concrete, upcast
+from ._module import native, upcast
 
 Positions = Shaped[Array, "..."] | Shaped[np.ndarray, "..."] | Sequence[Any] | int | float
 Offset = Positions
@@ -25,72 +27,82 @@ Offset = Positions
 Check = Callable[[np.ndarray], Any]
 
 
-def positions_for(
-    length: int, *, positions: Any, offset: Any, check: Check
-) -> Shaped[Array, "*seq"]:
-    """Return the given positions, or ``0, 1, …`` plus ``offset``.
+class PositionsArgument(eqx.Module):
+    """The positions of a call.
+
+    Args:
+        values: Positions, or the offset of the first, where the caller placed them.
+        is_offset: Whether ``values`` is an offset.
+    """
+
+    values: Shaped[Array, "..."]
+    is_offset: bool = eqx.field(static=True)
+
+    def count(self, length: int) -> Shaped[Array, "*seq"]:
+        """Return the positions, within a compiled function.
+
+        Args:
+            length: Number of positions to count from an offset.
+        """
+        if not self.is_offset:
+            return self.values
+        first = upcast(self.values) if is_real(self.values) else _signed(self.values)
+        return from_offset(jnp.arange(length, dtype=first.dtype), first)
+
+    def fit(self, x: Float[Array, "..."], *, axes: int = 1) -> Shaped[Array, "*seq"]:
+        """Return positions whose shape fits the vectors, within a compiled function.
+
+        Args:
+            x: The vectors, ``(..., length, embedding_dim)``.
+            axes: Number of coordinates of a position; if more than one, they are the first
+                axis.
+        """
+        at = self.count(x.shape[-2])
+        if axes > 1:
+            check_axes(at, axes)
+        check_fit(at.shape if axes == 1 else at.shape[1:], x.shape)
+        return at
+
+
+def positions_argument(
+    length: Any, *, positions: Any, offset: Any, check: Check
+) -> PositionsArgument:
+    """Return the positions of a call, checked if the host can read them.
 
     Args:
         length: Number of positions to count if none are given.
-        positions: The caller's positions, or None.
+        positions: The caller's positions; None is ``0, 1, …`` plus ``offset``.
         offset: Number of positions before the first: a number, or one per row.
-        check: Called with the positions if they are concrete.
+        check: Called with positions in host memory.
     """
     offset = plain_offset(offset)
     if isinstance(offset, bool) or not isinstance(offset, int):
         offset = as_positions(offset, name="offset")
     if positions is not None:
         positions = resolve(as_positions(positions), offset=offset, steps=None)
-        return checked_positions(positions, check)
-    if not isinstance(length, int):
-        # A symbolic size of jax.export: no value can be checked.
-        offset = jnp.asarray(offset)
-    if isinstance(offset, jax.Array):
-        if isinstance(length, int) and length:
-            last = length - 1
-            _check_host_values(offset, lambda first: [check(first), check(first + last)])
-        first = upcast(offset) if is_real(offset) else _signed(offset)
-        return from_offset(jnp.arange(length, dtype=first.dtype), first)
-    host = from_offset(np.arange(length), offset)
-    if is_real(host):
-        return checked_positions(host, check)
-    check(host)
-    # Counted by JAX: a long NumPy array would be a constant in every compiled program.
-    first = jnp.asarray(np.asarray(offset).astype(np.int32))
-    return from_offset(jnp.arange(length, dtype=jnp.int32), first)
-
-
-def positions_for_vectors(
-    x: Float[Array, "*batch length embedding_dim"],
-    *,
-    positions: Any,
-    offset: Any,
-    check: Check,
-    axes: int = 1,
-) -> Shaped[Array, "*seq"]:
-    """Return positions whose shape fits the vectors.
-
-    Args:
-        x: The vectors.
-        positions: The caller's positions; None is ``0, 1, …`` plus ``offset``.
-        offset: Number of positions before the first: a number, or one per row.
-        check: Called with the positions if they are concrete.
-        axes: Number of coordinates of a position; if more than one, they are the first
-            axis.
-    """
-    if axes > 1 and positions is None:
-        raise ValueError(f"positions must be given when axes is {axes}, got None")
-    at = positions_for(x.shape[-2], positions=positions, offset=offset, check=check)
-    if axes > 1:
-        check_axes(at, axes)
-    check_fit(at.shape if axes == 1 else at.shape[1:], x.shape)
-    return at
+        return PositionsArgument(checked_positions(positions, check), False)
+    if not isinstance(offset, jax.Array) and is_real(np.asarray(offset)):
+        # Added in float64, and rounded once.
+        counted = from_offset(np.arange(length), offset)
+        return PositionsArgument(checked_positions(counted, check), False)
+    values = host_values(offset)
+    if values is not None:
+        first = np.asarray(values)
+        if first.dtype != np.uint64:
+            first = first.astype(np.float64 if is_real(first) else np.int64)
+        # The length is symbolic in jax.export.
+        last = length - 1 if isinstance(length, int) else 0
+        if last >= 0:
+            check(np.stack([first, first + last]))
+    if not isinstance(offset, jax.Array):
+        offset = np.asarray(offset).astype(np.int32)
+    return PositionsArgument(offset, True)
 
 
 def as_positions(value: Any, *, name: str = "positions") -> Shaped[Any, "..."]:
-    """Return concrete positions as a NumPy array, and traced ones unchanged."""
-    if is_concrete(value):
-        return positions_array(value, name=name)
+    """Return ``value`` as an array of integers or reals; JAX arrays stay where they are."""
+    if not isinstance(value, jax.Array):
+        return native(positions_array(value, name=name))
     if value.dtype.kind in "iu" or value.dtype.name in FLOATS:
         return value
     raise TypeError(f"{name} must be integers or reals, got {value.dtype.name}")
@@ -98,16 +110,15 @@ def as_positions(value: Any, *, name: str = "positions") -> Shaped[Any, "..."]:
 
 def checked_positions(
     value: Any, check: Check, *, name: str = "positions"
-) -> Shaped[Array, "*seq"]:
-    """Return positions as a JAX array, after ``check`` has seen concrete values."""
+) -> Shaped[Any, "*seq"]:
+    """Return positions as an array, after ``check`` has seen those in host memory."""
     positions = as_positions(value, name=name)
-    if isinstance(positions, jax.Array):
-        _check_host_values(positions, check)
-        return positions
-    check(positions)
-    if not is_real(positions):
-        positions = positions.astype(np.int32)  # checked positions fit into 32 bits
-    return jnp.asarray(positions)
+    values = host_values(positions)
+    if values is not None:
+        check(np.asarray(values))
+    if not isinstance(positions, jax.Array) and not is_real(positions):
+        return positions.astype(np.int32)  # checked positions fit into 32 bits
+    return positions
 
 
 def check_reach(positions: Shaped[np.ndarray, "..."], *, name: str = "positions") -> None:
@@ -119,26 +130,19 @@ def check_reach(positions: Shaped[np.ndarray, "..."], *, name: str = "positions"
 
 def checked_vectors(
     x: Any, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
-) -> Float[Array, "..."]:
+) -> Float[Any, "..."]:
     """Return ``x`` as a real array that ends in ``axes`` and an axis of size ``width``."""
-    x = x if isinstance(x, jax.Array) else host_array(x, name=name)
+    x = x if isinstance(x, jax.Array) else native(host_array(x, name=name))
     if x.dtype.name not in FLOATS:
         raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
     if x.ndim <= len(axes) or x.shape[-1] != width:
         shape = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    return jnp.asarray(x)
-
-
-def _check_host_values(positions: Shaped[Array, "*seq"], check: Check) -> None:
-    # Inside an eager vmap, a NumPy array still has the high bits that JAX will drop.
-    values = host_values(positions)
-    if values is not None:
-        check(np.asarray(values))
+    return x
 
 
 def _signed(offset: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows"]:
-    """Return a traced offset in a signed dtype of at least 32 bits."""
+    """Return an offset in a signed dtype of at least 32 bits."""
     size = max(offset.dtype.itemsize, 4)
     signed = jnp.iinfo(f"int{8 * size}")
     if offset.dtype.kind == "u" and offset.dtype.itemsize == size:

@@ -14,21 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from .._array import compute_dtype
+from .._array import axis_specs, compute_dtype
 from .._check import check_real, integers, not_masked, not_negative, padding_index
 from ..embeddings.resize import Resized, resize_table
-from ..embeddings.token import check_norm
+from ..embeddings.token import check_norm, table_sizes
 from ._lookup import (
-    CheckedIds,
+    IdsArgument,
     LookupOptions,
     RowSubset,
     check_ids,
-    gather_rows,
+    ids_argument,
     limit_norm,
     traced_integers,
 )
-from ._module import Module, replace_fields
+from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
+from ._sharding import OutSharding, with_sharding
 
 Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int | Any
 
@@ -46,8 +47,8 @@ class TableModule(Module):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: int | None,
+        embedding_dim: int | None,
         *,
         padding_idx: int | None,
         max_norm: float | None,
@@ -58,9 +59,10 @@ class TableModule(Module):
         dtype: Any,
         key: Key | None,
     ) -> None:
-        self.num_embeddings = not_negative("num_embeddings", num_embeddings)
-        self.embedding_dim = not_negative("embedding_dim", embedding_dim)
-        self.padding_idx = padding_index(padding_idx, num_embeddings)
+        rows, width = table_sizes(num_embeddings, embedding_dim, weight)
+        self.num_embeddings = not_negative("num_embeddings", rows)
+        self.embedding_dim = not_negative("embedding_dim", width)
+        self.padding_idx = padding_index(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
         shape = (self.num_embeddings, self.embedding_dim)
@@ -72,22 +74,30 @@ class TableModule(Module):
                 self.weight = _set_row(self.weight, self.padding_idx, 0.0)
 
     def logits(
-        self, x: Float[Array, "*batch embedding_dim"] | Float[np.ndarray, "..."]
+        self,
+        x: Float[Array, "*batch embedding_dim"] | Float[np.ndarray, "..."],
+        *,
+        out_sharding: OutSharding = None,
     ) -> Float[Array, "*batch num_embeddings"]:
         """Return the product of ``x`` with every row: an output head tied to this table.
 
         Sums are float32 (float64 for float64); the result has the dtype of ``x``. Every
         row gets a gradient, the padding row included.
+
+        Args:
+            x: The vectors.
+            out_sharding: Sharding of the result on a mesh with explicit axes, as in
+                ``jnp.dot``.
         """
         check_real(x, name="x", whole=False)
-        x = jnp.asarray(x)
+        x = x if isinstance(x, jax.Array) else native(np.asarray(x))
         if isinstance(self.weight, RowSubset):
             raise TypeError("logits needs every row of the table, got those of a batch")
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
             )
-        return _products(x, self.weight)
+        return _products(x, self.weight, out_sharding)
 
     def projected(self, ids: Ids | None = None) -> Self:
         """Return a layer whose stored rows are scaled down to ``max_norm``.
@@ -101,10 +111,8 @@ class TableModule(Module):
         """
         if self.max_norm is None:
             return self
-        index = valid = None
-        if ids is not None:
-            _, index, valid, _ = self._check_ids(ids)
-        weight = _projected(self._options(), self.weight, index, valid)
+        argument = None if ids is None else self._check_ids(ids)
+        weight = _projected(self._options(), self.weight, argument)
         return replace_fields(self, weight=weight)
 
     def resize(
@@ -151,7 +159,8 @@ class TableModule(Module):
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         row = not_masked(value, name="value")
-        row = np.asarray(row) if isinstance(row, list) else row
+        row = row if isinstance(row, jax.Array) else native(np.asarray(row))
+        check_real(row, name="value")
         return replace_fields(self, weight=_set_row(self.weight, self.padding_idx, row))
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
@@ -168,50 +177,60 @@ class TableModule(Module):
 
     def _check_ids(
         self, ids: Ids, *, name: str = "ids", bound: str = "num_embeddings"
-    ) -> CheckedIds:
-        return check_ids(
-            ids,
-            self.weight,
-            num_embeddings=self.num_embeddings,
-            padding_idx=self.padding_idx,
-            name=name,
-            bound=bound,
-        )
+    ) -> IdsArgument:
+        return ids_argument(ids, self.num_embeddings, name=name, bound=bound)
 
     def _options(self, *, upcast: bool = False) -> LookupOptions:
-        return LookupOptions(self.max_norm, self.norm_type, self.scale_grad_by_freq, upcast)
+        return LookupOptions(
+            self.num_embeddings,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            upcast,
+        )
 
-    def _rows(
-        self, checked: CheckedIds, *, upcast: bool = False
-    ) -> Float[Array, "*batch embedding_dim"]:
-        return gather_rows(self.weight, checked, self._options(upcast=upcast))
 
-
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0, inline=True)
 def _projected(
-    options: LookupOptions, weight: Array, index: Array | None, valid: Array | None
+    options: LookupOptions, weight: Array, argument: IdsArgument | None
 ) -> Array:
-    if index is None:
+    if argument is None:
         return limit_norm(weight, options).astype(weight.dtype)
-    rows = limit_norm(weight[index], options).astype(weight.dtype)
-    if valid is not None:
-        index = jnp.where(valid, index, weight.shape[0])
-    return weight.at[index].set(rows, mode="drop")
+
+    def run(weight: Array, argument: IdsArgument) -> Array:
+        index = check_ids(argument, weight, options).index
+        rows = weight.at[index].get(mode="clip", wrap_negative_indices=False)
+        rows = limit_norm(rows, options).astype(weight.dtype)
+        return weight.at[index].set(rows, mode="drop", wrap_negative_indices=False)
+
+    return with_sharding(
+        run, weight, argument, out_sharding=None, default=lambda: axis_specs(weight)
+    )
 
 
-@jax.jit
+@compiled
 def _set_row(weight: Array, index: int, row: Any) -> Array:
-    return weight.at[index].set(jnp.asarray(row, weight.dtype))
+    def run(weight: Array, row: Any) -> Array:
+        return weight.at[index].set(jnp.asarray(row, weight.dtype))
+
+    return with_sharding(
+        run, weight, row, out_sharding=None, default=lambda: axis_specs(weight)
+    )
 
 
-@jax.jit
+@partial(compiled, static_argnums=2)
 def _products(
-    x: Float[Array, "*batch width"], weight: Float[Array, "rows width"]
+    x: Float[Array, "*batch width"],
+    weight: Float[Array, "rows width"],
+    out_sharding: OutSharding,
 ) -> Float[Array, "*batch rows"]:
     """Return the product of ``x`` with every row, summed in the compute dtype of ``x``."""
     dtype, accumulator = x.dtype, jnp.dtype(compute_dtype(x.dtype))
     if weight.dtype != dtype:
         x, weight = x.astype(accumulator), weight.astype(accumulator)
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, weight, axes, preferred_element_type=accumulator)
+    out = jax.lax.dot_general(
+        x, weight, axes, preferred_element_type=accumulator, out_sharding=out_sharding
+    )
     return out.astype(dtype)

@@ -1,5 +1,6 @@
 """ALiBi for Equinox: a penalty on attention scores proportional to distance."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,8 @@ from jaxtyping import Array, Float, Float64
 
 from .._array import compute_dtype
 from ..positions.alibi import alibi_bias, alibi_slopes
-from ._bias import Bias, checked_pair
+from ._bias import Bias, Pair, checked_pair, upcast_pair
+from ._module import compiled
 from ._parameters import table_dtype
 from ._positions import Positions
 
@@ -66,7 +68,12 @@ class AlibiBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        pair = checked_pair(q_positions, k_positions)
         dtype = table_dtype(jnp.float32 if dtype is None else dtype)
-        slopes = jnp.asarray(self.slopes.astype(compute_dtype(dtype)))
-        return alibi_bias(*pair, slopes=slopes, symmetric=self.symmetric).astype(dtype)
+        return _bias(self, checked_pair(q_positions, k_positions), dtype)
+
+
+@partial(compiled, static_argnums=2)
+def _bias(layer: AlibiBias, pair: Pair, dtype: np.dtype) -> Array:
+    slopes = jnp.asarray(layer.slopes.astype(compute_dtype(dtype)))
+    bias = alibi_bias(*upcast_pair(pair), slopes=slopes, symmetric=layer.symmetric)
+    return bias.astype(dtype)

@@ -1,16 +1,37 @@
 """Embedding bag for Equinox: the sum, mean or maximum of rows."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Real
 
+from .._array import axis_specs
 from .._check import one_of
 from ..embeddings.bag import MODES, Mode
-from ._bags import RaggedBags, checked_offsets, checked_weights, pool_matrix
-from ._lookup import CheckedIds, mask_and, nan_if_invalid
+from ._bags import (
+    RaggedBags,
+    bag_bounds,
+    checked_offsets,
+    checked_weights,
+    pool_matrix,
+)
+from ._lookup import (
+    CheckedIds,
+    IdsArgument,
+    LookupOptions,
+    Rows,
+    RowSubset,
+    check_ids,
+    gather_rows,
+    mask_and,
+    nan_if_invalid,
+)
+from ._module import compiled
 from ._parameters import Init, Key
+from ._sharding import OutSharding, Spec, with_sharding
 from ._table import Ids, TableModule
 
 
@@ -21,8 +42,8 @@ class EmbeddingBag(TableModule):
     weights. Everything else is as in :class:`firstlayer.equinox.Embedding`.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of each row.
+        num_embeddings: Number of rows; None is that of ``weight``.
+        embedding_dim: Width of each row; None is that of ``weight``.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         padding_idx: Padding id, left out of every bag; negative counts from the end.
         max_norm: Longer rows are scaled down to this norm before pooling.
@@ -43,8 +64,8 @@ class EmbeddingBag(TableModule):
         - per_sample_weights: as ``ids``
         - output: ``(bags, embedding_dim)``, in the table's dtype
 
-    A bag with a traced id out of range is NaN and passes no gradient. Invalid traced
-    offsets make every bag NaN.
+    A bag with an id out of range that is traced, or on an accelerator, is NaN and passes no
+    gradient. Such offsets that are invalid make every bag NaN.
 
     Example:
         >>> table = [[1.0], [2.0], [4.0], [8.0]]
@@ -60,8 +81,8 @@ class EmbeddingBag(TableModule):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: int | None = None,
+        embedding_dim: int | None = None,
         *,
         mode: Mode = "mean",
         padding_idx: int | None = None,
@@ -95,6 +116,7 @@ class EmbeddingBag(TableModule):
         offsets: Integer[Any, " offsets"] | list[Any] | None = None,
         per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
         *,
+        out_sharding: OutSharding = None,
         key: Key | None = None,
     ) -> Float[Array, "bags embedding_dim"]:
         """Return one row for each bag.
@@ -103,27 +125,65 @@ class EmbeddingBag(TableModule):
             ids: Ids of the rows.
             offsets: Start of each bag, for ids of one axis.
             per_sample_weights: Factor of each row.
+            out_sharding: Sharding of the result on a mesh with explicit axes. By default,
+                bags are sharded as 2-D ids or offsets are, and columns as in the table.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        checked = self._check_ids(ids)
-        shape = checked.ids.shape
-        bounds = checked_offsets(
+        argument = self._check_ids(ids)
+        shape = argument.ids.shape
+        offsets = checked_offsets(
             shape, offsets, include_last_offset=self.include_last_offset
         )
         weights = checked_weights(shape, per_sample_weights)
-        return _pool(self, checked, bounds, weights)
+        options = BagOptions(
+            self._options(upcast=True), self.mode, self.include_last_offset
+        )
+        return _pool(options, self.weight, argument, offsets, weights, out_sharding)
+
+
+@dataclass(frozen=True)
+class BagOptions:
+    """Options of a bag that its output and gradient depend on.
+
+    Args:
+        lookup: Options of the lookup.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: Whether the last offset is the end of the last bag.
+    """
+
+    lookup: LookupOptions
+    mode: Mode
+    include_last_offset: bool
+
+    def pool(
+        self,
+        weight: Rows,
+        argument: IdsArgument,
+        offsets: Integer[Array, " offsets"] | None,
+        weights: Array | None,
+    ) -> Float[Array, "bags embedding_dim"]:
+        """Return one row for each bag, within a compiled function."""
+        checked = check_ids(argument, weight, self.lookup)
+        if offsets is None:
+            out, valid = self._pool_matrix(weight, checked, weights)
+        else:
+            size = argument.ids.size
+            bounds = bag_bounds(offsets, size, include_last=self.include_last_offset)
+            bags = RaggedBags(bounds, size)
+            out, valid = self._pool_ragged(weight, checked, weights, bags)
+        return nan_if_invalid(out.astype(weight.dtype), valid)
 
     def _pool_matrix(
-        self, checked: CheckedIds, weights: Array | None
+        self, weight: Rows, checked: CheckedIds, weights: Array | None
     ) -> tuple[Array, Bool[Array, " bags"] | None]:
         """Return the bags of 2-D ids, and which of them are valid."""
-        rows, counted = self._counted_rows(checked)
+        rows, counted = self._counted_rows(weight, checked)
         weights = None if weights is None else weights.astype(rows.dtype)
         out = pool_matrix(rows, counted, weights=weights, mode=self.mode)
         return out, None if checked.valid is None else jnp.all(checked.valid, axis=1)
 
     def _pool_ragged(
-        self, checked: CheckedIds, weights: Array | None, bags: RaggedBags
+        self, weight: Rows, checked: CheckedIds, weights: Array | None, bags: RaggedBags
     ) -> tuple[Array, Bool[Array, " bags"]]:
         """Return the bags of ids with offsets, and which of them are valid."""
         valid = jnp.broadcast_to(bags.valid, (bags.count,))
@@ -131,26 +191,43 @@ class EmbeddingBag(TableModule):
             valid = valid & ~bags.any(~checked.valid)
         in_a_bag = bags.numbers < bags.count
         checked = checked._replace(valid=mask_and(in_a_bag, checked.valid))
-        rows, counted = self._counted_rows(checked)
+        rows, counted = self._counted_rows(weight, checked)
         weights = None if weights is None else weights.astype(rows.dtype)
         return bags.pool(rows, counted, weights=weights, mode=self.mode), valid
 
-    def _counted_rows(self, checked: CheckedIds) -> tuple[Array, Bool[Array, "*batch"]]:
+    def _counted_rows(
+        self, weight: Rows, checked: CheckedIds
+    ) -> tuple[Array, Bool[Array, "*batch"]]:
         """Return the rows in the compute dtype, and which of them count in their bag."""
-        rows = self._rows(checked, upcast=True)
+        rows = gather_rows(weight, checked, self.lookup)
         if checked.has_gradient is None:
             return rows, jnp.ones(checked.ids.shape, bool)
         return rows, checked.has_gradient
 
 
-# Compiled, so that an eager call is one operation after its arguments are checked.
-@eqx.filter_jit
+@partial(compiled, static_argnums=(0, 5))
 def _pool(
-    layer: EmbeddingBag, checked: CheckedIds, bounds: Array | None, weights: Array | None
+    options: BagOptions,
+    weight: Rows,
+    argument: IdsArgument,
+    offsets: Integer[Array, " offsets"] | None,
+    weights: Array | None,
+    out_sharding: OutSharding,
 ) -> Float[Array, "bags embedding_dim"]:
-    if bounds is None:
-        out, valid = layer._pool_matrix(checked, weights)
-    else:
-        bags = RaggedBags(bounds, checked.ids.size)
-        out, valid = layer._pool_ragged(checked, weights, bags)
-    return nan_if_invalid(out.astype(layer.weight.dtype), valid)
+    values = weight.values if isinstance(weight, RowSubset) else weight
+    starts = argument.ids if offsets is None else offsets
+
+    def default() -> Spec:
+        # The last offset may start no bag, so that bags and offsets differ in number.
+        whole = offsets is None or not options.include_last_offset
+        return (axis_specs(starts)[0] if whole else None, axis_specs(values)[1])
+
+    return with_sharding(
+        options.pool,
+        weight,
+        argument,
+        offsets,
+        weights,
+        out_sharding=out_sharding,
+        default=default,
+    )

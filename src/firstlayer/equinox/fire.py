@@ -6,12 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import number, positive, positive_number
 from ..positions.fire import fire_bias, normalized_distances
-from ._bias import Bias, checked_pair
-from ._module import upcast
+from ._bias import Bias, Pair, checked_pair, upcast_pair
+from ._module import compiled, upcast
 from ._parameters import Key, draw_parameter, table_dtype
 from ._positions import Positions
 
@@ -97,15 +98,20 @@ class FireBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        pair = checked_pair(q_positions, k_positions)
-        values = {name: upcast(value) for name, value in self.parameters().items()}
-        threshold = values["multiplier"] * self.threshold
-        share = normalized_distances(
-            *pair, c=values["c"], threshold=threshold, eps=self.eps
-        )
-        with jax.default_matmul_precision("highest"):
-            out = fire_bias(share, **{name: values[name] for name in NETWORK})
-        return out.astype(self.c.dtype if dtype is None else table_dtype(dtype))
+        dtype = self.c.dtype if dtype is None else table_dtype(dtype)
+        return _bias(self, checked_pair(q_positions, k_positions), dtype)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {name: getattr(self, name) for name in ("c", "multiplier", *NETWORK)}
+
+
+@partial(compiled, static_argnums=2)
+def _bias(layer: FireBias, pair: Pair, dtype: np.dtype) -> Array:
+    values = {name: upcast(value) for name, value in layer.parameters().items()}
+    threshold = values["multiplier"] * layer.threshold
+    share = normalized_distances(
+        *upcast_pair(pair), c=values["c"], threshold=threshold, eps=layer.eps
+    )
+    with jax.default_matmul_precision("highest"):
+        out = fire_bias(share, **{name: values[name] for name in NETWORK})
+    return out.astype(dtype)

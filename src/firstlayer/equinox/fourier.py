@@ -18,7 +18,8 @@ from ..positions.fourier import (
 )
 from ..positions.phases import LIMIT
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
-from ._module import Module, is_concrete, upcast
+from ._lookup import host_values
+from ._module import Module, compiled, is_concrete, native, upcast
 from ._parameters import Key
 
 
@@ -39,7 +40,8 @@ class FourierFeatures(Module):
         - coordinates: ``(..., axes)``
         - output: ``(..., 2 * pairs)``, in the dtype of the coordinates
 
-    A coordinate of magnitude 2^24 or more is a ValueError, or NaN if it is traced.
+    A coordinate of magnitude 2^24 or more is a ValueError, or NaN if it is traced
+    or on an accelerator.
 
     Example:
         >>> layer = FourierFeatures.gaussian(64, axes=2, std=10.0, key=jax.random.key(0))
@@ -112,29 +114,16 @@ class FourierFeatures(Module):
             coordinates: Points, one number for each axis.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        points = self._checked(coordinates)
-        x = upcast(points)
-        if x.dtype == np.float64:
-            matrix = jax.lax.bitcast_convert_type(self.matrix_bits, jnp.float64)
-            cos, sin = float64_fourier_phases(x, matrix)
-        else:
-            cos, sin = fourier_phases(x, _from_bits(self.bits), _from_bits(self.rate_bits))
-        return encode(
-            cos,
-            sin,
-            embedding_dim=2 * cos.shape[-1],
-            layout=self.layout,
-            cos_first=self.cos_first,
-        ).astype(points.dtype)
+        return _features(self, self._checked(coordinates))
 
     @property
     def matrix(self) -> Float64[np.ndarray, "pairs axes"]:
         """The frequencies, in float64."""
         return np.asarray(self.matrix_bits).view(np.float64)[..., 0]
 
-    def _checked(self, coordinates: Any) -> Float[Array, "*batch axes"]:
+    def _checked(self, coordinates: Any) -> Float[Any, "*batch axes"]:
         if not isinstance(coordinates, jax.Array):
-            coordinates = host_array(coordinates, name="coordinates")
+            coordinates = native(host_array(coordinates, name="coordinates"))
         if coordinates.dtype.name not in FLOATS:
             raise TypeError(
                 f"coordinates must be real, got {dtype_text(coordinates.dtype)}"
@@ -143,9 +132,29 @@ class FourierFeatures(Module):
             raise ValueError(
                 f"coordinates must have shape (..., {self.axes}), got {coordinates.shape}"
             )
-        if is_concrete(coordinates):
-            positions_in_reach(np.asarray(coordinates), LIMIT, name="coordinates")
-        return jnp.asarray(coordinates)
+        values = host_values(coordinates)
+        if values is not None:
+            positions_in_reach(np.asarray(values), LIMIT, name="coordinates")
+        return coordinates
+
+
+@compiled
+def _features(
+    layer: FourierFeatures, points: Float[Array, "*batch axes"]
+) -> Float[Array, "*batch features"]:
+    x = upcast(points)
+    if x.dtype == np.float64:
+        matrix = jax.lax.bitcast_convert_type(layer.matrix_bits, jnp.float64)
+        cos, sin = float64_fourier_phases(x, matrix)
+    else:
+        cos, sin = fourier_phases(x, _from_bits(layer.bits), _from_bits(layer.rate_bits))
+    return encode(
+        cos,
+        sin,
+        embedding_dim=2 * cos.shape[-1],
+        layout=layer.layout,
+        cos_first=layer.cos_first,
+    ).astype(points.dtype)
 
 
 def _to_bits(x: Float[np.ndarray, "*shape"]) -> Int32[Array, "*bits"]:

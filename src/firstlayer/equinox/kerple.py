@@ -5,12 +5,13 @@ from typing import Any, Self
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import one_of, positive
 from ..positions.kerple import FORMS, MINIMUM, Form, kerple_bias, kerple_limited
-from ._bias import Bias, checked_pair
-from ._module import replace_fields, upcast
+from ._bias import Bias, Pair, checked_pair, upcast_pair
+from ._module import compiled, replace_fields, upcast
 from ._parameters import Key, draw_parameter, given_parameter, table_dtype
 from ._positions import Positions
 
@@ -83,13 +84,8 @@ class KerpleBias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        out = kerple_bias(
-            *checked_pair(q_positions, k_positions),
-            r1=upcast(self.r1),
-            r2=upcast(self.r2),
-            form=self.form,
-        )
-        return out.astype(self.r1.dtype if dtype is None else table_dtype(dtype))
+        dtype = self.r1.dtype if dtype is None else table_dtype(dtype)
+        return _bias(self, checked_pair(q_positions, k_positions), dtype)
 
     def projected(self) -> Self:
         """Return a layer with clipped parameters. Call it after an optimizer step.
@@ -103,3 +99,9 @@ class KerpleBias(Bias):
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"r1": self.r1, "r2": self.r2}
+
+
+@partial(compiled, static_argnums=2)
+def _bias(layer: KerpleBias, pair: Pair, dtype: np.dtype) -> Array:
+    r1, r2 = upcast(layer.r1), upcast(layer.r2)
+    return kerple_bias(*upcast_pair(pair), r1=r1, r2=r2, form=layer.form).astype(dtype)

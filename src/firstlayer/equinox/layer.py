@@ -15,11 +15,21 @@ from ..embeddings.layer import add_embeddings, mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
 from ._layer import LayerArguments, check_arguments, layer_norm, position_layer
-from ._lookup import mask_and, nan_if_invalid
-from ._module import Module, replace_fields
+from ._lookup import (
+    IdsArgument,
+    as_int32,
+    look_up,
+    mask_and,
+    nan_if_invalid,
+    valid_ids,
+)
+from ._module import Module, filter_compiled, replace_fields
 from ._parameters import Init, Key, small_normal, table_dtype
-from ._positions import Offset, Positions
+from ._positions import Offset, Positions, PositionsArgument
+from ._sharding import OutSharding, sharding_like
 from ._table import Ids
+from .learned import LearnedPositions
+from .sinusoidal import SinusoidalPositions
 from .token import Embedding
 
 
@@ -56,8 +66,8 @@ class EmbeddingLayer(Module):
         - output: ``(..., length, embedding_dim)``
 
     The layer computes in float32 (float64 for float64) and rounds to its dtype once. Where
-    a traced id or segment is out of range, the output is NaN and passes no gradient to any
-    parameter.
+    an id or segment is out of range and traced, or on an accelerator, the output is NaN and
+    passes no gradient to any parameter.
 
     Example:
         >>> layer = EmbeddingLayer(
@@ -170,6 +180,7 @@ class EmbeddingLayer(Module):
         mask: Bool[Any, "*batch length"] | list[Any] | None = None,
         key: Key | None = None,
         inference: bool | None = None,
+        out_sharding: OutSharding = None,
     ) -> Float[Array, "*batch length embedding_dim"]:
         """Return the vectors of ``ids``.
 
@@ -183,12 +194,22 @@ class EmbeddingLayer(Module):
             mask: False at padding; None derives it from the ids.
             key: Random key for dropout.
             inference: Whether dropout is off; None uses the layer's own setting.
+            out_sharding: Sharding of the token rows, and so of the result, on a mesh with
+                explicit axes; by default that of the ids and of the columns of the table.
         """
         arguments = check_arguments(
             self, ids, segments=segments, inputs_embeds=inputs_embeds, mask=mask
         )
-        total = self._sum(arguments, positions=positions, offset=offset)
-        return _finish(self, total, arguments, key, inference)
+        given, position = Call(arguments, key, inference, out_sharding), self.position
+        if position is None or type(position) in (LearnedPositions, SinusoidalPositions):
+            at = None
+            if position is not None:
+                at = position._argument(arguments.lead, positions, offset)
+            return _forward(self, given, at)
+        # Any other module checks its own positions, outside of the compiled functions.
+        total = _token_rows(self, given)
+        total = position(total, positions, offset=offset)
+        return _finish(self, total, given)
 
     @property
     def num_embeddings(self) -> int:
@@ -210,10 +231,10 @@ class EmbeddingLayer(Module):
         return self.token.mask(ids)
 
     def logits(
-        self, x: Float[Any, "*batch embedding_dim"]
+        self, x: Float[Any, "*batch embedding_dim"], *, out_sharding: OutSharding = None
     ) -> Float[Array, "*batch num_embeddings"]:
         """Return the product of ``x`` with every token row: the tied output head."""
-        return self.token.logits(x)
+        return self.token.logits(x, out_sharding=out_sharding)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         parameters = {}
@@ -259,21 +280,53 @@ class EmbeddingLayer(Module):
                 parts[part] = replace_fields(layer, **own)
         return replace_fields(self, **parts)
 
-    def _sum(
-        self, arguments: LayerArguments, *, positions: Positions | None, offset: Offset
-    ) -> Float[Array, "*batch length embedding_dim"]:
-        """Return the sum of token, position and segment rows in the compute dtype."""
-        rows: Any = arguments.embeds
-        dtype = compute_dtype(self.dtype)
-        if arguments.ids is not None and rows is None:
-            rows = self.token._rows(arguments.ids, upcast=True)
-        total = add_embeddings(rows.astype(dtype), scale=self.scale)
-        if self.position is not None:
-            total = self.position(total, positions, offset=offset).astype(dtype)
-        if self.segment is not None and arguments.segments is not None:
-            rows = self.segment._rows(arguments.segments, upcast=True)
-            total = total + jnp.broadcast_to(rows.astype(dtype), total.shape)
-        return total
+    def _token_rows(self, call: "Call") -> Float[Array, "*batch length embedding_dim"]:
+        """Return the token rows in the compute dtype, scaled if ``scale``."""
+        rows: Any = call.arguments.embeds
+        ids, token = call.arguments.ids, self.token
+        if ids is not None and rows is None:
+            options = token._options(upcast=True)
+            rows = look_up(options, token.weight, ids, call.out_sharding)
+        return add_embeddings(rows.astype(compute_dtype(self.dtype)), scale=self.scale)
+
+    def _add_segments(
+        self, total: Float[Array, "*batch embedding_dim"], segments: IdsArgument | None
+    ) -> Float[Array, "*batch embedding_dim"]:
+        if self.segment is None or segments is None:
+            return total
+        rows = look_up(
+            self.segment._options(upcast=True),
+            self.segment.weight,
+            segments,
+            sharding_like(total, (*segments.ids.shape, self.embedding_dim)),
+        )
+        return total + rows.astype(total.dtype)
+
+    def _valid(self, arguments: LayerArguments) -> Bool[Array, "*batch length"] | None:
+        """Return the mask of places whose ids are all in range; None if all are."""
+        valid = None
+        tables = ((self.token, arguments.ids), (self.segment, arguments.segments))
+        for table, ids in tables:
+            if table is not None and ids is not None:
+                valid = mask_and(valid, valid_ids(table._options(), table.weight, ids))
+        return None if valid is None else jnp.broadcast_to(valid, arguments.lead)
+
+    def _mask(self, arguments: LayerArguments) -> Bool[Array, "*batch length"] | None:
+        """Return False where the output is zero; None if it is nowhere."""
+        if arguments.mask is not None or not self.zero_padding or arguments.ids is None:
+            return arguments.mask
+        return as_int32(arguments.ids.ids) != self.padding_idx
+
+    def _finish(
+        self, total: Float[Array, "*batch embedding_dim"], call: "Call"
+    ) -> Float[Array, "*batch embedding_dim"]:
+        """Return the output, given the sum of token rows and positions."""
+        total = self._add_segments(total, call.arguments.segments)
+        valid, mask = self._valid(call.arguments), self._mask(call.arguments)
+        out = layer_norm(total, self.norm, mask=mask_and(mask, valid))
+        out = self._drop(out, key=call.key, inference=call.inference)
+        out = nan_if_invalid(out.astype(self.dtype), valid)
+        return out if mask is None else mask_rows(out, mask)
 
     def _drop(
         self,
@@ -291,17 +344,39 @@ class EmbeddingLayer(Module):
         return self.dropout(x, key=key, inference=inference)
 
 
-# Compiled, so that everything after the sum is one operation of an eager call.
-@eqx.filter_jit
-def _finish(
-    layer: EmbeddingLayer,
-    total: Float[Array, "*batch embedding_dim"],
-    arguments: LayerArguments,
-    key: Key | None,
-    inference: bool | None,
+class Call(eqx.Module):
+    """Arguments of one call of the layer, other than positions.
+
+    Args:
+        arguments: Ids, segments and mask.
+        key: Random key for dropout, or None.
+        inference: Whether dropout is off; None uses the layer's own setting.
+        out_sharding: Sharding of the token rows, or None.
+    """
+
+    arguments: LayerArguments
+    key: Key | None
+    inference: bool | None
+    out_sharding: OutSharding = eqx.field(static=True)
+
+
+@filter_compiled
+def _forward(
+    layer: EmbeddingLayer, call: Call, positions: PositionsArgument | None
 ) -> Float[Array, "*batch embedding_dim"]:
-    valid = arguments.valid
-    out = layer_norm(total, layer.norm, mask=mask_and(arguments.mask, valid))
-    out = layer._drop(out, key=key, inference=inference)
-    out = nan_if_invalid(out.astype(layer.dtype), valid)
-    return out if arguments.mask is None else mask_rows(out, arguments.mask)
+    total = layer._token_rows(call)
+    if positions is not None:
+        total = layer.position._add(total, positions)
+    return layer._finish(total, call)
+
+
+@filter_compiled
+def _token_rows(layer: EmbeddingLayer, call: Call) -> Float[Array, "*batch embedding_dim"]:
+    return layer._token_rows(call)
+
+
+@filter_compiled
+def _finish(
+    layer: EmbeddingLayer, total: Float[Array, "*batch embedding_dim"], call: Call
+) -> Float[Array, "*batch embedding_dim"]:
+    return layer._finish(total.astype(compute_dtype(layer.dtype)), call)

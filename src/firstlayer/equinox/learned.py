@@ -1,14 +1,14 @@
 """Learned positions for Equinox."""
 
+from functools import partial
 from typing import Any, Self
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from .._array import is_real
 from .._check import not_negative, number, positive
-from ..embeddings.token import mask_out_of_range
 from ..positions.learned import (
     Align,
     check_padding_idx,
@@ -17,16 +17,18 @@ from ..positions.learned import (
     resize_grid,
     resize_linear,
 )
-from ._lookup import nan_if_invalid
-from ._module import Module, replace_fields, upcast
+from ._lookup import IdsArgument, as_int32, look_up, nan_if_invalid
+from ._module import Module, compiled, replace_fields, upcast
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import (
     Offset,
     Positions,
+    PositionsArgument,
     checked_positions,
     checked_vectors,
-    positions_for_vectors,
+    positions_argument,
 )
+from ._sharding import OutSharding, sharding_like
 from .token import Embedding
 
 
@@ -35,7 +37,7 @@ class LearnedPositions(Module):
 
     Args:
         max_positions: Number of positions. A larger position is a ValueError that names
-            both, or NaN if it is traced.
+            both, or NaN if it is traced or on an accelerator.
         embedding_dim: Width of each row.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of the rows before position 0, for padding: a new table has a zero
@@ -129,22 +131,22 @@ class LearnedPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)
-        at = positions_for_vectors(x, positions=positions, offset=offset, check=self._check)
-        upcast_x, rows = upcast(x), self._rows(at)
-        dtype = np.promote_types(upcast_x.dtype, rows.dtype)
-        return (upcast_x.astype(dtype) + rows.astype(dtype)).astype(x.dtype)
+        return _add(self, x, self._argument(x.shape[:-1], positions, offset))
 
     def encode(
-        self, positions: Positions, *, dtype: Any = None
+        self, positions: Positions, *, dtype: Any = None, out_sharding: OutSharding = None
     ) -> Float[Array, "*seq embedding_dim"]:
         """Return the vectors that are added at these positions.
 
         Args:
             positions: Integers or reals of any shape.
             dtype: Dtype of the result, the table's by default.
+            out_sharding: Sharding of the result on a mesh with explicit axes; by default
+                that of the positions and of the columns of the table.
         """
-        rows = self._rows(checked_positions(positions, self._check))
-        return rows.astype(self.weight.dtype if dtype is None else table_dtype(dtype))
+        at = checked_positions(positions, self._check)
+        dtype = self.weight.dtype if dtype is None else table_dtype(dtype)
+        return _encode(self, at, dtype, out_sharding)
 
     def resize(self, max_positions: int, *, align: Align = "ends") -> Self:
         """Return a layer with another number of positions, by linear interpolation.
@@ -196,24 +198,63 @@ class LearnedPositions(Module):
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
 
-    def _rows(self, positions: Shaped[Array, "*seq"]) -> Float[Array, "*seq width"]:
-        """Return the rows to add, in the compute dtype."""
-        ends = {"first": -self.row_offset, "last": self.max_positions - 1}
+    def _argument(
+        self, lead: tuple[int, ...], positions: Any, offset: Any
+    ) -> PositionsArgument:
+        """Return the checked positions of vectors with these leading axes."""
+        return positions_argument(
+            lead[-1], positions=positions, offset=offset, check=self._check
+        )
+
+    def _add(
+        self, x: Float[Array, "*batch length width"], argument: PositionsArgument
+    ) -> Float[Array, "*batch length width"]:
+        """Return ``x`` plus the rows of its positions, within a compiled function."""
+        at, x_upcast = argument.fit(x), upcast(x)
+        rows = self._rows(at, sharding_like(x, (*at.shape, x.shape[-1])))
+        dtype = np.promote_types(x_upcast.dtype, rows.dtype)
+        return (x_upcast.astype(dtype) + rows.astype(dtype)).astype(x.dtype)
+
+    def _rows(
+        self, positions: Shaped[Array, "*seq"], out_sharding: OutSharding
+    ) -> Float[Array, "*seq width"]:
+        """Return the rows to add, in the compute dtype, within a compiled function."""
         if is_real(positions):
-            valid, low, high, share = neighbours(positions, **ends)
-            a, b = self._lookup(low), self._lookup(high)
+            valid, low, high, share = neighbours(
+                positions, first=-self.row_offset, last=self.max_positions - 1
+            )
+            a, b = (self._look_up(at, True, out_sharding) for at in (low, high))
             share = share.astype(a.dtype)[..., None]
             rows = nan_if_invalid(a * (1 - share) + b * share, valid)
         else:
-            valid, positions = mask_out_of_range(positions, **ends)
-            rows = nan_if_invalid(self._lookup(positions), valid)
+            rows = self._look_up(as_int32(positions), False, out_sharding)
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def _lookup(self, positions: Shaped[Array, "*seq"]) -> Float[Array, "*seq width"]:
-        checked = self.table._check_ids(positions + self.row_offset)
-        return self.table._rows(checked, upcast=True)
+    def _look_up(
+        self, positions: Int32[Array, "*seq"], in_range: bool, out_sharding: OutSharding
+    ) -> Float[Array, "*seq width"]:
+        argument = IdsArgument(positions + self.row_offset, in_range)
+        options = self.table._options(upcast=True)
+        return look_up(options, self.weight, argument, out_sharding)
 
     def _with_rows(self, before: np.ndarray, rows: np.ndarray) -> Self:
         weight = np.concatenate([before, rows])
         table = Embedding(*weight.shape, padding_idx=self.padding_idx, weight=weight)
         return replace_fields(self, table=table, max_positions=len(rows))
+
+
+@compiled
+def _add(
+    layer: LearnedPositions, x: Array, argument: PositionsArgument
+) -> Float[Array, "*batch length width"]:
+    return layer._add(x, argument)
+
+
+@partial(compiled, static_argnums=(2, 3))
+def _encode(
+    layer: LearnedPositions,
+    positions: Shaped[Array, "*seq"],
+    dtype: np.dtype,
+    out_sharding: OutSharding,
+) -> Float[Array, "*seq width"]:
+    return layer._rows(positions, out_sharding).astype(dtype)

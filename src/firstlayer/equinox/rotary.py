@@ -19,6 +19,7 @@ from ..positions.phases import axial_phases, phase_tables, phases
 from ..positions.rotary import (
     LAYOUTS,
     Layout,
+    check_heads,
     check_heads_axis,
     over_heads,
     over_rows,
@@ -27,15 +28,16 @@ from ..positions.rotary import (
 from ..positions.scaling import Scaling, scaling_from
 from ..positions.turns import float64_phases, turn_constants
 from ._constant import Constant
-from ._module import Module, upcast
+from ._module import Module, compiled, upcast
 from ._parameters import Key, table_dtype
 from ._positions import (
     Offset,
     Positions,
+    PositionsArgument,
     check_reach,
     checked_positions,
     checked_vectors,
-    positions_for,
+    positions_argument,
 )
 
 
@@ -61,7 +63,9 @@ class RotaryPositions(Module):
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, from
             :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)`` as in ``eqx.nn.MultiheadAttention``.
+            head_dim)`` as in ``eqx.nn.MultiheadAttention``. None is -3, but an input of
+            three axes, which may be either, is a ValueError unless the shape of the
+            positions decides it.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -71,8 +75,14 @@ class RotaryPositions(Module):
         - output: as ``x``, in the dtype of ``x``
 
     There is no maximum length. A position of magnitude 2^24 or more is a ValueError, or NaN
-    if it is traced. Reals are float32 unless ``jax_enable_x64`` is set. A rule that depends
-    on the length is unscaled (DynamicNTK) or short (LongRoPE) until :meth:`at_length`.
+    if it is traced or on an accelerator. Reals are float32 unless ``jax_enable_x64`` is
+    set. A rule that depends on the length is unscaled (DynamicNTK) or short (LongRoPE)
+    until :meth:`at_length`.
+
+    ``eqx.filter_jit`` compiles a function again for each value of a Python int; pass it
+    offsets as arrays, ``jnp.asarray(offset)``. A Pallas kernel cannot capture the layer's
+    tables: compute :meth:`phases` outside of it, and call
+    :func:`firstlayer.positions.rotary.rotate` inside.
 
     Example:
         >>> layer = RotaryPositions(2)
@@ -97,7 +107,7 @@ class RotaryPositions(Module):
     interleaved_sections: bool = eqx.field(static=True)
     #: The frequencies, if they were given.
     given_frequencies: Constant | None = eqx.field(static=True)
-    heads_axis: int = eqx.field(static=True)
+    heads_axis: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -110,7 +120,7 @@ class RotaryPositions(Module):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = -3,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -135,7 +145,7 @@ class RotaryPositions(Module):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = -3
     ) -> Self:
         """Return the layer of a transformers model.
 
@@ -171,10 +181,10 @@ class RotaryPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = self._vectors(x)
-        at, axial = self._positions(x, positions, offset), self.axes is not None
-        at = over_heads(at, x, heads_axis=self.heads_axis, axial=axial)
-        cos, sin = self._phases(at, x.dtype)
-        return rotate(upcast(x), cos, sin, layout=self.layout).astype(x.dtype)
+        if self.heads_axis is None:
+            axial = self.axes is not None
+            check_heads(x.shape, positions, offset=offset, axial=axial)
+        return _rotate(self, x, self._argument(x, positions, offset))
 
     def phases(
         self, positions: Positions, *, dtype: Any = None
@@ -194,7 +204,7 @@ class RotaryPositions(Module):
         at = checked_positions(positions, check_reach)
         if self.axes is not None:
             check_axes(at, self.axes)
-        return self._phases(at, table_dtype(jnp.float32 if dtype is None else dtype))
+        return _phases(self, at, table_dtype(jnp.float32 if dtype is None else dtype))
 
     def at_length(self, n: int) -> Self:
         """Return a copy for sequences of ``n`` positions; most rules ignore the length.
@@ -230,11 +240,7 @@ class RotaryPositions(Module):
         """
         keys = self._vectors(keys, "keys")
         check = partial(check_reach, name="delta")
-        at = over_rows(checked_positions(delta, check, name="delta"), keys, axes=self.axes)
-        factor = self.attention_factor
-        cos, sin = (phase / factor for phase in self._phases(at, keys.dtype))
-        layout = "interleaved" if self.layout == "interleaved" else "half"
-        return rotate(upcast(keys), cos, sin, layout=layout).astype(keys.dtype)
+        return _rerotate(self, keys, checked_positions(delta, check, name="delta"))
 
     @property
     def frequencies(self) -> Float64[np.ndarray, "*axes pairs"]:
@@ -269,20 +275,20 @@ class RotaryPositions(Module):
         return config_of(self, frequencies=None if given is None else given.array)
 
     def _vectors(self, x: Any, name: str = "x") -> Float[Array, "*lead head_dim"]:
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         return checked_vectors(x, self.head_dim, axes=axes, name=name)
 
-    def _positions(self, x: Array, positions: Any, offset: Any) -> Shaped[Array, "*seq"]:
+    def _argument(self, x: Array, positions: Any, offset: Any) -> PositionsArgument:
         if positions is None and self.axes is not None and self.sections is None:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
-        at = positions_for(length, positions=positions, offset=offset, check=check_reach)
-        if self.axes is not None:
-            if positions is None:
-                # Text has the same position on every axis.
-                at = jnp.broadcast_to(at, (self.axes, *at.shape))
-            check_axes(at, self.axes)
-        return at
+        length = x.shape[self._length_axis]
+        return positions_argument(
+            length, positions=positions, offset=offset, check=check_reach
+        )
+
+    @property
+    def _length_axis(self) -> int:
+        return -2 if self.heads_axis != -2 else -3
 
     def _phases(
         self, positions: Shaped[Array, "*seq"], dtype: Any
@@ -293,3 +299,35 @@ class RotaryPositions(Module):
         of = phases if self.axes is None else axial_phases
         tables, rates = (jnp.asarray(c.array) for c in (self.tables, self.rates))
         return of(positions, tables, rates)
+
+
+@compiled
+def _rotate(
+    layer: RotaryPositions, x: Float[Array, "*lead head_dim"], argument: PositionsArgument
+) -> Float[Array, "*lead head_dim"]:
+    at, axes = argument.count(x.shape[layer._length_axis]), layer.axes
+    if axes is not None:
+        if argument.is_offset:
+            # Text has the same position on every axis.
+            at = jnp.broadcast_to(at, (axes, *at.shape))
+        check_axes(at, axes)
+    at = over_heads(at, x, heads_axis=layer.heads_axis, axial=axes is not None)
+    cos, sin = layer._phases(at, x.dtype)
+    return rotate(upcast(x), cos, sin, layout=layer.layout).astype(x.dtype)
+
+
+@compiled
+def _rerotate(
+    layer: RotaryPositions, keys: Float[Array, "*lead head_dim"], delta: Shaped[Array, ""]
+) -> Float[Array, "*lead head_dim"]:
+    at, factor = over_rows(delta, keys, axes=layer.axes), layer.attention_factor
+    cos, sin = (phase / factor for phase in layer._phases(at, keys.dtype))
+    layout = "interleaved" if layer.layout == "interleaved" else "half"
+    return rotate(upcast(keys), cos, sin, layout=layout).astype(keys.dtype)
+
+
+@partial(compiled, static_argnums=2)
+def _phases(
+    layer: RotaryPositions, positions: Shaped[Array, "*seq"], dtype: np.dtype
+) -> tuple[Float[Array, "*seq pairs"], Float[Array, "*seq pairs"]]:
+    return layer._phases(positions, dtype)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
-from ._bias import checked_pair
-from ._module import Module
+from ._bias import Pair, checked_pair, upcast_pair
+from ._module import Module, compiled
 from ._parameters import Init, Key, draw_parameter, given_parameter
 from ._positions import Positions, checked_vectors
 
@@ -86,20 +86,10 @@ class ShawScores(Module):
             q_positions: Positions of the queries.
             k_positions: Positions of the keys.
         """
-        q_positions, k_positions = checked_pair(q_positions, k_positions)
+        pair = checked_pair(q_positions, k_positions)
         q = checked_vectors(q, self.head_dim, name="q")
         k = checked_vectors(k, self.head_dim, name="k")
-        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight)
-        with jax.default_matmul_precision("highest"):
-            out = shaw_scores(
-                q_upcast,
-                k_upcast,
-                q_positions=q_positions,
-                k_positions=k_positions,
-                weight=weight,
-                max_left=self.max_left,
-            )
-        return out.astype(q.dtype)
+        return _scores(self, q, k, pair)
 
     def __call__(
         self,
@@ -112,6 +102,22 @@ class ShawScores(Module):
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"weight": self.weight}
+
+
+@compiled
+def _scores(layer: ShawScores, q: Array, k: Array, pair: Pair) -> Array:
+    q_positions, k_positions = upcast_pair(pair)
+    q_upcast, k_upcast, weight = _upcast_together(q, k, layer.weight)
+    with jax.default_matmul_precision("highest"):
+        out = shaw_scores(
+            q_upcast,
+            k_upcast,
+            q_positions=q_positions,
+            k_positions=k_positions,
+            weight=weight,
+            max_left=layer.max_left,
+        )
+    return out.astype(q.dtype)
 
 
 def _upcast_together(*arrays: Array) -> list[Array]:

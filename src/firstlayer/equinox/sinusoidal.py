@@ -1,5 +1,6 @@
 """Sinusoidal positions for Equinox."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -23,15 +24,16 @@ from ..positions.sinusoidal import (
 )
 from ..positions.turns import float64_phases, turn_constants
 from ._constant import Constant
-from ._module import Module, upcast
+from ._module import Module, compiled, upcast
 from ._parameters import Key, table_dtype
 from ._positions import (
     Offset,
     Positions,
+    PositionsArgument,
     check_reach,
     checked_positions,
     checked_vectors,
-    positions_for_vectors,
+    positions_argument,
 )
 
 
@@ -60,7 +62,8 @@ class SinusoidalPositions(Module):
         - output: as ``x``, in the dtype of ``x``
 
     There is no maximum length. A position of magnitude 2^24 or more is a ValueError, or NaN
-    if it is traced. Reals are float32 unless ``jax_enable_x64`` is set.
+    if it is traced or on an accelerator. Reals are float32 unless ``jax_enable_x64`` is
+    set.
 
     Example:
         >>> layer = SinusoidalPositions(4)
@@ -170,10 +173,7 @@ class SinusoidalPositions(Module):
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)
-        at = positions_for_vectors(
-            x, positions=positions, offset=offset, axes=self.axes, check=check_reach
-        )
-        return (upcast(x) + self._features(at, x.dtype)).astype(x.dtype)
+        return _add(self, x, self._argument(x.shape[:-1], positions, offset))
 
     def encode(
         self, positions: Positions, *, dtype: Any = None
@@ -189,7 +189,24 @@ class SinusoidalPositions(Module):
         if self.axes > 1:
             check_axes(at, self.axes)
         dtype = table_dtype(jnp.float32 if dtype is None else dtype)
-        return self._features(at, dtype).astype(dtype)
+        return _encode(self, at, dtype)
+
+    def _argument(
+        self, lead: tuple[int, ...], positions: Any, offset: Any
+    ) -> PositionsArgument:
+        """Return the checked positions of vectors with these leading axes."""
+        if self.axes > 1 and positions is None:
+            raise ValueError(f"positions must be given when axes is {self.axes}, got None")
+        return positions_argument(
+            lead[-1], positions=positions, offset=offset, check=check_reach
+        )
+
+    def _add(
+        self, x: Float[Array, "*batch length width"], argument: PositionsArgument
+    ) -> Float[Array, "*batch length width"]:
+        """Return ``x`` plus its vectors, within a compiled function."""
+        at = argument.fit(x, axes=self.axes)
+        return (upcast(x) + self._features(at, x.dtype)).astype(x.dtype)
 
     def _features(
         self, positions: Shaped[Array, "*seq"], dtype: Any
@@ -208,3 +225,17 @@ class SinusoidalPositions(Module):
             cos_first=self.cos_first,
         )
         return join_axes(features) if self.axes > 1 else features
+
+
+@compiled
+def _add(
+    layer: SinusoidalPositions, x: Array, argument: PositionsArgument
+) -> Float[Array, "*batch length width"]:
+    return layer._add(x, argument)
+
+
+@partial(compiled, static_argnums=2)
+def _encode(
+    layer: SinusoidalPositions, positions: Shaped[Array, "*seq"], dtype: np.dtype
+) -> Float[Array, "*seq width"]:
+    return layer._features(positions, dtype).astype(dtype)

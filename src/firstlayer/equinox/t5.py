@@ -1,16 +1,18 @@
 """T5's relative bias for Equinox: a learned bias for each bucket of distances."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import positive
 from ..positions.t5 import t5_bias, t5_buckets
-from ._bias import Bias, checked_pair
+from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._constant import Constant
-from ._module import upcast
+from ._module import compiled, upcast
 from ._parameters import Init, Key, draw_parameter, given_parameter, table_dtype
 from ._positions import Positions
 
@@ -88,13 +90,19 @@ class T5Bias(Bias):
     def bias(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
-        out = t5_bias(
-            *checked_pair(q_positions, k_positions),
-            weight=upcast(self.weight),
-            buckets=jnp.asarray(self.buckets.array),
-            bidirectional=self.bidirectional,
-        )
-        return out.astype(self.weight.dtype if dtype is None else table_dtype(dtype))
+        dtype = self.weight.dtype if dtype is None else table_dtype(dtype)
+        return _bias(self, checked_pair(q_positions, k_positions), dtype)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"weight": self.weight}
+
+
+@partial(compiled, static_argnums=2)
+def _bias(layer: T5Bias, pair: Pair, dtype: np.dtype) -> Array:
+    bias = t5_bias(
+        *upcast_pair(pair),
+        weight=upcast(layer.weight),
+        buckets=jnp.asarray(layer.buckets.array),
+        bidirectional=layer.bidirectional,
+    )
+    return bias.astype(dtype)

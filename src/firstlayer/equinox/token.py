@@ -4,8 +4,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from ._lookup import nan_if_invalid
+from ._lookup import compiled_look_up
 from ._parameters import Init, Key
+from ._sharding import OutSharding
 from ._table import Ids, TableModule
 
 
@@ -13,8 +14,8 @@ class Embedding(TableModule):
     """Looks up rows of a table by id.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of each row.
+        num_embeddings: Number of rows; None is that of ``weight``.
+        embedding_dim: Width of each row; None is that of ``weight``.
         padding_idx: Padding id; negative counts from the end. A new table has a zero row
             there, and a lookup passes the row no gradient.
         max_norm: Longer rows are scaled down to this norm in the output. The table is
@@ -34,9 +35,14 @@ class Embedding(TableModule):
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
     An id out of range, negative ids included, is an IndexError that names it. Traced ids
-    cannot raise: the row is NaN and passes no gradient. JAX drops the high bits of NumPy
-    int64 ids when they are arguments of a jitted function; eager calls and an eager
-    ``vmap`` check all bits.
+    cannot raise, and ids on an accelerator are not copied to the host to be checked: the
+    row is NaN and passes no gradient. ``checkify`` with ``index_checks`` reports these ids.
+    JAX drops the high bits of NumPy int64 ids when they are arguments of a jitted function;
+    eager calls and an eager ``vmap`` check all bits.
+
+    The output is on the devices of the ids and the table. On a mesh with explicit axes it
+    is sharded as the ids are, and its columns as those of the table, unless the call has an
+    ``out_sharding``.
 
     Example:
         >>> import jax
@@ -51,8 +57,8 @@ class Embedding(TableModule):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: int | None = None,
+        embedding_dim: int | None = None,
         *,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -77,13 +83,15 @@ class Embedding(TableModule):
         )
 
     def __call__(
-        self, ids: Ids, *, key: Key | None = None
+        self, ids: Ids, *, out_sharding: OutSharding = None, key: Key | None = None
     ) -> Float[Array, "*batch embedding_dim"]:
         """Return the rows of ``ids``.
 
         Args:
             ids: Ids of the rows.
+            out_sharding: Sharding of the result on a mesh with explicit axes, as in
+                ``table.at[ids].get``.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        checked = self._check_ids(ids)
-        return nan_if_invalid(self._rows(checked), checked.valid)
+        argument = self._check_ids(ids)
+        return compiled_look_up(self._options(), self.weight, argument, out_sharding)

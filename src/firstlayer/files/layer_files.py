@@ -1,6 +1,7 @@
 """The logic that ``save`` and ``load`` of every front end share."""
 
 import importlib
+import inspect
 import operator
 import reprlib
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._check import integer
 from .layer_configs import LAYER_KINDS, check_options, not_in_config, parameters_in
 from .safetensors import Path, Tensors, read, write
 
@@ -84,6 +86,12 @@ def _build(
     if layer_class is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
     check_options(layer_class, options, file_tensors)
+    for size in ("num_embeddings", "embedding_dim"):
+        # A constructor may take them from a given weight, but a file states them.
+        if size in inspect.signature(layer_class).parameters:
+            if size not in options:
+                raise ValueError(f"missing the option {size!r}")
+            integer(size, options[size])
     if name != "EmbeddingLayer":
         return front_end.build(layer_class, options, parameters_in(name, tensors))
     # The config of its position layer is nested in that of a complete layer.

@@ -23,8 +23,8 @@ class EmbeddingBag(Embedding):
     :mod:`firstlayer.embeddings.bag` defines the modes, padding and weights.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of each row.
+        num_embeddings: Number of rows; None is that of ``weight``.
+        embedding_dim: Width of each row; None is that of ``weight``.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         padding_idx: Id of padding, which is left out of every bag; negative counts from the
             end.
@@ -55,8 +55,8 @@ class EmbeddingBag(Embedding):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: int | None = None,
+        embedding_dim: int | None = None,
         *,
         mode: Mode = "mean",
         padding_idx: int | None = None,

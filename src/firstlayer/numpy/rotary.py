@@ -25,6 +25,7 @@ from ..positions.phases import LIMIT, phase_tables
 from ..positions.rotary import (
     LAYOUTS,
     Layout,
+    check_heads,
     check_heads_axis,
     inverse_phases,
     over_heads,
@@ -59,7 +60,8 @@ class RotaryPositions(Module):
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, those of
             :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is a
+            ValueError unless the shape of the positions decides it.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -90,7 +92,7 @@ class RotaryPositions(Module):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = -3,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -118,7 +120,7 @@ class RotaryPositions(Module):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = -3
     ) -> Self:
         """Return the layer of a transformers model.
 
@@ -160,6 +162,9 @@ class RotaryPositions(Module):
             True
         """
         x = self._vectors(x)
+        if self.heads_axis is None:
+            axial = self.axes is not None
+            check_heads(x.shape, positions, offset=offset, axial=axial)
         at = self._positions(x, positions, offset)
         rows, axial = self._phase_rows(at, x.dtype), self.axes is not None
         seq = over_heads(at, x, heads_axis=self.heads_axis, axial=axial).shape[axial:]
@@ -249,7 +254,7 @@ class RotaryPositions(Module):
         x = host_array(x, name=name)
         if not is_float(x.dtype):
             raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             shape = f"(..., {', '.join(axes)}, {self.head_dim})"
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
@@ -258,7 +263,7 @@ class RotaryPositions(Module):
     def _positions(self, x: np.ndarray, positions: Any, offset: Any) -> np.ndarray:
         if positions is None and self.axes is not None and self._explicit:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        length = x.shape[-2 if self.heads_axis != -2 else -3]
         at = resolve_positions(length, positions=positions, offset=offset)
         if positions is None and self.axes is not None:
             # In text, all coordinates of a token are equal.

@@ -20,7 +20,7 @@ from .._check import (
 from ..embeddings.init import Init, Seed, initial_table
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.row_gradient import RowGradient, sum_by_id
-from ..embeddings.token import check_norm, clip_norms
+from ..embeddings.token import check_norm, clip_norms, table_sizes
 from ..files.layer_configs import config_of
 from ._bias import gradient_like
 from ._module import Module, as_parameter, native_byte_order, upcast
@@ -38,8 +38,8 @@ class Embedding(Module):
     """Looks up rows of a table by id.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of each row.
+        num_embeddings: Number of rows; None is that of ``weight``.
+        embedding_dim: Width of each row; None is that of ``weight``.
         padding_idx: Id of padding; negative counts from the end. Its row is drawn as zero,
             and lookups pass it no gradient. The tied head does.
         max_norm: Largest norm of a row in the output. The table itself changes only in
@@ -74,8 +74,8 @@ class Embedding(Module):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: int | None = None,
+        embedding_dim: int | None = None,
         *,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -86,9 +86,10 @@ class Embedding(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.num_embeddings = not_negative("num_embeddings", num_embeddings)
-        self.embedding_dim = not_negative("embedding_dim", embedding_dim)
-        self.padding_idx = padding_index(padding_idx, num_embeddings)
+        rows, width = table_sizes(num_embeddings, embedding_dim, weight)
+        self.num_embeddings = not_negative("num_embeddings", rows)
+        self.embedding_dim = not_negative("embedding_dim", width)
+        self.padding_idx = padding_index(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
         shape = (self.num_embeddings, self.embedding_dim)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of, row_index, trunc
+from .._array import cast, compute_dtype, is_real, namespace_of, take_rows, trunc
 from .._check import number
 
 #: Positions must be smaller than this in size: three digits in base 256.
@@ -255,11 +255,10 @@ def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
     in_range = is_in_range(positions)
     safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
     size = xp.abs(safe)
-    last = row_index(size % 256)
-    cos, sin = tables[0, 0][last], tables[1, 0][last]
+    cos, sin = (take_rows(tables[part, 0], size % 256) for part in (0, 1))
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
-        digit = row_index(digit)
-        cos, sin = _multiply(cos, sin, tables[0, place][digit], tables[1, place][digit])
+        phase = (take_rows(tables[part, place], digit) for part in (0, 1))
+        cos, sin = _multiply(cos, sin, *phase)
     return nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 
 

@@ -34,7 +34,7 @@ def over_heads(
     positions: Shaped[Any, "*seq"],
     x: Shaped[Any, "*lead head_dim"],
     *,
-    heads_axis: int = -3,
+    heads_axis: int | None = -3,
     axial: bool = False,
 ) -> Shaped[Any, "*aligned"]:
     """Align ``positions`` with the leading axes of ``x``, adding a heads axis if needed.
@@ -46,8 +46,8 @@ def over_heads(
     Args:
         positions: Positions of ``x``.
         x: Queries or keys.
-        heads_axis: -3 for ``(..., heads, length, head_dim)`` or no heads axis; -2 for
-            ``(..., length, heads, head_dim)``.
+        heads_axis: -3 or None for ``(..., heads, length, head_dim)`` or no heads axis; -2
+            for ``(..., length, heads, head_dim)``.
         axial: Whether the first axis of ``positions`` holds the coordinates.
 
     Example:
@@ -56,7 +56,7 @@ def over_heads(
         >>> over_heads(np.zeros((2, 5)), np.zeros((2, 5, 3, 8)), heads_axis=-2).shape
         (2, 5, 1)
     """
-    check_heads_axis(heads_axis)
+    heads_axis = -2 if check_heads_axis(heads_axis) == -2 else -3
     lead, length = tuple(x.shape[:-1]), -1 if heads_axis == -3 else -2
     aligned = _with_heads(positions, len(positions.shape) - axial, len(lead), heads_axis)
     if aligned is None or not _fits(tuple(aligned.shape)[axial:], lead, length):
@@ -85,8 +85,39 @@ def _fits(aligned: tuple[int, ...], lead: tuple[int, ...], length: int) -> bool:
     return all(size == 1 or size == wanted for size, wanted in sizes)
 
 
-def check_heads_axis(heads_axis: int) -> int:
-    """Return ``heads_axis`` as an int if :func:`over_heads` supports it."""
+def check_heads(
+    shape: tuple[int, ...], positions: Any, *, offset: Any, axial: bool
+) -> None:
+    """Raise if vectors of this shape may have either the heads or the length first.
+
+    Called where ``heads_axis`` is None.
+
+    Args:
+        shape: Shape of the queries or keys.
+        positions: Their positions, or None.
+        offset: Offset of the first position, if positions are None.
+        axial: Whether the first axis of ``positions`` holds the coordinates.
+
+    Example:
+        >>> check_heads((5, 2, 8), np.arange(2), offset=0, axial=False)
+    """
+    if len(shape) != 3:
+        return
+    if positions is None:
+        is_ambiguous = np.ndim(offset) == 0
+    else:
+        is_ambiguous = np.ndim(positions) - axial == 1 and shape[0] == shape[1]
+    if is_ambiguous:
+        raise ValueError(
+            f"heads_axis must be given for x of shape {tuple(shape)}, "
+            "-2 if its axes are (length, heads, head_dim) and -3 otherwise"
+        )
+
+
+def check_heads_axis(heads_axis: int | None) -> int | None:
+    """Return ``heads_axis`` as an int or None if :func:`over_heads` supports it."""
+    if heads_axis is None:
+        return None
     if heads_axis not in (-3, -2):
         raise ValueError(f"heads_axis must be -3 or -2, got {heads_axis}")
     return int(heads_axis)

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int32, Int64, Shaped
 
-from .._array import cast, is_real, move_axis, namespace_of, take_columns, trunc
+from .._array import (
+    cast,
+    is_real,
+    move_axis,
+    namespace_of,
+    take_columns,
+    take_rows,
+    trunc,
+)
 from .._check import positive
 
 
@@ -193,7 +201,7 @@ def t5_bias(
     relative = relative_positions(q_positions, k_positions)
     left, right = reach(buckets, bidirectional=bidirectional)
     index = clipped_index(relative, left=left, right=right)
-    bias = move_axis(take_columns(weight[buckets].T, index), 0, -3)
+    bias = move_axis(take_columns(take_rows(weight, buckets).T, index), 0, -3)
     if is_real(relative):
         bias = xp.where((relative == relative)[..., None, :, :], bias, float("nan"))
     return bias

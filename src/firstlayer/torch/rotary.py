@@ -18,6 +18,7 @@ from ..positions.phases import axial_phases, phase_tables, phases
 from ..positions.rotary import (
     LAYOUTS,
     Layout,
+    check_heads,
     check_heads_axis,
     over_heads,
     over_rows,
@@ -60,7 +61,8 @@ class RotaryPositions(PrecomputedBuffers):
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``. For images, see
             :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is a
+            ValueError unless the shape of the positions decides it.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -99,7 +101,7 @@ class RotaryPositions(PrecomputedBuffers):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = -3,
     ) -> None:
         super().__init__()
         self.heads_axis = check_heads_axis(heads_axis)
@@ -126,7 +128,7 @@ class RotaryPositions(PrecomputedBuffers):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int = -3
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = -3
     ) -> Self:
         """Return the rotary layer that a transformers config describes.
 
@@ -163,6 +165,9 @@ class RotaryPositions(PrecomputedBuffers):
         can_fuse = kernel_eligible(x)
         if positions is not None and not isinstance(positions, Tensor):
             positions = positions_tensor(positions, device=x.device)
+        if self.heads_axis is None:
+            axial = self.axes is not None
+            check_heads(x.shape, positions, offset=offset, axial=axial)
         if can_fuse and self.axes is None:
             at = integer_positions(
                 x, positions=positions, offset=offset, heads_axis=self.heads_axis
@@ -275,7 +280,7 @@ class RotaryPositions(PrecomputedBuffers):
         """Return the positions of ``x``, checked and broadcastable against it."""
         if positions is None and self.axes is not None and self._frequencies_given:
             raise ValueError(f"positions must be given for {self.axes} axes, got None")
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        length = x.shape[-2 if self.heads_axis != -2 else -3]
         at = positions_for(x, length=length, positions=positions, offset=offset)
         if self.axes is not None:
             if positions is None:
@@ -286,5 +291,5 @@ class RotaryPositions(PrecomputedBuffers):
         return over_heads(in_reach(at), x, heads_axis=self.heads_axis, axial=axial)
 
     def _check(self, x: Tensor, name: str = "x") -> None:
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         check_vectors(x, self.head_dim, axes=axes, name=name)

@@ -40,7 +40,11 @@ INTEGER_DTYPES = (
 
 
 def integer_positions(
-    x: Float[Tensor, "*lead head_dim"], *, positions: Any, offset: Any, heads_axis: int
+    x: Float[Tensor, "*lead head_dim"],
+    *,
+    positions: Any,
+    offset: Any,
+    heads_axis: int | None,
 ) -> Integer[np.ndarray, "*seq"] | None:
     """Return integer positions as a NumPy array that broadcasts against ``x``.
 
@@ -51,12 +55,12 @@ def integer_positions(
         x: Queries or keys.
         positions: Given positions; None is ``offset, offset + 1, …``.
         offset: Number of preceding positions, or one number per row.
-        heads_axis: -3 or -2; see :func:`firstlayer.positions.rotary.over_heads`.
+        heads_axis: -3, -2 or None; see :func:`firstlayer.positions.rotary.over_heads`.
     """
-    length = x.shape[-2 if heads_axis == -3 else -3]
+    length = x.shape[-2 if heads_axis != -2 else -3]
     if positions is None and type(offset) is int and -LIMIT < offset <= LIMIT - length:
         steps = np.arange(offset, offset + length)
-        return steps if heads_axis == -3 else steps[:, None]
+        return steps if heads_axis != -2 else steps[:, None]
     arrays = []
     for value in (positions, plain_offset(offset)):
         if isinstance(value, Tensor):
