@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlayer.files import safetensors as files
-from firstlayer.positions.rotary import pixtral_axial_frequencies
+from firstlayer.positions import from_patches
+from firstlayer.positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
 from firstlayer.positions.scaling import (
     NTK,
     DynamicNTK,
@@ -133,6 +134,9 @@ CASES = {
     "rotary, sections": rotary(AXES, sections=[3, 1], interleaved_sections=False),
     "rotary, heads last": rotary(
         shape=(2, 3, 2, 8), heads_axis=-2, frequencies=[1.0, 0.5, 0.001]
+    ),
+    "rotary, patches": rotary(
+        from_patches((1, 3)), frequencies=dinov3_axial_frequencies(8, base=30.0)
     ),
     "alibi": bias("AlibiBias"),
     "alibi, encoder": bias("AlibiBias", symmetric=True, max_bias=4.0, factor=3.0),
@@ -699,7 +703,9 @@ METHODS = {
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
-    "RotaryPositions": ["at_length", "config", "from_hf", "phases", "rerotate"],
+    "RotaryPositions": [
+        *("at_length", "config", "dinov3", "from_hf", "phases", "pixtral", "rerotate")
+    ],
     "ShawScores": ["config", "scores"],
     "SinusoidalPositions": ["config", "encode", "marian", "tensor2tensor", "timestep"],
     "T5Bias": ["bias", "config"],
