@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
 from ._bias import checked_pair
-from ._module import Module
+from ._module import Module, upcast_together
 from ._parameters import Init, Key, draw_parameter, given_parameter
 from ._positions import Positions, checked_vectors
 
@@ -89,7 +89,7 @@ class ShawScores(Module):
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         q = checked_vectors(q, self.head_dim, name="q")
         k = checked_vectors(k, self.head_dim, name="k")
-        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight)
+        q_upcast, k_upcast, weight = upcast_together(q, k, self.weight)
         with jax.default_matmul_precision("highest"):
             out = shaw_scores(
                 q_upcast,
@@ -112,8 +112,3 @@ class ShawScores(Module):
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"weight": self.weight}
-
-
-def _upcast_together(*arrays: Array) -> list[Array]:
-    is_float64 = any(x.dtype == jnp.float64 for x in arrays)
-    return [x.astype(jnp.float64 if is_float64 else jnp.float32) for x in arrays]

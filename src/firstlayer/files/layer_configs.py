@@ -35,6 +35,7 @@ class LayerKind(NamedTuple):
 
 LAYER_KINDS = {
     "AlibiBias": LayerKind("alibi"),
+    "CopeBias": LayerKind("cope", ("weight",), "bias."),
     "Embedding": LayerKind("token", ("weight",), "token."),
     "EmbeddingBag": LayerKind("bag", ("weight",), "token."),
     "EmbeddingLayer": LayerKind("layer"),
@@ -46,6 +47,11 @@ LAYER_KINDS = {
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
+    "Time2Vec": LayerKind("time2vec", ("weight", "bias"), "position."),
+    "TransformerXLScores": LayerKind(
+        "transformer_xl", ("weight", "u", "v"), "bias.", has_phase_tables=True
+    ),
+    "XPosRotary": LayerKind("xpos", has_phase_tables=True),
 }
 
 # Limit on a size that no tensor accounts for.
@@ -149,7 +155,7 @@ def _pairs(options: dict[str, Any]) -> int:
     for name in ("frequencies", "matrix"):
         if isinstance(rows := options.get(name), list):
             return sum(len(row) if isinstance(row, list) else 1 for row in rows)
-    width = options.get("head_dim", options.get("embedding_dim"))
+    width = options.get("embedding_dim", options.get("head_dim"))
     sections = options.get("sections")
     axes = len(sections) if isinstance(sections, list) else 1
     return axes * width // 2 if isinstance(width, int) else 0

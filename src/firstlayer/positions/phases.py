@@ -216,15 +216,28 @@ def split_fraction(
     return whole, (real - whole) * FRACTION_STEPS
 
 
-def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
-    xp = namespace_of(tables)
+def within_limit(
+    positions: Shaped[Any, "*seq"],
+) -> tuple[Shaped[Any, "*seq"], Shaped[Any, "*seq"]]:
+    """Return integer positions as int32, 0 where out of range, and whether each is in range.
+
+    Example:
+        >>> [part.tolist() for part in within_limit(np.array([-3, 2**24]))]
+        [[-3, 0], [True, False]]
+    """
+    xp = namespace_of(positions)
     if positions.dtype.itemsize < 4:
         positions = cast(positions, "int32")  # int8 cannot be compared with LIMIT
     # Compared before the cast, and without abs(): -(-2**31) overflows int32.
     in_range = positions < LIMIT
     if "uint" not in str(positions.dtype):  # -LIMIT wraps around in JAX's uint32
         in_range = in_range & (positions > -LIMIT)
-    safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
+    return cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32"), in_range
+
+
+def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
+    xp = namespace_of(tables)
+    safe, in_range = within_limit(positions)
     size = xp.abs(safe)
     cos, sin = tables[0, 0][size % 256], tables[1, 0][size % 256]
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
