@@ -701,8 +701,8 @@ ERRORS = {
     "q must have shape (..., length, 6), got (2, 3, 5)": calling(
         "shaw", X[..., :5], X, [0, 1, 2], [0, 1, 2], method="scores"
     ),
-    "k must have shape (..., 2, length, 6), got (2, 3, 6)": calling(
-        "transformer-xl", X[None], X, method="scores"
+    "k must have shape (..., 2, length, 6), got (1, 3, 6)": calling(
+        "transformer-xl", X[None], X[:1], method="scores"
     ),
     "max_distance must be positive, got 0": building(
         "TransformerXLScores", 2, 4, max_distance=0

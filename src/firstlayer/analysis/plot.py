@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .position_study import Study, Trained
 
 FORMATS = ("png", "svg", "pdf")
-#: Okabe and Ito's without yellow, which is too light for lines, plus grey, wine red and indigo.
+#: Okabe and Ito's without yellow, which is too light for lines, plus grey, wine red and
+#: indigo.
 COLOURS = {
     "none": "#7F7F7F",
     "learned": "#CC79A7",

@@ -4,7 +4,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -41,7 +40,7 @@ class ShawScores(Module):
 
     Example:
         >>> layer = ShawScores(4, max_left=64, max_right=8, key=jax.random.key(0))
-        >>> q, k = jnp.ones((2, 3, 4)), jnp.ones((2, 5, 4))
+        >>> q, k = jax.numpy.ones((2, 3, 4)), jax.numpy.ones((2, 5, 4))
         >>> layer.scores(q, k, range(3), range(5)).shape
         (2, 3, 5)
     """

@@ -27,7 +27,8 @@ class TransformerXLScores(Module):
     Args:
         num_heads: Number of heads. Positive.
         head_dim: Number of features of queries and keys. Positive.
-        embedding_dim: Width of the sinusoids (``d_model``); None is ``num_heads * head_dim``.
+        embedding_dim: Width of the sinusoids (``d_model``); None is that of all heads,
+            ``num_heads * head_dim``.
         base: Ratio of the slowest wavelength of the sinusoids to the fastest.
         max_distance: Larger distances are replaced by this one (``clamp_len``); None is no
             limit.
@@ -133,7 +134,7 @@ class TransformerXLScores(Module):
         own = upcast_together(q, k, self.weight, self.u, self.v)
         with jax.default_matmul_precision("highest"):
             encodings = self._encodings(q, k, offset, own[0].dtype)
-            out = xl_scores(*own[:2], encodings, weight=own[2], u=own[3], v=own[4])
+            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
         return out.astype(q.dtype)
 
     def __call__(

@@ -20,8 +20,8 @@ class Time2Vec(Module):
 
     Args:
         embedding_dim: Number of features, at least 2.
-        weight: Slope of the linear feature, then the frequencies in radians per unit, without a
-            copy if possible.
+        weight: Slope of the linear feature, then the frequencies in radians per unit,
+            without a copy if possible.
         bias: Offset of the linear feature, then the phases in radians.
         init: Initializer of new parameters; see
             :func:`firstlayer.embeddings.init.initial_table`.

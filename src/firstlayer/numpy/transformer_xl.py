@@ -33,7 +33,8 @@ class TransformerXLScores(Module):
     Args:
         num_heads: Number of heads. Positive.
         head_dim: Number of features of queries and keys. Positive.
-        embedding_dim: Width of the sinusoids (``d_model``); None is ``num_heads * head_dim``.
+        embedding_dim: Width of the sinusoids (``d_model``); None is that of all heads,
+            ``num_heads * head_dim``.
         base: Ratio of the slowest wavelength of the sinusoids to the fastest.
         max_distance: Larger distances are replaced by this one (``clamp_len``); None is no
             limit.
@@ -153,7 +154,7 @@ class TransformerXLScores(Module):
             dcontent, dposition = d @ k_upcast, by_distance @ keys
             dkeys = sum_to(by_distance.mT @ with_v, keys.shape)
             parameters = {
-                "weight": dkeys.transpose(0, 2, 1).reshape(-1, len(encodings)) @ encodings,
+                "weight": dkeys.mT.reshape(len(weight), len(encodings)) @ encodings,
                 "u": _sum_over_queries(dcontent),
                 "v": _sum_over_queries(dposition),
             }

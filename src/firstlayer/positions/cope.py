@@ -1,10 +1,10 @@
 """CoPE: positions that count what the query attends to, such as words or sentences.
 
-A gate between 0 and 1, the sigmoid of the score, says how much a key counts. The position of
-a key is the sum of the gates from it up to the query. Positions are thus reals that depend
-on the content. The query is multiplied with a learned vector for each whole position, up to
-a largest one, and the products are interpolated between whole positions. The result is added
-to the scores (Golovneva et al. 2024, https://arxiv.org/abs/2405.18719).
+A gate between 0 and 1, the sigmoid of the score, says how much a key counts. The position
+of a key is the sum of the gates from it up to the query. Positions are thus reals that
+depend on the content. The query is multiplied with a learned vector for each whole
+position, up to a largest one, and the products are interpolated between whole positions.
+The result is added to the scores (Golovneva et al. 2024, https://arxiv.org/abs/2405.18719).
 
 Scores of keys that a query must not see are ``-inf`` or very negative, which closes their
 gates. ``cope_positions`` and ``cope_bias`` create no arrays and run unchanged on NumPy,

@@ -219,7 +219,7 @@ def split_fraction(
 def within_limit(
     positions: Shaped[Any, "*seq"],
 ) -> tuple[Shaped[Any, "*seq"], Shaped[Any, "*seq"]]:
-    """Return integer positions as int32, 0 where out of range, and whether each is in range.
+    """Return integer positions as int32, 0 if out of range, and whether each is in range.
 
     Example:
         >>> [part.tolist() for part in within_limit(np.array([-3, 2**24]))]

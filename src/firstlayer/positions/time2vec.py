@@ -1,7 +1,7 @@
 """Time2Vec: one linear feature of a time, and sines with learned frequencies and phases.
 
-The features of a time ``t`` are ``w[0] t + b[0]`` and ``sin(w[i] t + b[i])``. The linear one
-represents progress, the others periods that are learned (Kazemi et al. 2019,
+The features of a time ``t`` are ``w[0] t + b[0]`` and ``sin(w[i] t + b[i])``. The linear
+one represents progress, the others periods that are learned (Kazemi et al. 2019,
 https://arxiv.org/abs/1907.05321).
 
 Learned frequencies have no precomputed tables, so the angle ``w t`` is rounded: in float32

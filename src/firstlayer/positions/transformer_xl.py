@@ -1,16 +1,16 @@
 """Transformer-XL's scores: a query is also multiplied with an encoding of the distance.
 
-The score of a query ``q`` at ``m`` and a key ``k`` at ``n`` is ``((q + u)·k + (q + v)·W
-R[m - n]) / √head_dim``, where ``R`` are sinusoids of the distance and ``W``, ``u`` and ``v``
-are learned (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Distances, unlike positions,
-stay the same when keys of earlier segments are cached ("memories"), and may be negative, for
-keys after the query (XLNet).
+The score of a query ``q`` at ``m`` and a key ``k`` at ``n`` is
+``((q + u)·k + (q + v)·W R[m - n]) / √head_dim``, where ``R`` are sinusoids of the distance
+and ``W``, ``u`` and ``v`` are learned (Dai et al. 2019, https://arxiv.org/abs/1901.02860).
+Distances, unlike positions, stay the same when keys of earlier segments are cached
+("memories"), and may be negative, for keys after the query (XLNet).
 
 Encoding every pair would take head_dim times the memory of the scores. There are only
 ``q_length + k_length - 1`` distances: each query is multiplied with all of them, and
 ``relative_shift`` moves each row so that a column is a key. Apart from the two that build
-tables and plan distances, these functions create no arrays and run unchanged on NumPy, torch
-and JAX.
+tables and plan distances, these functions create no arrays and run unchanged on NumPy,
+torch and JAX.
 """
 
 import math

@@ -1,12 +1,12 @@
 """xPos: rotary positions whose scores also decay with distance.
 
-Queries and keys are rotated as in :mod:`firstlayer.positions.rotary`. In addition pair ``i``
-of a query at ``m`` is multiplied by ``zeta_i ** (m / scale_base)`` and of a key at ``n`` by
-``zeta_i ** (-n / scale_base)``, with ``zeta_i = (2i + 0.4 d) / 1.4 d`` for ``d`` rotated
-features. The product of the two is ``zeta_i ** ((m - n) / scale_base)``: it depends on the
-distance only and falls as the distance grows, fastest for the pairs that rotate fastest
-(Sun et al. 2022, https://arxiv.org/abs/2212.10554). Keys after the query grow instead, so
-attention must be causal.
+Queries and keys are rotated as in :mod:`firstlayer.positions.rotary`. In addition pair
+``i`` of a query at ``m`` is multiplied by ``zeta_i ** (m / scale_base)`` and of a key at
+``n`` by ``zeta_i ** (-n / scale_base)``, with ``zeta_i = (2i + 0.4 d) / 1.4 d`` for ``d``
+rotated features. The product of the two is ``zeta_i ** ((m - n) / scale_base)``: it depends
+on the distance only and falls as the distance grows, fastest for the pairs that rotate
+fastest (Sun et al. 2022, https://arxiv.org/abs/2212.10554). Keys after the query grow
+instead, so attention must be causal.
 
 Only the difference of two exponents matters, so any position may be the origin. torchscale,
 x-transformers and rotary-embedding-torch use the middle of the current sequence, which

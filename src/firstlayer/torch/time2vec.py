@@ -20,8 +20,8 @@ class Time2Vec(nn.Module):
 
     Args:
         embedding_dim: Number of features, at least 2.
-        weight: Slope of the linear feature, then the frequencies in radians per unit, not copied
-            if possible.
+        weight: Slope of the linear feature, then the frequencies in radians per unit, not
+            copied if possible.
         bias: Offset of the linear feature, then the phases in radians.
         device: Device of the parameters.
         dtype: Dtype of the parameters.

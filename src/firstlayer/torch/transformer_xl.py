@@ -27,7 +27,8 @@ class TransformerXLScores(PrecomputedBuffers):
     Args:
         num_heads: Number of heads. Positive.
         head_dim: Number of features of queries and keys. Positive.
-        embedding_dim: Width of the sinusoids (``d_model``); None is ``num_heads * head_dim``.
+        embedding_dim: Width of the sinusoids (``d_model``); None is that of all heads,
+            ``num_heads * head_dim``.
         base: Ratio of the slowest wavelength of the sinusoids to the fastest.
         max_distance: Larger distances are replaced by this one (``clamp_len``); None is no
             limit.
@@ -49,9 +50,9 @@ class TransformerXLScores(PrecomputedBuffers):
     earlier segments, or in a step of decoding, pass all keys and only the new queries.
     Padding and packed documents need only a mask, because distances do not change.
 
-    Parameters that are not given are drawn from a truncated normal distribution with standard
-    deviation 0.02. Scores are computed in float32 (float64 if any input is) and rounded once;
-    autocast is disabled inside.
+    Parameters that are not given are drawn from a truncated normal distribution with
+    standard deviation 0.02. Scores are computed in float32 (float64 if any input is) and
+    rounded once; autocast is disabled inside.
 
     Example:
         >>> layer = TransformerXLScores(2, 4)
@@ -123,7 +124,7 @@ class TransformerXLScores(PrecomputedBuffers):
         with in_full_precision(q.device):
             own = upcast_together(q, k, self.weight, self.u, self.v)
             encodings = self._encodings(q, k, offset, own[0].dtype)
-            out = xl_scores(*own[:2], encodings, weight=own[2], u=own[3], v=own[4])
+            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
         return out.to(q.dtype)
 
     def forward(

@@ -31,8 +31,8 @@ from ._tensors.memory import is_plain_cpu, kernel_eligible
 class XPosRotary(PrecomputedBuffers):
     """Rotates queries and keys by their positions and scales them, so that scores decay.
 
-    xPos: pair ``i`` of the score of a query and a key ``d`` positions before it is rotated as
-    by :class:`RotaryPositions` and multiplied by ``zeta_i ** (d / scale_base)``, where
+    xPos rotates as :class:`RotaryPositions` and multiplies pair ``i`` of the score of a
+    query and a key ``d`` positions before it by ``zeta_i ** (d / scale_base)``, where
     ``zeta_i = (2i + 0.4 rotary_dim) / (1.4 rotary_dim)``. Queries and keys are scaled
     inversely: call the layer with ``keys=True`` for keys. Attention must be causal. Has no
     parameters.
@@ -41,7 +41,8 @@ class XPosRotary(PrecomputedBuffers):
         head_dim: Number of features of a head. Positive, and even unless ``rotary_dim`` is
             given.
         base: Ratio of the slowest wavelength to the fastest.
-        scale_base: Number of positions over which pair ``i`` decays by ``zeta_i``. Positive.
+        scale_base: Number of positions over which pair ``i`` decays by ``zeta_i``.
+            Positive.
         center: Position whose scale is 1. Scores do not depend on it. The middle of the
             longest sequence allows the most positions; see below.
         layout: ``"half"``, ``"interleaved"`` (torchscale, x-transformers) or
@@ -56,9 +57,9 @@ class XPosRotary(PrecomputedBuffers):
           …`` shifted by ``offset``
         - output: as ``x``, in the dtype of ``x``
 
-    Positions must be within :attr:`reach` of ``center``, where no score overflows: 16997 for
-    a ``scale_base`` of 512, and a tenth of it in float16. Others raise a ValueError on the CPU and give NaN
-    on other devices and in compiled code.
+    Positions must be within :attr:`reach` of ``center``, where no score overflows: 16997
+    for a ``scale_base`` of 512, and a tenth of it in float16. Others raise a ValueError on
+    the CPU and give NaN on other devices and in compiled code.
 
     Example:
         >>> layer = XPosRotary(4, scale_base=10.0)

@@ -2,9 +2,9 @@
 
 Blocks are pre-norm, token rows are scaled by √width as in the original Transformer, and the
 head is tied to the token table. Positions enter as each scheme was published: added to the
-vectors once (learned, sinusoidal), rotating queries and keys in every block (rotary, xpos), or
-added to the scores of every block (biases, shared by all blocks). With ``none``, only the
-causal mask carries positions.
+vectors once (learned, sinusoidal), rotating queries and keys in every block (rotary, xpos),
+or added to the scores of every block (biases, shared by all blocks). With ``none``, only
+the causal mask carries positions.
 """
 
 import torch
