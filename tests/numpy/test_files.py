@@ -374,6 +374,8 @@ HUGE = [
         {"class": "T5Bias", "num_heads": 2, "max_distance": 10**11},
     ),
     ({}, {"class": "ShawScores", "head_dim": 2**16, "max_left": 2**16, "max_right": 1}),
+    ({}, {"class": "TransformerXLScores", "num_heads": 2**14, "head_dim": 2**14}),
+    ({}, {"class": "XPosRotary", "head_dim": 2**16}),
     ({}, {"class": "KerpleBias", "num_heads": 10**10}),
     (
         {f"bias.{name}": np.zeros(1) for name in LAYER_KINDS["FireBias"].parameters},

@@ -155,7 +155,10 @@ def _pairs(options: dict[str, Any]) -> int:
     for name in ("frequencies", "matrix"):
         if isinstance(rows := options.get(name), list):
             return sum(len(row) if isinstance(row, list) else 1 for row in rows)
-    width = options.get("embedding_dim", options.get("head_dim"))
+    width = options.get("embedding_dim")
+    if width is None and isinstance(head_dim := options.get("head_dim"), int):
+        heads = options.get("num_heads")
+        width = head_dim * heads if isinstance(heads, int) else head_dim
     sections = options.get("sections")
     axes = len(sections) if isinstance(sections, list) else 1
     return axes * width // 2 if isinstance(width, int) else 0

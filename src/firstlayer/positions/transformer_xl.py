@@ -30,12 +30,18 @@ def xl_tables(
 ) -> tuple[
     Float32[np.ndarray, "levels 2 3 256 pairs"], Float32[np.ndarray, "levels pairs"]
 ]:
-    """Return the tables and the rates of the sinusoids; see :mod:`.phases`.
+    """Return the tables and the rates of the sinusoids.
+
+    See :func:`firstlayer.positions.phases.phase_tables`.
+
+    Args:
+        embedding_dim: Number of features of a sinusoid.
+        base: Ratio of the slowest wavelength to the fastest.
 
     Example:
         >>> tables, rates = xl_tables(4)
-        >>> tables.shape, rates.round(4).tolist()
-        ((1, 2, 3, 256, 2), [[1.0, 0.01]])
+        >>> tables.shape, rates.shape
+        ((1, 2, 3, 256, 2), (1, 2))
     """
     return phase_tables(frequencies(embedding_dim, base=base))
 

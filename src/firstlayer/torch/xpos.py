@@ -5,7 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import one_of
+from .._check import number, one_of, positive_number
+from ..positions.frequencies import check_rotary_dim
 from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, rotate
 from ..positions.xpos import (
     check_center,
@@ -88,8 +89,10 @@ class XPosRotary(PrecomputedBuffers):
         one_of("layout", layout, LAYOUTS)
         self.layout: Layout = layout
         self.center = check_center(center)
-        self.head_dim, self.base, self.scale_base = head_dim, base, scale_base
-        self.rotary_dim = rotary_dim
+        check_rotary_dim(rotary_dim, head_dim)
+        self.head_dim, self.base = int(head_dim), number("base", base)
+        self.scale_base = positive_number("scale_base", scale_base)
+        self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self._build()
 
     def forward(
