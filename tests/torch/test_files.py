@@ -111,10 +111,10 @@ CASES: dict[str, Any] = {
     "CopeBias": lambda: CopeBias(8, max_positions=5),
     "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
     "TransformerXLScores": lambda: TransformerXLScores(
-        1, 8, embedding_dim=6, base=90.0, max_distance=2
+        1, 8, embedding_dim=6, base=90.0, max_distance=10**6
     ),
     "XPosRotary": lambda: XPosRotary(
-        8, base=500.0, scale_base=30.0, center=-2, layout="interleaved", rotary_dim=6
+        8, base=500.0, scale_base=1e6, center=10**6, layout="interleaved", rotary_dim=6
     ),
 }
 

@@ -25,12 +25,14 @@ class LayerKind(NamedTuple):
         prefix: Prefix of its tensor names in a file.
         has_phase_tables: Whether it builds tables for its pairs of features; see
             :mod:`firstlayer.positions.phases`.
+        distances: Options that are integers but not sizes of anything.
     """
 
     module: str
     parameters: tuple[str, ...] = ()
     prefix: str = ""
     has_phase_tables: bool = False
+    distances: tuple[str, ...] = ()
 
 
 LAYER_KINDS = {
@@ -49,9 +51,11 @@ LAYER_KINDS = {
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
     "Time2Vec": LayerKind("time2vec", ("weight", "bias"), "position."),
     "TransformerXLScores": LayerKind(
-        "transformer_xl", ("weight", "u", "v"), "bias.", has_phase_tables=True
+        *("transformer_xl", ("weight", "u", "v"), "bias."),
+        has_phase_tables=True,
+        distances=("max_distance",),
     ),
-    "XPosRotary": LayerKind("xpos", has_phase_tables=True),
+    "XPosRotary": LayerKind("xpos", has_phase_tables=True, distances=("center",)),
 }
 
 # Limit on a size that no tensor accounts for.
@@ -119,7 +123,9 @@ def check_options(
     sizes = {
         option: value
         for option, value in options.items()
-        if isinstance(value, int) and _accepts_int(known[option].annotation)
+        if isinstance(value, int)
+        and _accepts_int(known[option].annotation)
+        and option not in kind.distances
     }
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     for option, size in sizes.items():
