@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlayer.files import safetensors as files
-from firstlayer.positions.rotary import pixtral_axial_frequencies
+from firstlayer.positions import from_patches
+from firstlayer.positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
 from firstlayer.positions.scaling import (
     NTK,
     DynamicNTK,
@@ -41,6 +42,7 @@ POSITIONS = np.array([[0, 7, 39], [12, -2, 3]])
 AXES = np.array([[[0, 7, 39], [12, 2, 3]], [[5, 70_000, 1], [0, 3, -9]]])
 PAIRS = (np.array([[0, 7, 40], [900, 3, 12]]), np.array([0, 1, 12, 41]))
 IDS = np.array([[3, 7, 3, 0], [0, 1, 8, 3]])
+TABLE = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
 MATRIX = [[0.5, 3.0], [7.0, 0.25], [90.0, 0.0]]
 LONGROPE = LongRoPE(
     short_factors=[1.0, 1.5, 2.0, 3.0],
@@ -134,6 +136,20 @@ CASES = {
     "rotary, heads last": rotary(
         shape=(2, 3, 2, 8), heads_axis=-2, frequencies=[1.0, 0.5, 0.001]
     ),
+    "rotary, patches": rotary(
+        from_patches((1, 3)), frequencies=dinov3_axial_frequencies(8, base=30.0)
+    ),
+    "xpos": Case(
+        *("XPosRotary", {"head_dim": 8, "base": 500.0, "scale_base": 40.0, "center": 9}),
+        *({"x": (2, 2, 3, 8)}, (POSITIONS,)),
+        linear=("x",),
+    ),
+    "xpos, reals": Case(
+        "XPosRotary",
+        {"head_dim": 8, "rotary_dim": 6, "layout": "interleaved", "heads_axis": -2},
+        *({"x": (2, 3, 2, 8)}, (POSITIONS + 0.375,)),
+        linear=("x",),
+    ),
     "alibi": bias("AlibiBias"),
     "alibi, encoder": bias("AlibiBias", symmetric=True, max_bias=4.0, factor=3.0),
     "t5": bias("T5Bias", "weight"),
@@ -154,6 +170,34 @@ CASES = {
         method="scores",
         linear=("q",),
     ),
+    "transformer-xl": Case(
+        "TransformerXLScores",
+        {"num_heads": 2, "head_dim": 6},
+        {"q": (2, 2, 3, 6), "k": (2, 2, 5, 6)},
+        method="scores",
+        linear=("weight",),
+    ),
+    "transformer-xl, clamped": Case(
+        "TransformerXLScores",
+        {
+            "num_heads": 2,
+            "head_dim": 6,
+            "embedding_dim": 8,
+            "base": 50.0,
+            "max_distance": 3,
+        },
+        {"q": (2, 2, 5, 6), "k": (2, 2, 4, 6)},
+        method="scores",
+        linear=("weight",),
+    ),
+    "cope": Case(
+        "CopeBias",
+        {"head_dim": 6, "max_positions": 4, "weight": TABLE},
+        {"q": (2, 2, 3, 6), "scores": (2, 2, 3, 9)},
+        method="bias",
+        linear=("weight",),
+    ),
+    "time2vec": Case("Time2Vec", {"embedding_dim": 5}, {"x": (3, 2)}),
     "embedding": tokens(padding_idx=-1),
     "embedding, norm": tokens(
         padding_idx=0, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True
@@ -257,7 +301,8 @@ def tables_of(front_end: str, layer: Any) -> list[np.ndarray]:
 
 TABLES = {
     **{name: case for name, case in CASES.items() if case.name in (
-        "SinusoidalPositions", "FourierFeatures", "RotaryPositions", "AlibiBias", "T5Bias"
+        "SinusoidalPositions", "FourierFeatures", "RotaryPositions", "XPosRotary",
+        "AlibiBias", "T5Bias",
     )},
     **{type(rule).__name__: rotary(scaling=rule) for rule in RULES},
     "interleaved sections": rotary(sections=[2, 2], interleaved_sections=True),
@@ -316,6 +361,7 @@ STRATEGIES = {
     "sinusoidal": FAR,
     "rotary": FAR,
     "rotary, interleaved": FAR,
+    "xpos": st.integers(-1000, 1000),
     "learned": NEAR,
     "alibi, encoder": FAR,
     "t5": FAR,
@@ -475,6 +521,13 @@ ERRORS = {
     ),
     "give frequencies or scaling, rotary_dim and sections, not both": building(
         "RotaryPositions", 8, frequencies=[1.0], rotary_dim=2
+    ),
+    "scale_base must be positive and finite, got 0": building(
+        "XPosRotary", 8, scale_base=0
+    ),
+    "center must be an integer, got float": building("XPosRotary", 8, center=0.5),
+    "positions must be at most 1327 from center 9 for scale_base 40, got 1337": calling(
+        "xpos", HEADS, offset=1335
     ),
     "n must be positive, got 0": lambda front_end: in_all_front_ends(CASES["rotary"])[
         front_end
@@ -648,6 +701,21 @@ ERRORS = {
     "q must have shape (..., length, 6), got (2, 3, 5)": calling(
         "shaw", X[..., :5], X, [0, 1, 2], [0, 1, 2], method="scores"
     ),
+    "k must have shape (..., 2, length, 6), got (1, 3, 6)": calling(
+        "transformer-xl", X[None], X[:1], method="scores"
+    ),
+    "max_distance must be positive, got 0": building(
+        "TransformerXLScores", 2, 4, max_distance=0
+    ),
+    "offset must be an integer, got float": calling(
+        "transformer-xl", X[None], X[None], method="scores", offset=1.5
+    ),
+    "scores must have shape (2, 3, k_length), got (3, 6)": calling(
+        "cope", X, X[0], method="bias"
+    ),
+    "max_positions must be at least 2, got 1": building("CopeBias", 4, max_positions=1),
+    "embedding_dim must be at least 2, got 1": building("Time2Vec", 1),
+    "times must be integers or reals, got bool": calling("time2vec", [True]),
     "ids[1, 0] is 9, but num_embeddings is 9": calling("embedding", [[1], [9]]),
     "ids[0] is -1, but num_embeddings is 9": calling("embedding", [-1]),
     "ids[0] is 4294967299, but num_embeddings is 9": calling("embedding", [2**32 + 3]),
@@ -693,6 +761,7 @@ FRAMEWORK_ARGUMENTS = {
 }
 METHODS = {
     "AlibiBias": ["bias", "config"],
+    "CopeBias": ["bias", "config"],
     "Embedding": ["logits", "mask", "resize", "set_padding"],
     "EmbeddingBag": ["logits", "mask", "resize", "set_padding"],
     "EmbeddingLayer": ["config", "logits", "mask"],
@@ -700,10 +769,15 @@ METHODS = {
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
-    "RotaryPositions": ["at_length", "config", "from_hf", "phases", "rerotate"],
+    "RotaryPositions": [
+        *("at_length", "config", "dinov3", "from_hf", "phases", "pixtral", "rerotate")
+    ],
     "ShawScores": ["config", "scores"],
     "SinusoidalPositions": ["config", "encode", "marian", "tensor2tensor", "timestep"],
     "T5Bias": ["bias", "config"],
+    "Time2Vec": ["config"],
+    "TransformerXLScores": ["config", "scores"],
+    "XPosRotary": ["config"],
 }
 
 

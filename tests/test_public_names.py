@@ -12,6 +12,7 @@ FRONT_ENDS = ["firstlayer.numpy", "firstlayer.torch", "firstlayer.equinox"]
 # Each layer with the arguments that may be positional, in every front end.
 LAYERS = {
     "AlibiBias": ["num_heads"],
+    "CopeBias": ["head_dim"],
     "Embedding": ["num_embeddings", "embedding_dim"],
     "EmbeddingBag": ["num_embeddings", "embedding_dim"],
     "EmbeddingLayer": ["num_embeddings", "embedding_dim"],
@@ -23,6 +24,9 @@ LAYERS = {
     "ShawScores": ["head_dim"],
     "SinusoidalPositions": ["embedding_dim"],
     "T5Bias": ["num_heads"],
+    "Time2Vec": ["embedding_dim"],
+    "TransformerXLScores": ["num_heads", "head_dim"],
+    "XPosRotary": ["head_dim"],
 }
 OPTIMIZERS = [
     "RowAdagrad",

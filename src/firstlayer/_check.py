@@ -259,6 +259,20 @@ def float_dtype(dtype: Any) -> np.dtype:
     return native
 
 
+def same_dtype(names: str, *dtypes: str) -> None:
+    """Raise a ValueError unless all dtypes, given by name, are the same.
+
+    Example:
+        >>> same_dtype("u and v", "float32", "float64")
+        Traceback (most recent call last):
+        ...
+        ValueError: u and v must have one dtype, got float32 and float64
+    """
+    if len(set(dtypes)) > 1:
+        words = ", ".join(dtypes[:-1]) + f" and {dtypes[-1]}"
+        raise ValueError(f"{names} must have one dtype, got {words}")
+
+
 def is_float(dtype: np.dtype) -> bool:
     """Return whether ``dtype`` is one of :data:`FLOATS`, in either byte order."""
     # `dtype.kind` first: `dtype.name` takes microseconds.

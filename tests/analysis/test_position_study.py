@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from firstlayer.analysis.position_study.distance_profile import distance_profile
 from firstlayer.analysis.position_study.transformer import Transformer
 from firstlayer.numpy import RotaryPositions as NumpyRotary
 from firstlayer.numpy import SinusoidalPositions as NumpySinusoidal
+from firstlayer.numpy import XPosRotary as NumpyXPos
 from firstlayer.positions.alibi import alibi_slopes
 from firstlayer.positions.scaling import NTK, Linear, YaRN
 
@@ -48,7 +50,7 @@ TEXT = b" ".join(
     [b"alpha", b"beta", b"gamma", b"delta"][i]
     for i in np.random.default_rng(0).integers(0, 4, 3000)
 )
-RELATIVE = ("rotary", "randomised", "alibi", "t5", "kerple", "fire")
+RELATIVE = ("rotary", "randomised", "xpos", "alibi", "t5", "kerple", "fire")
 ABSOLUTE = ("learned", "sinusoidal")
 
 
@@ -150,7 +152,7 @@ def test_last_selects_the_last_logits(scheme):
         torch.testing.assert_close(model(ids, last=3), model(ids)[:, -3:])
 
 
-def attention(model, ids, *, rotate=None, bias=None):
+def attention(model, ids, *, rotate=None, rotate_keys=None, bias=None):
     """Return the logits of a one-layer model, with attention written out."""
     block, x = model.blocks[0], model.embedding(ids)
     q, k, v = block.qkv(block.before_attention(x)).chunk(3, dim=-1)
@@ -160,7 +162,8 @@ def attention(model, ids, *, rotate=None, bias=None):
         own = slice(head * size, (head + 1) * size)
         qs, ks = q[..., own], k[..., own]
         if rotate is not None:
-            qs, ks = (torch.from_numpy(rotate(t.detach().numpy())) for t in (qs, ks))
+            qs = torch.from_numpy(rotate(qs.detach().numpy()))
+            ks = torch.from_numpy((rotate_keys or rotate)(ks.detach().numpy()))
         for at in range(ids.shape[1]):
             scores = (qs[:, at, None] * ks[:, : at + 1]).sum(-1) / size**0.5
             if bias is not None:
@@ -177,6 +180,7 @@ def test_attention_matches_the_formula():
         "none": {},
         "alibi": {"bias": lambda head, back: -slopes[head] * back},
         "rotary": {"rotate": NumpyRotary(8)},
+        "xpos": {"rotate": NumpyXPos(8), "rotate_keys": partial(NumpyXPos(8), keys=True)},
     }
     for scheme, options in cases.items():
         model = model_of(scheme, layers=1)
@@ -323,6 +327,9 @@ def test_profiles_match_the_formulas_of_the_schemes():
     )
     cos, _ = NumpyRotary(8).phases(apart)
     np.testing.assert_allclose(profiles["rotary"].values, [cos.mean(-1)], atol=1e-6)
+    scales = ((np.arange(4) / 4 + 0.4) / 1.4) ** (apart[:, None] / 512)
+    want = [(scales * cos).mean(-1)]
+    np.testing.assert_allclose(profiles["xpos"].values, want, atol=1e-6)
     rows = NumpySinusoidal(16).encode(np.array([0, *apart]))
     np.testing.assert_allclose(
         profiles["sinusoidal"].values, [rows[1:] @ rows[0] / 8], atol=1e-5

@@ -12,6 +12,7 @@ import firstlayer.numpy
 import firstlayer.torch
 from firstlayer.equinox import (
     AlibiBias,
+    CopeBias,
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -23,6 +24,9 @@ from firstlayer.equinox import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Time2Vec,
+    TransformerXLScores,
+    XPosRotary,
     load,
     save,
 )
@@ -94,6 +98,14 @@ CASES: dict[str, Any] = {
     "KerpleBias": lambda: KerpleBias(3, form="power", key=KEY),
     "FireBias": lambda: FireBias(3, width=5, key=KEY),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
+    "CopeBias": lambda: CopeBias(8, max_positions=5, key=KEY),
+    "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
+    "TransformerXLScores": lambda: TransformerXLScores(
+        1, 8, embedding_dim=6, base=90.0, max_distance=10**6, key=KEY
+    ),
+    "XPosRotary": lambda: XPosRotary(
+        8, base=500.0, scale_base=1e6, center=10**6, layout="interleaved", rotary_dim=6
+    ),
 }
 
 

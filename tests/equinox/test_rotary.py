@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 
 from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
-from firstlayer.positions.rotary import qwen_axial_frequencies
+from firstlayer.positions.axial import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, YaRN
 from firstlayer.torch.rotary import RotaryPositions as TorchRotary
 from tests.support.jax_round_trips import fast_compilation, key

@@ -17,6 +17,7 @@ from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
 from firstlayer.numpy.alibi import AlibiBias
 from firstlayer.numpy.bag import EmbeddingBag
+from firstlayer.numpy.cope import CopeBias
 from firstlayer.numpy.files import load, save
 from firstlayer.numpy.fire import FireBias
 from firstlayer.numpy.fourier import FourierFeatures
@@ -27,7 +28,10 @@ from firstlayer.numpy.rotary import RotaryPositions
 from firstlayer.numpy.shaw import ShawScores
 from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from firstlayer.numpy.t5 import T5Bias
+from firstlayer.numpy.time2vec import Time2Vec
 from firstlayer.numpy.token import Embedding
+from firstlayer.numpy.transformer_xl import TransformerXLScores
+from firstlayer.numpy.xpos import XPosRotary
 from firstlayer.positions.scaling import LongRoPE, YaRN
 
 IDS = np.array([[3, 0, 9], [9, 1, 2]])
@@ -113,6 +117,14 @@ CASES = {
         3, width=5, c=0.3, threshold=7.0, eps=1e-3, dtype="float64", rng=12
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, rng=13),
+    "CopeBias": lambda: CopeBias(8, max_positions=5, rng=14),
+    "Time2Vec": lambda: Time2Vec(4, dtype="float64", rng=14),
+    "TransformerXLScores": lambda: TransformerXLScores(
+        1, 8, embedding_dim=6, base=90.0, max_distance=10**6, rng=14
+    ),
+    "XPosRotary": lambda: XPosRotary(
+        8, base=500.0, scale_base=1e6, center=10**6, layout="interleaved", rotary_dim=6
+    ),
 }
 
 
@@ -130,6 +142,14 @@ def output(layer):
         return layer(x, positions if layer.sections else positions[0])
     if isinstance(layer, FourierFeatures):
         return layer(X[..., :1])
+    if isinstance(layer, CopeBias):
+        return layer(X, X[..., :5])
+    if isinstance(layer, Time2Vec):
+        return layer(X)
+    if isinstance(layer, TransformerXLScores):
+        return layer(X[:, None], X[:, None])
+    if isinstance(layer, XPosRotary):
+        return layer(X, offset=3, keys=True)
     if isinstance(layer, ShawScores):
         return layer(X[:, :, :], X, np.arange(3), np.arange(3))
     return layer(Q, K)
@@ -354,6 +374,8 @@ HUGE = [
         {"class": "T5Bias", "num_heads": 2, "max_distance": 10**11},
     ),
     ({}, {"class": "ShawScores", "head_dim": 2**16, "max_left": 2**16, "max_right": 1}),
+    ({}, {"class": "TransformerXLScores", "num_heads": 2**14, "head_dim": 2**14}),
+    ({}, {"class": "XPosRotary", "head_dim": 2**16}),
     ({}, {"class": "KerpleBias", "num_heads": 10**10}),
     (
         {f"bias.{name}": np.zeros(1) for name in LAYER_KINDS["FireBias"].parameters},

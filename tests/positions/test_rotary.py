@@ -17,9 +17,7 @@ from firstlayer.positions.rotary import (
     convert_layout,
     inverse_frequencies,
     over_heads,
-    pixtral_axial_frequencies,
     query_temperature,
-    qwen_axial_frequencies,
     rotate,
     section_frequencies,
 )
@@ -236,22 +234,6 @@ def test_interleaved_sections_are_round_robin(sections, pairs):
     )
 
 
-def test_qwen_frequencies_are_the_same_for_rows_and_columns():
-    matrix = qwen_axial_frequencies(80, base=5_000.0)
-    per_axis = inverse_frequencies(40, base=5_000.0)
-    assert matrix.shape == (2, 40)
-    np.testing.assert_array_equal(matrix[0], np.r_[per_axis, np.zeros(20)])
-    np.testing.assert_array_equal(matrix[1], np.r_[np.zeros(20), per_axis])
-
-
-def test_pixtral_frequencies_alternate_between_rows_and_columns():
-    matrix = pixtral_axial_frequencies(64, base=5_000.0)
-    whole = inverse_frequencies(64, base=5_000.0)
-    assert matrix.shape == (2, 32)
-    np.testing.assert_array_equal(matrix[0], np.r_[whole[0::2], np.zeros(16)])
-    np.testing.assert_array_equal(matrix[1], np.r_[np.zeros(16), whole[1::2]])
-
-
 def test_layer_frequencies_are_scaled_before_they_are_sectioned():
     rule = YaRN(factor=4.0, original_length=64)
     got, factor = layer_frequencies(
@@ -292,8 +274,6 @@ def test_layer_frequencies_are_scaled_before_they_are_sectioned():
             lambda: section_frequencies(W, [16, 24, 24], interleaved=True),
             r"sections\[1\] must be at most 21 of 64 interleaved pairs, got 24",
         ),
-        (lambda: qwen_axial_frequencies(6), "head_dim must be a multiple of 4, got 6"),
-        (lambda: pixtral_axial_frequencies(2), "head_dim must be a multiple of 4, got 2"),
         (lambda: layer_frequencies(7), "head_dim must be positive and even, got 7"),
         (lambda: layer_frequencies(-2), "head_dim must be positive, got -2"),
         (lambda: layer_frequencies(8, rotary_dim=3), "rotary_dim must be .* even, got 3"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3Config,
+    DINOv3ViTConfig,
     GPTNeoXConfig,
     LlamaConfig,
     PixtralVisionConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen3VLTextConfig,
 )
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3_vit
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.pixtral import modeling_pixtral as pixtral
@@ -25,7 +27,8 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from firstlayer.numpy.rotary import RotaryPositions
-from firstlayer.positions.rotary import pixtral_axial_frequencies, qwen_axial_frequencies
+from firstlayer.positions import from_patches
+from firstlayer.positions.axial import qwen_axial_frequencies
 from firstlayer.positions.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 
 rng = np.random.default_rng(0)
@@ -157,9 +160,26 @@ def test_matches_pixtral_images():
     x, positions = random(1, 2, 12, 64), rng.integers(0, 60, (2, 12))
     module = pixtral.PixtralVisionRotaryEmbedding(config)
     want = theirs(module, pixtral.apply_rotary_pos_emb, x, positions.T, unsqueeze_dim=0)
-    base = config.rope_parameters["rope_theta"]
-    layer = RotaryPositions(64, frequencies=pixtral_axial_frequencies(64, base=base))
+    layer = RotaryPositions.pixtral(64, base=config.rope_parameters["rope_theta"])
     assert_same(layer(x, positions), want)
+
+
+@pytest.mark.parametrize("size", [(48, 80), (16, 16), (96, 32)])
+@pytest.mark.parametrize("base", [100.0, 37.0])
+def test_matches_dinov3_images(size, base):
+    config: Any = DINOv3ViTConfig(
+        hidden_size=128, num_attention_heads=2, patch_size=16, rope_theta=base
+    )
+    patches = size[0] // 16, size[1] // 16
+    x = random(2, 2, 5 + patches[0] * patches[1], 64)
+    module = dinov3_vit.DINOv3ViTRopePositionEmbedding(config).eval()
+    cos, sin = module(torch.zeros(2, 3, *size))
+    q = torch.from_numpy(x)
+    want = dinov3_vit.apply_rotary_pos_emb(q, q, cos, sin)[0].numpy()
+    layer = RotaryPositions.dinov3(64, base=base)
+    got = layer(x, from_patches(patches, prefix=5))
+    assert_same(got, want)
+    np.testing.assert_array_equal(got[..., :5, :], x[..., :5, :])
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ import firstlayer.equinox as in_equinox
 import firstlayer.numpy as in_numpy
 import firstlayer.torch as in_torch
 from firstlayer import kernels
+from firstlayer.positions.axial import qwen_axial_frequencies
 from firstlayer.positions.frequencies import (
     inverse_frequencies,
     layer_frequencies,
-    qwen_axial_frequencies,
     section_frequencies,
 )
 from firstlayer.positions.phases import LIMIT, digit_phases

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from firstlayer.equinox.alibi import AlibiBias
+from firstlayer.equinox.cope import CopeBias
 from firstlayer.equinox.fire import FireBias
 from firstlayer.equinox.fourier import FourierFeatures
 from firstlayer.equinox.kerple import KerpleBias
@@ -26,6 +27,9 @@ from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.equinox.shaw import ShawScores
 from firstlayer.equinox.sinusoidal import SinusoidalPositions
 from firstlayer.equinox.t5 import T5Bias
+from firstlayer.equinox.time2vec import Time2Vec
+from firstlayer.equinox.transformer_xl import TransformerXLScores
+from firstlayer.equinox.xpos import XPosRotary
 from firstlayer.positions.scaling import YaRN
 
 Build = Callable[[Any], Any]
@@ -50,14 +54,18 @@ SCHEMES: dict[str, Build] = {
     ),
     "rotary": lambda key: RotaryPositions(6, scaling=YaRN(factor=2.0, original_length=64)),
     "rotary, axes": lambda key: RotaryPositions(6, sections=[2, 1]),
+    "xpos": lambda key: XPosRotary(6, scale_base=40.0, center=3),
     "alibi": lambda key: AlibiBias(3, symmetric=True),
     "t5": lambda key: T5Bias(3, num_buckets=8, max_distance=20, init="uniform", key=key),
     "kerple": lambda key: KerpleBias(3, form="power", key=key),
     "fire": lambda key: FireBias(3, width=4, threshold=8.0, key=key),
     "shaw": lambda key: ShawScores(6, max_left=3, max_right=2, init="uniform", key=key),
+    "transformer-xl": lambda key: TransformerXLScores(1, 6, max_distance=5, key=key),
+    "cope": lambda key: CopeBias(6, max_positions=4, init="uniform", key=key),
+    "time2vec": lambda key: Time2Vec(3, key=key),
 }
 #: The schemes with parameters.
-LEARNED = ("learned", "t5", "kerple", "fire", "shaw")
+LEARNED = ("learned", "t5", "kerple", "fire", "shaw", "transformer-xl", "cope", "time2vec")
 
 
 def key(seed: int) -> Any:
@@ -76,6 +84,12 @@ def call_scheme(name: str, layer: Any, x: Any, positions: Any) -> Any:
         return layer(x[..., :2])
     if name == "shaw":
         return layer.scores(x, x, positions, positions)
+    if name == "transformer-xl":
+        return layer.scores(x[None], x[None])
+    if name == "cope":
+        return layer.bias(x, x)
+    if name == "time2vec":
+        return layer(x[..., 0])
     if name in ("alibi", "t5", "kerple", "fire"):
         return layer.bias(positions, positions)
     if name == "rotary, axes":

@@ -18,6 +18,7 @@ from firstlayer.numpy import files as numpy_files
 from firstlayer.positions.scaling import LongRoPE, YaRN
 from firstlayer.torch.alibi import AlibiBias
 from firstlayer.torch.bag import EmbeddingBag
+from firstlayer.torch.cope import CopeBias
 from firstlayer.torch.files import load, save
 from firstlayer.torch.fire import FireBias
 from firstlayer.torch.fourier import FourierFeatures
@@ -28,7 +29,10 @@ from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.sinusoidal import SinusoidalPositions
 from firstlayer.torch.t5 import T5Bias
+from firstlayer.torch.time2vec import Time2Vec
 from firstlayer.torch.token import Embedding
+from firstlayer.torch.transformer_xl import TransformerXLScores
+from firstlayer.torch.xpos import XPosRotary
 
 IDS = torch.tensor([[3, 0, 9], [9, 1, 2]])
 X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32"))
@@ -104,6 +108,14 @@ CASES: dict[str, Any] = {
         3, width=5, c=0.3, threshold=7.0, eps=1e-3, dtype=torch.float64
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1),
+    "CopeBias": lambda: CopeBias(8, max_positions=5),
+    "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
+    "TransformerXLScores": lambda: TransformerXLScores(
+        1, 8, embedding_dim=6, base=90.0, max_distance=10**6
+    ),
+    "XPosRotary": lambda: XPosRotary(
+        8, base=500.0, scale_base=1e6, center=10**6, layout="interleaved", rotary_dim=6
+    ),
 }
 
 
@@ -122,6 +134,14 @@ def output(layer: Any, as_array: Any) -> Any:
         return layer(as_array(x), as_array(positions if layer.sections else positions[0]))
     if name == "FourierFeatures":
         return layer(as_array(X[..., :1]))
+    if name == "CopeBias":
+        return layer(as_array(X), as_array(X[..., :5]))
+    if name == "Time2Vec":
+        return layer(as_array(X))
+    if name == "TransformerXLScores":
+        return layer(as_array(X[:, None]), as_array(X[:, None]))
+    if name == "XPosRotary":
+        return layer(as_array(X), offset=3, keys=True)
     if name == "ShawScores":
         steps = as_array(torch.arange(3))
         return layer(as_array(X), as_array(X), steps, steps)

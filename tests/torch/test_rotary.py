@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from firstlayer import kernels
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
-from firstlayer.positions.rotary import qwen_axial_frequencies
+from firstlayer.positions.axial import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from firstlayer.torch.rotary import RotaryPositions
 from tests.support.run_alone import run_alone

@@ -6,4 +6,6 @@ draws them, and the command line prints them.
 
 #: Position schemes that :mod:`firstlayer.analysis.position_study` compares. Defined here,
 #: so that the command line can list them without importing torch.
-SCHEMES = tuple("none learned sinusoidal rotary randomised alibi t5 kerple fire".split())
+SCHEMES = tuple(
+    "none learned sinusoidal rotary randomised xpos alibi t5 kerple fire".split()
+)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .position_study import Study, Trained
 
 FORMATS = ("png", "svg", "pdf")
-#: Okabe and Ito's without yellow, which is too light for lines, plus grey and wine red.
+#: Okabe and Ito's without yellow, which is too light for lines, plus grey, wine red and
+#: indigo.
 COLOURS = {
     "none": "#7F7F7F",
     "learned": "#CC79A7",
@@ -34,9 +35,10 @@ COLOURS = {
     "t5": "#E69F00",
     "kerple": "#000000",
     "fire": "#882255",
+    "xpos": "#332288",
 }
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 DASHES: dict[str | None, Any] = {
     None: "-",
     "linear": (0, (1, 1.5)),

@@ -92,6 +92,12 @@ def upcast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return x.astype(compute_dtype(x.dtype))
 
 
+def upcast_together(*arrays: Array) -> list[Array]:
+    """Return arrays in one compute dtype, float64 if any is float64."""
+    is_float64 = any(x.dtype == jnp.float64 for x in arrays)
+    return [x.astype(jnp.float64 if is_float64 else jnp.float32) for x in arrays]
+
+
 def compiled(
     function: Callable[..., Any],
     *,

@@ -13,6 +13,7 @@ from .._array import compute_dtype
 from .._check import one_of, positive
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
+from ..positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
 from ..positions.frequencies import layer_frequencies
 from ..positions.ids import check_axes
 from ..positions.phases import axial_phases, phase_tables, phases
@@ -61,7 +62,7 @@ class RotaryPositions(Module):
             in contiguous runs (Qwen2-VL).
         frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, that replace
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, from
-            :func:`firstlayer.positions.rotary.qwen_axial_frequencies`.
+            :func:`firstlayer.positions.axial.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)`` as in ``eqx.nn.MultiheadAttention``. None is -3, but an input of
             three axes, which may be either, is a ValueError unless the shape of the
@@ -163,6 +164,50 @@ class RotaryPositions(Module):
             (32, 8, 'interleaved')
         """
         return cls(**rotary_from_hf(config, layer_type), heads_axis=heads_axis)
+
+    @classmethod
+    def dinov3(cls, head_dim: int, *, base: float = 100.0, heads_axis: int = -3) -> Self:
+        """Return the layer of DINOv3's image tower.
+
+        Positions are the centers of the patches, from
+        :func:`firstlayer.positions.from_patches`.
+
+        Args:
+            head_dim: Number of features of a head, a multiple of 4.
+            base: Ratio of the slowest wavelength to the fastest (``rope_theta``).
+            heads_axis: As in the constructor.
+
+        Example:
+            >>> from firstlayer.positions import from_patches
+            >>> layer, x = RotaryPositions.dinov3(8), jnp.ones((3, 5, 8))
+            >>> y = layer(x, from_patches((2, 2), prefix=1))
+            >>> bool((y[:, 0] == x[:, 0]).all()), bool((y[:, 1] == x[:, 1]).all())
+            (True, False)
+        """
+        frequencies = dinov3_axial_frequencies(head_dim, base=base)
+        return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)
+
+    @classmethod
+    def pixtral(
+        cls, head_dim: int, *, base: float = 10_000.0, heads_axis: int = -3
+    ) -> Self:
+        """Return the layer of Pixtral's image tower.
+
+        Positions are the rows and columns of the patches, from
+        :func:`firstlayer.positions.from_grid`.
+
+        Args:
+            head_dim: Number of features of a head, a multiple of 4.
+            base: Ratio of the slowest wavelength to the fastest (``rope_theta``).
+            heads_axis: As in the constructor.
+
+        Example:
+            >>> from firstlayer.positions import from_grid
+            >>> RotaryPositions.pixtral(8)(jnp.ones((3, 6, 8)), from_grid((2, 3))).shape
+            (3, 6, 8)
+        """
+        frequencies = pixtral_axial_frequencies(head_dim, base=base)
+        return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)
 
     def __call__(
         self,

@@ -4,14 +4,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
 from ._bias import Pair, checked_pair, upcast_pair
-from ._module import Module, compiled
+from ._module import Module, compiled, upcast_together
 from ._parameters import Init, Key, draw_parameter, given_parameter
 from ._positions import Positions, checked_vectors
 
@@ -41,7 +40,7 @@ class ShawScores(Module):
 
     Example:
         >>> layer = ShawScores(4, max_left=64, max_right=8, key=jax.random.key(0))
-        >>> q, k = jnp.ones((2, 3, 4)), jnp.ones((2, 5, 4))
+        >>> q, k = jax.numpy.ones((2, 3, 4)), jax.numpy.ones((2, 5, 4))
         >>> layer.scores(q, k, range(3), range(5)).shape
         (2, 3, 5)
     """
@@ -107,7 +106,7 @@ class ShawScores(Module):
 @compiled
 def _scores(layer: ShawScores, q: Array, k: Array, pair: Pair) -> Array:
     q_positions, k_positions = upcast_pair(pair)
-    q_upcast, k_upcast, weight = _upcast_together(q, k, layer.weight)
+    q_upcast, k_upcast, weight = upcast_together(q, k, layer.weight)
     with jax.default_matmul_precision("highest"):
         out = shaw_scores(
             q_upcast,
@@ -118,8 +117,3 @@ def _scores(layer: ShawScores, q: Array, k: Array, pair: Pair) -> Array:
             max_left=layer.max_left,
         )
     return out.astype(q.dtype)
-
-
-def _upcast_together(*arrays: Array) -> list[Array]:
-    is_float64 = any(x.dtype == jnp.float64 for x in arrays)
-    return [x.astype(jnp.float64 if is_float64 else jnp.float32) for x in arrays]

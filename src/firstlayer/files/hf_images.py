@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from ..positions.frequencies import (
-    axial_frequencies,
-    inverse_frequencies,
-    pixtral_axial_frequencies,
-)
+from ..positions.axial import axial_frequencies, pixtral_axial_frequencies
+from ..positions.frequencies import inverse_frequencies
 
 #: Image towers whose configs have the default rope type, or none.
 _WITHOUT_TYPE = frozenset({

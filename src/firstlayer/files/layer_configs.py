@@ -25,16 +25,19 @@ class LayerKind(NamedTuple):
         prefix: Prefix of its tensor names in a file.
         has_phase_tables: Whether it builds tables for its pairs of features; see
             :mod:`firstlayer.positions.phases`.
+        distances: Options that are integers but not sizes of anything.
     """
 
     module: str
     parameters: tuple[str, ...] = ()
     prefix: str = ""
     has_phase_tables: bool = False
+    distances: tuple[str, ...] = ()
 
 
 LAYER_KINDS = {
     "AlibiBias": LayerKind("alibi"),
+    "CopeBias": LayerKind("cope", ("weight",), "bias."),
     "Embedding": LayerKind("token", ("weight",), "token."),
     "EmbeddingBag": LayerKind("bag", ("weight",), "token."),
     "EmbeddingLayer": LayerKind("layer"),
@@ -46,6 +49,13 @@ LAYER_KINDS = {
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
+    "Time2Vec": LayerKind("time2vec", ("weight", "bias"), "position."),
+    "TransformerXLScores": LayerKind(
+        *("transformer_xl", ("weight", "u", "v"), "bias."),
+        has_phase_tables=True,
+        distances=("max_distance",),
+    ),
+    "XPosRotary": LayerKind("xpos", has_phase_tables=True, distances=("center",)),
 }
 
 # Limit on a size that no tensor accounts for.
@@ -113,7 +123,9 @@ def check_options(
     sizes = {
         option: value
         for option, value in options.items()
-        if isinstance(value, int) and _accepts_int(known[option].annotation)
+        if isinstance(value, int)
+        and _accepts_int(known[option].annotation)
+        and option not in kind.distances
     }
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     for option, size in sizes.items():
@@ -149,7 +161,10 @@ def _pairs(options: dict[str, Any]) -> int:
     for name in ("frequencies", "matrix"):
         if isinstance(rows := options.get(name), list):
             return sum(len(row) if isinstance(row, list) else 1 for row in rows)
-    width = options.get("head_dim", options.get("embedding_dim"))
+    width = options.get("embedding_dim")
+    if width is None and isinstance(head_dim := options.get("head_dim"), int):
+        heads = options.get("num_heads")
+        width = head_dim * heads if isinstance(heads, int) else head_dim
     sections = options.get("sections")
     axes = len(sections) if isinstance(sections, list) else 1
     return axes * width // 2 if isinstance(width, int) else 0

@@ -6,6 +6,7 @@ from the gradient of ``y`` to those of the inputs and parameters, tables as row 
 
 from .alibi import AlibiBias as AlibiBias
 from .bag import EmbeddingBag as EmbeddingBag
+from .cope import CopeBias as CopeBias
 from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
@@ -17,10 +18,14 @@ from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
 from .t5 import T5Bias as T5Bias
+from .time2vec import Time2Vec as Time2Vec
 from .token import Embedding as Embedding
+from .transformer_xl import TransformerXLScores as TransformerXLScores
+from .xpos import XPosRotary as XPosRotary
 
 __all__ = [
     "AlibiBias",
+    "CopeBias",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingLayer",
@@ -32,6 +37,9 @@ __all__ = [
     "ShawScores",
     "SinusoidalPositions",
     "T5Bias",
+    "Time2Vec",
+    "TransformerXLScores",
+    "XPosRotary",
     "load",
     "save",
 ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from .._check import host_array, positions_array
 from ._module import Module, upcast
@@ -74,3 +74,34 @@ def sum_over_pairs(values: Float[np.ndarray, "*batch num_heads q k"]) -> np.ndar
     """Return the sum over each head, accumulated in float64, in the dtype of ``values``."""
     axes = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 3)
     return values.sum(axis=axes, dtype=np.float64).astype(values.dtype)
+
+
+def upcast_together(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Return arrays in one compute dtype, float64 if any is float64."""
+    dtype = "float64" if any(x.dtype == np.float64 for x in arrays) else "float32"
+    return [x.astype(dtype, copy=False) for x in arrays]
+
+
+def sum_to(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum ``gradient`` over the axes along which an array of ``shape`` was broadcast."""
+    extra = gradient.ndim - len(shape)
+    gradient = gradient.sum(axis=tuple(range(extra)))
+    axes = (at for at, size in enumerate(shape) if size == 1 != gradient.shape[at])
+    return gradient.sum(axis=tuple(axes), keepdims=True)
+
+
+def sum_by_row(
+    d: Float[np.ndarray, "*lead q_length k_length"],
+    index: Int[np.ndarray, "*#lead q_length k_length"],
+    rows: int,
+) -> Float[np.ndarray, "*lead q_length rows"]:
+    """Return, for each query, the sum of the gradients of each row of the table."""
+    length = d.shape[-2]
+    # One bin per query and row, so that a single bincount sums all of them.
+    bins = index + rows * np.arange(length)[:, None]
+    bins = np.broadcast_to(bins, d.shape)
+    out = np.empty((*d.shape[:-1], rows), d.dtype)
+    for lead in np.ndindex(d.shape[:-2]):
+        sums = np.bincount(bins[lead].ravel(), d[lead].ravel(), minlength=rows * length)
+        out[lead] = sums.reshape(length, rows)
+    return out

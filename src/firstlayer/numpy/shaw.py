@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from .._array import compute_dtype
 from .._check import dtype_text, host_array, is_float, not_negative, positive
@@ -13,7 +13,15 @@ from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.shaw import align_pairs, shaw_scores
 from ..positions.t5 import clipped_index, relative_positions
-from ._bias import KPositions, QPositions, checked_pair, gradient_like
+from ._bias import (
+    KPositions,
+    QPositions,
+    checked_pair,
+    gradient_like,
+    sum_by_row,
+    sum_to,
+    upcast_together,
+)
 from ._module import Module, as_parameter
 
 
@@ -81,7 +89,7 @@ class ShawScores(Module):
         """
         q_positions, k_positions = checked_pair(q_positions, k_positions)
         q, k = self._checked("q", q), self._checked("k", k)
-        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight)
+        q_upcast, k_upcast, weight = upcast_together(q, k, self.weight)
         out = shaw_scores(
             q_upcast,
             k_upcast,
@@ -107,7 +115,7 @@ class ShawScores(Module):
         """
         scores = self.scores(q, k, q_positions, k_positions)
         q, k = host_array(q, name="q").copy(), host_array(k, name="k").copy()
-        q_upcast, k_upcast, weight = _upcast_together(q, k, self.weight.copy())
+        q_upcast, k_upcast, weight = upcast_together(q, k, self.weight.copy())
         relative = relative_positions(*checked_pair(q_positions, k_positions))
         index = clipped_index(relative, left=self.max_left, right=self.max_right)
         index = align_pairs(index, q, k)
@@ -115,13 +123,13 @@ class ShawScores(Module):
         def pullback(dscores: Float[Any, "*lead q k"]) -> dict[str, np.ndarray]:
             d = gradient_like(dscores, scores, name="dscores").astype(q_upcast.dtype)
             d /= math.sqrt(self.head_dim)
-            by_row = _sum_by_row(d, index, len(weight))
+            by_row = sum_by_row(d, index, len(weight))
             all_q = np.broadcast_to(q_upcast, (*d.shape[:-1], self.head_dim))
             dweight = by_row.reshape(-1, len(weight)).T @ all_q.reshape(-1, self.head_dim)
             dq, dk = d @ k_upcast + by_row @ weight, d.mT @ q_upcast
             return {
-                "q": _sum_to(dq, q.shape).astype(q.dtype, copy=False),
-                "k": _sum_to(dk, k.shape).astype(k.dtype, copy=False),
+                "q": sum_to(dq, q.shape).astype(q.dtype, copy=False),
+                "k": sum_to(dk, k.shape).astype(k.dtype, copy=False),
                 "weight": dweight.astype(compute_dtype(self.weight.dtype), copy=False),
             }
 
@@ -142,33 +150,3 @@ class ShawScores(Module):
                 f"{name} must have shape (..., length, {self.head_dim}), got {array.shape}"
             )
         return array
-
-
-def _upcast_together(*arrays: np.ndarray) -> list[np.ndarray]:
-    dtype = "float64" if any(x.dtype == np.float64 for x in arrays) else "float32"
-    return [x.astype(dtype, copy=False) for x in arrays]
-
-
-def _sum_to(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sum ``gradient`` over the axes along which an array of ``shape`` was broadcast."""
-    extra = gradient.ndim - len(shape)
-    gradient = gradient.sum(axis=tuple(range(extra)))
-    axes = (at for at, size in enumerate(shape) if size == 1 != gradient.shape[at])
-    return gradient.sum(axis=tuple(axes), keepdims=True)
-
-
-def _sum_by_row(
-    d: Float[np.ndarray, "*lead q_length k_length"],
-    index: Int[np.ndarray, "*#lead q_length k_length"],
-    rows: int,
-) -> Float[np.ndarray, "*lead q_length rows"]:
-    """Return, for each query, the sum of the gradients of each row of the table."""
-    length = d.shape[-2]
-    # One bin per query and row, so that a single bincount sums all of them.
-    bins = index + rows * np.arange(length)[:, None]
-    bins = np.broadcast_to(bins, d.shape)
-    out = np.empty((*d.shape[:-1], rows), d.dtype)
-    for lead in np.ndindex(d.shape[:-2]):
-        sums = np.bincount(bins[lead].ravel(), d[lead].ravel(), minlength=rows * length)
-        out[lead] = sums.reshape(length, rows)
-    return out

@@ -4,7 +4,7 @@ The angle of a pair is the sum, over the coordinates of a position, of coordinat
 frequency. A rotary scheme is therefore a vector of frequencies, ``(pairs,)``, or a matrix
 of them, ``(axes, pairs)``, in which a pair that belongs to one axis has frequency 0 on the
 others. Text models have one coordinate, multimodal models (M-RoPE) have time, height and
-width, and image towers have row and column.
+width, and image towers have row and column (:mod:`firstlayer.positions.axial`).
 
 Frequencies are computed once from hyper-parameters, in float64 on the host. The scaling
 rules for long contexts are in :mod:`firstlayer.positions.scaling`.
@@ -81,63 +81,6 @@ def _round_robin(sections: list[int], pairs: int) -> np.ndarray:
     return np.where(rounds < np.asarray(sections)[axis_of], axis_of, 0)
 
 
-def axial_frequencies(
-    head_dim: int, *, axes: int = 2, base: float = 10_000.0
-) -> Float64[np.ndarray, "axes pairs"]:
-    """Return the same frequencies for every axis, in contiguous runs of pairs.
-
-    Args:
-        head_dim: Number of features of a head. If ``2 * axes`` does not divide it, the last
-            features are not rotated.
-        axes: Number of coordinates of a position.
-        base: As in :func:`inverse_frequencies`.
-
-    Example:
-        >>> axial_frequencies(8, axes=3).tolist()
-        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-    """
-    pairs = positive("head_dim", head_dim) // (2 * positive("axes", axes))
-    if pairs == 0:
-        raise ValueError(f"head_dim must be at least {2 * axes}, got {head_dim}")
-    return np.kron(np.eye(axes), inverse_frequencies(2 * pairs, base=base))
-
-
-def qwen_axial_frequencies(
-    head_dim: int, *, base: float = 10_000.0
-) -> Float64[np.ndarray, "2 pairs"]:
-    """Return the frequencies of Qwen-VL's image towers: the same for rows and columns.
-
-    Args:
-        head_dim: Number of features of a head, a multiple of 4.
-        base: As in :func:`inverse_frequencies`.
-
-    Example:
-        >>> qwen_axial_frequencies(8).tolist()
-        [[1.0, 0.01, 0.0, 0.0], [0.0, 0.0, 1.0, 0.01]]
-    """
-    _check_multiple_of_4(head_dim)
-    return axial_frequencies(head_dim, base=base)
-
-
-def pixtral_axial_frequencies(
-    head_dim: int, *, base: float = 10_000.0
-) -> Float64[np.ndarray, "2 pairs"]:
-    """Return the frequencies of Pixtral's image tower: even for rows, odd for columns.
-
-    Args:
-        head_dim: Number of features of a head, a multiple of 4.
-        base: As in :func:`inverse_frequencies`.
-
-    Example:
-        >>> pixtral_axial_frequencies(8).round(3).tolist()
-        [[1.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.1, 0.001]]
-    """
-    _check_multiple_of_4(head_dim)
-    pairs = inverse_frequencies(head_dim, base=base)
-    zeros = np.zeros(head_dim // 4)
-    return np.stack([np.r_[pairs[0::2], zeros], np.r_[zeros, pairs[1::2]]])
-
-
 def layer_frequencies(
     head_dim: int,
     *,
@@ -211,8 +154,3 @@ def _check_frequencies(frequencies: Any, head_dim: int) -> np.ndarray:
             f"got {array.shape[-1]}"
         )
     return array
-
-
-def _check_multiple_of_4(head_dim: int) -> None:
-    if positive("head_dim", head_dim) % 4:
-        raise ValueError(f"head_dim must be a multiple of 4, got {head_dim}")

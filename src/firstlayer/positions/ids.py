@@ -6,7 +6,7 @@ need nothing but these functions. By default a layer counts ``0, 1, …`` from i
 
 - a padded batch: :func:`from_mask`
 - documents packed into one sequence: :func:`from_documents`, :func:`from_lengths`
-- an image or another grid: :func:`from_grid`
+- an image or another grid: :func:`from_grid`, or :func:`from_patches` as in DINOv3
 - training for longer sequences than the data has: :func:`randomised`
 
 Functions of arrays run unchanged on NumPy, torch and JAX arrays. Functions of plain
@@ -16,7 +16,7 @@ numbers (lengths, grid sizes, random draws) return NumPy arrays.
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Float64, Int, Shaped
 
 from .._array import cast, namespace_of, running_max
 from .._check import integers, not_negative, positive
@@ -134,6 +134,27 @@ def from_grid(sizes: tuple[int, ...]) -> Int[np.ndarray, "axes length"]:
     """
     sizes = tuple(positive("sizes", size) for size in sizes)
     return np.indices(sizes).reshape(len(sizes), -1)
+
+
+def from_patches(
+    sizes: tuple[int, ...], *, prefix: int = 0
+) -> Float64[np.ndarray, "axes length"]:
+    """Return the centers of an image's patches, between -1 and 1, one row per axis.
+
+    These are the positions of DINOv3. They do not depend on the resolution of the image,
+    and may be shifted and scaled at random in training.
+
+    Args:
+        sizes: Number of patches along each axis, such as height and width.
+        prefix: Number of tokens before the patches, such as CLS and registers. Their
+            coordinates are 0, where nothing is rotated.
+
+    Example:
+        >>> from_patches((2, 2), prefix=1).tolist()
+        [[0.0, -0.5, -0.5, 0.5, 0.5], [0.0, -0.5, 0.5, -0.5, 0.5]]
+    """
+    centers = (2 * from_grid(sizes) + 1) / np.array(sizes)[:, None] - 1
+    return np.pad(centers, ((0, 0), (not_negative("prefix", prefix), 0)))
 
 
 def randomised(

@@ -249,11 +249,24 @@ def nan_outside(
     return xp.where(in_range, cos, float("nan")), xp.where(in_range, sin, float("nan"))
 
 
-def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
-    xp = namespace_of(tables)
+def within_limit(
+    positions: Shaped[Any, "*seq"],
+) -> tuple[Shaped[Any, "*seq"], Bool[Any, "*seq"]]:
+    """Return integer positions as int32, 0 if out of range, and whether each is in range.
+
+    Example:
+        >>> [part.tolist() for part in within_limit(np.array([-3, 2**24]))]
+        [[-3, 0], [True, False]]
+    """
+    xp = namespace_of(positions)
     # Compared before the cast to int32, which could wrap around.
     in_range = is_in_range(positions)
-    safe = cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32")
+    return cast(xp.where(in_range, positions, xp.zeros_like(positions)), "int32"), in_range
+
+
+def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
+    xp = namespace_of(tables)
+    safe, in_range = within_limit(positions)
     size = xp.abs(safe)
     cos, sin = (take_rows(tables[part, 0], size % 256) for part in (0, 1))
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):

@@ -19,10 +19,10 @@ from jaxtyping import Float, Shaped
 from .. import kernels
 from .._array import cast, is_real, namespace_of, repeating
 from .._check import number, one_of, positive
+from .axial import pixtral_axial_frequencies as pixtral_axial_frequencies
+from .axial import qwen_axial_frequencies as qwen_axial_frequencies
 from .frequencies import check_rotary_dim
 from .frequencies import inverse_frequencies as inverse_frequencies
-from .frequencies import pixtral_axial_frequencies as pixtral_axial_frequencies
-from .frequencies import qwen_axial_frequencies as qwen_axial_frequencies
 from .frequencies import section_frequencies as section_frequencies
 from .phases import axial_phases, phases
 

@@ -12,7 +12,7 @@ from ..positions.shaw import shaw_scores
 from ._positions.arguments import Positions, check_vectors
 from ._positions.bias import checked_positions, parameter
 from ._tensors.buffers import repr_of
-from ._tensors.dtypes import dtype_name, in_full_precision
+from ._tensors.dtypes import dtype_name, in_full_precision, upcast_together
 
 
 class ShawScores(nn.Module):
@@ -86,7 +86,7 @@ class ShawScores(nn.Module):
         for name, x in (("q", q), ("k", k)):
             check_vectors(x, self.head_dim, name=name)
         with in_full_precision(q.device):
-            inputs = _upcast_together(q, k, self.weight)
+            inputs = upcast_together(q, k, self.weight)
             out = shaw_scores(
                 inputs[0],
                 inputs[1],
@@ -113,8 +113,3 @@ class ShawScores(nn.Module):
 
     def extra_repr(self) -> str:
         return repr_of(self)
-
-
-def _upcast_together(*tensors: Tensor) -> list[Tensor]:
-    any_double = any(x.dtype == torch.float64 for x in tensors)
-    return [x.to(torch.float64 if any_double else torch.float32) for x in tensors]

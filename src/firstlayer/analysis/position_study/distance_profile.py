@@ -2,7 +2,8 @@
 
 - A bias: its value for a key at that distance.
 - Rotary: the mean cosine of the angles of all pairs, which is the product of a query with
-  itself at that distance if all pairs have the same norm.
+  itself at that distance if all pairs have the same norm. With xPos, cosines are multiplied
+  by the scales of their pairs.
 - Added vectors: the mean cosine between vectors at that distance.
 """
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ...torch import LearnedPositions
+from ...torch import LearnedPositions, XPosRotary
 from .results import Profile, Setting
 from .transformer import Transformer
 
@@ -22,6 +23,10 @@ def distance_profile(model: Transformer, *, setting: Setting) -> Profile | None:
     if model.bias is not None:
         keys = torch.arange(longest - 1, -1, -1)
         return _profile("bias", model.bias([longest - 1], keys)[:, 0])
+    if isinstance(model.rotary, XPosRotary):
+        first_of_pairs = torch.arange(model.rotary.head_dim) < model.rotary.head_dim // 2
+        rotated = model.rotary(first_of_pairs.float().expand(longest, -1))
+        return _profile("cosine", rotated[:, first_of_pairs].mean(-1)[None])
     if model.rotary is not None:
         cos, _ = model.rotary.phases(torch.arange(longest))
         return _profile("cosine", cos.mean(-1)[None])

@@ -2,9 +2,9 @@
 
 Blocks are pre-norm, token rows are scaled by √width as in the original Transformer, and the
 head is tied to the token table. Positions enter as each scheme was published: added to the
-vectors once (learned, sinusoidal), rotating queries and keys in every block (rotary), or
-added to the scores of every block (biases, shared by all blocks). With ``none``, only the
-causal mask carries positions.
+vectors once (learned, sinusoidal), rotating queries and keys in every block (rotary, xpos),
+or added to the scores of every block (biases, shared by all blocks). With ``none``, only
+the causal mask carries positions.
 """
 
 import torch
@@ -19,6 +19,7 @@ from ...torch import (
     KerpleBias,
     RotaryPositions,
     T5Bias,
+    XPosRotary,
 )
 
 BYTES = 256
@@ -27,6 +28,11 @@ BIASES = {
     "fire": FireBias,
     "kerple": KerpleBias,
     "t5": lambda num_heads: T5Bias(num_heads, bidirectional=False),
+}
+ROTARY = {
+    "rotary": RotaryPositions,
+    "randomised": RotaryPositions,
+    "xpos": XPosRotary,
 }
 
 
@@ -49,12 +55,14 @@ class Block(nn.Module):
         self,
         x: Float[Tensor, "batch length width"],
         *,
-        rotary: RotaryPositions | None,
+        rotary: RotaryPositions | XPosRotary | None,
         positions: Int[Tensor, "*batch length"],
         bias: Float[Tensor, "*batch heads length length"] | None,
     ) -> Float[Tensor, "batch length width"]:
         q, k, v = self._heads(self.qkv(self.before_attention(x)))
-        if rotary is not None:
+        if isinstance(rotary, XPosRotary):
+            q, k = rotary(q, positions), rotary(k, positions, keys=True)
+        elif rotary is not None:
             q, k = rotary(q, positions), rotary(k, positions)
         mixed = scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -94,8 +102,9 @@ class Transformer(nn.Module):
             max_positions=length if scheme == "learned" else None,
             scale=True,
         )
-        is_rotary = scheme in ("rotary", "randomised")
-        self.rotary = RotaryPositions(width // heads) if is_rotary else None
+        self.rotary = None
+        if scheme in ROTARY:
+            self.rotary = ROTARY[scheme](width // heads)
         self.bias = BIASES[scheme](heads) if scheme in BIASES else None
         self.blocks = nn.ModuleList(Block(width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)

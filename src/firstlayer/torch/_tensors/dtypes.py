@@ -22,6 +22,12 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x.dtype))
 
 
+def upcast_together(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in one compute dtype, float64 if any is float64."""
+    any_double = any(x.dtype == torch.float64 for x in tensors)
+    return [x.to(torch.float64 if any_double else torch.float32) for x in tensors]
+
+
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Disable autocast, which would multiply matrices in half precision."""
     enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)

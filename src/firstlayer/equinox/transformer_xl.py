@@ -1,0 +1,175 @@
+"""Transformer-XL's relative scores for Equinox."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._check import number, positive, same_dtype
+from ..positions.phases import phases
+from ..positions.sinusoidal import encode
+from ..positions.transformer_xl import distance_range, xl_scores, xl_tables
+from ._constant import Constant
+from ._module import Module, upcast_together
+from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._positions import check_reach, checked_vectors
+
+
+class TransformerXLScores(Module):
+    """Computes attention scores with learned products of queries and distances.
+
+    Transformer-XL and XLNet: ``((q + u)·k + (q + v)·W R) / √head_dim``, where ``R`` are
+    sinusoids of the distance from the key to the query, negative for keys after it.
+
+    Args:
+        num_heads: Number of heads. Positive.
+        head_dim: Number of features of queries and keys. Positive.
+        embedding_dim: Width of the sinusoids (``d_model``); None is that of all heads,
+            ``num_heads * head_dim``.
+        base: Ratio of the slowest wavelength of the sinusoids to the fastest.
+        max_distance: Larger distances are replaced by this one (``clamp_len``); None is no
+            limit.
+        weight: Projection ``W`` of the sinusoids to all heads (``r_net`` in Transformer-XL;
+            ``r`` in XLNet is its transpose).
+        u: Added to queries before they are multiplied with keys (``r_w_bias``).
+        v: Added to queries before they are multiplied with ``W R`` (``r_r_bias``).
+        init: Distribution of new parameters, as for
+            :class:`firstlayer.equinox.Embedding`.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: Random key for new parameters.
+
+    Shape:
+        - weight: ``(num_heads * head_dim, embedding_dim)``
+        - u, v: ``(num_heads, head_dim)``
+        - q: ``(..., num_heads, q_length, head_dim)``
+        - k: ``(..., num_heads, k_length, head_dim)``
+        - output: ``(..., num_heads, q_length, k_length)``, in the dtype of ``q``
+
+    The queries are the last of the keys, unless ``offset`` is given: with cached keys of
+    earlier segments, or in a step of decoding, pass all keys and only the new queries.
+    Padding and packed documents need only a mask, because distances do not change.
+
+    Products use full float32 precision on every device (float64 if any input is), and the
+    result is rounded once.
+
+    Example:
+        >>> layer = TransformerXLScores(2, 4, key=jax.random.key(0))
+        >>> layer.scores(jnp.ones((3, 2, 5, 4)), jnp.ones((3, 2, 9, 4))).shape
+        (3, 2, 5, 9)
+    """
+
+    weight: Float[Array, "width embedding_dim"]
+    u: Float[Array, "num_heads head_dim"]
+    v: Float[Array, "num_heads head_dim"]
+    tables: Constant = eqx.field(static=True)
+    rates: Constant = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+    base: float = eqx.field(static=True)
+    max_distance: int | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        embedding_dim: int | None = None,
+        base: float = 10_000.0,
+        max_distance: int | None = None,
+        weight: Any = None,
+        u: Any = None,
+        v: Any = None,
+        init: Init = "truncated_normal",
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.num_heads = positive("num_heads", num_heads)
+        self.head_dim = positive("head_dim", head_dim)
+        width = self.num_heads * self.head_dim
+        self.embedding_dim = (
+            width if embedding_dim is None else positive("embedding_dim", embedding_dim)
+        )
+        self.base = number("base", base)
+        self.max_distance = (
+            None if max_distance is None else positive("max_distance", max_distance)
+        )
+        tables, rates = xl_tables(self.embedding_dim, base=self.base)
+        self.tables, self.rates = Constant(tables), Constant(rates)
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        shape = (self.num_heads, self.head_dim)
+        self.weight, self.u, self.v = (
+            draw_parameter(shape, init=init, key=own, dtype=dtype)
+            if value is None
+            else given_parameter(value, shape, dtype=dtype, name=name)
+            for name, value, shape, own in zip(
+                ("weight", "u", "v"),
+                (weight, u, v),
+                ((width, self.embedding_dim), shape, shape),
+                keys,
+                strict=True,
+            )
+        )
+        own = (self.weight, self.u, self.v)
+        same_dtype("weight, u and v", *(value.dtype.name for value in own))
+
+    def scores(
+        self,
+        q: Float[Array | np.ndarray, "*lead num_heads q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead num_heads k_length head_dim"],
+        *,
+        offset: int | None = None,
+    ) -> Float[Array, "*lead num_heads q_length k_length"]:
+        """Return the scores of every query and key.
+
+        Args:
+            q: Queries, without positions.
+            k: Keys, without positions, those of earlier segments first.
+            offset: Number of keys before the first query; None is ``k_length - q_length``.
+        """
+        q, k = self._checked("q", q), self._checked("k", k)
+        own = upcast_together(q, k, self.weight, self.u, self.v)
+        with jax.default_matmul_precision("highest"):
+            encodings = self._encodings(q, k, offset, own[0].dtype)
+            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
+        return out.astype(q.dtype)
+
+    def __call__(
+        self,
+        q: Float[Array | np.ndarray, "*lead num_heads q_length head_dim"],
+        k: Float[Array | np.ndarray, "*lead num_heads k_length head_dim"],
+        *,
+        offset: int | None = None,
+    ) -> Float[Array, "*lead num_heads q_length k_length"]:
+        return self.scores(q, k, offset=offset)
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        return {"weight": self.weight, "u": self.u, "v": self.v}
+
+    def _encodings(
+        self, q: Array, k: Array, offset: int | None, dtype: Any
+    ) -> Float[Array, "distances embedding_dim"]:
+        largest, count = distance_range(q.shape[-2], k.shape[-2], offset)
+        # Counted by JAX: a long NumPy array would be a constant in every compiled program.
+        distances = jnp.arange(count, dtype=jnp.int32)
+        if self.max_distance is None:
+            check_reach(np.array([largest, largest - count + 1]), name="distances")
+            distances = largest - distances
+        else:
+            limit = self.max_distance
+            distances = jnp.clip(largest - distances, -limit, limit)
+        tables, rates = (jnp.asarray(c.array, dtype) for c in (self.tables, self.rates))
+        width = self.embedding_dim
+        return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
+
+    def _checked(self, name: str, x: Any) -> Float[Array, "..."]:
+        x = checked_vectors(x, np.shape(x)[-1], name=name)
+        if x.shape[-1] != self.head_dim or x.shape[-3:-2] != (self.num_heads,):
+            raise ValueError(
+                f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "
+                f"got {x.shape}"
+            )
+        return x

@@ -1,0 +1,145 @@
+"""xPos for torch."""
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._check import number, one_of, positive_number
+from ..positions.frequencies import check_rotary_dim
+from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, rotate
+from ..positions.xpos import (
+    check_center,
+    check_xpos_reach,
+    xpos_phases,
+    xpos_reach,
+    xpos_tables,
+)
+from ._positions.arguments import (
+    Offset,
+    Positions,
+    check_vectors,
+    in_reach,
+    on_host,
+    positions_for,
+)
+from ._positions.rotate import rotate_fused
+from ._tensors.buffers import PrecomputedBuffers
+from ._tensors.dtypes import upcast
+from ._tensors.memory import is_plain_cpu, kernel_eligible
+
+
+class XPosRotary(PrecomputedBuffers):
+    """Rotates queries and keys by their positions and scales them, so that scores decay.
+
+    xPos rotates as :class:`RotaryPositions` and multiplies pair ``i`` of the score of a
+    query and a key ``d`` positions before it by ``zeta_i ** (d / scale_base)``, where
+    ``zeta_i = (2i + 0.4 rotary_dim) / (1.4 rotary_dim)``. Queries and keys are scaled
+    inversely: call the layer with ``keys=True`` for keys. Attention must be causal. Has no
+    parameters.
+
+    Args:
+        head_dim: Number of features of a head. Positive, and even unless ``rotary_dim`` is
+            given.
+        base: Ratio of the slowest wavelength to the fastest.
+        scale_base: Number of positions over which pair ``i`` decays by ``zeta_i``.
+            Positive.
+        center: Position whose scale is 1. Scores do not depend on it. The middle of the
+            longest sequence allows the most positions; see below.
+        layout: ``"half"``, ``"interleaved"`` (torchscale, x-transformers) or
+            ``"interleaved_to_half"``; see :func:`firstlayer.positions.rotary.rotate`.
+        rotary_dim: Number of rotated features, the first ones; None is all.
+        heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
+            head_dim)``.
+
+    Shape:
+        - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
+        - positions: ``(length,)`` or ``(batch, length)`` integers or reals; None is ``0, 1,
+          …`` shifted by ``offset``
+        - output: as ``x``, in the dtype of ``x``
+
+    Positions must be within :attr:`reach` of ``center``, where no score overflows: 16997
+    for a ``scale_base`` of 512, and a tenth of it in float16. Others raise a ValueError on
+    the CPU and give NaN on other devices and in compiled code.
+
+    Example:
+        >>> layer = XPosRotary(4, scale_base=10.0)
+        >>> q, k = torch.ones(2, 1, 4)
+        >>> scores = [layer(q, [p + 9]) @ layer(k, [p], keys=True).T for p in (0, 50)]
+        >>> torch.allclose(*scores), round(scores[0].item(), 4)
+        (True, 0.7482)
+    """
+
+    bits: Tensor
+    rate_bits: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10_000.0,
+        scale_base: float = 512.0,
+        center: int = 0,
+        layout: Layout = "half",
+        rotary_dim: int | None = None,
+        heads_axis: int = -3,
+    ) -> None:
+        super().__init__()
+        self.heads_axis = check_heads_axis(heads_axis)
+        one_of("layout", layout, LAYOUTS)
+        self.layout: Layout = layout
+        self.center = check_center(center)
+        check_rotary_dim(rotary_dim, head_dim)
+        self.head_dim, self.base = int(head_dim), number("base", base)
+        self.scale_base = positive_number("scale_base", scale_base)
+        self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
+        self._build()
+
+    def forward(
+        self,
+        x: Float[Tensor, "*lead head_dim"],
+        positions: Positions | None = None,
+        *,
+        offset: Offset = 0,
+        keys: bool = False,
+    ) -> Float[Tensor, "*lead head_dim"]:
+        """Return ``x`` rotated by its positions and scaled.
+
+        Args:
+            x: Queries, or keys.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, or one number per row.
+            keys: Whether ``x`` are keys, which are scaled inversely to queries.
+        """
+        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        check_vectors(x, self.head_dim, axes=axes)
+        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        at = in_reach(positions_for(x, length=length, positions=positions, offset=offset))
+        reach = xpos_reach(self.scale_base, float16=x.dtype == torch.float16)
+        options = {"center": self.center, "reach": reach}
+        if is_plain_cpu(at):
+            check_xpos_reach(on_host(at), **options, scale_base=self.scale_base)
+        at = over_heads(at, x, heads_axis=self.heads_axis)
+        tables = self._floats("bits", x.dtype, at.device)
+        rates = self._floats("rate_bits", x.dtype, at.device)
+        cos, sin = xpos_phases(at, tables, rates, **options, keys=keys)
+        if kernel_eligible(x) and is_plain_cpu(cos) and not cos.requires_grad:
+            both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
+            read, write = self.layout == "half", self.layout != "interleaved"
+            seq = tuple(cos.shape[:-1])
+            return rotate_fused(x, both, seq, read_half=read, write_half=write)
+        return rotate(upcast(x), cos, sin, layout=self.layout).to(x.dtype)
+
+    @property
+    def reach(self) -> int:
+        """Largest distance from ``center`` of a position, unless ``x`` is float16."""
+        return xpos_reach(self.scale_base)
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        tables, rates = xpos_tables(
+            self.head_dim,
+            base=self.base,
+            scale_base=self.scale_base,
+            rotary_dim=self.rotary_dim,
+        )
+        return {"bits": tables, "rate_bits": rates}
