@@ -188,20 +188,19 @@ def swapped(model: nn.Module) -> Generator[Replaced, None, None]:
         if child is not None
     ]
     rotary = replace_rotary_modules(model)
-    tables, left = [], dict(rotary.left)
-    for path, module in embeddings_of(model):
-        reason = reason_to_leave(module)
-        if isinstance(module, Embedding):
-            continue
-        if reason is None:
-            change_class(module)
-            tables.append(module)
-        else:
-            left[path] = reason
+    reasons = {
+        path: (module, reason_to_leave(module))
+        for path, module in embeddings_of(model)
+        if not isinstance(module, Embedding)
+    }
+    left = {path: reason for path, (_, reason) in reasons.items() if reason is not None}
+    tables = [module for module, reason in reasons.values() if reason is None]
+    for module in dict.fromkeys(tables):
+        change_class(module)
     try:
-        yield Replaced(int(rotary) + len(tables), left)
+        yield Replaced(int(rotary) + len(tables), rotary.left | left)
     finally:
-        for module in tables:
+        for module in dict.fromkeys(tables):
             restore_class(module)
         for parent, name, child in before:
             _restore_rotary(parent, name, child)
