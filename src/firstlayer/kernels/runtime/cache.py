@@ -4,8 +4,12 @@ Numba's own cache raises at the first lookup if one of its files is empty, trunc
 unreadable, and runs whatever machine code a damaged file holds. Here every file begins with
 a digest of its content. A file that fails the check is ignored and overwritten. If code
 cannot be read or written, kernels are compiled in memory, with one warning per process.
+
+Numba compiles a kernel again if its own file changed. Here a change of any file of
+``kernels`` counts, because kernels contain the functions that they call.
 """
 
+import functools
 import hashlib
 import pickle
 import warnings
@@ -54,7 +58,7 @@ class _KernelCache(FunctionCache):
             cache_path=files._cache_path,
             # Numba's own files have another format.
             filename_base=f"{self._impl.filename_base}.checked",  # pyright: ignore
-            source_stamp=files._source_stamp,
+            source_stamp=(files._source_stamp, _source_stamps()),
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -70,6 +74,14 @@ class _KernelCache(FunctionCache):
             super().save_overload(sig, data)
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be written ({_text(error)})")
+
+
+@functools.cache
+def _source_stamps() -> tuple[tuple[str, int, int], ...]:
+    """Return the name, size and time of change of every file of ``kernels``."""
+    folder = Path(__file__).parents[1]
+    found = ((path.name, path.stat()) for path in sorted(folder.rglob("*.py")))
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
 
 class _CheckedFiles(IndexDataCacheFile):
