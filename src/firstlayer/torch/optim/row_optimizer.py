@@ -28,6 +28,8 @@ from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
 
 Params = nn.Module | Iterable[Any]
+#: State of a table, ids and values of its gradient, and its parameter group.
+TableStep = tuple[ParameterState, np.ndarray | None, np.ndarray, dict[str, Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -109,7 +111,24 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tables, dense_groups = [], []
+        # A gradient of our class takes microseconds to call each function otherwise.
+        with torch._C.DisableTorchFunctionSubclass():
+            tables, dense_groups = self._checked_gradients()
+        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
+        with held_interrupts(), torch.no_grad(), threads_of_torch():
+            self._step_dense(dense_groups)
+            for state, ids, gradient, group in tables:
+                self._adopt(state)
+                state.step(ids, gradient, options=group)
+                state.publish(self.state[state.parameter])
+        return loss
+
+    def _checked_gradients(self) -> tuple[list[TableStep], list[dict[str, Any]]]:
+        """Return the steps of the tables, and parameter groups of the other parameters.
+
+        Raises if a step would, and changes nothing.
+        """
+        steps, dense_groups = [], []
         for group in self.param_groups:
             dense = []
             for parameter in group["params"]:
@@ -123,18 +142,11 @@ class RowOptimizer(torch.optim.Optimizer):
                     )
                 if parameter in self._table_states or grad.is_sparse:
                     state = self._table_state(parameter, group)
-                    tables.append((state, *self._gradient(state, grad, group), group))
+                    steps.append((state, *self._gradient(state, grad, group), group))
                 else:
                     dense.append(parameter)
             dense_groups.append({**group, "params": dense})
-        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
-        with held_interrupts(), torch.no_grad(), threads_of_torch():
-            self._step_dense(dense_groups)
-            for state, ids, gradient, group in tables:
-                self._adopt(state)
-                state.step(ids, gradient, options=group)
-                state.publish(self.state[state.parameter])
-        return loss
+        return steps, dense_groups
 
     def flush(self) -> None:
         """Bring every row up to date; call before using ``weight`` directly."""

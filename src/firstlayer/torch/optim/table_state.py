@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..._interrupts import held_interrupts
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
 from .._tensors.memory import (
@@ -69,14 +68,6 @@ class ParameterState(TableState):
         """Table."""
         return _alive(self._owner)
 
-    def catch_up(
-        self, ids: np.ndarray | None = None, *, table: np.ndarray | None = None
-    ) -> None:
-        """Bring stale rows up to date, in place, with torch's number of threads."""
-        if not self.is_caught_up:
-            with held_interrupts(), threads_of_torch():
-                super().catch_up(ids, table=table)
-
     def publish(self, state: dict[str, Any]) -> None:
         """Write the arrays and the number of steps to a parameter's torch state."""
         for name, array in self.state.items():
@@ -112,6 +103,10 @@ class ParameterState(TableState):
         detach(parameter)
         values = self, self._deepcopy, self._reduce
         vars(parameter).update(zip(NAMES, values, strict=True))
+
+    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
+        with threads_of_torch():
+            super()._catch_up(table, ids)
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
         self.catch_up()
