@@ -29,8 +29,8 @@ class held_interrupts:
 
     Only handlers written in Python are replaced: an ignored signal stays ignored, and the
     system's default action still ends the process. Python runs handlers on the main thread,
-    so a block on another thread changes nothing. Entering and leaving takes about a
-    microsecond.
+    so a block on another thread changes nothing. Entering and leaving takes about two
+    microseconds.
 
     Example:
         >>> import signal

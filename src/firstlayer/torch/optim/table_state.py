@@ -75,7 +75,13 @@ class ParameterState(TableState):
                 tensor = tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
-        state["step"] = self._step_tensor = step_tensor(self.step_count)
+        step = self._step_tensor
+        if step is None or self.step_count > EXACT_IN_FLOAT32:
+            step = self._step_tensor = step_tensor(self.step_count)
+        else:
+            # In place, as torch's optimizers do.
+            step.fill_(self.step_count)
+        state["step"] = step
 
     def is_published(self, state: dict[str, Any]) -> bool:
         """Return whether a parameter's torch state is what :meth:`publish` wrote.
