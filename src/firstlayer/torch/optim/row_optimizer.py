@@ -87,7 +87,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
         with torch_errors():
-            one_of("mode", options["mode"], MODES)
             self._new_rule(options).check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -194,7 +193,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._table_states = {}
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
-        return self._options_class.rule_class(lazy=options["mode"] == "lazy")
+        mode = one_of("mode", options["mode"], MODES)
+        return self._options_class.rule_class(lazy=mode == "lazy")
 
     def _gradient(
         self, state: ParameterState, grad: Tensor, group: dict[str, Any]
@@ -235,13 +235,22 @@ class RowOptimizer(torch.optim.Optimizer):
                 return known
             # The state in ``self.state`` was replaced; missed steps belong to the old one.
             known.catch_up()
-        _check_table(parameter)
+        if parameter.dtype not in FLOATS or parameter.dim() != 2:
+            raise ValueError(
+                f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
+                f"{tuple(parameter.shape)}"
+            )
         rule, saved = self._new_rule(group), self.state.get(parameter) or {}
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
         copies = {
             name: array_of(
-                value.detach().to("cpu", compute_dtype(parameter.dtype), copy=True)
+                value.detach().to(
+                    "cpu",
+                    compute_dtype(parameter.dtype),
+                    copy=True,
+                    memory_format=torch.contiguous_format,
+                )
             )
             for name, value in arrays.items()
         }
@@ -339,7 +348,8 @@ def _saved_arrays(
     if parameter.dim() == 2 and rule.state_width(2) == 1:
         shapes.append((shapes[0][0], 1))
     for name, value in arrays.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_dense or value.is_meta or value.is_nested:
             kind = type(value).__name__
             raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
         if tuple(value.shape) not in shapes or not value.is_floating_point():
@@ -353,23 +363,13 @@ def _saved_arrays(
 def _check_tensors(state_dict: dict[str, Any]) -> None:
     """Raise ValueError for arrays that torch could not copy, or would cast to real."""
     for number, saved in state_dict["state"].items():
+        if not isinstance(saved, dict):
+            kind = type(saved).__name__
+            raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
         for name, value in saved.items():
             if isinstance(value, Tensor) and name != "step":
-                if value.is_meta or not value.is_floating_point():
+                if value.is_meta or value.is_nested or not value.is_floating_point():
                     raise ValueError(
                         f"{name} of parameter {number} must be real and have values, "
                         f"got {dtype_name(value.dtype)} on {value.device}"
                     )
-
-
-def _check_table(parameter: Tensor) -> None:
-    if not parameter.is_cpu or not parameter.is_contiguous():
-        raise ValueError(
-            "a table must be on the CPU and contiguous, "
-            f"got one on {parameter.device} with strides {parameter.stride()}"
-        )
-    if parameter.dtype not in FLOATS or parameter.dim() != 2:
-        raise ValueError(
-            f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
-            f"{tuple(parameter.shape)}"
-        )

@@ -56,7 +56,9 @@ class ParameterState(TableState):
     ) -> None:
         # The closure refers to the weak reference, not to ``self``: no reference cycle.
         owner = self._owner = weakref.ref(parameter)
-        super().__init__(rule, lambda: _array_of(owner), options=options, **arguments)
+        super().__init__(
+            rule, lambda: _array_of(_alive(owner)), options=options, **arguments
+        )
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
@@ -176,13 +178,19 @@ def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     return parameter
 
 
-def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
-    weight = _alive(owner)
-    needed = weight.storage_offset() + weight.numel()
-    if not weight.is_cpu or weight.untyped_storage().nbytes() < needed * weight.itemsize:
+def _array_of(weight: Tensor) -> np.ndarray:
+    """Return a table as an array of the same memory, or raise if it has none."""
+    if not weight.is_cpu or not weight.is_contiguous():
         raise ValueError(
-            f"a table must have its memory on the CPU to be trained by rows, got it on "
-            f"{weight.device} with {weight.untyped_storage().nbytes()} bytes"
+            "a table must be on the CPU and contiguous, "
+            f"got one on {weight.device} with strides {weight.stride()}"
+        )
+    # The memory can be freed, as FSDP does.
+    needed = weight.storage_offset() + weight.numel()
+    if weight.untyped_storage().nbytes() < needed * weight.itemsize:
+        raise ValueError(
+            f"a table must have its memory to be trained, which takes "
+            f"{needed * weight.itemsize} bytes, got {weight.untyped_storage().nbytes()}"
         )
     return array_of_table(weight)
 
@@ -200,7 +208,7 @@ def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     if table_state is not None and table_state.has_stale_weights:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
-        table_state.catch_up(_index(ids), table=array_of_table(weight))
+        table_state.catch_up(_index(ids), table=_array_of(weight))
 
 
 @_catch_up_operator.register_fake
