@@ -316,7 +316,7 @@ def _copy_all_permissions(old: Path, new: Path) -> None:
 
 
 def _copy_permissions(old: os.stat_result, path: str | Path | int) -> None:
-    """Give a new file or folder, or its descriptor, the owner, group and mode of another."""
+    """Give a file, folder or descriptor the owner, group and mode of another file."""
     mode, new = stat.S_IMODE(old.st_mode), os.stat(path)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         try:
