@@ -61,6 +61,8 @@ def number(name: str, value: float) -> float:
         ...
         TypeError: scale must be a number, got str
     """
+    if type(value) is float:
+        return value
     is_bool = str(getattr(value, "dtype", "")).endswith("bool")
     if not is_bool and not isinstance(value, str | bytes | bool | np.complexfloating):
         with suppress(TypeError, ValueError, OverflowError):

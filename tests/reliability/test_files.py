@@ -26,7 +26,7 @@ from firstlayer.files.atomic import (
     replacing_folder,
 )
 from firstlayer.files.safetensors import read
-from firstlayer.word_vectors.folder import read_one_save
+from firstlayer.word_vectors.folder import check_output_folder, read_one_save
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
 from tests.support.command import error_message, stdout_of
@@ -89,6 +89,78 @@ def test_a_folder_moved_away_by_a_killed_writer_is_recovered(tmp_path):
     assert read_version(tmp_path / "vectors") == 1 and not leftovers(tmp_path)
 
 
+def test_a_moved_folder_is_recovered_through_a_symbolic_link(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "store" / "vectors")
+    write_version(tmp_path / "latest", 1)
+    moved = tmp_path / "store" / (".firstlayer-" + "0" * 16 + ".vectors.old")
+    os.rename(tmp_path / "store" / "vectors", moved)
+    assert read_version(tmp_path / "latest") == 1
+    os.rename(tmp_path / "store" / "vectors", moved)
+    write_version(tmp_path / "latest", 2)
+    assert read_version(tmp_path / "latest") == 2 and (tmp_path / "latest").is_symlink()
+    assert os.listdir(tmp_path / "store") == ["vectors"]
+    os.rename(tmp_path / "store" / "vectors", moved)
+    with pytest.raises(FileExistsError, match="latest exists already"):
+        check_output_folder(tmp_path / "latest", replace=False)
+
+
+def test_a_moved_folder_is_removed_under_another_name(tmp_path, monkeypatch):
+    # A reader would otherwise move a folder back that is being removed.
+    removed, rmtree = [], shutil.rmtree
+    monkeypatch.setattr(atomic, "_exchange", atomic._exchange)
+    without_exchange()
+
+    def spy(path, **options):
+        removed.append(os.path.basename(path))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", spy)
+    for version in range(2):
+        write_version(tmp_path / "vectors", version)
+    (tmp_path / f".firstlayer-{atomic._COMPUTER}{'0' * 8}.vectors.old").mkdir()
+    write_version(tmp_path / "vectors", 2)
+    assert len(removed) > 3 and all(name.endswith(".tmp") for name in removed)
+    assert os.listdir(tmp_path) == ["vectors"]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, lambda path: open(path, "x").close()])
+def test_files_of_another_computer_are_kept_for_a_day(make, tmp_path):
+    path, other = tmp_path / "a", tmp_path / (".firstlayer-" + "0" * 16 + ".tmp")
+    make(other)
+    with replacing(str(path)):
+        pass
+    assert other.exists()
+    old = time.time() - 2 * 86_400
+    os.utime(other, (old, old))
+    with replacing(str(path)):
+        pass
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_missing_folder_is_reported_after_few_attempts(tmp_path, monkeypatch):
+    calls, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: (calls.append(path), listdir(path))[1])
+    with pytest.raises(FileNotFoundError, match="no file or folder .*missing"):
+        open_vectors(tmp_path / "missing")
+    assert 0 < len(calls) < 20
+
+
+def test_a_read_only_folder_is_not_replaced(tmp_path, monkeypatch):
+    write_version(tmp_path / "vectors", 1)
+    # The administrator may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match="vectors is read-only, so it is not repl"):
+        write_version(tmp_path / "vectors", 2)
+    assert read_version(tmp_path / "vectors") == 1
+
+
+def test_a_damaged_neighbor_of_a_file_is_not_read(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    save_tensors(tmp_path / "a.safetensors", embeddings=np.ones((2, 3), np.float32))
+    assert inspect(tmp_path / "a.safetensors").tables[0].shape == (2, 3)
+
+
 def test_recovery_prefers_what_is_in_place(tmp_path):
     write_version(tmp_path / "vectors", 1)
     old = tmp_path / (".firstlayer-" + "0" * 16 + ".vectors.old")
@@ -119,21 +191,50 @@ def test_a_file_has_the_mode_of_the_old_one_from_the_first_byte(old_mode, tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == old_mode
 
 
-@pytest.mark.parametrize("old_mode", [0o700, 0o750])
-def test_a_folder_has_the_mode_of_the_old_one_from_the_beginning(
-    old_mode, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("old_mode", [0o700, 0o750, 0o2775])
+def test_a_folder_and_its_files_have_the_modes_of_the_old_ones(old_mode, tmp_path):
     path = tmp_path / "vectors"
     write_version(path, 0)
+    (path / "model.safetensors").chmod(0o440)
+    (path / "config.json").chmod(0o600)
     path.chmod(old_mode)
-    made = []
-    mkdir = os.mkdir
-    monkeypatch.setattr(os, "mkdir", lambda *args: (made.append(args), mkdir(*args)))
     with replacing_folder(path) as new:
-        assert stat.S_IMODE(new.stat().st_mode) == old_mode
-        assert [args[1] for args in made] == [0o700]
-        (new / "x").write_text("")
-    assert stat.S_IMODE(path.stat().st_mode) == old_mode
+        # Nobody else can open the files before they have their modes.
+        assert mode_of(new) == 0o700
+        for name in ("model.safetensors", "config.json", "another"):
+            (new / name).write_text(name)
+        default = mode_of(new / "another")
+    assert mode_of(path) == old_mode
+    names = {name: mode_of(path / name) for name in os.listdir(path)}
+    assert names == {"model.safetensors": 0o440, "config.json": 0o600, "another": default}
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_group_that_cannot_be_kept_is_replaced_by_everybody(
+    is_allowed, tmp_path, monkeypatch
+):
+    path, given = tmp_path / "a", []
+
+    def chown(place, owner, group):
+        given.append(group)
+        if not is_allowed:
+            raise PermissionError
+
+    path.write_text("secret")
+    path.chmod(0o674)
+    old = os.stat(path)
+    # As if the file belonged to a group that the writer is not in.
+    values = [*old[:5], old.st_gid + 1, *old[6:]]
+    monkeypatch.setattr(atomic, "_stat", lambda path: os.stat_result(values))
+    monkeypatch.setattr(os, "chown", chown)
+    with replacing(str(path)) as file:
+        file.write(b"new")
+    assert given == [old.st_gid + 1]
+    assert mode_of(path) == (0o674 if is_allowed else 0o644)
 
 
 def test_a_new_file_follows_the_umask(tmp_path):

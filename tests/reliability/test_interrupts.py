@@ -153,6 +153,86 @@ def test_a_block_that_another_signal_ended_leaves_no_handler(received):
     assert len(received) == 2 and signal.getsignal(signal.SIGINT) is handler
 
 
+def test_sigterm_is_held_back_if_it_has_a_handler(received):
+    order = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: order.append("term"))
+    assert callable(before) is False
+    signal.signal(signal.SIGINT, lambda number, frame: order.append("int"))
+    try:
+        with held_interrupts():
+            interrupt()
+            signal.raise_signal(signal.SIGTERM)
+            order.append("block")
+        assert order == ["block", "term", "int"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with held_interrupts():
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_program_that_exits_on_sigterm_leaves_a_complete_step():
+    done = start_python(
+        "import signal, sys\n"
+        "from firstlayer._interrupts import held_interrupts\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))\n"
+        "with held_interrupts():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('complete')\n"
+        "print('not reached')\n"
+    )
+    assert done.returncode == 7 and done.stdout.split() == ["complete"]
+
+
+@pytest.mark.parametrize("forks", ["main thread", "another thread"])
+def test_a_process_forked_during_a_block_can_be_interrupted(forks):
+    call = "fork()" if forks == "main thread" else "run(fork)"
+    done = start_python(
+        "import os, signal, threading, warnings\n"
+        "from firstlayer._interrupts import held_interrupts\n"
+        "warnings.simplefilter('ignore')\n"
+        "def run(target):\n"
+        "    thread = threading.Thread(target=target)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "def use():\n"
+        "    try:\n"
+        "        with held_interrupts():\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "            print('held', flush=True)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('raised', flush=True)\n"
+        "    else:\n"
+        "        print('pending', flush=True)\n"
+        "def fork():\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        os.waitpid(child, 0)\n"
+        "        return\n"
+        "    use()\n"
+        "    if threading.main_thread() is not main:\n"
+        "        try:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "        except KeyboardInterrupt:\n"
+        "            print('raised', flush=True)\n"
+        "        os._exit(0)\n"
+        "main = threading.main_thread()\n"
+        "pid = os.getpid()\n"
+        "try:\n"
+        "    with held_interrupts():\n"
+        f"        {call}\n"
+        "except KeyboardInterrupt:\n"
+        "    print('raised', flush=True)\n"
+        "print('parent' if os.getpid() == pid else 'child', flush=True)\n"
+    )
+    words = done.stdout.split()
+    if forks == "main thread":
+        # The block of the child ends in the child.
+        assert words == ["held", "pending", "raised", "child", "parent"], done
+    else:
+        assert words == ["held", "raised", "raised", "parent"], done
+
+
 def run_every_kernel() -> None:
     """Call functions that run each kernel at least once."""
     optimizers = [

@@ -86,6 +86,7 @@ def forged(name: str) -> dict[str, Any]:
         "bools": value.bool(),
         "sparse": value.to_sparse(),
         "no memory": value.to("meta"),
+        "nested": torch.nested.nested_tensor([value], layout=torch.jagged),
         "a list": [1.0, 2.0],
         "a float": 1.0,
     }
@@ -148,6 +149,74 @@ def test_a_step_with_a_replaced_state_that_does_not_fit_changes_nothing(name):
     assert training.contents() == before
     optimizer.step()
     assert training.contents() == undisturbed(name, before_backward=False)
+
+
+MEMORY = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "float64": lambda x: x.double(),
+    "with a gradient": lambda x: x.clone().requires_grad_(),
+    "negated": lambda x: torch.complex(x, -x).conj().imag,
+}
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_state_with_any_memory_layout_is_loaded(memory):
+    training = TorchTraining("RowAdamW").steps(1, 2)
+    state_dict = copy.deepcopy(training.optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        value = state_dict["state"][0][name]
+        state_dict["state"][0][name] = MEMORY[memory](value)
+        assert torch.equal(state_dict["state"][0][name].float(), value)
+    training.optimizer.load_state_dict(state_dict)
+    want = TorchTraining("RowAdamW").steps(1, 2)
+    want.optimizer.flush()
+    assert training.steps(3, 4).contents() == want.steps(3, 4).contents()
+
+
+def test_arrays_that_share_memory_are_loaded_as_copies():
+    training = TorchTraining("RowAdamW").steps(1, 2)
+    state_dict = copy.deepcopy(training.optimizer.state_dict())
+    shared = torch.full((1, 1), 0.5).expand(ROWS, WIDTH)
+    state_dict["state"][0] |= {"exp_avg": shared, "exp_avg_sq": shared}
+    training.optimizer.load_state_dict(state_dict)
+    state_dict["state"][0] |= {"exp_avg": shared.clone(), "exp_avg_sq": shared.clone()}
+    want = TorchTraining("RowAdamW").steps(1, 2)
+    want.optimizer.load_state_dict(copy.deepcopy(state_dict))
+    assert training.steps(3, 4).contents() == want.steps(3, 4).contents()
+    assert (shared == 0.5).all()
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "other"}, "mode must be 'exact' or 'lazy', got 'other'"),
+        ({"betas": (0.9,)}, r"betas must be 2 numbers, got \(0.9,\)"),
+        ({"betas": None}, "betas must be 2 numbers, got None"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
+        ({"lr": float("nan")}, "lr must not be negative, got nan"),
+        ({"lr": "0.1"}, "lr must be a number, got str"),
+    ],
+)
+def test_a_step_with_wrong_options_changes_nothing(change, message):
+    training = TorchTraining("RowAdamW").steps(1, 2)
+    state_dict = training.optimizer.state_dict()
+    state_dict["param_groups"][0] |= change
+    before = training.contents()
+    with pytest.raises((ValueError, TypeError), match=message):
+        training.optimizer.load_state_dict(state_dict)
+        training.steps(3)
+    assert training.contents() == before
+
+
+@pytest.mark.rejects
+def test_a_state_that_is_not_a_dict_is_refused():
+    training = TorchTraining("RowAdamW").steps(1)
+    state_dict = training.optimizer.state_dict()
+    state_dict["state"] = {**state_dict["state"], 0: [1.0]}
+    with pytest.raises(ValueError, match="state of parameter 0 must be a dict, got list"):
+        training.optimizer.load_state_dict(state_dict)
 
 
 @pytest.mark.rejects
@@ -271,7 +340,10 @@ def test_an_option_that_is_switched_off_leaves_its_array_unused_as_in_torch():
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("change", ["fewer rows", "columns", "dtype", "no memory"])
+@pytest.mark.parametrize(
+    "change",
+    ["fewer rows", "columns", "dtype", "one row for all", "strided", "cut", "no memory"],
+)
 def test_a_step_of_a_table_that_was_changed_changes_nothing(change):
     training = TorchTraining("RowAdamW").steps(1, 2)
     weight = training.table.weight
@@ -285,9 +357,15 @@ def test_a_step_of_a_table_that_was_changed_changes_nothing(change):
             "fewer rows": original[:7].clone(),
             "columns": original[:, :2].clone(),
             "dtype": original.double(),
+            "one row for all": original[:1].expand(ROWS, WIDTH),
+            # Its last rows are outside of the memory after this.
+            "strided": torch.zeros(ROWS, 100)[:, :WIDTH],
+            "cut": original.clone(),
         }[change]
+    if change in ("strided", "cut"):
+        weight.untyped_storage().resize_(original.nbytes - 4 * (change == "cut"))
     # torch itself checks the gradient when the table is assigned.
-    match = "must stay|must have the shape|must have its memory"
+    match = "must stay|must have the shape|must have its memory|and contiguous"
     with pytest.raises(ValueError, match=match):
         training.optimizer.step()
     if change == "no memory":

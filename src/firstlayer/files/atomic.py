@@ -8,39 +8,67 @@ a kill between the two steps.
 
 A writer holds a lock on its temporary file or folder, which ends with the process. The next
 writer in the same place removes every temporary file and folder that nobody has locked.
+Network file systems may hide locks from other computers, so what another computer left is
+removed only after a day.
 
-New content has the permissions of what it replaces from its first byte on. A symbolic link
-stays a link, and its target is replaced.
+New content has the permissions of what it replaces, owner and group included where the
+system allows it, and nobody else can open it before. A symbolic link stays a link, and its
+target is replaced.
 """
 
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from .._interrupts import held_interrupts
 
+try:
+    import fcntl
+except ImportError:
+    # Windows has no such locks.
+    fcntl = None
+
 T = TypeVar("T")
 #: Opens a file, as the ``opener`` argument of :func:`open`.
 Opener = Callable[[str, int], int]
 
-#: Name of a temporary file or folder, or of a folder that was moved away.
-_LEFTOVER = re.compile(r"\.firstlayer-[0-9a-f]{16}\.(?:tmp|(.*)\.old)", re.DOTALL)
+
+def _computer() -> str:
+    """Return eight hexadecimal digits, the same for all processes that see our locks."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        name = platform.node()
+    return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+
+
+_COMPUTER = _computer()
+#: Name of a temporary file or folder, or of a folder that was moved away: the computer,
+#: random digits, and the name that the folder was moved away from.
+_LEFTOVER = re.compile(
+    r"\.firstlayer-([0-9a-f]{8})[0-9a-f]{8}\.(?:tmp|(.*)\.old)", re.DOTALL
+)
+#: Seconds after which a file that another computer left is removed.
+_MAX_AGE = 86_400
 #: ``AT_FDCWD`` and ``RENAME_EXCHANGE`` of Linux.
 _CURRENT_FOLDER, _EXCHANGE = -100, 2
 #: Errors of a system or file system that cannot exchange two names.
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 #: Errors when another writer created or moved away the target in the meantime.
 _INTERFERENCE = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
-#: Attempts to read a folder that is replaced again and again.
-_ATTEMPTS = 100
+#: Attempts to read a folder that is replaced again and again, or that is missing.
+_ATTEMPTS, _ATTEMPTS_IF_MISSING = 100, 10
 
 
 @contextlib.contextmanager
@@ -48,18 +76,26 @@ def replacing(target: str) -> Generator[BinaryIO, None, None]:
     """Open a file that replaces ``target`` once it is written and synced.
 
     If an exception is raised inside the block, ``target`` stays as it was.
+
+    Args:
+        target: Path without symbolic links, as :func:`os.path.realpath` returns it.
     """
-    mode = _file_mode(target)
+    old = _stat(target)
+    if old is not None:
+        check_regular(target, old.st_mode)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"no folder {folder} to save {target} in")
     remove_leftovers(folder)
     temporary = _temporary_name(folder)
     try:
-        with _create(temporary, mode) as file:
+        with _create(temporary, old) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if fcntl is None:
+                # Windows does not rename open files.
+                file.close()
             os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -72,15 +108,19 @@ def replacing(target: str) -> Generator[BinaryIO, None, None]:
 def replacing_folder(target: Path) -> Generator[Path, None, None]:
     """Yield a new folder that replaces ``target`` if the block succeeds.
 
-    The block writes and syncs the files. ``target`` may be missing.
+    The block writes and syncs the files. Files that ``target`` has too get its permissions.
+
+    Args:
+        target: Path without symbolic links, which may be missing.
     """
     parent = os.fspath(target.parent)
     recover_folder(target)
     remove_leftovers(parent)
     new = _temporary_name(parent)
     try:
-        with _created_folder(new, _folder_mode(target)):
+        with _created_folder(new, private=target.exists()):
             yield Path(new)
+            _copy_all_permissions(target, Path(new))
             _sync_folder(new)
             _put_in_place(new, os.fspath(target))
             _sync_folder(parent)
@@ -111,13 +151,18 @@ def check_writable(folder: Path) -> None:
             os.rmdir(probe)
 
 
-def recover_folder(target: Path) -> None:
-    """Move a folder back that a killed writer moved away, if nothing is in its place."""
+def recover_folder(folder: Path) -> None:
+    """Move a folder back that a killed writer moved away, if nothing is in its place.
+
+    Args:
+        folder: Path of the folder, or of a symbolic link to it.
+    """
+    target = Path(os.path.realpath(folder))
     if os.path.lexists(target):
         return
     with contextlib.suppress(OSError):
         matches = map(_LEFTOVER.fullmatch, os.listdir(target.parent))
-        names = [match[0] for match in matches if match and match[1] == target.name]
+        names = [match[0] for match in matches if match and match[2] == target.name]
         if names:
             newest = max(names, key=lambda name: (target.parent / name).stat().st_mtime_ns)
             os.rename(target.parent / newest, target)
@@ -128,18 +173,25 @@ def remove_leftovers(folder: str) -> None:
 
     A folder that was moved away is kept if nothing is in its place.
     """
-    matches = [_LEFTOVER.fullmatch(name) for name in os.listdir(folder)]
-    for match in filter(None, matches):
-        moved_from = match[1]
+    if fcntl is None:
+        return
+    for match in map(_LEFTOVER.fullmatch, os.listdir(folder)):
+        if match is None:
+            continue
+        path, (computer, moved_from) = os.path.join(folder, match[0]), match.groups()
         if moved_from and not os.path.lexists(os.path.join(folder, moved_from)):
             continue
-        path = os.path.join(folder, match[0])
         with contextlib.suppress(OSError):
+            age = time.time() - os.lstat(path).st_mtime
+            if computer != _COMPUTER and age < _MAX_AGE:
+                continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 if not _lock(descriptor, wait=False):
                     continue
-                if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                if moved_from:
+                    _remove_moved(path)
+                elif stat.S_ISDIR(os.fstat(descriptor).st_mode):
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     os.unlink(path)
@@ -161,7 +213,7 @@ def read_folder(
         names: Names of the files that may be read. Other files are opened when they are
             first read; if the folder is replaced before that, reading starts again.
     """
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         recover_folder(folder)
         snapshot = None
         try:
@@ -169,15 +221,16 @@ def read_folder(
             if not snapshot.is_replaced():
                 return read(snapshot.open)
         except (OSError, ValueError) as error:
-            if snapshot is None and not isinstance(error, FileNotFoundError):
+            if snapshot is not None:
+                if not snapshot.is_replaced():
+                    raise
+            elif not isinstance(error, FileNotFoundError):
                 raise
-            if snapshot is not None and not snapshot.is_replaced():
-                raise
+            elif attempt >= _ATTEMPTS_IF_MISSING:
+                raise FileNotFoundError(f"no file or folder {folder}") from None
         finally:
             if snapshot is not None:
                 snapshot.close()
-    if not os.path.lexists(folder):
-        raise FileNotFoundError(f"no file or folder {folder}")
     raise OSError(f"{folder} is replaced faster than it can be read")
 
 
@@ -199,34 +252,24 @@ def check_regular(path: str | Path, mode: int) -> None:
         raise ValueError(f"path must be a regular file, but {path} is a device or pipe")
 
 
-def _temporary_name(folder: str) -> str:
-    return os.path.join(folder, f".firstlayer-{secrets.token_hex(8)}.tmp")
+def _temporary_name(folder: str, suffix: str = "tmp") -> str:
+    return os.path.join(folder, f".firstlayer-{_COMPUTER}{secrets.token_hex(4)}.{suffix}")
 
 
-def _file_mode(target: str) -> int | None:
-    """Return the permissions of a file, or None if there is none."""
+def _stat(path: str | Path) -> os.stat_result | None:
     try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        return None
-    check_regular(target, mode)
-    return stat.S_IMODE(mode)
-
-
-def _folder_mode(target: Path) -> int | None:
-    try:
-        return stat.S_IMODE(os.stat(target).st_mode)
+        return os.stat(path)
     except FileNotFoundError:
         return None
 
 
-def _create(path: str, mode: int | None) -> BinaryIO:
-    """Create and lock a file with these permissions, or with the default ones."""
+def _create(path: str, old: os.stat_result | None) -> BinaryIO:
+    """Create and lock a file with the permissions of another, or the default ones."""
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags, 0o666 if mode is None else 0o600)
-        if mode is not None:
-            os.fchmod(descriptor, mode)
+        descriptor = os.open(name, flags, 0o666 if old is None else 0o600)
+        if old is not None:
+            _copy_permissions(old, name if fcntl is None else descriptor)
         return descriptor
 
     file = open(path, "xb", opener=opener)
@@ -234,18 +277,21 @@ def _create(path: str, mode: int | None) -> BinaryIO:
     if not os.path.exists(path):
         # Another writer took the file for a leftover before it was locked.
         file.close()
-        return _create(path, mode)
+        return _create(path, old)
     return file
 
 
 @contextlib.contextmanager
-def _created_folder(path: str, mode: int | None) -> Generator[None, None, None]:
-    """Create a folder and lock it during the block."""
+def _created_folder(path: str, *, private: bool) -> Generator[None, None, None]:
+    """Create a folder and lock it during the block.
+
+    Args:
+        path: Path of the folder.
+        private: Whether other users may not open it yet.
+    """
     descriptor = None
     while descriptor is None:
-        os.mkdir(path, 0o777 if mode is None else 0o700)
-        if mode is not None:
-            os.chmod(path, mode)
+        os.mkdir(path, 0o700 if private else 0o777)
         descriptor = _open_folder(path)
         if descriptor is None:
             break
@@ -261,11 +307,30 @@ def _created_folder(path: str, mode: int | None) -> Generator[None, None, None]:
             os.close(descriptor)
 
 
+def _copy_all_permissions(old: Path, new: Path) -> None:
+    """Copy the permissions of a folder and its files to those with the same names."""
+    for path in (*new.iterdir(), new):
+        state = _stat(old if path == new else old / path.name)
+        if state is not None:
+            _copy_permissions(state, path)
+
+
+def _copy_permissions(old: os.stat_result, path: str | Path | int) -> None:
+    """Give a file, folder or descriptor the owner, group and mode of another file."""
+    mode, new = stat.S_IMODE(old.st_mode), os.stat(path)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            # Only the administrator may change the owner.
+            os.chown(path, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
+        except OSError:
+            # Another group gets no more than everybody.
+            mode = mode & ~0o070 | (mode & 0o007) << 3
+    os.chmod(path, mode)
+
+
 def _lock(descriptor: int, *, wait: bool) -> bool:
     """Lock a file or folder; return False if it is locked already or cannot be locked."""
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -295,7 +360,7 @@ def _put_in_place(new: str, target: str) -> None:
 def _move_away(new: str, target: str) -> bool:
     """Replace a folder in two steps; return whether no other writer interfered."""
     folder, name = os.path.split(target)
-    old = os.path.join(folder, f".firstlayer-{secrets.token_hex(8)}.{name}.old")
+    old = _temporary_name(folder, f"{name}.old")
     try:
         os.rename(target, old)
         os.rename(new, target)
@@ -316,10 +381,18 @@ def _move_away(new: str, target: str) -> bool:
 def _settle(old: str, target: str) -> None:
     """Remove a folder that was moved away, or move it back if nothing is in its place."""
     if os.path.lexists(target):
-        shutil.rmtree(old, ignore_errors=True)
+        _remove_moved(old)
     else:
         with contextlib.suppress(OSError):
             os.rename(old, target)
+
+
+def _remove_moved(old: str) -> None:
+    """Remove a folder that was moved away, first giving it a name that nobody recovers."""
+    name = _temporary_name(os.path.dirname(old))
+    with contextlib.suppress(OSError):
+        os.rename(old, name)
+        shutil.rmtree(name, ignore_errors=True)
 
 
 def _exchange(one: str, other: str) -> None:

@@ -126,7 +126,10 @@ class RowOptions:
 
 
 def check_fractions(values: Sequence[Any], *names: str) -> None:
-    """Raise ValueError unless every value is in [0, 1)."""
+    """Raise ValueError unless there is a value in [0, 1) for each name."""
+    if not hasattr(values, "__len__") or len(values) != len(names):
+        group = names[0].partition("[")[0]
+        raise ValueError(f"{group} must be {len(names)} numbers, got {values}")
     for name, value in zip(names, values, strict=True):
         if not 0 <= number(name, value) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}")

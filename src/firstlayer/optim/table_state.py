@@ -114,15 +114,7 @@ class TableState:
         with held_interrupts(), self.lock:
             table = self._checked(self.table() if table is None else table)
             self._check_arrays()
-            if ids is not None:
-                stale = kernels.stale_rows(ids, self.row_steps, self.step_count)
-                self._catch_up_rows(table, *stale)
-                return
-            for lo in range(0, self.shape[0], CHUNK):
-                hi = min(lo + CHUNK, self.shape[0])
-                stale = kernels.stale_range(lo, hi, self.row_steps, self.step_count)
-                self._catch_up_rows(table, *stale)
-            self.base_step = self.step_count
+            self._catch_up(table, ids)
 
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
@@ -143,18 +135,19 @@ class TableState:
     ) -> None:
         """Update the rows that have a gradient, in place; the others become stale.
 
-        The arguments have passed :meth:`check_step`.
+        The arguments have passed :meth:`check_step`, and the caller holds interrupts back.
 
         Args:
             ids: Rows that have a gradient, ascending and each once; None for all.
             gradient: Gradient of each of these rows.
             options: Options of the rule in this step.
         """
-        with held_interrupts(), self.lock:
-            self._prepare_step(ids, options)
+        with self.lock:
+            table = self._checked(self.table())
             self._check_arrays()
             gradient = np.ascontiguousarray(gradient, self.dtype)
-            table, step = self._checked(self.table()), self.step_count + 1
+            self._prepare_step(table, ids, options)
+            step = self.step_count + 1
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
             if ids is not None and not self.rule.lazy and not is_noop:
                 # A warning that is turned into an error must not end a recording.
@@ -202,25 +195,41 @@ class TableState:
             if ids[0] < 0 or ids[-1] >= rows:
                 raise out_of_range(ids, rows, name=ids_name, bound="the number of rows")
 
-    def _prepare_step(self, ids: np.ndarray | None, options: Options) -> None:
+    def _prepare_step(
+        self, table: np.ndarray, ids: np.ndarray | None, options: Options
+    ) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
         frozen = self.rule.frozen_options(options)
         is_changed = frozen != self.missed.frozen_options
         if self.missed.is_full or is_changed or ids is None:
-            self.catch_up()
+            self._catch_up(table, None)
         self._add_missing_arrays(options)
         if is_changed:
             self.rule.adapt_state(self.state, options)
         if self.is_caught_up:
             self._restart(options)
         # Rows with a stale state may have been read without catching up.
-        self.catch_up(ids)
+        self._catch_up(table, ids)
 
     def _restart(self, options: Options) -> None:
         coefficients = self.rule.caught_up_coefficients(options, self.step_count)
         self.missed.restart(coefficients, self.rule.frozen_options(options))
         #: Whether a recorded step moves the weights of rows without a gradient.
         self._missed_moves = False
+
+    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
+        """Apply the missed steps to the stale rows among ``ids``, or to all."""
+        if self.is_caught_up:
+            return
+        if ids is not None:
+            stale = kernels.stale_rows(ids, self.row_steps, self.step_count)
+            self._catch_up_rows(table, *stale)
+            return
+        for lo in range(0, self.shape[0], CHUNK):
+            hi = min(lo + CHUNK, self.shape[0])
+            stale = kernels.stale_range(lo, hi, self.row_steps, self.step_count)
+            self._catch_up_rows(table, *stale)
+        self.base_step = self.step_count
 
     def _catch_up_rows(
         self, table: np.ndarray, rows: np.ndarray, row_steps: np.ndarray

@@ -22,7 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from ..files.atomic import Opener, check_writable, read_folder, replacing_folder
+from ..files.atomic import (
+    Opener,
+    check_writable,
+    read_folder,
+    recover_folder,
+    replacing_folder,
+)
 from ..files.checkpoint import read_header, read_json_object
 from ..files.safetensors import KEY, config_in, read, write
 
@@ -39,11 +45,11 @@ FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING}
 
 def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> None:
     """Raise an error if the folder cannot be created or must not be replaced."""
-    path, name = Path(folder), str(Path(folder))
-    parent = path.resolve().parent
-    if not parent.is_dir():
-        raise FileNotFoundError(f"no folder {parent} to make {name} in")
-    check_writable(parent)
+    path, name = Path(folder).resolve(), str(Path(folder))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to make {name} in")
+    check_writable(path.parent)
+    recover_folder(path)
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -53,6 +59,9 @@ def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> Non
         raise FileExistsError(f"{name} holds {strange[0]!r}, so it is not replaced")
     if names and not replace:
         raise FileExistsError(f"{name} exists already")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        # Its files could not be removed afterwards.
+        raise PermissionError(f"{name} is read-only, so it is not replaced")
 
 
 def write_folder(
@@ -150,10 +159,12 @@ def _check_generations(folder: Path, opener: Opener) -> None:
     """Raise a ValueError if the files of a folder are of different saves."""
     about = read_config(folder, opener=opener).get(KEY)
     expected = about.get("generation") if isinstance(about, dict) else None
+    if expected is None:
+        # Another program wrote the folder.
+        return
     for name in (MODEL, TRAINING):
-        # A file that another program wrote has no generation.
         found = _generation(folder / name, opener)
-        if None not in (expected, found) and found != expected:
+        if found is not None and found != expected:
             raise ValueError(
                 f"{folder} holds files of different saves: the generation of {CONFIG} is "
                 f"{expected!r}, but that of {name} is {found!r}"

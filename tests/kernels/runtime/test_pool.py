@@ -180,3 +180,42 @@ def test_without_new_threads_kernels_run_on_one_thread():
         assert "run on one thread: a thread could not be started" in str(warning.message)
     """
     run_alone(script)
+
+
+def test_a_child_forked_while_the_pool_is_busy_shares_its_work():
+    output = run_alone(
+        """
+        import os, threading, warnings
+        import numpy as np
+        from firstlayer.kernels.runtime.pool import run
+        from firstlayer.kernels.runtime.threads import on_threads
+        from tests.kernels.runtime.test_pool import _add, _write_thread
+
+        warnings.simplefilter("ignore")
+        counts, stop = np.zeros(200_000, np.int64), threading.Event()
+
+        def work():
+            with on_threads(2):
+                while not stop.is_set():
+                    run(_add, counts.size, counts, 1, grain=7)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        results = []
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                items = np.zeros(16, np.int64)
+                with on_threads(2):
+                    for _ in range(200):
+                        run(_write_thread, items.size, items, 100_000, grain=1)
+                        if len(set(items.tolist())) == 2:
+                            os._exit(0)
+                os._exit(1)
+            results.append(os.waitpid(child, 0)[1])
+        stop.set()
+        thread.join()
+        print(sum(results), len(set(counts.tolist())))
+        """
+    )
+    assert output.split() == ["0", "1"]

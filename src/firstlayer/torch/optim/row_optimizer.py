@@ -28,6 +28,8 @@ from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
 
 Params = nn.Module | Iterable[Any]
+#: State of a table, ids and values of its gradient, and its parameter group.
+TableStep = tuple[ParameterState, np.ndarray | None, np.ndarray, dict[str, Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -85,7 +87,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
         with torch_errors():
-            one_of("mode", options["mode"], MODES)
             self._new_rule(options).check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -109,7 +110,24 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tables, dense_groups = [], []
+        # A gradient of our class takes microseconds to call each function otherwise.
+        with torch._C.DisableTorchFunctionSubclass():
+            tables, dense_groups = self._checked_gradients()
+        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
+        with held_interrupts(), torch.no_grad(), threads_of_torch():
+            self._step_dense(dense_groups)
+            for state, ids, gradient, group in tables:
+                self._adopt(state)
+                state.step(ids, gradient, options=group)
+                state.publish(self.state[state.parameter])
+        return loss
+
+    def _checked_gradients(self) -> tuple[list[TableStep], list[dict[str, Any]]]:
+        """Return the steps of the tables, and parameter groups of the other parameters.
+
+        Raises if a step would, and changes nothing.
+        """
+        steps, dense_groups = [], []
         for group in self.param_groups:
             dense = []
             for parameter in group["params"]:
@@ -123,18 +141,11 @@ class RowOptimizer(torch.optim.Optimizer):
                     )
                 if parameter in self._table_states or grad.is_sparse:
                     state = self._table_state(parameter, group)
-                    tables.append((state, *self._gradient(state, grad, group), group))
+                    steps.append((state, *self._gradient(state, grad, group), group))
                 else:
                     dense.append(parameter)
             dense_groups.append({**group, "params": dense})
-        # Torch's contexts are entered last: an interrupt in one would leave it in effect.
-        with held_interrupts(), torch.no_grad(), threads_of_torch():
-            self._step_dense(dense_groups)
-            for state, ids, gradient, group in tables:
-                self._adopt(state)
-                state.step(ids, gradient, options=group)
-                state.publish(self.state[state.parameter])
-        return loss
+        return steps, dense_groups
 
     def flush(self) -> None:
         """Bring every row up to date; call before using ``weight`` directly."""
@@ -182,7 +193,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._table_states = {}
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
-        return self._options_class.rule_class(lazy=options["mode"] == "lazy")
+        mode = one_of("mode", options["mode"], MODES)
+        return self._options_class.rule_class(lazy=mode == "lazy")
 
     def _gradient(
         self, state: ParameterState, grad: Tensor, group: dict[str, Any]
@@ -223,13 +235,22 @@ class RowOptimizer(torch.optim.Optimizer):
                 return known
             # The state in ``self.state`` was replaced; missed steps belong to the old one.
             known.catch_up()
-        _check_table(parameter)
+        if parameter.dtype not in FLOATS or parameter.dim() != 2:
+            raise ValueError(
+                f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
+                f"{tuple(parameter.shape)}"
+            )
         rule, saved = self._new_rule(group), self.state.get(parameter) or {}
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
         copies = {
             name: array_of(
-                value.detach().to("cpu", compute_dtype(parameter.dtype), copy=True)
+                value.detach().to(
+                    "cpu",
+                    compute_dtype(parameter.dtype),
+                    copy=True,
+                    memory_format=torch.contiguous_format,
+                )
             )
             for name, value in arrays.items()
         }
@@ -327,7 +348,8 @@ def _saved_arrays(
     if parameter.dim() == 2 and rule.state_width(2) == 1:
         shapes.append((shapes[0][0], 1))
     for name, value in arrays.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_dense or value.is_meta or value.is_nested:
             kind = type(value).__name__
             raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
         if tuple(value.shape) not in shapes or not value.is_floating_point():
@@ -341,23 +363,13 @@ def _saved_arrays(
 def _check_tensors(state_dict: dict[str, Any]) -> None:
     """Raise ValueError for arrays that torch could not copy, or would cast to real."""
     for number, saved in state_dict["state"].items():
+        if not isinstance(saved, dict):
+            kind = type(saved).__name__
+            raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
         for name, value in saved.items():
             if isinstance(value, Tensor) and name != "step":
-                if value.is_meta or not value.is_floating_point():
+                if value.is_meta or value.is_nested or not value.is_floating_point():
                     raise ValueError(
                         f"{name} of parameter {number} must be real and have values, "
                         f"got {dtype_name(value.dtype)} on {value.device}"
                     )
-
-
-def _check_table(parameter: Tensor) -> None:
-    if not parameter.is_cpu or not parameter.is_contiguous():
-        raise ValueError(
-            "a table must be on the CPU and contiguous, "
-            f"got one on {parameter.device} with strides {parameter.stride()}"
-        )
-    if parameter.dtype not in FLOATS or parameter.dim() != 2:
-        raise ValueError(
-            f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
-            f"{tuple(parameter.shape)}"
-        )

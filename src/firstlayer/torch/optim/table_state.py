@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..._interrupts import held_interrupts
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
 from .._tensors.memory import (
@@ -57,7 +56,9 @@ class ParameterState(TableState):
     ) -> None:
         # The closure refers to the weak reference, not to ``self``: no reference cycle.
         owner = self._owner = weakref.ref(parameter)
-        super().__init__(rule, lambda: _array_of(owner), options=options, **arguments)
+        super().__init__(
+            rule, lambda: _array_of(_alive(owner)), options=options, **arguments
+        )
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
@@ -69,14 +70,6 @@ class ParameterState(TableState):
         """Table."""
         return _alive(self._owner)
 
-    def catch_up(
-        self, ids: np.ndarray | None = None, *, table: np.ndarray | None = None
-    ) -> None:
-        """Bring stale rows up to date, in place, with torch's number of threads."""
-        if not self.is_caught_up:
-            with held_interrupts(), threads_of_torch():
-                super().catch_up(ids, table=table)
-
     def publish(self, state: dict[str, Any]) -> None:
         """Write the arrays and the number of steps to a parameter's torch state."""
         for name, array in self.state.items():
@@ -84,7 +77,13 @@ class ParameterState(TableState):
                 tensor = tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
-        state["step"] = self._step_tensor = step_tensor(self.step_count)
+        step = self._step_tensor
+        if step is None or self.step_count > EXACT_IN_FLOAT32:
+            step = self._step_tensor = step_tensor(self.step_count)
+        else:
+            # In place, as torch's optimizers do.
+            step.fill_(self.step_count)
+        state["step"] = step
 
     def is_published(self, state: dict[str, Any]) -> bool:
         """Return whether a parameter's torch state is what :meth:`publish` wrote.
@@ -112,6 +111,10 @@ class ParameterState(TableState):
         detach(parameter)
         values = self, self._deepcopy, self._reduce
         vars(parameter).update(zip(NAMES, values, strict=True))
+
+    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
+        with threads_of_torch():
+            super()._catch_up(table, ids)
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
         self.catch_up()
@@ -175,13 +178,19 @@ def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     return parameter
 
 
-def _array_of(owner: "weakref.ref[Tensor]") -> np.ndarray:
-    weight = _alive(owner)
-    needed = weight.storage_offset() + weight.numel()
-    if not weight.is_cpu or weight.untyped_storage().nbytes() < needed * weight.itemsize:
+def _array_of(weight: Tensor) -> np.ndarray:
+    """Return a table as an array of the same memory, or raise if it has none."""
+    if not weight.is_cpu or not weight.is_contiguous():
         raise ValueError(
-            f"a table must have its memory on the CPU to be trained by rows, got it on "
-            f"{weight.device} with {weight.untyped_storage().nbytes()} bytes"
+            "a table must be on the CPU and contiguous, "
+            f"got one on {weight.device} with strides {weight.stride()}"
+        )
+    # The memory can be freed, as FSDP does.
+    needed = weight.storage_offset() + weight.numel()
+    if weight.untyped_storage().nbytes() < needed * weight.itemsize:
+        raise ValueError(
+            f"a table must have its memory to be trained, which takes "
+            f"{needed * weight.itemsize} bytes, got {weight.untyped_storage().nbytes()}"
         )
     return array_of_table(weight)
 
@@ -199,7 +208,7 @@ def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     if table_state is not None and table_state.has_stale_weights:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
-        table_state.catch_up(_index(ids), table=array_of_table(weight))
+        table_state.catch_up(_index(ids), table=_array_of(weight))
 
 
 @_catch_up_operator.register_fake
