@@ -293,7 +293,7 @@ def test_exported_programs_equal_eager_and_hold_floats(strict):
     tables = [*program.constants.values(), *dict(program.named_buffers()).values()]
     assert torch.float32 in {table.dtype for table in tables}
     for layer in model.layers.values():
-        assert {buffer.dtype for buffer in layer.buffers()} == {torch.int32}
+        assert not any(buffer.is_floating_point() for buffer in layer.buffers())
 
 
 def test_casts_do_not_round_exported_tables():
