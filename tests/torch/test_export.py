@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from firstlayer import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from firstlayer.torch import (
     AlibiBias,
+    CopeBias,
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -26,6 +27,9 @@ from firstlayer.torch import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Time2Vec,
+    TransformerXLScores,
+    XPosRotary,
     replace_rotary,
 )
 
@@ -173,6 +177,13 @@ def positions() -> dict[str, Any]:
             ShawScores(8, max_left=4, max_right=2),
             lambda f, at: f(at.q, at.q, at.positions, at.positions),
         ),
+        "cope": (
+            CopeBias(8, max_positions=6),
+            lambda f, at: f(at.q, at.q @ at.q.transpose(-1, -2)),
+        ),
+        "time2vec": (Time2Vec(8), lambda f, at: f(at.reals)),
+        "transformer_xl": (TransformerXLScores(3, 8), lambda f, at: f(at.q, at.q)),
+        "xpos": (XPosRotary(8, scale_base=700.0), lambda f, at: f(at.q, at.positions)),
     }
     for scaling in SCALINGS:
         layer = RotaryPositions(8, scaling=scaling)
@@ -182,7 +193,9 @@ def positions() -> dict[str, Any]:
 
 GROUPS = {"tables": tables, "positions": positions}
 # The default exporter of ONNX takes a second per layer. These record every operator.
-ONNX_POSITIONS = ("YaRN", "fourier", "alibi", "t5_real", "shaw")
+ONNX_POSITIONS = ("fourier", "t5_real", "shaw", "xpos", "cope")
+# Layers with phases have other constants in float64.
+FLOAT64_POSITIONS = ("YaRN", "sinusoidal_axes", "rotary_real", "fourier")
 
 
 def built(group: str, names: Iterable[str] = (), dtype: Any = torch.float32) -> Model:
@@ -239,19 +252,20 @@ def dynamic_shapes() -> tuple[Any, ...]:
     return flat, flat, flat, flat, {0: batch, 2: length}
 
 
+# The older exporter of ONNX traces too, the positions in float32.
 @pytest.mark.parametrize(
-    "group, dtype",
+    "group, names, dtype",
     [
-        ("tables", torch.float32),
-        ("positions", torch.float32),
-        ("positions", torch.bfloat16),
+        ("tables", (), torch.float32),
+        ("positions", (), torch.bfloat16),
+        ("positions", FLOAT64_POSITIONS, torch.float64),
     ],
 )
-def test_traced_layers_equal_eager(group, dtype):
-    model = built(group, dtype=dtype)
+def test_traced_layers_equal_eager(group, names, dtype):
+    model = built(group, names, dtype)
     traced: Any = torch.jit.trace(model, tuple(inputs_of(2, 7, dtype)))
     other = inputs_of(3, 5, dtype)
-    agree(model, traced(*other), other)
+    agree(model, traced(*other), other, atol=1e-14 if dtype.itemsize == 8 else 2e-6)
 
 
 @pytest.mark.parametrize("group, names", [("tables", ()), ("positions", ONNX_POSITIONS)])
@@ -262,6 +276,13 @@ def test_onnx_graphs_equal_eager(group, names):
     )
     other = inputs_of(3, 5)
     agree(model, graph(**other._asdict()), other)
+
+
+def test_onnx_graph_of_float64_phases_equals_eager():
+    model = built("positions", ("rotary_real",), torch.float64)
+    given, other = inputs_of(2, 7, torch.float64), inputs_of(3, 5, torch.float64)
+    graph = OnnxGraph.by_default(model, tuple(given), dynamic_shapes=dynamic_shapes())
+    agree(model, graph(**other._asdict()), other, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +356,6 @@ def test_llama_with_replaced_rotary_exports():
     assert replace_rotary(llama) == 1
     want = model(other)
     torch.testing.assert_close(want, plain)
-    traced: Any = torch.jit.trace(model, first)
-    torch.testing.assert_close(traced(first), model(first))
     shapes = (dynamic_shapes()[0],)
     graph = OnnxGraph.by_default(model, (first,), dynamic_shapes=shapes)
     torch.testing.assert_close(torch.from_numpy(graph(ids=other)[0]), want)
