@@ -271,11 +271,32 @@ def test_traced_layers_equal_eager(group, names, dtype):
 @pytest.mark.parametrize("group, names", [("tables", ()), ("positions", ONNX_POSITIONS)])
 def test_onnx_graphs_equal_eager(group, names):
     model = built(group, names)
-    graph = OnnxGraph.by_default(
-        model, tuple(inputs_of(2, 7)), dynamic_shapes=dynamic_shapes(), opset_version=18
-    )
+    options = {"dynamic_shapes": dynamic_shapes(), "opset_version": 18}
+    graph = OnnxGraph.by_default(model, tuple(inputs_of(2, 7)), **options, optimize=False)
     other = inputs_of(3, 5)
     agree(model, graph(**other._asdict()), other)
+
+
+@pytest.mark.parametrize("positions", [[2**24 - 1, -9_876_543], [2.0**23 + 0.3, -0.7]])
+def test_recorded_float64_phases_are_accurate_at_large_positions(positions):
+    at = torch.tensor(positions, dtype=None if type(positions[0]) is int else torch.float64)
+    frequencies = np.array([[1.0, 0.01, 90.0, 0.0], [0.0, 2.5, 1e-4, 7.0]])
+    layers = RotaryPositions(8, scaling=SCALINGS[3]), SinusoidalPositions(8, scale=3.0)
+    axial = RotaryPositions(8, frequencies=frequencies)
+    fourier = FourierFeatures(np.array([[0.37, -4.1], [30.0, 1e-3]]))
+    x, pair = torch.randn(2, 8, dtype=torch.float64), torch.stack([at, at.flip(0)])
+
+    class Calls(nn.Module):
+        def forward(self, x, at, pair):
+            return (
+                *(layer(x, at) for layer in layers),
+                axial(x, pair),
+                fourier(pair.double()),
+            )
+
+    traced: Any = torch.jit.trace(Calls(), (x, at[:1].expand(2), pair[:, :1].expand(2, 2)))
+    for got, want in zip(traced(x, at, pair), Calls()(x, at, pair), strict=True):
+        torch.testing.assert_close(got, want, atol=3e-14, rtol=0)
 
 
 def test_onnx_graph_of_float64_phases_equals_eager():
