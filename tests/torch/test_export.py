@@ -299,13 +299,6 @@ def test_recorded_float64_phases_are_accurate_at_large_positions(positions):
         torch.testing.assert_close(got, want, atol=3e-14, rtol=0)
 
 
-def test_onnx_graph_of_float64_phases_equals_eager():
-    model = built("positions", ("rotary_real",), torch.float64)
-    given, other = inputs_of(2, 7, torch.float64), inputs_of(3, 5, torch.float64)
-    graph = OnnxGraph.by_default(model, tuple(given), dynamic_shapes=dynamic_shapes())
-    agree(model, graph(**other._asdict()), other, atol=1e-14)
-
-
 @pytest.mark.parametrize(
     "group, dtype", [("tables", torch.float16), ("positions", torch.float32)]
 )
@@ -341,16 +334,17 @@ def test_exported_programs_equal_eager_and_hold_floats(strict):
 def test_casts_do_not_round_exported_tables():
     layer, at = RotaryPositions(8), inputs_of(2, 7)
     given = {"q": at.q, "positions": at.positions}
-    want = layer(*given.values())
+    want, wide = layer(*given.values()), layer(at.q.double(), at.positions)
     layer = layer.to(torch.bfloat16).half()
 
     class Rotate(nn.Module):
         def forward(self, q, positions):
             half = layer(q.bfloat16(), positions)
-            return layer(q, positions), half.float()
+            return layer(q, positions), half.float(), layer(q.double(), positions)
 
     graph = OnnxGraph.by_default(Rotate().eval(), (at.q, at.positions))
-    full, half = map(torch.from_numpy, graph(**given))
+    full, half, double = map(torch.from_numpy, graph(**given))
+    torch.testing.assert_close(double, wide, atol=1e-14, rtol=0)
     torch.testing.assert_close(full, want, atol=1e-6, rtol=0)
     assert torch.equal(half, layer(at.q.bfloat16(), at.positions).float())
 
