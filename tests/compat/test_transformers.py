@@ -368,7 +368,7 @@ def test_error_inside_restores_the_model():
     assert kinds(model) == were
 
 
-def test_an_unsupported_rotary_stays_and_is_reported():
+def test_unsupported_modules_stay_and_are_reported():
     class Odd(nn.Module):
         config = transformers.LlamaConfig(**SIZES)
 
@@ -380,15 +380,17 @@ def test_an_unsupported_rotary_stays_and_is_reported():
             return x
 
     class Scaled(nn.Embedding):
-        pass
+        def forward(self, input):
+            return 2 * nn.functional.embedding(input, self.weight)
 
     tables = nn.Sequential(nn.Embedding(5, 2), Scaled(5, 2))
     model = nn.Sequential(tables, Odd())
     with swapped(model) as replaced:
-        assert replaced == 1 and isinstance(tables[0], firstlayer.torch.Embedding)
+        assert replaced == 1 and replaced.names == ["0.0"]
+        assert isinstance(tables[0], firstlayer.torch.Embedding)
         assert replaced.left == {
             "1": "Odd must return cosines and sines as its config describes",
-            "0.1": "Scaled must be nn.Embedding itself, got a subclass",
+            "0.1": "Scaled.forward does not call that of nn.Embedding",
         }
         assert kinds(model)[3:] == [Scaled, Odd]
     assert kinds(model)[2:] == [nn.Embedding, Scaled, Odd]

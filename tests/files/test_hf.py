@@ -618,6 +618,14 @@ def fault_of(config, layer_type):
 
 
 @pytest.mark.rejects
+@pytest.mark.rejects
+def test_lists_for_numbers_are_named():
+    config = {"model_type": "llama", "head_dim": 8, "rope_theta": np.int64(4)}
+    for values in ([1.0, 2.0], np.ones(2)):
+        with pytest.raises(TypeError, match="rope_theta must be a number, got "):
+            rotary_from_hf({**config, "rope_parameters": {"rope_theta": values}})
+
+
 def test_mutated_configs_give_finite_layers_or_one_sentence():
     faults: dict[str, Any] = {}
     refused = 0

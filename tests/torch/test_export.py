@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from firstlayer import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from firstlayer.torch import (
     AlibiBias,
+    CopeBias,
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -26,6 +27,9 @@ from firstlayer.torch import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Time2Vec,
+    TransformerXLScores,
+    XPosRotary,
     replace_rotary,
 )
 
@@ -173,6 +177,13 @@ def positions() -> dict[str, Any]:
             ShawScores(8, max_left=4, max_right=2),
             lambda f, at: f(at.q, at.q, at.positions, at.positions),
         ),
+        "cope": (
+            CopeBias(8, max_positions=6),
+            lambda f, at: f(at.q, at.q @ at.q.transpose(-1, -2)),
+        ),
+        "time2vec": (Time2Vec(8), lambda f, at: f(at.reals)),
+        "transformer_xl": (TransformerXLScores(3, 8), lambda f, at: f(at.q, at.q)),
+        "xpos": (XPosRotary(8, scale_base=700.0), lambda f, at: f(at.q, at.positions)),
     }
     for scaling in SCALINGS:
         layer = RotaryPositions(8, scaling=scaling)
@@ -182,7 +193,9 @@ def positions() -> dict[str, Any]:
 
 GROUPS = {"tables": tables, "positions": positions}
 # The default exporter of ONNX takes a second per layer. These record every operator.
-ONNX_POSITIONS = ("YaRN", "fourier", "alibi", "t5_real", "shaw")
+ONNX_POSITIONS = ("fourier", "t5_real", "shaw", "xpos", "cope")
+# Layers with phases have other constants in float64.
+FLOAT64_POSITIONS = ("YaRN", "sinusoidal_axes", "rotary_real", "fourier")
 
 
 def built(group: str, names: Iterable[str] = (), dtype: Any = torch.float32) -> Model:
@@ -239,29 +252,51 @@ def dynamic_shapes() -> tuple[Any, ...]:
     return flat, flat, flat, flat, {0: batch, 2: length}
 
 
+# The older exporter of ONNX traces too, the positions in float32.
 @pytest.mark.parametrize(
-    "group, dtype",
+    "group, names, dtype",
     [
-        ("tables", torch.float32),
-        ("positions", torch.float32),
-        ("positions", torch.bfloat16),
+        ("tables", (), torch.float32),
+        ("positions", (), torch.bfloat16),
+        ("positions", FLOAT64_POSITIONS, torch.float64),
     ],
 )
-def test_traced_layers_equal_eager(group, dtype):
-    model = built(group, dtype=dtype)
+def test_traced_layers_equal_eager(group, names, dtype):
+    model = built(group, names, dtype)
     traced: Any = torch.jit.trace(model, tuple(inputs_of(2, 7, dtype)))
     other = inputs_of(3, 5, dtype)
-    agree(model, traced(*other), other)
+    agree(model, traced(*other), other, atol=1e-14 if dtype.itemsize == 8 else 2e-6)
 
 
 @pytest.mark.parametrize("group, names", [("tables", ()), ("positions", ONNX_POSITIONS)])
 def test_onnx_graphs_equal_eager(group, names):
     model = built(group, names)
-    graph = OnnxGraph.by_default(
-        model, tuple(inputs_of(2, 7)), dynamic_shapes=dynamic_shapes(), opset_version=18
-    )
+    options = {"dynamic_shapes": dynamic_shapes(), "opset_version": 18}
+    graph = OnnxGraph.by_default(model, tuple(inputs_of(2, 7)), **options, optimize=False)
     other = inputs_of(3, 5)
     agree(model, graph(**other._asdict()), other)
+
+
+@pytest.mark.parametrize("positions", [[2**24 - 1, -9_876_543], [2.0**23 + 0.3, -0.7]])
+def test_recorded_float64_phases_are_accurate_at_large_positions(positions):
+    at = torch.tensor(positions, dtype=None if type(positions[0]) is int else torch.float64)
+    frequencies = np.array([[1.0, 0.01, 90.0, 0.0], [0.0, 2.5, 1e-4, 7.0]])
+    layers = RotaryPositions(8, scaling=SCALINGS[3]), SinusoidalPositions(8, scale=3.0)
+    axial = RotaryPositions(8, frequencies=frequencies)
+    fourier = FourierFeatures(np.array([[0.37, -4.1], [30.0, 1e-3]]))
+    x, pair = torch.randn(2, 8, dtype=torch.float64), torch.stack([at, at.flip(0)])
+
+    class Calls(nn.Module):
+        def forward(self, x, at, pair):
+            return (
+                *(layer(x, at) for layer in layers),
+                axial(x, pair),
+                fourier(pair.double()),
+            )
+
+    traced: Any = torch.jit.trace(Calls(), (x, at[:1].expand(2), pair[:, :1].expand(2, 2)))
+    for got, want in zip(traced(x, at, pair), Calls()(x, at, pair), strict=True):
+        torch.testing.assert_close(got, want, atol=3e-14, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -293,22 +328,23 @@ def test_exported_programs_equal_eager_and_hold_floats(strict):
     tables = [*program.constants.values(), *dict(program.named_buffers()).values()]
     assert torch.float32 in {table.dtype for table in tables}
     for layer in model.layers.values():
-        assert {buffer.dtype for buffer in layer.buffers()} == {torch.int32}
+        assert not any(buffer.is_floating_point() for buffer in layer.buffers())
 
 
 def test_casts_do_not_round_exported_tables():
     layer, at = RotaryPositions(8), inputs_of(2, 7)
     given = {"q": at.q, "positions": at.positions}
-    want = layer(*given.values())
+    want, wide = layer(*given.values()), layer(at.q.double(), at.positions)
     layer = layer.to(torch.bfloat16).half()
 
     class Rotate(nn.Module):
         def forward(self, q, positions):
             half = layer(q.bfloat16(), positions)
-            return layer(q, positions), half.float()
+            return layer(q, positions), half.float(), layer(q.double(), positions)
 
     graph = OnnxGraph.by_default(Rotate().eval(), (at.q, at.positions))
-    full, half = map(torch.from_numpy, graph(**given))
+    full, half, double = map(torch.from_numpy, graph(**given))
+    torch.testing.assert_close(double, wide, atol=1e-14, rtol=0)
     torch.testing.assert_close(full, want, atol=1e-6, rtol=0)
     assert torch.equal(half, layer(at.q.bfloat16(), at.positions).float())
 
@@ -335,8 +371,6 @@ def test_llama_with_replaced_rotary_exports():
     assert replace_rotary(llama) == 1
     want = model(other)
     torch.testing.assert_close(want, plain)
-    traced: Any = torch.jit.trace(model, first)
-    torch.testing.assert_close(traced(first), model(first))
     shapes = (dynamic_shapes()[0],)
     graph = OnnxGraph.by_default(model, (first,), dynamic_shapes=shapes)
     torch.testing.assert_close(torch.from_numpy(graph(ids=other)[0]), want)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from firstlayer.torch import Embedding, FrozenRowsEmbedding
+from firstlayer.torch import Embedding, FrozenRowsEmbedding, frozen_rows
 from firstlayer.torch.optim import RowAdamW, RowSGD
 from tests.support.torch_tables import ids_of
 
@@ -349,3 +349,23 @@ def test_peft_adapters_accept_it():
     train(adapted)
     base: Any = adapted.get_input_embeddings()
     assert torch.equal(base.base_layer.weight, before)
+
+
+def test_first_layer_may_be_built_in_the_closure_of_a_step():
+    for hook in frozen_rows._step_hooks:
+        hook.remove()
+    frozen_rows._step_hooks.clear()
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    layers = []
+
+    def closure():
+        layers.append(FrozenRowsEmbedding(4, 2, frozen=[1]))
+        return 0.0
+
+    optimizer.step(closure)
+    layer, optimizer = layers[0], torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    before = layer.weight.detach().clone()
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert (layer.weight == before).all(1).tolist() == [True, True, False, True]

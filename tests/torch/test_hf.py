@@ -433,7 +433,10 @@ def test_modules_that_cannot_be_replaced_are_reported_and_stay():
         "bare": "Bare must have a config, got none",
         "part.timed": "Timed must be called with x and position_ids, got ['timestamps']",
     }
-    assert type(model["bare"]) is Bare
+    assert type(model["bare"]) is Bare and replaced.names == ["good"]
+    # Modules that are replaced already are neither replaced nor left.
+    again = replace_rotary(model)
+    assert again == 0 and again.left == replaced.left
 
 
 class Bare(nn.Module):

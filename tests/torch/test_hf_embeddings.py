@@ -15,7 +15,12 @@ from transformers.models.idefics.modeling_idefics import IdeficsDecoupledEmbeddi
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from firstlayer.compat.transformers import swapped
-from firstlayer.torch import Embedding, replace_embeddings
+from firstlayer.torch import (
+    Embedding,
+    FrozenRowsEmbedding,
+    replace_embeddings,
+    to_torch,
+)
 from firstlayer.torch.optim import RowAdamW
 from tests.support.hf_models import small_config, small_model
 
@@ -52,7 +57,7 @@ def test_outputs_keep_their_bits(model_type):
     tables, keys = tables_of(model), list(model.state_dict())
     parameters, classes = list(model.parameters()), [type(table) for table in tables]
     result = replace_embeddings(model)
-    assert not result.left and len(result.replaced) >= len(tables)
+    assert not result.left and result >= len(tables)
     assert [type(module) for module in tables_of(model)] != classes
     for module, table, cls in zip(tables_of(model), tables, classes, strict=True):
         assert module is table and isinstance(module, cls) and isinstance(module, Embedding)
@@ -132,7 +137,7 @@ def test_half_precision_gradients_are_summed_in_float32():
 def test_row_optimizer_trains_the_token_table(model_type):
     models = [causal_untied(model_type), causal_untied(model_type)]
     result = replace_embeddings(models[1], sparse=True)
-    assert result.replaced == ["model.embed_tokens"] and not result.left
+    assert result.names == ["model.embed_tokens"] and not result.left
     options: Any = {"lr": 1e-2, "weight_decay": 0.1}
     optimizers = [
         torch.optim.AdamW(models[0].parameters(), **options),
@@ -165,7 +170,7 @@ def test_sparse_sets_the_token_table_only():
     assert embeddings.word_embeddings.sparse
     assert not embeddings.position_embeddings.sparse
     # Again, with the modules that are firstlayer's already.
-    assert replace_embeddings(model, sparse=False).replaced == []
+    assert replace_embeddings(model, sparse=False).names == []
     assert not embeddings.word_embeddings.sparse
     plain: Any = nn.ModuleList([nn.Embedding(4, 2), nn.Embedding(4, 2, sparse=True)])
     replace_embeddings(plain)
@@ -212,7 +217,7 @@ def test_modules_that_cannot_be_replaced_are_left_with_a_reason():
         "e": "it is sharded by fully_shard: replace embeddings before sharding",
         "f.embed_positions": f"WhisperPositionalEmbedding.{own}",
     }
-    assert result.replaced == ["d.additional_embedding", "f.embed_tokens", "g"]
+    assert result.names == ["d.additional_embedding", "f.embed_tokens", "g"]
     changed = [type(t) is not c for t, c in zip(tables_of(model), classes, strict=True)]
     assert sum(changed) == 3
 
@@ -278,3 +283,28 @@ def test_model_without_embeddings_is_an_error():
     with pytest.raises(ValueError, match="sparse must be None for a model without a token"):
         replace_embeddings(Vision(3, 2), sparse=True)
     replace_embeddings(Vision(3, 2))
+    integers = nn.Embedding(4, 2, _weight=torch.ones(4, 2, dtype=torch.int8), _freeze=True)
+    with pytest.raises(ValueError, match="0: its table must be real, got int8"):
+        replace_embeddings(nn.Sequential(integers))
+
+
+def test_result_is_a_number_with_names_and_reasons():
+    table = nn.Embedding(4, 2)
+    patched = nn.Embedding(4, 2)
+    patched.forward = lambda input: input  # pyright: ignore[reportAttributeAccessIssue]
+    result = replace_embeddings(nn.ModuleDict({"a": table, "b": table, "c": patched}))
+    for same in (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        assert int(same) == 2 and f"{same}" == "2" and same.names == ["a", "b"]
+        assert list(same.left) == ["c"] and "its forward was replaced" in same.left["c"]
+    assert repr(replace_embeddings(table)) == "Replaced([], left={})"
+
+
+def test_to_torch_undoes_the_replacement():
+    model = small_model("bart")
+    classes = [type(table) for table in tables_of(model)]
+    replace_embeddings(model, sparse=True)
+    to_torch(model)
+    assert [type(table) for table in tables_of(model)] == classes
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    frozen = FrozenRowsEmbedding(4, 2, frozen=[1])
+    assert type(to_torch(frozen)) is FrozenRowsEmbedding

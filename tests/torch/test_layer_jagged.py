@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nested import nested_tensor_from_jagged
 
-from firstlayer.torch.sinusoidal import SinusoidalPositions
+from firstlayer.torch import LearnedPositions, RotaryPositions, SinusoidalPositions
 from tests.support.run_alone import run_alone
 from tests.support.torch_layers import build, gradients
 from tests.support.torch_round_trips import plain_operators
@@ -132,6 +132,14 @@ def test_wrong_jagged_arguments_are_named(call, sentence):
     layer = build(segments=3)
     with pytest.raises((ValueError, IndexError), match=sentence):
         layer(**{"ids": ragged(torch.arange(5)), **call})
+
+
+@pytest.mark.rejects
+def test_position_layers_name_a_nested_tensor():
+    x = nested_tensor_from_jagged(torch.zeros(5, 8), torch.tensor([0, 3, 5]))
+    for layer in (SinusoidalPositions(8), LearnedPositions(9, 8), RotaryPositions(8)):
+        with pytest.raises(ValueError, match="x must be a dense tensor, got a nested one"):
+            layer(x)
 
 
 @pytest.mark.rejects

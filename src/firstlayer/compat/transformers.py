@@ -19,14 +19,11 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from ..torch._conversion import to_theirs
 from ..torch._positions.arguments import Offset, Positions
-from ..torch.hf import Replaced, RotaryModule, replace_rotary_modules
-from ..torch.hf_embeddings import (
-    change_class,
-    embeddings_of,
-    reason_to_leave,
-    restore_class,
-)
+from ..torch._replaced import Replaced
+from ..torch.hf import Place, RotaryModule, replace_rotary_modules, rotary_places
+from ..torch.hf_embeddings import replace_tables
 
 __all__ = ["BertEmbeddings", "Embeddings", "GPT2Embeddings", "swapped"]
 
@@ -168,8 +165,7 @@ def swapped(model: nn.Module) -> Generator[Replaced, None, None]:
         model: Any model.
 
     Yields:
-        Number of replaced modules, counted by position in the model. Its attribute ``left``
-        has the reason for each module that stays, by its name in the model.
+        Number of replaced modules, with ``names`` and ``left`` as in those functions.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
@@ -181,37 +177,25 @@ def swapped(model: nn.Module) -> Generator[Replaced, None, None]:
         >>> type(model[0])
         <class 'torch.nn.modules.sparse.Embedding'>
     """
-    before = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None
-    ]
-    rotary = replace_rotary_modules(model)
-    reasons = {
-        path: (module, reason_to_leave(module))
-        for path, module in embeddings_of(model)
-        if not isinstance(module, Embedding)
-    }
-    left = {path: reason for path, (_, reason) in reasons.items() if reason is not None}
-    tables = [module for module, reason in reasons.values() if reason is None]
-    for module in dict.fromkeys(tables):
-        change_class(module)
+    places = rotary_places(model)
+    rotary = replace_rotary_modules(places)
+    tables = replace_tables(model)
+    modules = {model.get_submodule(name) for name in tables.names}
     try:
-        yield Replaced(int(rotary) + len(tables), rotary.left | left)
+        yield Replaced(rotary.names + tables.names, rotary.left | tables.left)
     finally:
-        for module in dict.fromkeys(tables):
-            restore_class(module)
-        for parent, name, child in before:
-            _restore_rotary(parent, name, child)
+        for module in modules:
+            to_theirs(module)
+        for place in places:
+            _restore_rotary(place)
 
 
-def _restore_rotary(parent: nn.Module, name: str, old: nn.Module) -> None:
-    new = parent._modules.get(name)
+def _restore_rotary(place: Place) -> None:
+    new = place.parent._modules.get(place.attribute)
     # Modules set by other code inside the block stay.
-    if isinstance(new, RotaryModule) and new is not old:
-        old.to(next(new.buffers()).device)
-        setattr(parent, name, old.train(new.training))
+    if isinstance(new, RotaryModule):
+        place.module.to(next(new.buffers()).device)
+        setattr(place.parent, place.attribute, place.module.train(new.training))
 
 
 def _rows(table: Embedding, ids: Ids | None, inputs_embeds: Vectors | None) -> Vectors:

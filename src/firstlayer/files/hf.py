@@ -158,7 +158,7 @@ def _options(config: Config, layer_type: str | None) -> Config:
     rope, is_per_type = _rope_parameters(config, layer_type)
     rope = {**rope, "rope_type": _checked_rope_type(config, rope)}
 
-    def value(name: str, *aliases: str) -> Any:
+    def value(name: str, *aliases: str) -> float | None:
         return _single_value(name, aliases, rope, config, is_per_type=is_per_type)
 
     base = value("rope_theta", "rotary_emb_base", "rotary_embedding_base")
@@ -166,7 +166,6 @@ def _options(config: Config, layer_type: str | None) -> Config:
         base = models.DEFAULT_BASES.get(str(config.get("model_type")))
     if base is None:
         raise ValueError("config must have 'rope_theta', got none")
-    base = number("rope_theta", base)
     head_dim = _head_dim(config, layer_type)
     options: Config = {
         "head_dim": head_dim,
@@ -181,12 +180,10 @@ def _options(config: Config, layer_type: str | None) -> Config:
         w = images.image_frequencies(config.get("model_type"), head_dim, base=base)
         return {**options, "frequencies": w}
     partial = value("partial_rotary_factor", "rotary_pct")
-    if partial is not None:
-        partial = number("partial_rotary_factor", partial)
-        if not 0.0 < partial <= 1.0:
-            raise ValueError(
-                f"partial_rotary_factor must be above 0 and at most 1, got {partial}"
-            )
+    if partial is not None and not 0.0 < partial <= 1.0:
+        raise ValueError(
+            f"partial_rotary_factor must be above 0 and at most 1, got {partial}"
+        )
     options["scaling"] = _scaling(config, rope, partial)
     options["rotary_dim"] = _rotary_dim(config, rope, head_dim, partial)
     if options["rotary_dim"] is None and head_dim % 2:
@@ -289,8 +286,8 @@ def _single_value(
     config: Config,
     *,
     is_per_type: bool,
-) -> Any:
-    """Return a value given in the rope parameters or the config; all must agree.
+) -> float | None:
+    """Return a number given in the rope parameters or the config; all must agree.
 
     Parameters of a layer type override the config instead.
     """
@@ -298,6 +295,7 @@ def _single_value(
     values = [config[key] for key in (name, *aliases) if config.get(key) is not None]
     if inside is not None:
         values = [inside] if is_per_type else [inside, *values]
+    values = [number(name, value) for value in values]
     if any(value != values[0] for value in values):
         raise ValueError(
             f"{name} must have one value, got {' and '.join(map(str, values))}"

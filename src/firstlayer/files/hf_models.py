@@ -85,7 +85,7 @@ INTERLEAVED_SECTIONS = {
     "qwen4_exp_text": (11, 11, 10),
 }
 
-#: Configs that no layer can be built from: the way out.
+#: Configs that no layer can be built from, with what to do instead.
 UNSUPPORTED = {
     "efficientloftr": "keep the model's own module, which rotates whole hidden vectors",
     "gemma4_vision": "use replace_rotary, or rotate each half of a head with a layer",

@@ -112,7 +112,7 @@ def cope_bias(
     last = weight.shape[0] - 1
     positions = cope_positions(cope_gates(scores), last=last)
     below, above = neighbors(positions, last=last)
-    products = q @ weight.mT
+    products = q @ weight.T
     low, high = take_last(products, below), take_last(products, above)
     return low + (positions - cast(below, _name(positions))) * (high - low)
 

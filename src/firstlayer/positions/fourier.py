@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Float64
 
 from .._array import cast, compute_dtype, move_axis, namespace_of
 from .._check import positive, positive_number
-from .phases import axial_digit_phases, phase_tables, split_fraction
+from .phases import FRACTION_STEPS, axial_digit_phases, phase_tables, split_fraction
 from .turns import STEPS, cycle_words, turn_phases
 
 
@@ -122,3 +122,25 @@ def float64_fourier_phases(
         step_words=cycle_words(cycles / STEPS),
         rates=cycles * (2 * np.pi),
     )
+
+
+def float64_fourier_tables(
+    matrix: Float64[np.ndarray, "pairs axes"],
+) -> tuple[Float64[np.ndarray, "parts 2 3 256 pairs"], Float64[np.ndarray, "parts pairs"]]:
+    """Return :func:`fourier_tables` in float64; see
+    :func:`firstlayer.positions.turns.float64_phase_tables`.
+
+    Args:
+        matrix: Cycles per unit of each pair along each coordinate.
+
+    Example:
+        >>> tables = float64_fourier_tables(np.array([[0.5, 10.0]]))
+        >>> cos, sin = fourier_phases(np.array([0.5, 0.025]), *tables)
+        >>> bool(np.allclose([cos, sin], [[-1], [0]], rtol=0, atol=1e-14))
+        True
+    """
+    columns = np.asarray(matrix, np.float64).T
+    parts = np.concatenate([columns, columns / FRACTION_STEPS])
+    digits = np.arange(256.0) * 256.0 ** np.arange(3)[:, None]
+    tables = [float64_fourier_phases(digits[..., None], part[:, None]) for part in parts]
+    return np.array(tables), parts * (2 * np.pi)

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64, Shaped
 
 from .._array import cast, float64_from_bits, is_real, namespace_of
-from .phases import is_in_range, nan_outside
+from .phases import FRACTION_STEPS, is_in_range, nan_outside
 
 # Steps per position that fractions are counted in. A power of two, so scaling is exact.
 STEPS = 2**24
@@ -181,6 +181,37 @@ def float64_digit_tables(
     tables = np.stack(float64_phases(digits, constants))
     tables[:, 0] *= scale
     return tables[None]
+
+
+def float64_phase_tables(
+    frequencies: Float64[np.ndarray, "*axes pairs"], *, scale: float = 1.0
+) -> tuple[
+    Float64[np.ndarray, "levels *axes 2 3 256 pairs"],
+    Float64[np.ndarray, "levels *axes pairs"],
+]:
+    """Return :func:`firstlayer.positions.phases.phase_tables` in float64.
+
+    For graphs that cannot compute with the bits of integers, such as those of ONNX. The
+    error of a phase is at most 2e-15 for each axis and level.
+
+    Args:
+        frequencies: Angle per position of each pair, in radians.
+        scale: Multiplier of every phase.
+
+    Example:
+        >>> tables, rates = float64_phase_tables(np.array([1000.0, 1.0]))
+        >>> tables.shape, rates.dtype
+        ((2, 2, 3, 256, 2), dtype('float64'))
+    """
+    levels = [np.asarray(frequencies, np.float64)]
+    if np.abs(levels[0]).max(initial=0.0) > 1.0:
+        levels.append(levels[0] / FRACTION_STEPS)
+    rates = np.stack(levels)
+    rows = rates.reshape(-1, rates.shape[-1])
+    tables = np.concatenate([float64_digit_tables(turn_constants(row)) for row in rows])
+    # On the first axis only: the phases of the axes are multiplied.
+    tables[0, :, 0] *= scale
+    return tables.reshape(*rates.shape[:-1], *tables.shape[1:]), rates
 
 
 def _add(turns: Any, count: Any, words: Any) -> Any:

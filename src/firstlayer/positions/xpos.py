@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of
+from .._array import cast, compute_dtype, is_real, namespace_of, take_rows
 from .._check import integer, positive_number
 from .frequencies import check_rotary_dim, inverse_frequencies
 from .phases import LIMIT, digit_phases, digit_tables, within_limit
@@ -184,9 +184,9 @@ def _scales(
         in_reach = in_range & (xp.abs(whole) <= reach)
         whole = xp.where(in_reach, whole, xp.zeros_like(whole))
     size = xp.abs(whole)
-    scale = tables[0][size % 256]
+    scale = take_rows(tables[0], size % 256)
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
-        scale = scale * tables[place][digit]
+        scale = scale * take_rows(tables[place], digit)
     grows = (whole > 0) if keys else (whole < 0)
     scale = xp.where(grows[..., None], 1.0 / scale, scale)
     if fraction is not None:

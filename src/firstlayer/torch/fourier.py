@@ -10,6 +10,7 @@ from torch import Tensor
 from .._check import not_masked, one_of
 from ..positions.fourier import (
     float64_fourier_phases,
+    float64_fourier_tables,
     fourier_phases,
     fourier_tables,
     gaussian_matrix,
@@ -19,6 +20,7 @@ from ..positions.sinusoidal import LAYOUTS, Layout, encode
 from ._positions.arguments import in_reach
 from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import dtype_name, upcast
+from ._tensors.memory import is_recorded
 
 
 class FourierFeatures(PrecomputedBuffers):
@@ -108,9 +110,11 @@ class FourierFeatures(PrecomputedBuffers):
                 f"got {tuple(coordinates.shape)}"
             )
         points = upcast(in_reach(coordinates, name="coordinates"))
-        if points.dtype is torch.float64:
+        if points.dtype is torch.float64 and not is_recorded():
             matrix = self._floats("matrix_bits", points.device, torch.float64)
             cos, sin = float64_fourier_phases(points, matrix)
+        elif points.dtype is torch.float64:
+            cos, sin = fourier_phases(points, *self._recorded_float64(points.device))
         else:
             tables = self._floats("bits", points.device)
             rates = self._floats("rate_bits", points.device)
@@ -143,6 +147,9 @@ class FourierFeatures(PrecomputedBuffers):
             f"<{pairs} pairs of {axes} axes>, "
             f"layout={self.layout!r}, cos_first={self.cos_first}"
         )
+
+    def _float64_constants(self) -> tuple[np.ndarray, np.ndarray]:
+        return float64_fourier_tables(self.matrix)
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = fourier_tables(self.matrix)

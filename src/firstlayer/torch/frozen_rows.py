@@ -316,7 +316,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 @torch.no_grad()
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Put the frozen rows back."""
-    for weight, index, rows in optimizer._frozen_row_copies.pop():
+    # Empty if the first layer of the process was built by the closure of this step.
+    stack = vars(optimizer).get("_frozen_row_copies") or [()]
+    for weight, index, rows in stack.pop():
         # Otherwise a later catch-up would apply missed steps to the rows.
         catch_up(weight, index)
         weight[index] = rows

@@ -10,8 +10,9 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ..files.hf import has_grid_positions, phases_from_hf, rope_layer_types
 from ._positions.by_length import phases_of
+from ._replaced import Replaced
 from .rotary import RotaryPositions
 
 # The layouts in which models expect the values of pairs.
@@ -199,38 +201,20 @@ _IMAGE_MODULES: dict[str, Callable[[Any], RotaryModule]] = {
 }
 
 
-class Replaced(int):
-    """Number of replaced modules, with the modules that were left.
-
-    Attributes:
-        left: Reason for each module that was not replaced, by its name in the model.
-
-    Example:
-        >>> result = Replaced(2, {"vision.rotary": "it has parameters"})
-        >>> result == 2, result.left
-        (True, {'vision.rotary': 'it has parameters'})
-    """
-
-    left: dict[str, str]
-
-    def __new__(cls, count: int, left: dict[str, str] | None = None) -> Self:
-        """Return the number ``count`` with the attribute ``left``."""
-        self = super().__new__(cls, count)
-        self.left = dict(left or {})
-        return self
-
-
 def replace_rotary(model: nn.Module, *, spread: str | None = None) -> Replaced:
     """Replace the rotary modules of a transformers model in place.
-
-    Returns the number of replaced modules, an int. Its attribute ``left`` has the reason
-    for each module that was not replaced. Raises if there is none to replace.
 
     Args:
         model: Model whose rotary modules have a ``config`` and ``inv_freq``.
         spread: Layout as in :class:`HFRotary`. None detects it by comparing the output of
             each module for small positions; give it for a model on the meta device, whose
             modules cannot be called.
+
+    Returns:
+        The number of replaced modules, an int. Its ``names`` are those of the modules, and
+        its ``left`` has the reason for each module that was not replaced. Modules that are
+        Firstlayer's already are in neither. Raises a ValueError if the model then has no
+        module of Firstlayer's.
 
     Example:
         >>> class Rotary(nn.Module):
@@ -240,52 +224,62 @@ def replace_rotary(model: nn.Module, *, spread: str | None = None) -> Replaced:
         ...         self.register_buffer("inv_freq", torch.tensor([1.0, 0.01]))
         >>> model = nn.Sequential(Rotary(), nn.Linear(2, 2))
         >>> replace_rotary(model, spread="halves"), type(model[0]).__name__
-        (1, 'HFRotary')
+        (Replaced(['0'], left={}), 'HFRotary')
     """
-    replaced = replace_rotary_modules(model, spread=spread)
-    if not replaced:
-        reasons = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())
-        raise ValueError(
-            reasons or "model must have rotary modules with inv_freq, got none"
-        )
-    return replaced
+    missing = "model must have rotary modules with inv_freq, got none"
+    replaced = replace_rotary_modules(rotary_places(model), spread=spread)
+    return replaced.check(model, RotaryModule, missing)
 
 
-def replace_rotary_modules(model: nn.Module, *, spread: str | None = None) -> Replaced:
-    """Replace the rotary modules that can be replaced, and return how many.
+@dataclass(frozen=True)
+class Place:
+    """A rotary module in a model.
 
     Args:
-        model: As in :func:`replace_rotary`.
-        spread: As in :func:`replace_rotary`.
+        name: Name of the module in the model.
+        parent: Module that has it as an attribute.
+        attribute: Name of the attribute.
+        module: The rotary module.
     """
-    new: dict[nn.Module, RotaryModule] = {}
-    left: dict[str, str] = {}
-    places = _rotary_places(model)
-    for name, _, _, module in places:
-        try:
-            # A module that is registered twice gets one replacement.
-            new[module] = new.get(module) or _replacement(module, spread)
-        except (ValueError, TypeError, LookupError, RuntimeError) as error:
-            left[name] = str(error)
-    # All replacements are built before the model is changed.
-    count = 0
-    for _, parent, attribute, module in places:
-        if module in new:
-            setattr(parent, attribute, new[module])
-            count += 1
-    return Replaced(count, left)
+
+    name: str
+    parent: nn.Module
+    attribute: str
+    module: nn.Module
 
 
-def _rotary_places(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Module]]:
-    """Return the name, parent, attribute and module of each rotary module of a model."""
+def rotary_places(model: nn.Module) -> list[Place]:
+    """Return every rotary module of a model, once for each of its names."""
     return [
-        (f"{path}.{name}" if path else name, parent, name, child)
-        for path, parent in model.named_modules()
+        Place(f"{path}.{name}" if path else name, parent, name, child)
+        for path, parent in model.named_modules(remove_duplicate=False)
         for name, child in parent._modules.items()
         if child is not None
         and not isinstance(child, RotaryModule)
         and any("inv_freq" in buffer or buffer == "freqs_ci" for buffer in child._buffers)
     ]
+
+
+def replace_rotary_modules(places: list[Place], *, spread: str | None = None) -> Replaced:
+    """Replace the rotary modules that can be replaced.
+
+    Args:
+        places: From :func:`rotary_places`.
+        spread: As in :func:`replace_rotary`.
+    """
+    new: dict[nn.Module, RotaryModule] = {}
+    left: dict[str, str] = {}
+    for place in places:
+        try:
+            # A module that is registered twice gets one replacement.
+            new[place.module] = new.get(place.module) or _replacement(place.module, spread)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            left[place.name] = str(error)
+    # All replacements are built before the model is changed.
+    replaced = [place for place in places if place.module in new]
+    for place in replaced:
+        setattr(place.parent, place.attribute, new[place.module])
+    return Replaced([place.name for place in replaced], left)
 
 
 def _replacement(module: Any, spread: str | None) -> RotaryModule:

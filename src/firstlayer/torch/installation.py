@@ -2,20 +2,13 @@
 
 import functools
 import sys
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from ._table.module import TableModule
+from ._conversion import OURS, to_ours, to_theirs
 from ._tensors.errors import WrongValue
-from .bag import EmbeddingBag
-from .token import Embedding
 
-_OURS: dict[type[nn.Module], type[TableModule]] = {
-    nn.Embedding: Embedding,
-    nn.EmbeddingBag: EmbeddingBag,
-}
-_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 # Attribute of the constructors that build our layers.
 _MARK = "builds_firstlayer"
 _QUANTIZE = "torch.ao.quantization.quantize"
@@ -30,9 +23,10 @@ def install() -> "Installation":
     and after, and layers of torch's that are copied or loaded stay torch's. Subclasses of
     torch's classes do not change, nor do ``torch.nn.functional`` and existing layers.
 
-    ``torch.ao.quantization`` quantizes only layers of torch's classes. While installed, it
-    turns the layers of the model that it quantizes into torch's, as :func:`to_torch` does,
-    and raises a ValueError for options that its quantized layers ignore.
+    ``torch.ao.quantization`` quantizes only layers of torch's classes and skips others.
+    While installed, it first turns the layers that it is to quantize into torch's, as
+    :func:`to_torch` does, and raises a ValueError for options that its quantized layers
+    ignore.
 
     Returns:
         A handle. Its ``remove()``, or the end of its ``with`` block, restores torch. While
@@ -42,8 +36,10 @@ def install() -> "Installation":
         >>> import torch
         >>> with install():
         ...     layer = torch.nn.Embedding(10, 4)
-        >>> isinstance(layer, Embedding), isinstance(torch.nn.Embedding(10, 4), Embedding)
-        (True, False)
+        >>> type(layer)
+        <class 'firstlayer.torch.token.Embedding'>
+        >>> type(torch.nn.Embedding(10, 4))
+        <class 'torch.nn.modules.sparse.Embedding'>
     """
     return Installation()
 
@@ -55,7 +51,7 @@ class Installation:
         self._replaced: list[tuple[Any, str, Any]] = []
         if hasattr(nn.Embedding.__init__, _MARK):
             return
-        for theirs, ours in _OURS.items():
+        for theirs, ours in OURS.items():
             self._replace(theirs, "__init__", _constructor(theirs, ours))
         # Torch versions without this module have nothing to change.
         quantize = sys.modules.get(_QUANTIZE)
@@ -83,8 +79,9 @@ class Installation:
 def to_torch(model: Model) -> Model:
     """Turn each ``Embedding`` and ``EmbeddingBag`` of a model into torch's, in place.
 
-    For tools that compare classes, such as ``torch.ao.quantization``. Layers keep their
-    parameters, hooks and names. Subclasses of our layers do not change.
+    For tools that compare classes, such as ``torch.ao.quantization``, and to undo
+    :func:`replace_embeddings`. Layers keep their parameters, hooks and names. Other layers
+    that are subclasses of ours do not change.
 
     Args:
         model: A model, or a single layer.
@@ -93,23 +90,14 @@ def to_torch(model: Model) -> Model:
         The same model.
 
     Example:
+        >>> from firstlayer.torch import Embedding
         >>> model = to_torch(nn.Sequential(Embedding(10, 4)))
         >>> type(model[0]) is nn.Embedding
         True
     """
     for layer in model.modules():
-        _to_torch(layer)
+        to_theirs(layer)
     return model
-
-
-def _to_torch(layer: nn.Module) -> bool:
-    """Turn a layer into torch's if its class is ours, and return whether it was."""
-    theirs: Any = _THEIRS.get(type(layer))  # pyright: ignore
-    if theirs is None:
-        return False
-    cast(TableModule, layer)._release()
-    layer.__class__ = theirs
-    return True
 
 
 def _constructor(theirs: Any, ours: Any) -> Any:
@@ -132,16 +120,16 @@ def _constructor(theirs: Any, ours: Any) -> Any:
 def _propagate_qconfig(original: Any) -> Any:
     @functools.wraps(original)
     def propagate_qconfig_(module: nn.Module, *args: Any, **options: Any) -> None:
-        converted = [layer for layer in module.modules() if _to_torch(layer)]
+        kept = {layer for layer in module.modules() if to_theirs(layer)}
         try:
             original(module, *args, **options)
-            for layer in converted:
-                if getattr(layer, "qconfig", None) is not None:
-                    _check_quantizable(layer)
-        except ValueError:
-            for layer in converted:
-                layer.__class__ = _OURS[type(layer)]
-            raise
+            quantized = {x for x in kept if getattr(x, "qconfig", None) is not None}
+            for layer in quantized:
+                _check_quantizable(layer)
+            kept -= quantized
+        finally:
+            for layer in kept:
+                to_ours(layer)
 
     return propagate_qconfig_
 

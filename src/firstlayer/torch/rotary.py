@@ -26,7 +26,12 @@ from ..positions.rotary import (
     rotate,
 )
 from ..positions.scaling import Scaling, scaling_from
-from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
+from ..positions.turns import (
+    float64_digit_tables,
+    float64_phase_tables,
+    float64_phases,
+    turn_constants,
+)
 from ._positions.arguments import (
     Offset,
     Positions,
@@ -38,7 +43,7 @@ from ._positions.arguments import (
 from ._positions.rotate import integer_phases, integer_positions, rotate_fused
 from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import upcast
-from ._tensors.memory import is_plain_cpu, kernel_eligible
+from ._tensors.memory import is_plain_cpu, is_recorded, kernel_eligible
 
 
 class RotaryPositions(PrecomputedBuffers):
@@ -300,11 +305,14 @@ class RotaryPositions(PrecomputedBuffers):
     def _phases(
         self, positions: Shaped[Tensor, "*seq"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        if dtype is torch.float64:
+        if dtype is torch.float64 and not is_recorded():
             turns = self._turns(positions.device)
             return float64_phases(positions, turns, scale=self.attention_factor)
-        tables = self._floats("bits", positions.device)
-        rates = self._floats("rate_bits", positions.device)
+        if dtype is torch.float64:
+            tables, rates = self._recorded_float64(positions.device)
+        else:
+            tables = self._floats("bits", positions.device)
+            rates = self._floats("rate_bits", positions.device)
         return (phases if self.axes is None else axial_phases)(positions, tables, rates)
 
     def _fused(self, x: Tensor, both: np.ndarray, seq: tuple[int, ...]) -> Tensor:
@@ -315,6 +323,9 @@ class RotaryPositions(PrecomputedBuffers):
         if x.dtype is torch.float64:
             return self._float64_tables
         return self._integers("bits", x.device)[0].numpy().view(np.float32)
+
+    def _float64_constants(self) -> tuple[np.ndarray, np.ndarray]:
+        return float64_phase_tables(self.frequencies, scale=self.attention_factor)
 
     @cached_property
     def _float64_tables(self) -> np.ndarray:

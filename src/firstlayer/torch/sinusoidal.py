@@ -22,7 +22,12 @@ from ..positions.sinusoidal import (
     phase_tables,
     phases,
 )
-from ..positions.turns import float64_digit_tables, float64_phases, turn_constants
+from ..positions.turns import (
+    float64_digit_tables,
+    float64_phase_tables,
+    float64_phases,
+    turn_constants,
+)
 from ._positions.arguments import (
     Offset,
     Positions,
@@ -33,7 +38,13 @@ from ._positions.arguments import (
 )
 from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import upcast
-from ._tensors.memory import array_of, is_plain_cpu, tensor_of, threads_of_torch
+from ._tensors.memory import (
+    array_of,
+    is_plain_cpu,
+    is_recorded,
+    tensor_of,
+    threads_of_torch,
+)
 
 
 class SinusoidalPositions(PrecomputedBuffers):
@@ -203,13 +214,18 @@ class SinusoidalPositions(PrecomputedBuffers):
             with threads_of_torch():
                 features = features_at(array_of(positions), *arrays, **options)
                 features = tensor_of(features)
-        elif dtype is torch.float64:
+        elif dtype is torch.float64 and not is_recorded():
             turns = self._turns(positions.device)
             phases_ = float64_phases(positions, turns, scale=self.scale)
             features = encode(*phases_, **options)
         else:
+            if dtype is torch.float64:
+                tables, rates = self._recorded_float64(positions.device)
             features = encode(*phases(positions, tables, rates), **options)
         return join_axes(features) if self.axes > 1 else features
+
+    def _float64_constants(self) -> tuple[np.ndarray, np.ndarray]:
+        return float64_phase_tables(self._frequencies(), scale=self.scale)
 
     @cached_property
     def _float64_tables(self) -> np.ndarray:

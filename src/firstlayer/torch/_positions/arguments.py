@@ -107,11 +107,16 @@ def on_host(positions: Tensor) -> np.ndarray:
 def check_vectors(
     x: Tensor, width: int, *, axes: tuple[str, ...] = ("length",), name: str = "x"
 ) -> None:
-    """Raise unless ``x`` is a floating-point tensor of shape ``(..., *axes, width)``."""
+    """Raise unless ``x`` is a dense real tensor of shape ``(..., *axes, width)``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be real, got {dtype_name(x.dtype)}")
+    if x.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pass {name}.values() and "
+            "the position of each vector"
+        )
     if x.ndim <= len(axes) or x.shape[-1] != width:
         expected = f"(..., {', '.join(axes)}, {width})"
         raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")

@@ -130,7 +130,7 @@ class TableModule(nn.Module):
     def _release(self) -> None:
         """Catch up every row and remove the gradient hook, so that torch can take over."""
         self._catch_up()
-        hooks = getattr(self.weight, "_post_accumulate_grad_hooks", None) or {}
+        hooks: Any = getattr(self.weight, "_post_accumulate_grad_hooks", None) or {}
         for key, hook in list(hooks.items()):
             if type(hook) is GradHook and hook.layer() is self:
                 del hooks[key]
@@ -256,14 +256,6 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
             if type(hook) is GradHook and hook.layer() is layer:
                 return
     parameter.register_post_accumulate_grad_hook(GradHook(layer))
-
-
-def remove_grad_hook(layer: Any, parameter: Tensor) -> None:
-    """Remove the layer's :class:`GradHook` from a parameter, if it is there."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    for key, hook in list(hooks.items()):
-        if type(hook) is GradHook and hook.layer() is layer:
-            del hooks[key]
 
 
 def coalesce_gradient(parameter: Tensor) -> None:

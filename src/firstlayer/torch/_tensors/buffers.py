@@ -30,6 +30,10 @@ class PrecomputedBuffers(nn.Module):
         """Return the tables by buffer name, of 32 or 64 bits."""
         return {}
 
+    def _float64_constants(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the float64 tables and rates that recorded graphs hold."""
+        raise NotImplementedError
+
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
         return config_of(self)
@@ -79,9 +83,16 @@ class PrecomputedBuffers(nn.Module):
     @torch.compiler.assume_constant_result
     def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a table of floats that does not depend on the buffers."""
-        table = np.array(self._tables()[name], order="C")
-        # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
-        return torch.frombuffer(table, dtype=dtype).reshape(table.shape)
+        return _constant_tensor(self._tables()[name], dtype)
+
+    def _recorded_float64(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the tables and rates of float64 phases in a recorded graph."""
+        tables, rates = self._constant64(0), self._constant64(1)
+        return tables.to(device), rates.to(device)
+
+    @torch.compiler.assume_constant_result
+    def _constant64(self, number: int) -> Tensor:
+        return _constant_tensor(self._float64_constants()[number], torch.float64)
 
     def _turns(self, device: torch.device) -> Int64[Tensor, "7 *axes pairs"]:
         """Return the constants of float64 phases."""
@@ -89,6 +100,12 @@ class PrecomputedBuffers(nn.Module):
 
     def extra_repr(self) -> str:
         return repr_of(self)
+
+
+def _constant_tensor(table: np.ndarray, dtype: torch.dtype) -> Tensor:
+    table = np.array(table, order="C")
+    # Not from_numpy, which warns under torch.jit.trace that the result is a constant.
+    return torch.frombuffer(table, dtype=dtype).reshape(table.shape)
 
 
 def repr_of(layer: Any) -> str:
