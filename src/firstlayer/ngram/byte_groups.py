@@ -50,7 +50,7 @@ class ByteGroups(Scheme):
                 f"functions must be between 1 and {len(_PRIMES)}, got {self.functions}"
             )
         multipliers = [
-            [_wrapped(prime ** (size - 1 - s)) if s < size else 0 for s in range(max(sizes))]
+            tuple(_power(prime, size - 1 - s) for s in range(max(sizes)))
             for prime in _PRIMES[: self.functions]
             for size in sizes
         ]
@@ -62,6 +62,7 @@ class ByteGroups(Scheme):
         return max(self.sizes)
 
 
-def _wrapped(n: int) -> int:
-    """Return ``n`` in 64 bits with a sign."""
-    return (n + 2**63) % 2**64 - 2**63
+def _power(prime: int, exponent: int) -> int:
+    """Return a power in 64 bits with a sign, or 0 for a negative exponent."""
+    power = prime**exponent if exponent >= 0 else 0
+    return (power + 2**63) % 2**64 - 2**63

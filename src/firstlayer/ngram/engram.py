@@ -1,7 +1,7 @@
 """Engram's hash: DeepSeek's demo and V4.1, and MaxText's in 32 bits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,8 @@ class Engram(Scheme):
         >>> scheme = Engram(
         ...     order=3, heads=2, base=100, layers=(1, 5), canonical=np.arange(50), pad=2
         ... )
-        >>> scheme.layout(5).sizes.tolist(), scheme.layout(5).rows
-        ([113, 127, 131, 137], 508)
+        >>> scheme.layout(5).sizes, scheme.layout(5).rows
+        ((113, 127, 131, 137), 508)
         >>> scheme([[7, 8, 9]], layer=5).shape
         (1, 3, 4)
         >>> history = scheme.advance(None, [[7, 8]])
@@ -76,6 +76,11 @@ class Engram(Scheme):
     seed: int = 0
     bits: int = 64
     hash_negative: bool = False
+    # The memory of ``canonical``, which is read-only: torch warns about such arrays.
+    _table: np.ndarray = field(init=False, repr=False)
+    # Plain numbers: torch's compiler does not read arrays.
+    _num_ids: int = field(init=False, repr=False)
+    _pad_number: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         order, heads = at_least("order", self.order, 2), positive("heads", self.heads)
@@ -96,8 +101,12 @@ class Engram(Scheme):
             name = type(self.hash_negative).__name__
             raise TypeError(f"hash_negative must be a bool, got {name}")
         set_argument(self, "layers", layers)
-        set_argument(self, "canonical", _checked_map(self.canonical))
+        set_argument(self, "_table", _checked_map(self.canonical))
+        set_argument(self, "canonical", self._table.view())
+        self.canonical.setflags(write=False)
         below("pad", self.pad, self.canonical.size, of="the number of canonical ids")
+        set_argument(self, "_num_ids", self.canonical.size)
+        set_argument(self, "_pad_number", int(self.canonical[self.pad]))
         not_negative("seed", self.seed)
         set_layouts(self, self._build(order, heads, bases, layers))
 
@@ -122,8 +131,8 @@ class Engram(Scheme):
                     f"base must give primes of {self.bits} bits, got {max(bases)}"
                 )
             rng = np.random.default_rng(self.seed + _LAYER_SEED * layer)
-            draws = rng.integers(0, half, order, dtype=dtype).astype(np.int64)
-            layouts[layer] = Layout.of(sizes, 2 * draws + 1)
+            draws = rng.integers(0, half, order, dtype=dtype).tolist()
+            layouts[layer] = Layout.of(sizes, [2 * draw + 1 for draw in draws])
         return layouts
 
     @property
@@ -132,19 +141,19 @@ class Engram(Scheme):
 
     @property
     def _bound(self) -> tuple[str, int]:
-        return "the number of canonical ids", self.canonical.size
+        return "the number of canonical ids", self._num_ids
 
     @property
     def _fill(self) -> int:
-        return int(self.canonical[self.pad])
+        return self._pad_number
 
     @property
     def _no_id(self) -> int:
         return _NEVER_AN_ID if self.hash_negative else windows.NO_ID
 
     def _numbers(self, full: Any) -> tuple[Any, Any]:
-        xp, last = namespace_of(full), self.canonical.size - 1
-        table = windows.constant(self.canonical, full)
+        xp, last = namespace_of(full), self._num_ids - 1
+        table = windows.constant(self._table, full)
         numbers = table[xp.clip(full, 0, last)]
         if not self.hash_negative:
             return numbers, full >= 0
@@ -156,7 +165,7 @@ class Engram(Scheme):
 
 def _checked_map(canonical: Any) -> np.ndarray:
     """Return a copy of a map to canonical ids, which are 0 to some number, all used."""
-    canonical = integers(canonical, name="canonical").astype(np.int64)
+    canonical = integers(canonical, name="canonical").astype(np.int64, copy=True)
     if canonical.ndim != 1 or not canonical.size:
         raise ValueError(
             f"canonical must have one entry for each id, got shape {canonical.shape}"

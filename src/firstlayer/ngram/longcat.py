@@ -23,8 +23,8 @@ class LongCatNgram(Scheme):
 
     Example:
         >>> scheme = LongCatNgram(order=3, splits=2, ratio=3, vocab_size=40, eos=2)
-        >>> scheme.layout().sizes.tolist(), scheme.layout().rows
-        ([121, 123, 125, 127], 496)
+        >>> scheme.layout().sizes, scheme.layout().rows
+        ((121, 123, 125, 127), 496)
         >>> scheme([5])[0].tolist()
         [5, 126, 249, 374]
     """
@@ -53,7 +53,7 @@ class LongCatNgram(Scheme):
                 f"got {self.ratio} and {vocab_size}"
             )
         multipliers = [
-            [pow(vocab_size, s, size) if s < i // splits + 2 else 0 for s in range(order)]
+            tuple(pow(vocab_size, s, size) * (s < i // splits + 2) for s in range(order))
             for i, size in enumerate(sizes)
         ]
         set_layouts(self, {None: Layout.of(sizes, multipliers)})

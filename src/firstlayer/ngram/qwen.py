@@ -48,8 +48,8 @@ class QwenNgram(Scheme):
 
     Example:
         >>> scheme = QwenNgram(order=3, heads=2, base=97, vocab_size=100, eos=9)
-        >>> scheme.layout().sizes.tolist(), scheme.layout().rows
-        ([97, 101, 103, 107], 512)
+        >>> scheme.layout().sizes, scheme.layout().rows
+        ((97, 101, 103, 107), 512)
         >>> rows = scheme([5, 9, 7, 8])
         >>> bool((rows[2:] == scheme([7, 8])).all())
         True

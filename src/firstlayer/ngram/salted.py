@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .._check import positive
 from .primes import last_prime
 from .scheme import (
     Layout,
     Scheme,
     at_least,
-    frozen,
     integer_tuple,
     set_argument,
     set_layouts,
@@ -39,8 +36,8 @@ class SaltedNgram(Scheme):
 
     Example:
         >>> scheme = SaltedNgram(orders=(2, 3), salts=2, rows=1000)
-        >>> scheme.layout().sizes.tolist(), scheme.layout().rows
-        ([997, 997, 997, 997], 1000)
+        >>> scheme.layout().sizes, scheme.layout().rows
+        ((997, 997, 997, 997), 1000)
         >>> scheme([1])[0].tolist() == [1000003 % 997, (1000003 + 2654435761) % 997] * 2
         True
     """
@@ -58,15 +55,15 @@ class SaltedNgram(Scheme):
             )
         prime = last_prime(at_least("rows", self.rows, 2))
         multipliers = [
-            [_multiplier(s, salt) if s < order else 0 for s in range(max(orders))]
+            tuple(_multiplier(s, salt) * (s < order) for s in range(max(orders)))
             for order in orders
             for salt in range(positive("salts", self.salts))
         ]
-        sizes = frozen([prime] * len(multipliers))
+        columns = len(multipliers)
         layout = Layout(
-            sizes=sizes,
-            offsets=frozen(np.zeros_like(sizes)),
-            multipliers=frozen(multipliers),
+            sizes=(prime,) * columns,
+            offsets=(0,) * columns,
+            multipliers=tuple(multipliers),
             rows=int(self.rows),
         )
         set_layouts(self, {None: layout})

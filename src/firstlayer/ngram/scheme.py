@@ -4,10 +4,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 
 from .._array import cast, namespace_of
 from .._check import all_in_range, host_array, integer, out_of_range
@@ -17,42 +17,45 @@ from . import history as windows
 _INT32_ROWS = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The table of one layer: a joined table with a range of rows for each column.
 
     Args:
         sizes: Number of rows that each column hashes to.
         offsets: First row of each column.
-        multipliers: Multiplier of each id of an n-gram, newest first: ``(span,)`` if all
-            columns share them, otherwise ``(columns, span)``.
+        multipliers: Multiplier of each id of an n-gram, newest first; or one such tuple for
+            each column, with 0 for ids that the column does not read.
         rows: Number of rows of the joined table.
+
+    Example:
+        >>> Layout.of([5, 7], [3, 1], multiple_of=8)
+        Layout(sizes=(5, 7), offsets=(0, 5), multipliers=(3, 1), rows=16)
     """
 
-    sizes: Int64[np.ndarray, " columns"]
-    offsets: Int64[np.ndarray, " columns"]
-    multipliers: Int64[np.ndarray, "*columns span"]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    multipliers: tuple[int, ...] | tuple[tuple[int, ...], ...]
     rows: int
 
     @classmethod
     def of(
-        cls, sizes: Sequence[int], multipliers: Any, *, multiple_of: int = 1
+        cls, sizes: Sequence[int], multipliers: Sequence[Any], *, multiple_of: int = 1
     ) -> "Layout":
-        """Return the layout of columns that follow one another in the table."""
-        ends = np.cumsum(np.array(sizes, np.int64))
+        """Return the layout of columns that follow one another in the table.
+
+        Args:
+            sizes: Number of rows of each column.
+            multipliers: As in the class.
+            multiple_of: The number of rows is rounded up to a multiple of this.
+        """
+        ends = tuple(accumulate(sizes))
         return cls(
-            sizes=frozen(sizes),
-            offsets=frozen(ends - np.array(sizes, np.int64)),
-            multipliers=frozen(multipliers),
-            rows=-(-int(ends[-1]) // multiple_of) * multiple_of,
+            sizes=tuple(sizes),
+            offsets=(0, *ends[:-1]),
+            multipliers=tuple(multipliers),
+            rows=-(-ends[-1] // multiple_of) * multiple_of,
         )
-
-
-def frozen(values: Any) -> np.ndarray:
-    """Return a read-only int64 copy."""
-    array = np.array(values, np.int64)
-    array.setflags(write=False)
-    return array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +71,7 @@ class Scheme:
     @property
     def columns(self) -> int:
         """Number of rows that each position reads."""
-        return next(iter(self._layouts.values())).sizes.size
+        return len(next(iter(self._layouts.values())).sizes)
 
     @property
     def history_length(self) -> int:
@@ -201,12 +204,14 @@ class Scheme:
 
     def _hash(self, slots: list[Any], layout: Layout) -> Any:
         """Return the rows of n-grams, given their numbers, newest first."""
+        columns: Any = layout.multipliers
         total = None
-        for slot, multipliers in zip(slots, layout.multipliers.T, strict=True):
-            term = slot[..., None] * windows.like(multipliers.tolist(), slot)
+        for slot, multipliers in zip(slots, zip(*columns, strict=True), strict=True):
+            term = slot[..., None] * windows.like(multipliers, slot)
             total = term if total is None else total + term
-        sizes, offsets = layout.sizes.tolist(), layout.offsets.tolist()
-        return total % windows.like(sizes, total) + windows.like(offsets, total)
+        return total % windows.like(layout.sizes, total) + windows.like(
+            layout.offsets, total
+        )
 
     # The same for all schemes.
 
@@ -288,15 +293,14 @@ def xor_hash(slots: list[Any], layout: Layout, *, heads: int, dtype: str = "int6
 
     The hash of an n-gram continues the one of the n-gram without its oldest id.
     """
-    xp, multipliers = namespace_of(slots[0]), layout.multipliers.tolist()
-    sizes, offsets = layout.sizes.tolist(), layout.offsets.tolist()
+    multipliers: Any = layout.multipliers
     mix, rows = cast(slots[0], dtype) * multipliers[0], []
     for n, slot in enumerate(slots[1:]):
         mix = mix ^ cast(slot, dtype) * multipliers[n + 1]
         part = slice(n * heads, (n + 1) * heads)
-        local = mix[..., None] % cast(windows.like(sizes[part], mix), dtype)
-        rows.append(cast(local, "int64") + windows.like(offsets[part], slot))
-    return xp.concat(rows, axis=-1)
+        local = mix[..., None] % cast(windows.like(layout.sizes[part], mix), dtype)
+        rows.append(cast(local, "int64") + windows.like(layout.offsets[part], slot))
+    return namespace_of(mix).concat(rows, axis=-1)
 
 
 def set_layouts(scheme: Scheme, layouts: dict[int | None, Layout]) -> None:
@@ -380,5 +384,6 @@ def _exact_integers(ids: Any) -> AbstractContextManager[Any]:
     if namespace_of(ids).__name__ != "jax.numpy":
         return nullcontext()
     jax = sys.modules["jax"]
-    enable = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
-    return enable(True)
+    # Before version 0.8 it was experimental.
+    is_new = hasattr(jax, "enable_x64")
+    return (jax if is_new else jax.experimental).enable_x64(True)
