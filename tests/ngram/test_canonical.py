@@ -12,18 +12,16 @@ from firstlayer.ngram.canonical import normal_forms, normalize
 from tests.support.ngram import golden
 
 # The steps of the references, with the library that they use.
-REFERENCE = normalizers.Sequence(
-    [
-        normalizers.NFKC(),
-        normalizers.NFD(),
-        normalizers.StripAccents(),
-        normalizers.Lowercase(),
-        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
-        normalizers.Replace(Regex(r"^ $"), "\ue000"),
-        normalizers.Strip(),
-        normalizers.Replace("\ue000", " "),
-    ]
-)
+REFERENCE = normalizers.Sequence([
+    normalizers.NFKC(),
+    normalizers.NFD(),
+    normalizers.StripAccents(),
+    normalizers.Lowercase(),
+    normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+    normalizers.Replace(Regex(r"^ $"), "\ue000"),
+    normalizers.Strip(),
+    normalizers.Replace("\ue000", " "),
+])
 FORMS = normal_forms()
 
 
@@ -37,7 +35,9 @@ def strings(arrays: dict[str, np.ndarray], name: str) -> list[str]:
 def test_every_character_is_normalized_like_the_tokenizers_library():
     points = [p for p in range(0x110000) if not 0xD800 <= p < 0xE000]
     wrong = [
-        hex(p) for p in points if normalize(chr(p), FORMS) != REFERENCE.normalize_str(chr(p))
+        hex(p)
+        for p in points
+        if normalize(chr(p), FORMS) != REFERENCE.normalize_str(chr(p))
     ]
     assert wrong == []
 
@@ -45,7 +45,9 @@ def test_every_character_is_normalized_like_the_tokenizers_library():
 CHANGED = st.sampled_from(sorted(FORMS)).map(chr)
 
 
-@given(st.lists(CHANGED | st.characters(exclude_categories=["Cs"]), max_size=6).map("".join))
+@given(
+    st.lists(CHANGED | st.characters(exclude_categories=["Cs"]), max_size=6).map("".join)
+)
 @example("ΑΣ")
 @example(" \x1c \x85")
 @example("\ue000a \ue000")
@@ -83,7 +85,14 @@ def test_a_tokenizer_gives_the_ids_of_its_texts():
 
 def test_a_text_with_an_incomplete_character_is_its_raw_token():
     texts = ["\ufffd", "\ufffd", "a", "\u0301", "\u0301\u0301", "A"]
-    assert canonical_ids(texts, ["x", "y", "a", "b", "c", "A"]).tolist() == [0, 1, 2, 3, 4, 2]
+    assert canonical_ids(texts, ["x", "y", "a", "b", "c", "A"]).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        2,
+    ]
 
 
 @pytest.mark.rejects

@@ -103,7 +103,11 @@ def test_a_declared_layout_is_accepted_if_it_agrees():
             r"engram_num_embeddings must be \[.*\] for this tokenizer, got \[232, 5\]",
         ),
         ({}, None, "tokenizer must be given for an Engram config, got None"),
-        ({"engram_n_heads": None}, CANONICAL, "config must have 'engram_n_heads', got none"),
+        (
+            {"engram_n_heads": None},
+            CANONICAL,
+            "config must have 'engram_n_heads', got none",
+        ),
         ({"engram_layer_ids": None}, CANONICAL, "config must have one of the keys"),
     ],
 )
@@ -122,9 +126,21 @@ def test_a_config_must_be_a_dict():
 @pytest.mark.parametrize(
     "build, error, message",
     [
-        (lambda: Engram(canonical=CANONICAL, order=1), ValueError, "order must be at least 2"),
-        (lambda: Engram(canonical=CANONICAL, heads=0), ValueError, "heads must be positive"),
-        (lambda: Engram(canonical=CANONICAL, base=1), ValueError, "base must be at least 2"),
+        (
+            lambda: Engram(canonical=CANONICAL, order=1),
+            ValueError,
+            "order must be at least 2",
+        ),
+        (
+            lambda: Engram(canonical=CANONICAL, heads=0),
+            ValueError,
+            "heads must be positive",
+        ),
+        (
+            lambda: Engram(canonical=CANONICAL, base=1),
+            ValueError,
+            "base must be at least 2",
+        ),
         (
             lambda: Engram(canonical=CANONICAL, base=[9]),
             ValueError,
@@ -151,7 +167,11 @@ def test_a_config_must_be_a_dict():
             ValueError,
             r"pad must be in \[0, 30\) for the number of canonical ids 30, got 30",
         ),
-        (lambda: Engram(canonical=CANONICAL, seed=-1), ValueError, "seed must be at least 0"),
+        (
+            lambda: Engram(canonical=CANONICAL, seed=-1),
+            ValueError,
+            "seed must be at least 0",
+        ),
         (
             lambda: Engram(canonical=CANONICAL, hash_negative=1),
             TypeError,
@@ -160,7 +180,7 @@ def test_a_config_must_be_a_dict():
         (
             lambda: Engram(canonical=[0, 2]),
             ValueError,
-            "canonical must have each number from 0 to its largest, got 2 numbers from 0 to 2",
+            "canonical must have each number from 0 to its largest, got 2 numbers",
         ),
         (
             lambda: Engram(canonical=[[0]]),
@@ -197,7 +217,11 @@ def test_a_config_must_be_a_dict():
             ValueError,
             "ratio and vocab_size must keep sums below",
         ),
-        (lambda: ByteGroups(sizes=(0,)), ValueError, r"sizes\[0\] must be at least 1, got 0"),
+        (
+            lambda: ByteGroups(sizes=(0,)),
+            ValueError,
+            r"sizes\[0\] must be at least 1, got 0",
+        ),
         (lambda: ByteGroups(rows=0), ValueError, "rows must be positive, got 0"),
         (
             lambda: ByteGroups(functions=12),

@@ -63,7 +63,9 @@ def batch(seed: int) -> dict[str, np.ndarray]:
 @given(schemes(), few(), st.data())
 def test_rows_are_those_of_the_formula(scheme, ids, data):
     size, layer = len(ids), last_layer(scheme)
-    documents = data.draw(st.none() | st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    documents = data.draw(
+        st.none() | st.lists(st.integers(0, 2), min_size=size, max_size=size)
+    )
     dead = data.draw(st.none() | st.lists(st.booleans(), min_size=size, max_size=size))
     ids = [data.draw(st.sampled_from([i, i, i, -1, -2])) for i in ids]
     found = scheme(ids, layer=layer, documents=documents, dead=dead)
@@ -75,7 +77,9 @@ def test_rows_are_those_of_the_formula(scheme, ids, data):
 @given(schemes(), few(length=20), st.data())
 def test_chunks_and_steps_give_the_rows_of_one_pass(scheme, ids, data):
     size, layer = len(ids), last_layer(scheme)
-    documents = np.sort(data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)))
+    documents = np.sort(
+        data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    )
     dead = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     whole = scheme(ids, layer=layer, documents=documents, dead=dead)
     history, start, chunks = None, 0, []
@@ -227,6 +231,22 @@ def test_torch_compiles_a_scheme_into_one_graph(scheme):
     found = rows(*(torch.tensor(arrays[name]) for name in names))
     expected = scheme(layer=layer, **{name: arrays[name] for name in names})
     assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("build", [
+    lambda n: Engram(
+        order=3 + n, base=50 + 9 * n, layers=(n,), canonical=canonical_map(n), seed=n
+    ),
+    lambda n: QwenNgram(order=2 + n, base=50 + 9 * n, vocab_size=40 + n, eos=n, seed=n),
+    lambda n: ByteGroups(rows=100 + n, functions=1 + n),
+], ids=["Engram", "QwenNgram", "ByteGroups"])
+def test_torch_compiles_several_schemes_with_one_function(build):
+    # The compiler makes numbers that differ between calls variables of the graph.
+    torch.compiler.reset()
+    compiled = torch.compile(lambda s, x: s(x), fullgraph=True, backend="eager")
+    for n in range(3):
+        scheme, ids = build(n), torch.tensor(batch(n)["ids"])[:, : 9 + n]
+        assert compiled(scheme, ids).tolist() == scheme(ids).tolist()
 
 
 @by_name

@@ -24,7 +24,9 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return MANIFEST[f"{name}.npz"]["config"], dict(arrays)
 
 
-def rows_in(library: str, scheme: Any, ids: Any, *, layer: Any = None, **arrays: Any) -> Any:
+def rows_in(
+    library: str, scheme: Any, ids: Any, *, layer: Any = None, **arrays: Any
+) -> Any:
     """Return the rows of a batch of ids as a NumPy array, computed by a library."""
     names = [name for name, value in arrays.items() if value is not None]
 
@@ -120,16 +122,17 @@ def reference_rows(
     layout = scheme.layout(layer)
     return [
         [_row(scheme, layout, c, window) for c in range(scheme.columns)]
-        for window in (
-            _window(scheme, p, ids, documents, dead) for p in range(len(ids))
-        )
+        for window in (_window(scheme, p, ids, documents, dead) for p in range(len(ids)))
     ]
 
 
 def _window(scheme, p, ids, documents, dead) -> list[int]:
     """Return the numbers that the n-grams at ``p`` read, newest first."""
     hashes_negative = getattr(scheme, "hash_negative", False)
-    fill = {Engram: lambda: int(scheme.canonical[scheme.pad]), QwenNgram: lambda: scheme.eos}
+    fill = {
+        Engram: lambda: int(scheme.canonical[scheme.pad]),
+        QwenNgram: lambda: scheme.eos,
+    }
     fill = fill.get(type(scheme), lambda: 0)()
     window, is_open = [], True
     for s in range(scheme.history_length + 1):

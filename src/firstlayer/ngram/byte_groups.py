@@ -33,7 +33,7 @@ class ByteGroups(Scheme):
         >>> scheme = ByteGroups(sizes=(2, 3), rows=1000)
         >>> scheme.columns, scheme.layout().rows
         (2, 2000)
-        >>> scheme([3, 5])[1].tolist()  # 3 + 5 p, and 1000 + 3 p + 5 p**2, for p = 10**9 + 7
+        >>> scheme([3, 5])[1].tolist()  # 3 + 5 p and 1000 + 3 p + 5 p**2, p = 10**9 + 7
         [38, 1266]
     """
 

@@ -73,9 +73,7 @@ def canonical_ids(
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _keys(
-    texts: Sequence[str], raw_tokens: Sequence[str | None]
-) -> Iterator[str | None]:
+def _keys(texts: Sequence[str], raw_tokens: Sequence[str | None]) -> Iterator[str | None]:
     """Yield the key of each token: its normal form, or its raw token."""
     forms = normal_forms()
     for text, raw in zip(texts, raw_tokens, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from .._array import cast, namespace_of
+from .._array import namespace_of
 from .._check import integer, integers, not_negative, positive
 from . import history as windows
 from .primes import next_prime
@@ -160,7 +160,8 @@ class Engram(Scheme):
         return xp.where(full < 0, full, numbers), full != _NEVER_AN_ID
 
     def _hash(self, slots: list[Any], layout: Layout) -> Any:
-        return xor_hash(slots, layout, heads=self.heads, dtype=f"int{self.bits}")
+        dtype = "int32" if self.bits == 32 else "int64"
+        return xor_hash(slots, layout, heads=self.heads, dtype=dtype)
 
 
 def _checked_map(canonical: Any) -> np.ndarray:

@@ -99,7 +99,9 @@ def _qwen(config: Config) -> QwenNgram:
         "multiple_of": "make_ngram_vocab_size_divisible_by",
     }
     # Keys that a short file leaves out have the defaults of transformers.
-    given = {name: config[key] for name, key in names.items() if config.get(key) is not None}
+    given = {
+        name: config[key] for name, key in names.items() if config.get(key) is not None
+    }
     return QwenNgram(
         layers=sorted(set(config["ple_layer_ids"])),
         vocab_size=_required(config, "vocab_size"),
@@ -113,7 +115,9 @@ def _longcat(config: Config) -> LongCatNgram:
     renamed = {"order": "emb_neighbor_num", "splits": "emb_split_num"}
     values = {name: _renamed(config, key) for name, key in renamed.items()}
     return LongCatNgram(
-        **{name: _required({renamed[name]: v}, renamed[name]) for name, v in values.items()},
+        **{
+            name: _required({renamed[name]: v}, renamed[name]) for name, v in values.items()
+        },
         ratio=_required(
             {"ngram_vocab_size_ratio": _renamed(config, "ngram_vocab_size_ratio")},
             "ngram_vocab_size_ratio",

@@ -170,7 +170,9 @@ def last_ids(full: Any, accepted: Any, *, span: int) -> Any:
     if isinstance(accepted, int):
         return full[..., accepted : accepted + span - 1]
     steps = like(np.arange(span - 1), full)
-    return take_last(full, cast(accepted, str(full.dtype).split(".")[-1])[..., None] + steps)
+    return take_last(
+        full, cast(accepted, str(full.dtype).split(".")[-1])[..., None] + steps
+    )
 
 
 def constant(values: np.ndarray, other: Any) -> Any:
