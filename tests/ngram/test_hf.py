@@ -1,5 +1,7 @@
 """Schemes from configs, and arguments that are refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from firstlayer.ngram import (
 from tests.support.ngram import golden
 
 CANONICAL = np.arange(30)
+# Any: some of the values below have wrong types.
+engram: Any = Engram
 ENGRAM = {
     "engram_layer_ids": [0, 3],
     "engram_max_ngram_size": 3,
@@ -127,68 +131,68 @@ def test_a_config_must_be_a_dict():
     "build, error, message",
     [
         (
-            lambda: Engram(canonical=CANONICAL, order=1),
+            lambda: engram(canonical=CANONICAL, order=1),
             ValueError,
             "order must be at least 2",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, heads=0),
+            lambda: engram(canonical=CANONICAL, heads=0),
             ValueError,
             "heads must be positive",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, base=1),
+            lambda: engram(canonical=CANONICAL, base=1),
             ValueError,
             "base must be at least 2",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, base=[9]),
+            lambda: engram(canonical=CANONICAL, base=[9]),
             ValueError,
             "base must have 3 entries for order 4, got 1",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, layers=()),
+            lambda: engram(canonical=CANONICAL, layers=()),
             ValueError,
             "layers must have at least one entry, got none",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, layers=(1, 1)),
+            lambda: engram(canonical=CANONICAL, layers=(1, 1)),
             ValueError,
             r"layers must be different numbers, got \(1, 1\)",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, layers=3),
+            lambda: engram(canonical=CANONICAL, layers=3),
             TypeError,
             "layers must be a list of integers, got int",
         ),
-        (lambda: Engram(canonical=CANONICAL, bits=16), ValueError, "bits must be 32 or 64"),
+        (lambda: engram(canonical=CANONICAL, bits=16), ValueError, "bits must be 32 or 64"),
         (
-            lambda: Engram(canonical=CANONICAL, pad=30),
+            lambda: engram(canonical=CANONICAL, pad=30),
             ValueError,
             r"pad must be in \[0, 30\) for the number of canonical ids 30, got 30",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, seed=-1),
+            lambda: engram(canonical=CANONICAL, seed=-1),
             ValueError,
             "seed must be at least 0",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, hash_negative=1),
+            lambda: engram(canonical=CANONICAL, hash_negative=1),
             TypeError,
             "hash_negative must be a bool, got int",
         ),
         (
-            lambda: Engram(canonical=[0, 2]),
+            lambda: engram(canonical=[0, 2]),
             ValueError,
             "canonical must have each number from 0 to its largest, got 2 numbers",
         ),
         (
-            lambda: Engram(canonical=[[0]]),
+            lambda: engram(canonical=[[0]]),
             ValueError,
             r"canonical must have one entry for each id, got shape \(1, 1\)",
         ),
         (
-            lambda: Engram(canonical=CANONICAL, base=2**31, bits=32),
+            lambda: engram(canonical=CANONICAL, base=2**31, bits=32),
             ValueError,
             "base must give primes of 32 bits, got 2147483648",
         ),

@@ -233,13 +233,17 @@ def test_torch_compiles_a_scheme_into_one_graph(scheme):
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("build", [
-    lambda n: Engram(
-        order=3 + n, base=50 + 9 * n, layers=(n,), canonical=canonical_map(n), seed=n
-    ),
-    lambda n: QwenNgram(order=2 + n, base=50 + 9 * n, vocab_size=40 + n, eos=n, seed=n),
-    lambda n: ByteGroups(rows=100 + n, functions=1 + n),
-], ids=["Engram", "QwenNgram", "ByteGroups"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda n: Engram(
+            order=3 + n, base=50 + 9 * n, layers=(n,), canonical=canonical_map(n), seed=n
+        ),
+        lambda n: QwenNgram(order=2 + n, base=50 + 9 * n, vocab_size=40 + n, eos=n, seed=n),
+        lambda n: ByteGroups(rows=100 + n, functions=1 + n),
+    ],
+    ids=["Engram", "QwenNgram", "ByteGroups"],
+)
 def test_torch_compiles_several_schemes_with_one_function(build):
     # The compiler makes numbers that differ between calls variables of the graph.
     torch.compiler.reset()

@@ -148,7 +148,7 @@ def _window(scheme, p, ids, documents, dead) -> list[int]:
         if s and is_open:
             crosses = documents is not None and documents[at] != documents[p]
             is_open = not crosses and token != getattr(scheme, "eos", None)
-        if is_open and isinstance(scheme, Engram) and token >= 0:
+        if is_open and isinstance(scheme, Engram) and token is not None and token >= 0:
             token = int(scheme.canonical[token])
         window.append(token if is_open else fill)
     return window

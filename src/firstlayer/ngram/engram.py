@@ -151,6 +151,18 @@ class Engram(Scheme):
     def _no_id(self) -> int:
         return _NEVER_AN_ID if self.hash_negative else windows.NO_ID
 
+    @property
+    def _negative(self) -> str:
+        return "hashed" if self.hash_negative else "dead"
+
+    @property
+    def _map(self) -> np.ndarray:
+        return self._table
+
+    @property
+    def _has_kernel(self) -> bool:
+        return self.bits == 64
+
     def _numbers(self, full: Any) -> tuple[Any, Any]:
         xp, last = namespace_of(full), self._num_ids - 1
         table = windows.constant(self._table, full)

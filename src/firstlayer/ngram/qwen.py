@@ -95,6 +95,10 @@ class QwenNgram(Scheme):
     def _stop(self) -> int:
         return self.eos
 
+    @property
+    def _negative(self) -> str:
+        return "fill"
+
     def _numbers(self, full: Any) -> tuple[Any, Any]:
         numbers = namespace_of(full).where(
             full < 0, windows.filled((), self.eos, full), full

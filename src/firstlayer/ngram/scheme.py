@@ -11,6 +11,7 @@ import numpy as np
 
 from .._array import cast, namespace_of
 from .._check import all_in_range, host_array, integer, out_of_range
+from ..kernels import has_compiler
 from . import history as windows
 
 #: Number of rows up to which row ids fit in int32.
@@ -158,7 +159,8 @@ class Scheme:
             ids = windows.without_dead(ids, dead, no_id=self._no_id)
         full = windows.joined(history, ids, span=self._span, no_id=self._no_id)
         if not hasattr(accepted, "dtype") or isinstance(accepted, np.generic):
-            kept = ids.shape[-1] if accepted is None else integer("accepted", accepted)
+            kept = ids.shape[-1] if accepted is None else accepted
+            kept = integer("accepted", kept)  # pyright: ignore[reportArgumentType]
             _check_accepted(np.array(kept), ids.shape[-1])
             return windows.last_ids(full, kept, span=self._span)
         accepted = windows.like(accepted, ids)
@@ -198,6 +200,21 @@ class Scheme:
         """Id in a history that stands for no id."""
         return windows.NO_ID
 
+    @property
+    def _negative(self) -> str:
+        """The meaning of negative ids to the kernel: ``"dead"``, ``"fill"`` or ``"hashed"``."""
+        return "dead"
+
+    @property
+    def _map(self) -> np.ndarray | None:
+        """Number that is hashed for each id, or None for the id itself."""
+        return None
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether the kernel computes these hashes."""
+        return True
+
     def _numbers(self, full: Any) -> tuple[Any, Any]:
         """Return the number that is hashed for each id, and whether the id is there."""
         return full, full >= 0
@@ -235,6 +252,8 @@ class Scheme:
             full = xp.concat([full[..., :start], alive], axis=-1)
         if 0 in shape:
             return windows.filled((*shape, self.columns), 0, full)
+        if isinstance(full, np.ndarray) and self._has_kernel and has_compiler():
+            return self._kernel_rows(full, documents, layout)
 
         def at(x: Any, s: int) -> Any:
             first = self._span - 1 - s
@@ -258,6 +277,30 @@ class Scheme:
         if is_wrong is None:
             return rows
         return xp.where(is_wrong[..., None], windows.filled((), -1, rows), rows)
+
+    def _kernel_rows(
+        self, full: np.ndarray, documents: np.ndarray | None, layout: Layout
+    ) -> np.ndarray:
+        """Return the rows of ids that are in range, in one pass over them."""
+        # Numba is imported with the first call.
+        from ..kernels.ngram import ngram_rows
+
+        if documents is not None:
+            documents = documents.astype(np.int64).reshape(-1, full.shape[-1])
+        rows = ngram_rows(
+            full.reshape(-1, full.shape[-1]),
+            documents,
+            self._map,
+            fill=self._fill,
+            stop=self._stop,
+            negative=self._negative,
+            no_id=self._no_id,
+            multipliers=np.array(layout.multipliers, np.int64),
+            heads=getattr(self, "heads", 1),
+            sizes=np.array(layout.sizes, np.int64),
+            offsets=np.array(layout.offsets, np.int64),
+        )
+        return rows.reshape(*full.shape[:-1], *rows.shape[-2:])
 
     def _check(self, name: str, ids: Any) -> bool:
         """Raise if an id is out of range; return whether all of them could be read."""
