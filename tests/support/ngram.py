@@ -61,7 +61,8 @@ def schemes(draw: Any) -> Any:
     """Draw a scheme for ids below ``NUM_IDS`` with any hyper-parameters."""
     order, heads = draw(st.integers(2, 5)), draw(st.integers(1, 4))
     layers = draw(st.lists(st.integers(1, 30), min_size=1, max_size=3, unique=True))
-    base, seed = draw(st.integers(2, 3000)), draw(st.integers(0, 2**31))
+    base = draw(st.integers(2, 3000) | st.integers(70_000, 10**7))
+    seed = draw(st.integers(0, 2**31))
     token = draw(st.integers(0, NUM_IDS - 1))
     match draw(st.sampled_from(["engram", "qwen", "longcat", "bytes", "salted"])):
         case "engram":
@@ -92,7 +93,7 @@ def schemes(draw: Any) -> Any:
             return LongCatNgram(
                 order=order,
                 splits=heads,
-                ratio=draw(st.floats(0.1, 80)),
+                ratio=draw(st.floats(0.1, 80) | st.floats(2000, 1e5)),
                 vocab_size=NUM_IDS,
                 eos=draw(st.one_of(st.none(), st.just(token))),
             )

@@ -10,9 +10,9 @@ NEGATIVE = ("dead", "fill", "hashed")
 DEAD, FILL, HASHED = range(3)
 # Minimum number of hashes per thread.
 GRAIN = 1 << 16
-# Moduli from here on: a float64 quotient of 64-bit numbers is wrong by at most 2, because
-# its relative error is less than 2**-51 and it is less than 2**63 / 2**12.
-FLOAT_QUOTIENTS = 1 << 12
+# From this modulus on, float64 quotients of 64-bit numbers are less than 2**47. Their
+# relative error is less than 2**-51, so that their floor is wrong by at most 1.
+FLOAT_QUOTIENTS = 1 << 16
 
 
 def ngram_rows(
@@ -58,7 +58,8 @@ def ngram_rows(
     out = np.empty((full.shape[0], length, sizes.size), np.int64)
     inverses = 1.0 / sizes
     negative_code = NEGATIVE.index(negative)
-    options = [fill, stop or 0, has_stop, negative_code, no_id, heads]
+    is_large = sizes.min() >= FLOAT_QUOTIENTS
+    options = [fill, stop or 0, has_stop, negative_code, no_id, heads, is_large]
     empty = np.empty(0, np.int64)
     run(
         _xor_rows if multipliers.ndim == 1 else _sum_rows,
@@ -105,16 +106,10 @@ def _read_window(window, full, documents, table, options, i):
 
 @inlined
 def _remainder(number, size, inverse):
-    """Return ``number % size``, which is not negative."""
-    if size < FLOAT_QUOTIENTS:
-        return number % size
-    rest = number - np.int64(np.float64(number) * inverse) * size
-    # The quotient is cut towards zero, and may be wrong by two.
-    while rest < 0:
-        rest += size
-    while rest >= size:
-        rest -= size
-    return rest
+    """Return ``number % size`` for a size of at least ``FLOAT_QUOTIENTS``."""
+    rest = number - np.int64(np.floor(np.float64(number) * inverse)) * size
+    rest = rest + size if rest < 0 else rest
+    return rest - size if rest >= size else rest
 
 
 @kernel()
@@ -122,14 +117,22 @@ def _xor_rows(
     ticket, full, documents, table, options, multipliers, sizes, inverses, offsets, out
 ):
     window, heads = np.empty(multipliers.size, np.int64), options[5]
+    is_large = options[6] != 0
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             _read_window(window, full, documents, table, options, i)
             mix = window[0] * multipliers[0]
             for n in range(1, window.size):
                 mix ^= window[n] * multipliers[n]
-                for c in range((n - 1) * heads, n * heads):
-                    out[i, c] = _remainder(mix, sizes[c], inverses[c]) + offsets[c]
+                part = slice((n - 1) * heads, n * heads)
+                rows, moduli, firsts = out[i, part], sizes[part], offsets[part]
+                if is_large:
+                    for c in range(heads):
+                        local = _remainder(mix, moduli[c], inverses[part][c])
+                        rows[c] = local + firsts[c]
+                else:
+                    for c in range(heads):
+                        rows[c] = mix % moduli[c] + firsts[c]
 
 
 @kernel()
@@ -137,6 +140,7 @@ def _sum_rows(
     ticket, full, documents, table, options, multipliers, sizes, inverses, offsets, out
 ):
     columns, span = multipliers.shape
+    is_large = options[6] != 0
     window = np.empty(span, np.int64)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -145,4 +149,7 @@ def _sum_rows(
                 total = 0
                 for s in range(span):
                     total += window[s] * multipliers[c, s]
-                out[i, c] = _remainder(total, sizes[c], inverses[c]) + offsets[c]
+                if is_large:
+                    out[i, c] = _remainder(total, sizes[c], inverses[c]) + offsets[c]
+                else:
+                    out[i, c] = total % sizes[c] + offsets[c]
