@@ -202,7 +202,7 @@ class Scheme:
 
     @property
     def _negative(self) -> str:
-        """The meaning of negative ids to the kernel: ``"dead"``, ``"fill"`` or ``"hashed"``."""
+        """Meaning of negative ids: ``"dead"``, ``"fill"`` or ``"hashed"``."""
         return "dead"
 
     @property
