@@ -18,7 +18,7 @@ FRONT_ENDS = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 # For each folder, the other folders of the package and the libraries that its files may
 # import, at any level of a file. Every folder may import the modules in ``SHARED``.
 SHARED = {"_array", "_check", "_interrupts"}
-CORE = {"positions", "embeddings", "optim", "files"}
+CORE = {"positions", "ngram", "embeddings", "optim", "files"}
 ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 ALLOWED = {
     "_array": (set(), set()),
@@ -26,6 +26,7 @@ ALLOWED = {
     "_interrupts": (set(), set()),
     "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
+    "ngram": ({"kernels"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
     "optim": ({"kernels", "embeddings"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),

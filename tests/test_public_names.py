@@ -51,6 +51,7 @@ NAMES = {
         "__version__",
         "convert_layout",
         "get_num_threads",
+        "ngram",
         "positions",
         "query_temperature",
         "set_num_threads",
@@ -70,6 +71,16 @@ NAMES = {
         "to_torch",
     ],
     "firstlayer.equinox": [*LAYERS, "load", "load_leaves", "rows", "save"],
+    "firstlayer.ngram": [
+        "ByteGroups",
+        "Engram",
+        "Layout",
+        "LongCatNgram",
+        "QwenNgram",
+        "SaltedNgram",
+        "canonical_ids",
+        "from_hf",
+    ],
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.torch.optim": [*OPTIMIZERS, "clip_grad_norm_"],
 }
@@ -93,7 +104,7 @@ def test_public_names_are_pinned(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_has_an_example(name):
     module = importlib.import_module(name)
-    for public in set(module.__all__) - {"__version__", "functional", "positions"}:
+    for public in set(module.__all__) - {"__version__", "functional", "ngram", "positions"}:
         value = getattr(module, SHARED_EXAMPLES.get(public) or public)
         examples = doctest.DocTestFinder().find(value, public)
         assert any(test.examples for test in examples), public

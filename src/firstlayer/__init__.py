@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import ngram as ngram
     from . import positions as positions
     from .embeddings.row_gradient import RowGradient as RowGradient
     from .kernels.runtime.threads import get_num_threads as get_num_threads
@@ -40,12 +41,12 @@ _MODULE_OF = {
     "set_num_threads": "kernels.runtime.threads",
 }
 
-__all__ = ["__version__", "positions", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", "ngram", "positions", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "positions":
-        return importlib.import_module(".positions", __name__)
+    if name in ("ngram", "positions"):
+        return importlib.import_module(f".{name}", __name__)
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
         globals()[name] = value

@@ -1,0 +1,432 @@
+"""The common part of n-gram schemes: rows of ids, decoding state, comparison by value."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from .._array import cast, namespace_of
+from .._check import all_in_range, host_array, integer, out_of_range
+from ..kernels import has_compiler
+from . import history as windows
+
+#: Number of rows up to which row ids fit in int32.
+_INT32_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The table of one layer: a joined table with a range of rows for each column.
+
+    Args:
+        sizes: Number of rows that each column hashes to.
+        offsets: First row of each column.
+        multipliers: Multiplier of each id of an n-gram, newest first; or one such tuple for
+            each column, with 0 for ids that the column does not read.
+        rows: Number of rows of the joined table.
+
+    Example:
+        >>> Layout.of([5, 7], [3, 1], multiple_of=8)
+        Layout(sizes=(5, 7), offsets=(0, 5), multipliers=(3, 1), rows=16)
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    multipliers: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    rows: int
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[int], multipliers: Sequence[Any], *, multiple_of: int = 1
+    ) -> "Layout":
+        """Return the layout of columns that follow one another in the table.
+
+        Args:
+            sizes: Number of rows of each column.
+            multipliers: As in the class.
+            multiple_of: The number of rows is rounded up to a multiple of this.
+        """
+        ends = tuple(accumulate(sizes))
+        return cls(
+            sizes=tuple(sizes),
+            offsets=(0, *ends[:-1]),
+            multipliers=tuple(multipliers),
+            rows=-(-ends[-1] // multiple_of) * multiple_of,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scheme:
+    """Base class of the n-gram schemes.
+
+    A scheme is an immutable value: it is compared by its arguments, and may be a static
+    field or a static argument. Calling it has no side effects.
+    """
+
+    _layouts: Mapping[int | None, Layout] = field(init=False, repr=False)
+
+    @property
+    def columns(self) -> int:
+        """Number of rows that each position reads."""
+        return len(next(iter(self._layouts.values())).sizes)
+
+    @property
+    def history_length(self) -> int:
+        """Number of ids before a position that its n-grams read."""
+        return self._span - 1
+
+    def layout(self, layer: int | None = None) -> Layout:
+        """Return the sizes, offsets, multipliers and number of rows of a layer's table.
+
+        Args:
+            layer: One of ``layers``. May be left out if there is only one table.
+        """
+        layers = list(self._layouts)
+        if layer is None and len(layers) == 1:
+            return self._layouts[layers[0]]
+        if layer is None or layer not in self._layouts:
+            rule = "None" if layers == [None] else f"one of {', '.join(map(str, layers))}"
+            raise ValueError(f"layer must be {rule}, got {layer}")
+        return self._layouts[layer]
+
+    def __call__(
+        self,
+        ids: Any,
+        *,
+        layer: int | None = None,
+        history: Any = None,
+        documents: Any = None,
+        dead: Any = None,
+    ) -> Any:
+        """Return the rows that the n-grams ending at each position read.
+
+        Args:
+            ids: Integers of NumPy, torch or JAX, or nested lists: ``(..., length)``.
+            layer: Layer whose table is read. May be left out if there is only one.
+            history: The ids before ``ids``, at most ``history_length`` of them, oldest
+                first; a negative id stands for none. None is the start of a sequence.
+            documents: Document of each id of a packed sequence. N-grams do not cross from
+                one into the next. With a history, either of its ids too, ``(..., history +
+                length)``, or it is in the document of the first id.
+            dead: True at ids that n-grams must not read, such as images and padding.
+                Shape as of ``documents``. Negative ids are dead.
+
+        Returns:
+            Rows in the joined table of the layer, ``(..., length, columns)``. int64; in JAX
+            int32 unless ``jax_enable_x64`` is set. Under tracing and on accelerators, an
+            id out of range gives -1 instead of an IndexError.
+        """
+        layout, ids = self.layout(layer), windows.as_ids(ids, name="ids")
+        extra = {"history": history, "documents": documents, "dead": dead}
+        for name in ("history", "documents"):
+            if extra[name] is not None:
+                extra[name] = windows.as_ids(extra[name], name=name)
+        if extra["dead"] is not None and not hasattr(dead, "dtype"):
+            extra["dead"] = host_array(dead, name="dead")
+        if namespace_of(ids) is sys.modules.get("torch"):
+            hosts = {k: v if v is None else windows.host_view(v) for k, v in extra.items()}
+            is_on_host = all((hosts[k] is None) == (extra[k] is None) for k in extra)
+            if is_on_host and (host := windows.host_view(ids)) is not None:
+                torch = sys.modules["torch"]
+                return torch.from_numpy(self._rows(host, layout, **hosts))
+        row_dtype = _row_dtype(ids, layout)
+        with _exact_integers(ids):
+            extra = {k: v if v is None else windows.like(v, ids) for k, v in extra.items()}
+            return cast(self._rows(ids, layout, **extra), row_dtype)
+
+    def advance(
+        self, history: Any, ids: Any, *, accepted: Any = None, dead: Any = None
+    ) -> Any:
+        """Return the history after ``ids``: the last ``history_length`` of all ids.
+
+        Args:
+            history: History before ``ids``, as in a call, or None.
+            ids: Ids that were read, ``(..., length)``.
+            accepted: Number of leading ids that are kept, if ``ids`` are a draft: an
+                integer, or an array of one per sequence. None keeps all of them.
+            dead: True at ids that n-grams must not read, ``(..., length)``.
+        """
+        ids = _signed(windows.as_ids(ids, name="ids"))
+        if history is not None:
+            history = _signed(windows.like(windows.as_ids(history, name="history"), ids))
+        if dead is not None:
+            dead = windows.like(dead, ids)
+            windows.check_shape(dead, name="dead", shape=tuple(ids.shape), given=0)
+            ids = windows.without_dead(ids, dead, no_id=self._no_id)
+        full = windows.joined(history, ids, span=self._span, no_id=self._no_id)
+        if not hasattr(accepted, "dtype") or isinstance(accepted, np.generic):
+            kept = ids.shape[-1] if accepted is None else accepted
+            kept = integer("accepted", kept)  # pyright: ignore[reportArgumentType]
+            _check_accepted(np.array(kept), ids.shape[-1])
+            return windows.last_ids(full, kept, span=self._span)
+        accepted = windows.like(accepted, ids)
+        if tuple(accepted.shape) != tuple(ids.shape[:-1]):
+            raise ValueError(
+                f"accepted must have the leading axes of ids, {tuple(ids.shape[:-1])}, "
+                f"got shape {tuple(accepted.shape)}"
+            )
+        if (host := windows.host_view(accepted)) is not None:
+            _check_accepted(host, ids.shape[-1])
+        return windows.last_ids(full, accepted, span=self._span)
+
+    # What schemes differ in.
+
+    @property
+    def _span(self) -> int:
+        """Number of ids in the longest n-gram."""
+        raise NotImplementedError
+
+    @property
+    def _bound(self) -> tuple[str, int] | None:
+        """Name and value of the number of ids, or None for ids of any size."""
+        return None
+
+    @property
+    def _fill(self) -> int:
+        """Number that is hashed in place of an id that is not there."""
+        return 0
+
+    @property
+    def _stop(self) -> int | None:
+        """Id of an earlier position at which an n-gram ends."""
+        return None
+
+    @property
+    def _no_id(self) -> int:
+        """Id in a history that stands for no id."""
+        return windows.NO_ID
+
+    @property
+    def _negative(self) -> str:
+        """Meaning of negative ids: ``"dead"``, ``"fill"`` or ``"hashed"``."""
+        return "dead"
+
+    @property
+    def _map(self) -> np.ndarray | None:
+        """Number that is hashed for each id, or None for the id itself."""
+        return None
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether the kernel computes these hashes."""
+        return True
+
+    def _numbers(self, full: Any) -> tuple[Any, Any]:
+        """Return the number that is hashed for each id, and whether the id is there."""
+        return full, full >= 0
+
+    def _hash(self, slots: list[Any], layout: Layout) -> Any:
+        """Return the rows of n-grams, given their numbers, newest first."""
+        columns: Any = layout.multipliers
+        total = None
+        for slot, multipliers in zip(slots, zip(*columns, strict=True), strict=True):
+            term = slot[..., None] * windows.like(multipliers, slot)
+            total = term if total is None else total + term
+        return total % windows.like(layout.sizes, total) + windows.like(
+            layout.offsets, total
+        )
+
+    # The same for all schemes.
+
+    def _rows(
+        self, ids: Any, layout: Layout, *, history: Any, documents: Any, dead: Any
+    ) -> Any:
+        """Return the rows with operators of the library of ``ids``."""
+        xp, shape = namespace_of(ids), tuple(ids.shape)
+        is_checked = self._check("ids", ids) and self._check("history", history)
+        ids, given = cast(ids, "int64"), 0 if history is None else history.shape[-1]
+        history = None if history is None else cast(history, "int64")
+        full = windows.joined(history, ids, span=self._span, no_id=self._no_id)
+        if documents is not None:
+            documents = windows.joined_documents(
+                documents, span=self._span, given=given, shape=shape
+            )
+        if dead is not None:
+            windows.check_shape(dead, name="dead", shape=shape, given=given)
+            start = full.shape[-1] - dead.shape[-1]
+            alive = windows.without_dead(full[..., start:], dead, no_id=self._no_id)
+            full = xp.concat([full[..., :start], alive], axis=-1)
+        if 0 in shape:
+            return windows.filled((*shape, self.columns), 0, full)
+        if isinstance(full, np.ndarray) and self._has_kernel and has_compiler():
+            return self._kernel_rows(full, documents, layout)
+
+        def at(x: Any, s: int) -> Any:
+            first = self._span - 1 - s
+            return x[..., first : first + shape[-1]]
+
+        numbers, present = self._numbers(full)
+        fill, valid = windows.filled((), self._fill, full), at(present, 0)
+        slots, is_wrong = [], None
+        for s in range(self._span):
+            if s:
+                valid = valid & at(present, s)
+                if documents is not None:
+                    valid = valid & (at(documents, s) == at(documents, 0))
+                if self._stop is not None:
+                    valid = valid & (at(numbers, s) != self._stop)
+            slots.append(xp.where(valid, at(numbers, s), fill))
+            if self._bound is not None and not is_checked:
+                wrong = valid & (at(full, s) >= self._bound[1])
+                is_wrong = wrong if is_wrong is None else is_wrong | wrong
+        rows = self._hash(slots, layout)
+        if is_wrong is None:
+            return rows
+        return xp.where(is_wrong[..., None], windows.filled((), -1, rows), rows)
+
+    def _kernel_rows(
+        self, full: np.ndarray, documents: np.ndarray | None, layout: Layout
+    ) -> np.ndarray:
+        """Return the rows of ids that are in range, in one pass over them."""
+        # Numba is imported with the first call.
+        from ..kernels.ngram import ngram_rows
+
+        if documents is not None:
+            documents = documents.astype(np.int64).reshape(-1, full.shape[-1])
+        rows = ngram_rows(
+            full.reshape(-1, full.shape[-1]),
+            documents,
+            self._map,
+            fill=self._fill,
+            stop=self._stop,
+            negative=self._negative,
+            no_id=self._no_id,
+            multipliers=np.array(layout.multipliers, np.int64),
+            heads=getattr(self, "heads", 1),
+            sizes=np.array(layout.sizes, np.int64),
+            offsets=np.array(layout.offsets, np.int64),
+        )
+        return rows.reshape(*full.shape[:-1], *rows.shape[-2:])
+
+    def _check(self, name: str, ids: Any) -> bool:
+        """Raise if an id is out of range; return whether all of them could be read."""
+        if self._bound is None or ids is None:
+            return True
+        host, (bound, size) = windows.host_view(ids), self._bound
+        if host is None:
+            return False
+        if host.dtype.kind == "u":
+            is_inside = all_in_range(host, size)
+        else:
+            is_inside = not host.size or int(host.max()) < size
+        if not is_inside:
+            raise out_of_range(np.maximum(host, 0), size, name=name, bound=bound)
+        return True
+
+    def _arguments(self) -> list[Any]:
+        return [getattr(self, f.name) for f in fields(self) if f.init]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = zip(self._arguments(), other._arguments(), strict=True)
+        return all(a is b or np.array_equal(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        known = (v.size if isinstance(v, np.ndarray) else v for v in self._arguments())
+        return hash((type(self), *known))
+
+
+def xor_hash(slots: list[Any], layout: Layout, *, heads: int, dtype: str = "int64") -> Any:
+    """Return the rows of n-grams of order 2 and up, ``heads`` for each order.
+
+    The hash of an n-gram continues the one of the n-gram without its oldest id.
+    """
+    multipliers: Any = layout.multipliers
+    mix, rows = cast(slots[0], dtype) * multipliers[0], []
+    for n, slot in enumerate(slots[1:]):
+        mix = mix ^ cast(slot, dtype) * multipliers[n + 1]
+        part = slice(n * heads, (n + 1) * heads)
+        local = mix[..., None] % cast(windows.like(layout.sizes[part], mix), dtype)
+        rows.append(cast(local, "int64") + windows.like(layout.offsets[part], slot))
+    return namespace_of(mix).concat(rows, axis=-1)
+
+
+def set_layouts(scheme: Scheme, layouts: dict[int | None, Layout]) -> None:
+    """Set the layouts of a scheme that is being constructed."""
+    object.__setattr__(scheme, "_layouts", layouts)
+
+
+def set_argument(scheme: Scheme, name: str, value: Any) -> None:
+    """Set an argument of a scheme that is being constructed to its checked value."""
+    object.__setattr__(scheme, name, value)
+
+
+def integer_tuple(name: str, values: Any, *, at_least: int) -> tuple[int, ...]:
+    """Return integers as a tuple, after checking that there is one and each is in range.
+
+    Example:
+        >>> integer_tuple("layers", [1, 14], at_least=0)
+        (1, 14)
+    """
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name} must be a list of integers, got {type(values).__name__}")
+    checked = tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))
+    if not checked:
+        raise ValueError(f"{name} must have at least one entry, got none")
+    for i, value in enumerate(checked):
+        if value < at_least:
+            raise ValueError(f"{name}[{i}] must be at least {at_least}, got {value}")
+    return checked
+
+
+def distinct(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``values`` if they are all different."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name} must be different numbers, got {values}")
+    return values
+
+
+def below(name: str, value: int, bound: int, *, of: str) -> int:
+    """Return ``value`` as an int if it is an id: at least 0 and below ``bound``."""
+    if not 0 <= integer(name, value) < bound:
+        raise ValueError(f"{name} must be in [0, {bound}) for {of} {bound}, got {value}")
+    return int(value)
+
+
+def at_least(name: str, value: int, minimum: int) -> int:
+    """Return ``value`` as an int if it is an integer of at least ``minimum``."""
+    if integer(name, value) < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return int(value)
+
+
+def _signed(ids: Any) -> Any:
+    """Return ids in a dtype that has negative numbers: int64, or int32 in JAX."""
+    if namespace_of(ids).__name__ != "jax.numpy":
+        return cast(ids, "int64")
+    return ids if ids.dtype == "int64" else cast(ids, "int32")
+
+
+def _check_accepted(accepted: np.ndarray, length: int) -> None:
+    for value in accepted.reshape(-1):
+        if not 0 <= value <= length:
+            raise ValueError(f"accepted must be between 0 and {length}, got {value}")
+
+
+def _row_dtype(ids: Any, layout: Layout) -> str:
+    """Return the dtype of rows: the widest integers that the caller of JAX has set."""
+    if namespace_of(ids).__name__ != "jax.numpy":
+        return "int64"
+    if sys.modules["jax"].config.jax_enable_x64:
+        return "int64"
+    if layout.rows > _INT32_ROWS:
+        raise ValueError(
+            f"a table of {layout.rows} rows needs "
+            "jax.config.update('jax_enable_x64', True): its rows do not fit in int32"
+        )
+    return "int32"
+
+
+def _exact_integers(ids: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the library of ``ids`` computes with 64-bit integers."""
+    if namespace_of(ids).__name__ != "jax.numpy":
+        return nullcontext()
+    jax = sys.modules["jax"]
+    # Before version 0.8 it was experimental.
+    is_new = hasattr(jax, "enable_x64")
+    return (jax if is_new else jax.experimental).enable_x64(True)
