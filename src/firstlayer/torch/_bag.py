@@ -284,7 +284,9 @@ def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
 
 def _torch_bags(weight: Tensor, ids: Tensor, options: BagOptions) -> tuple[Tensor, ...]:
     """Return the result of torch's operator, followed by the inputs of its backward."""
-    flat = ids.reshape(-1).contiguous()
+    # A copy for the backward: torch's does not check ids that were changed in between.
+    flat = ids.reshape(-1)
+    flat = flat.clone() if weight.requires_grad else flat.contiguous()
     skip = -1 if options.padding_idx is None else options.padding_idx
     length, like = ids.shape[1], {"dtype": ids.dtype, "device": ids.device}
     offsets = torch.arange(0, ids.numel(), length, **like)
