@@ -15,7 +15,12 @@ from ..positions.transformer_xl import distance_range, xl_scores, xl_tables
 from ._positions.arguments import check_vectors, in_reach
 from ._positions.bias import parameter
 from ._tensors.buffers import PrecomputedBuffers
-from ._tensors.dtypes import dtype_name, in_full_precision, upcast_together
+from ._tensors.dtypes import (
+    compute_dtype,
+    dtype_name,
+    in_full_precision,
+    upcast_together,
+)
 
 
 class TransformerXLScores(PrecomputedBuffers):
@@ -152,8 +157,8 @@ class TransformerXLScores(PrecomputedBuffers):
         if self.max_distance is not None:
             distances = distances.clamp(-self.max_distance, self.max_distance)
         distances = in_reach(distances, name="distances")
-        tables = self._floats("bits", dtype, q.device)
-        rates = self._floats("rate_bits", dtype, q.device)
+        tables = self._floats("bits", q.device).to(compute_dtype(dtype))
+        rates = self._floats("rate_bits", q.device).to(compute_dtype(dtype))
         width = self.embedding_dim
         return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
 

@@ -25,7 +25,7 @@ from ._positions.arguments import (
 )
 from ._positions.rotate import rotate_fused
 from ._tensors.buffers import PrecomputedBuffers
-from ._tensors.dtypes import upcast
+from ._tensors.dtypes import compute_dtype, upcast
 from ._tensors.memory import is_plain_cpu, kernel_eligible
 
 
@@ -120,8 +120,9 @@ class XPosRotary(PrecomputedBuffers):
         if is_plain_cpu(at):
             check_xpos_reach(on_host(at), **options, scale_base=self.scale_base)
         at = over_heads(at, x, heads_axis=self.heads_axis)
-        tables = self._floats("bits", x.dtype, at.device)
-        rates = self._floats("rate_bits", x.dtype, at.device)
+        dtype = compute_dtype(x.dtype)
+        tables = self._floats("bits", at.device).to(dtype)
+        rates = self._floats("rate_bits", at.device).to(dtype)
         cos, sin = xpos_phases(at, tables, rates, **options, keys=keys)
         if kernel_eligible(x) and is_plain_cpu(cos) and not cos.requires_grad:
             both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
