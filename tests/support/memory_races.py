@@ -41,27 +41,28 @@ class Flipped:
         self._thread.join()
 
     def _run(self) -> None:
-        number = 0
+        array, number = self.array.reshape(-1), 0
         while not self._is_stopped.is_set():
-            number = _flip(self.array.reshape(-1), self._bad, number)
+            number += 1
+            place = number * 7919 % array.size
+            valid = int(array[place])
+            array[place] = self._bad[number % len(self._bad)]
+            _wait(3_000)
+            array[place] = valid
+            # Valid most of the time, so that checks before the kernels often pass.
+            _wait(10_000)
 
 
 @numba.njit(nogil=True)
-def _flip(array, bad, number):
-    """Change one number after the other for a moment, without the GIL."""
-    waste = 0.0
-    for _ in range(50):
-        number += 1
-        place = number * 7919 % array.size
-        valid = array[place]
-        array[place] = bad[number % bad.size]
-        for i in range(2_000):
-            waste += math.sqrt(i)
-        array[place] = valid
-        # Valid most of the time, so that checks before the kernels often pass.
-        for i in range(10_000):
-            waste += math.sqrt(i)
-    return number + (waste < 0)
+def _wait(count):
+    """Return after some microseconds, without the GIL."""
+    total = 0.0
+    for i in range(count):
+        total += math.sqrt(i)
+    return total
+
+
+_wait(1)
 
 
 def count_calls(
@@ -150,7 +151,9 @@ def _numpy_layer(seconds: float, *, flips: str) -> Any:
 
         want = 0.0 if layer.norm is not None else 3.0
         return count_calls(
-            call, lambda r: np.allclose(r[0], want, atol=1e-3) and r[1].max() < ROWS, seconds
+            call,
+            lambda r: np.allclose(r[0], want, atol=1e-3) and r[1].max() < ROWS,
+            seconds,
         )
 
 
@@ -262,7 +265,9 @@ CASES: dict[str, Callable[[float], Any]] = {
     "torch sparse": lambda s: _torch_lookup(s, dtype=FLOAT32, sparse=True),
     "torch half": lambda s: _torch_lookup(s, dtype=HALF, sparse=False),
     "torch bags": lambda s: _torch_bags(s, mode="mean", dtype=FLOAT32, weighted=False),
-    "torch bags double": lambda s: _torch_bags(s, mode="sum", dtype=FLOAT64, weighted=False),
+    "torch bags double": lambda s: _torch_bags(
+        s, mode="sum", dtype=FLOAT64, weighted=False
+    ),
     "torch weighted": lambda s: _torch_bags(s, mode="sum", dtype=FLOAT32, weighted=True),
     "torch max": lambda s: _torch_bags(s, mode="max", dtype=HALF, weighted=False),
     **{
