@@ -1,9 +1,9 @@
-"""Long tests of reliability: ``python -m benchmarks.reliability [--scale 0.01] [--only NAME]``.
+"""Run long tests of reliability: ``python -m benchmarks.reliability``.
 
 The tests run the same checks with small counts. At full scale these are 1,000 kills per
 writer, 100,000 random inputs per front end, 100,000 damaged files and configs, and 10,000
-interrupts in every phase. Prints what was counted as it goes. The first failure ends a check
-with its message, and the command with 1.
+interrupts in every phase. Counts are printed as they are known. A failure is printed with
+its message, and the exit code is then 1.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 Counts = dict[str, Any]
@@ -97,8 +96,8 @@ def _growth(front_end: str, count: int) -> Counts:
     return _alone(
         "from tests.support.random_inputs import check_random_inputs\n"
         "def resident():\n"
-        "    lines = open('/proc/self/status').read().splitlines()\n"
-        "    return 1024 * int(next(x for x in lines if x.startswith('RssAnon')).split()[1])\n"
+        "    words = open('/proc/self/status').read().split()\n"
+        "    return 1024 * int(words[words.index('RssAnon:') + 1])\n"
         f"check_random_inputs({front_end!r}, {count})\n"
         "before = resident()\n"
         "for _ in range(3):\n"

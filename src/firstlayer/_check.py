@@ -247,11 +247,11 @@ def changed_ids(
     """Return the error for ids that were out of range only while a kernel read them.
 
     Example:
-        >>> changed_ids(10)
-        IndexError('ids changed during the call to a number that is out of range: num_embeddings is 10')
+        >>> print(changed_ids(10))
+        ids changed during the call, and one was out of range: num_embeddings is 10
     """
     return IndexError(
-        f"{name} changed during the call to a number that is out of range: "
+        f"{name} changed during the call, and one was out of range: "
         f"{bound} is {num_embeddings}"
     )
 

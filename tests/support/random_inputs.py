@@ -1,8 +1,8 @@
 """Call every layer with random arguments: documented errors only, and a usable layer after.
 
-Each call replaces one or two arguments of a valid call. A layer may return a result or raise
-one of :data:`DOCUMENTED`. From time to time the valid call is made again on the same layer
-and compared with its first result.
+Each call replaces one or two arguments of a valid call. A layer may return a result or
+raise one of :data:`DOCUMENTED`. From time to time the valid call is made again on the same
+layer and compared with its first result.
 """
 
 import importlib

@@ -191,7 +191,7 @@ def layer_forward(
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
 ) -> bool:
-    """Write the layer's output rows to ``out``, and return whether every row is in range."""
+    """Write the layer's output to ``out``, and return whether every row is in range."""
     check_sizes(token, position, segment, num_tokens=len(out), width=out.shape[1])
     token = token[0], token[1].copy()
     position = position and (position[0], position[1].copy())

@@ -280,7 +280,8 @@ def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
     except RuntimeError as error:
         # Raises an error that names the id if one is out of range.
         _checked_bags(ids, options.lookup_options(weight), options)
-        if "valid range" not in str(error):
+        # Torch has one message for float32 and another one for float64.
+        if not any(words in str(error) for words in ("valid range", "Expected idx")):
             raise
         # Another thread has changed the ids again.
         raise OutOfRange(*changed_ids(len(weight)).args) from None

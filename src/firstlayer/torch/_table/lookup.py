@@ -24,6 +24,7 @@ from .._tensors.errors import (
     OutOfRange,
     WrongType,
     WrongValue,
+    check_tensor,
     out_of_range_error,
     reject_torchrec,
 )
@@ -73,7 +74,9 @@ def lookup(
     """
     if not isinstance(ids, Tensor):
         reject_torchrec(ids, "its values()")
-        # A symbolic proxy, or an argument that torch rejects with its own message.
+        if not hasattr(ids, "__torch_function__"):
+            check_tensor(ids, name="ids")
+        # A symbolic proxy.
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
