@@ -136,9 +136,12 @@ def _numpy_layer(seconds: float, *, flips: str) -> Any:
     layer = fn.EmbeddingLayer(
         ROWS, WIDTH, max_positions=ROWS, segments=ROWS, layer_norm=flips == "ids", rng=0
     )
-    for table in (layer.token, layer.position.table, layer.segment):
-        table.weight[:] = 1
-    given = dict.fromkeys(("ids", "positions", "segments"), _valid_ids(4, 512))
+    for weight in layer.parameters().values():
+        if weight.ndim == 2:
+            weight[:] = 1
+    given: dict[str, Any] = dict.fromkeys(
+        ("ids", "positions", "segments"), _valid_ids(4, 512)
+    )
     with Flipped(given[flips]) as flipped:
         arguments = {**given, flips: flipped}
         ids = arguments.pop("ids")
@@ -203,7 +206,9 @@ def _torch_layer(seconds: float, *, flips: str, norm: bool) -> Any:
     for name, parameter in layer.named_parameters():
         if not name.startswith("norm"):
             torch.nn.init.ones_(parameter)
-    given = dict.fromkeys(("ids", "positions", "segments"), _valid_ids(4, 512))
+    given: dict[str, Any] = dict.fromkeys(
+        ("ids", "positions", "segments"), _valid_ids(4, 512)
+    )
     with Flipped(given[flips]) as flipped:
         arguments = {k: torch.from_numpy(v) for k, v in {**given, flips: flipped}.items()}
         ids = arguments.pop("ids")

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     name: str
     options: dict[str, Any]
     method: str
-    arguments: dict[str, Any]
+    arguments: dict[Any, Any]
 
 
 def _reals(*shape: int) -> np.ndarray:

@@ -239,7 +239,7 @@ def _backward_blocks(
                     position, segment = 0, 0
                     if position_table is not None:
                         position = position_rows[i % position_rows.size]
-                    if segment_table is not None:
+                    if segment_rows is not None:
                         segment = segment_rows[i % segment_rows.size]
                     mean = assemble_row(
                         row,
