@@ -133,10 +133,8 @@ def checks(scale: float) -> dict[str, Callable[[], Counts]]:
     found["mutated rope configs"] = partial(_rope_configs, times(100_000))
     for training in ("numpy-adamw", "numpy-sgd", "torch-adamw"):
         found[f"interrupts of {training}"] = partial(_interrupts, training, times(10_000))
-    for front_end, part in (("numpy", 1), ("torch", 1), ("equinox", 1)):
-        found[f"inputs of {front_end}"] = partial(
-            _inputs, front_end, times(100_000) // part
-        )
+    for front_end in ("numpy", "torch", "equinox"):
+        found[f"inputs of {front_end}"] = partial(_inputs, front_end, times(100_000))
     for case in (
         "numpy lookup",
         "numpy bags sum",
