@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+_NATIVE = frozenset(map(np.dtype, FLOATS[:-1]))
 
 
 def not_negative(name: str, value: int) -> int:
@@ -234,10 +235,57 @@ def out_of_range(
     bound: str = "num_embeddings",
 ) -> IndexError:
     """Return an IndexError with the first id out of range, its index and the bound."""
+    ids = ids.copy()  # another thread may be changing them
     bad = (ids >= num_embeddings) | (ids < 0)
+    if not bad.any():
+        return changed_ids(num_embeddings, name=name, bound=bound)
     index = np.unravel_index(int(np.argmax(bad)), ids.shape)
     suffix = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
     return IndexError(f"{name}{suffix} is {ids[index]}, but {bound} is {num_embeddings}")
+
+
+def changed_ids(
+    num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
+) -> IndexError:
+    """Return the error for ids that were out of range only while a kernel read them.
+
+    Example:
+        >>> print(changed_ids(10))
+        ids changed during the call, and one was out of range: num_embeddings is 10
+    """
+    return IndexError(
+        f"{name} changed during the call, and one was out of range: "
+        f"{bound} is {num_embeddings}"
+    )
+
+
+def check_table(weight: Any, *, name: str = "weight") -> np.ndarray:
+    """Return a table that kernels can read, or raise an error.
+
+    Args:
+        weight: Array that a caller may have put in place of another.
+        name: Name of the table in the error message.
+
+    Example:
+        >>> check_table(np.ones(3))
+        Traceback (most recent call last):
+        ...
+        ValueError: weight must have 2 axes, got shape (3,)
+    """
+    # First what almost every table is: the checks below take half a microsecond.
+    if type(weight) is np.ndarray and weight.dtype in _NATIVE and weight.ndim == 2:
+        return weight
+    if not isinstance(not_masked(weight, name=name), np.ndarray):
+        raise TypeError(f"{name} must be a NumPy array, got {type(weight).__name__}")
+    dtype = weight.dtype
+    if not is_float(dtype) or not dtype.isnative:
+        raise TypeError(
+            f"{name} must be {', '.join(FLOATS[:-1])} or bfloat16 in native byte order, "
+            f"got {dtype_text(dtype) if dtype.isnative else dtype.str}"
+        )
+    if weight.ndim != 2:
+        raise ValueError(f"{name} must have 2 axes, got shape {weight.shape}")
+    return weight
 
 
 def float_dtype(dtype: Any) -> np.dtype:

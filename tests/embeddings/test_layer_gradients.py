@@ -208,8 +208,8 @@ def test_no_tokens_give_zero_gradients():
 @pytest.mark.parametrize(
     "table, bad, message",
     [
-        (TOKEN, -100, "ids must not be negative, got -100"),
-        (TOKEN, 10**9, r"ids\[0\] is 1000000000, but the number of rows is 50"),
+        (TOKEN, -100, r"ids\[7\] is -100, but the number of rows is 50"),
+        (TOKEN, 10**9, r"ids\[7\] is 1000000000, but the number of rows is 50"),
         (POSITION, 9, r"positions\[7\] is 9, but the number of rows is 9"),
         (POSITION, -9, r"positions\[7\] is -9, but the number of rows is 9"),
         (SEGMENT, -1, r"segments\[7\] is -1, but the number of rows is 3"),

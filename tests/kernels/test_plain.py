@@ -68,7 +68,7 @@ def test_rows(dtype):
     groups = values, order, bounds[:-1], bounds[1:]
     assert_same(plain.sum_groups(*groups), kernels.sum_groups(*groups))
     assert plain.ascends(unique) and not plain.ascends(np.array([1, 1]))
-    with pytest.raises(ValueError, match="ids must not be negative, got -2"):
+    with pytest.raises(IndexError, match="ids must not be negative, got -2"):
         plain.group_by_id(np.array([3, -2]))
     got, want = table.copy(), table.copy()
     rows = random((3, 5), np.float32 if dtype != np.float64 else dtype)

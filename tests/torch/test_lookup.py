@@ -159,7 +159,7 @@ def test_ids_must_be_integers(dtype):
     for wanted in (TypeError, RuntimeError):
         with pytest.raises(wanted, match=f"ids must be integers, got {name}"):
             Embedding(5, 2)(torch.ones(3).to(dtype))
-    with pytest.raises(TypeError, match="must be Tensor, not list"):
+    with pytest.raises(TypeError, match="ids must be a tensor, got list"):
         Embedding(5, 2)([1, 2])
 
 

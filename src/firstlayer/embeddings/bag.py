@@ -17,16 +17,18 @@ TensorFlow's ``embedding_lookup_sparse`` defines the weighted mean like this; to
 weights for sums only.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from .. import kernels
 from .._array import cast, compute_dtype, namespace_of
+from .._check import changed_ids
 from .ragged import Bags, bag_indices
 from .row_gradient import RowGradient
 
+T = TypeVar("T")
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 
@@ -98,9 +100,10 @@ def pool_ragged(
     """
     flat = bags.ids, bags.bounds
     if mode == "max":
-        return kernels.max_bags(table, *flat, weights=bags.weights)
+        return _if_in_range(kernels.max_bags(table, *flat, weights=bags.weights), table)
     divisors = _divisors(bags, table.dtype) if mode == "mean" else None
-    return kernels.sum_bags(table, *flat, weights=bags.weights, divisors=divisors), None
+    sums = kernels.sum_bags(table, *flat, weights=bags.weights, divisors=divisors)
+    return _if_in_range(sums, table), None
 
 
 def table_gradient(
@@ -127,7 +130,8 @@ def table_gradient(
         if mode == "mean":
             dy = dy / _divisors(bags, dy.dtype)[:, None]
         weights = None if bags.weights is None else bags.weights[order]
-        sums = kernels.sum_bags(dy, _bag_of_each_id(bags)[order], groups, weights=weights)
+        bag = _bag_of_each_id(bags)[order]
+        sums = _if_in_range(kernels.sum_bags(dy, bag, groups, weights=weights), dy)
     else:
         row = np.empty_like(order)
         row[order] = np.repeat(np.arange(unique.size), np.diff(groups))
@@ -157,17 +161,26 @@ def weights_gradient(
         mode: Mode they were pooled with.
         winners: Index in ``bags.ids`` of each maximum, for ``"max"``.
     """
+    flat = bags.ids, bags.bounds
     if winners is not None:
         won, dwon = _nonempty(bags, winners, dy)
         terms = table[bags.ids[won], np.arange(dy.shape[1])].astype(dy.dtype) * dwon
         return np.bincount(won.ravel(), terms.ravel(), minlength=bags.ids.size)
     if mode == "sum":
-        return kernels.dot_bags(table, bags.ids, bags.bounds, others=dy)
+        return _if_in_range(kernels.dot_bags(table, *flat, others=dy), table)
     divisors, bag = _divisors(bags, dy.dtype), _bag_of_each_id(bags)
-    dots = kernels.dot_bags(table, bags.ids, bags.bounds, others=dy / divisors[:, None])
+    others = dy / divisors[:, None]
+    dots = _if_in_range(kernels.dot_bags(table, *flat, others=others), table)
     # The quotient rule for Σ w x / Σ w: each weight is also part of the divisor.
     shares = np.bincount(bag, bags.weights * dots, minlength=divisors.size) / divisors
     return dots - shares[bag]
+
+
+def _if_in_range(result: T | None, table: np.ndarray) -> T:
+    """Return the result of a kernel that is None if an id is out of range."""
+    if result is None:
+        raise changed_ids(len(table))
+    return result
 
 
 def _bag_of_each_id(bags: Bags) -> np.ndarray:

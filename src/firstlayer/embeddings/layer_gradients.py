@@ -65,26 +65,30 @@ def layer_gradients(
         position_padding: Row of the position table that gets no gradient, or None.
         mask: False for tokens whose ``dy`` is ignored, NaN included.
     """
-    token_table, ids = token
     num_tokens = len(dy)
-    if ids.size != num_tokens:
+    if token[1].size != num_tokens:
         raise ValueError(
-            f"there must be an id for each of {num_tokens} rows, got {ids.size}"
+            f"there must be an id for each of {num_tokens} rows, got {token[1].size}"
         )
-    # Checked again: the caller may have changed the arrays since the forward.
-    for name, pair in (("positions", position), ("segments", segment)):
-        if pair is not None:
-            _check_rows(name, *pair)
+    if mask is not None and mask.size != num_tokens:
+        raise ValueError(
+            f"there must be a mask for each of {num_tokens} rows, got {mask.size}"
+        )
+    # Copied and checked again: the caller may have changed the arrays since the forward,
+    # and another thread may change them now.
+    if by_id or norm is not None:
+        token = _checked_rows("ids", *token)
+    position = position and _checked_rows("positions", *position)
+    segment = segment and _checked_rows("segments", *segment)
+    mask = None if mask is None else mask.copy()
     plan = kernels.plan_backward(
-        ids if by_id else None,
+        token[1] if by_id else None,
         None if position is None else position[1],
         tokens=np.arange(num_tokens) if mask is None else np.flatnonzero(mask),
         num_tokens=num_tokens,
         skip=token_padding,
         shared_rows=2 + (0 if segment is None else len(segment[0])),
     )
-    if by_id:
-        _check_rows("ids", token_table, plan.ids[-1:])
     buffer, dposition, dshared = kernels.layer_backward(
         token, position=position, segment=segment, scale=scale, norm=norm, dy=dy, plan=plan
     )
@@ -104,9 +108,11 @@ def layer_gradients(
     )
 
 
-def _check_rows(name: str, table: np.ndarray, rows: np.ndarray) -> None:
+def _checked_rows(name: str, table: np.ndarray, rows: np.ndarray) -> TableRows:
+    rows = rows.copy()
     if not all_in_range(rows, len(table)):
         raise out_of_range(rows, len(table), name=name, bound="the number of rows")
+    return table, rows
 
 
 def _token_gradient(

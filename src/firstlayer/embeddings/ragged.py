@@ -100,11 +100,12 @@ def bag_bounds(
         raise ValueError(f"ids must have 1 or 2 axes, got shape {shape}")
     if offsets is None:
         raise ValueError("offsets must be given for ids of 1 axis, got None")
-    bounds = integers(offsets, name="offsets")
+    # A copy: another thread may change the offsets after the check.
+    bounds = integers(offsets, name="offsets").copy()
     if include_last_offset and bounds.shape == (0,):
         raise ValueError("offsets must have an end with include_last_offset, got none")
     _check_offsets(bounds, shape[0])
-    bounds = bounds.astype(np.int64)
+    bounds = bounds.astype(np.int64, copy=False)
     return bounds if include_last_offset else np.append(bounds, shape[0])
 
 

@@ -54,7 +54,7 @@ def sum_by_id(
     """Return the sum of the values of each id, added in order.
 
     Args:
-        ids: Ids in any shape, not negative.
+        ids: Ids in any shape. A negative id is an IndexError.
         values: One row for each id, in any float dtype.
         skip: Id that gets no gradient, such as the padding row.
         mean: Whether to divide each sum by the number of times its id occurs.

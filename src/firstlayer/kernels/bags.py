@@ -2,12 +2,16 @@
 
 Bag ``b`` holds ``ids[bounds[b]:bounds[b + 1]]``. One thread processes a bag and takes its
 ids in order, so that results have the same bits for any number of threads. The compute
-dtype is float64 for float64, else float32. Ids must have been checked.
+dtype is float64 for float64, else float32.
+
+Another thread may change the ids during a call, so an id is read once, into a variable that
+is checked and then used. Bounds are not checked: they must be in range and not be shared
+with another thread.
 """
 
 import numpy as np
 
-from .runtime.compile import bits_of, downcast, kernel, prefetch, upcast
+from .runtime.compile import bits_of, downcast, is_row, kernel, prefetch, upcast
 from .runtime.lanes import LANES_BYTES, load, prefetch_lanes, store, zeros
 from .runtime.pool import grain_for, pieces, run
 
@@ -24,8 +28,10 @@ def sum_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
-) -> np.ndarray:
+) -> np.ndarray | None:
     """Return the sum of each bag's rows, in the dtype of ``table``.
+
+    None if an id is out of range.
 
     Args:
         table: Contiguous table.
@@ -35,21 +41,23 @@ def sum_bags(
         divisors: Divisor of each bag's sum, in the compute dtype.
     """
     out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
-    absent = _absent(table)
+    absent, has_bad_id = _absent(table), np.zeros(1, np.int64)
     block = LANES_BYTES // absent.itemsize
     run(
         _sum_wide if table.shape[1] >= block else _sum_narrow,
         bounds.size - 1,
         bits_of(table).reshape(-1),
+        table.shape[0],
         ids,
         bounds,
         absent if weights is None else weights,
         absent if divisors is None else divisors,
         block,
         bits_of(out),
+        has_bad_id,
         grain=_grain(ids, out),
     )
-    return out
+    return None if has_bad_id[0] else out
 
 
 def max_bags(
@@ -58,11 +66,11 @@ def max_bags(
     bounds: np.ndarray,
     *,
     weights: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the maximum of each bag by column, and its index in ``ids``.
 
     Of equal entries the first is taken, and the first NaN if there is one. An empty bag
-    gives zeros and the index -1.
+    gives zeros and the index -1. None if an id is out of range.
 
     Args:
         table: Contiguous table.
@@ -73,15 +81,18 @@ def max_bags(
     out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
     indices = np.empty(out.shape, np.int64)
     weights = _absent(table) if weights is None else weights
-    args = bits_of(table), ids, bounds, weights, bits_of(out), indices
+    has_bad_id = np.zeros(1, np.int64)
+    args = bits_of(table), ids, bounds, weights, bits_of(out), indices, has_bad_id
     run(_max, bounds.size - 1, *args, grain=_grain(ids, out))
-    return out, indices
+    return None if has_bad_id[0] else (out, indices)
 
 
 def dot_bags(
     table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, *, others: np.ndarray
-) -> np.ndarray:
+) -> np.ndarray | None:
     """Return the dot product of each id's row with its bag's row in ``others``.
+
+    None if an id is out of range.
 
     Args:
         table: Contiguous table.
@@ -89,10 +100,10 @@ def dot_bags(
         bounds: Start of each bag in ``ids``, and the end of the last.
         others: One row for each bag, in the compute dtype.
     """
-    dots = np.empty(ids.size, others.dtype)
-    args = bits_of(table), ids, bounds, others, dots
+    dots, has_bad_id = np.empty(ids.size, others.dtype), np.zeros(1, np.int64)
+    args = bits_of(table), ids, bounds, others, dots, has_bad_id
     run(_dot, bounds.size - 1, *args, grain=_grain(ids, others))
-    return dots
+    return None if has_bad_id[0] else dots
 
 
 def _absent(table: np.ndarray) -> np.ndarray:
@@ -105,7 +116,9 @@ def _grain(ids: np.ndarray, out: np.ndarray) -> int:
 
 
 @kernel()
-def _sum_wide(ticket, table, ids, bounds, weights, divisors, block, out):
+def _sum_wide(
+    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, has_bad_id
+):
     width, end = out.shape[1], ids.size
     total = np.empty(width, weights.dtype)
     one = type(total[0])(1)
@@ -119,7 +132,12 @@ def _sum_wide(ticket, table, ids, bounds, weights, divisors, block, out):
                 for i in range(first, last):
                     if i + AHEAD < end:
                         prefetch_lanes(sums, table, ids[i + AHEAD] * width + start)
-                    row = ids[i] * width + start
+                    id_ = ids[i]
+                    if not is_row(id_, num_rows):
+                        # Every thread that writes here writes the same value.
+                        has_bad_id[0] = 1
+                        continue
+                    row = id_ * width + start
                     if weights.size:
                         sums = sums + weights[i] * load(sums, table, row)
                     else:
@@ -134,7 +152,9 @@ def _sum_wide(ticket, table, ids, bounds, weights, divisors, block, out):
 
 
 @kernel()
-def _sum_narrow(ticket, table, ids, bounds, weights, divisors, block, out):
+def _sum_narrow(
+    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, has_bad_id
+):
     width = out.shape[1]
     total = np.empty(width, weights.dtype)
     one = type(weights[0])(1)
@@ -143,8 +163,11 @@ def _sum_narrow(ticket, table, ids, bounds, weights, divisors, block, out):
             for d in range(width):
                 total[d] = 0
             for i in range(bounds[bag], bounds[bag + 1]):
-                factor = weights[i] if weights.size else one
-                start = ids[i] * width
+                factor, id_ = weights[i] if weights.size else one, ids[i]
+                if not is_row(id_, num_rows):
+                    has_bad_id[0] = 1
+                    continue
+                start = id_ * width
                 for d in range(width):
                     total[d] += factor * upcast(table[start + d])
             divisor = divisors[bag] if divisors.size else one
@@ -153,7 +176,7 @@ def _sum_narrow(ticket, table, ids, bounds, weights, divisors, block, out):
 
 
 @kernel()
-def _max(ticket, table, ids, bounds, weights, out, indices):
+def _max(ticket, table, ids, bounds, weights, out, indices, has_bad_id):
     best = np.empty(table.shape[1], weights.dtype)
     factor = type(best[0])(1)
     for lo, hi in pieces(ticket):
@@ -167,6 +190,9 @@ def _max(ticket, table, ids, bounds, weights, out, indices):
                 if weights.size:
                     factor = weights[i]
                 row = ids[i]
+                if not is_row(row, table.shape[0]):
+                    has_bad_id[0] = 1
+                    continue
                 for d in range(best.size):
                     value, so_far = factor * upcast(table[row, d]), best[d]
                     # Also true if the maximum so far is NaN; false if only the value is.
@@ -178,13 +204,16 @@ def _max(ticket, table, ids, bounds, weights, out, indices):
 
 
 @kernel(reorder=True)
-def _dot(ticket, table, ids, bounds, others, dots):
+def _dot(ticket, table, ids, bounds, others, dots, has_bad_id):
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             for i in range(bounds[bag], bounds[bag + 1]):
                 if i + AHEAD < ids.size:
                     prefetch(table, ids[i + AHEAD])
                 row = ids[i]
+                if not is_row(row, table.shape[0]):
+                    has_bad_id[0] = 1
+                    continue
                 dot = type(others[0, 0])(0)
                 for d in range(others.shape[1]):
                     dot += upcast(table[row, d]) * others[bag, d]

@@ -1,8 +1,12 @@
-"""Rows of a table by id, with every id checked."""
+"""Rows of a table by id.
+
+Another thread may change the ids during a call, so an id is read once, into a variable that
+is checked and then used.
+"""
 
 import numpy as np
 
-from .runtime.compile import bits_of, kernel, prefetch_row
+from .runtime.compile import bits_of, is_row, kernel, prefetch_row
 from .runtime.lanes import LANES_BYTES, is_streamed, load, prefetch_lanes, stream, zeros
 from .runtime.pool import grain_for, pieces, run
 
@@ -20,18 +24,16 @@ def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     out = np.empty((ids.size, weight.shape[1]), bits.dtype)
     if ids.size <= FEW_IDS:
         return out.view(weight.dtype) if _check_and_copy(bits, ids, out) else None
-    # As unsigned numbers, negative ids are larger than any valid id.
-    if ids.view(np.uint64).max() >= weight.shape[0]:
-        return None
+    has_bad_id = np.zeros(1, np.int64)
     row_bytes = max(1, out.strides[0])
     ahead = 1 + AHEAD_BYTES // row_bytes
     grain = grain_for(GRAIN, row_bytes)
     if is_streamed(out) and row_bytes % LANES_BYTES == 0 and bits.flags.c_contiguous:
-        args = bits.view(np.float32), ids, ahead, out.view(np.float32)
+        args = bits.view(np.float32), ids, ahead, out.view(np.float32), has_bad_id
         run(_stream_rows, ids.size, *args, grain=grain)
     else:
-        run(_copy_rows, ids.size, bits, ids, ahead, out, grain=grain)
-    return out.view(weight.dtype)
+        run(_copy_rows, ids.size, bits, ids, ahead, out, has_bad_id, grain=grain)
+    return None if has_bad_id[0] else out.view(weight.dtype)
 
 
 @kernel()
@@ -39,7 +41,7 @@ def _check_and_copy(weight, ids, out):
     num_embeddings, width = weight.shape
     for i in range(ids.size):
         row = ids[i]
-        if row < 0 or row >= num_embeddings:
+        if not is_row(row, num_embeddings):
             return False
         for d in range(width):
             out[i, d] = weight[row, d]
@@ -47,22 +49,31 @@ def _check_and_copy(weight, ids, out):
 
 
 @kernel()
-def _copy_rows(ticket, weight, ids, ahead, out):
-    width = weight.shape[1]
+def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
+    num_embeddings, width = weight.shape
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             prefetch_row(weight, ids[min(i + ahead, hi - 1)])
             row = ids[i]
+            if not is_row(row, num_embeddings):
+                # Every thread that writes here writes the same value.
+                has_bad_id[0] = 1
+                continue
             for d in range(width):
                 out[i, d] = weight[row, d]
 
 
 @kernel()
-def _stream_rows(ticket, weight, ids, ahead, out):
-    width, lanes = weight.shape[1], zeros(np.float32(0))
+def _stream_rows(ticket, weight, ids, ahead, out, has_bad_id):
+    num_embeddings, width = weight.shape
+    lanes = zeros(np.float32(0))
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            row, later = ids[i] * width, ids[min(i + ahead, hi - 1)] * width
+            id_, later = ids[i], ids[min(i + ahead, hi - 1)] * width
+            if not is_row(id_, num_embeddings):
+                has_bad_id[0] = 1
+                continue
+            row = id_ * width
             for d in range(0, width, LANES_BYTES // 4):
                 prefetch_lanes(lanes, weight, later + d)
                 stream(load(lanes, weight, row + d), out, i * width + d)

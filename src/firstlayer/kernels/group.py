@@ -26,11 +26,13 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         >>> order.tolist(), bounds.tolist(), unique.tolist()
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
+    # A copy: the sort reads ids several times, and another thread may change the original.
+    ids = ids.copy()
     order, spare, unique = (np.empty(ids.size, np.int64) for _ in range(3))
     bounds = np.empty(ids.size + 1, np.int64)
     count = group_tokens(ids, np.arange(ids.size), order, spare, bounds, unique)
     if count < 0:
-        raise ValueError(f"ids must not be negative, got {ids.min()}")
+        raise IndexError(f"ids must not be negative, got {ids.min()}")
     # Gradients keep their ids, and a view would keep the longer array alive.
     return order, bounds[: count + 1], unique[:count].copy()
 

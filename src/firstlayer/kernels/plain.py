@@ -8,12 +8,13 @@ the training of word vectors have no plain version: see ``require_compiler``.
 import numpy as np
 
 from .layer.backward_plan import BackwardPlan
-from .layer.forward import TableRows
+from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
 
 
 def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
+    ids = ids.copy()
     return weight[ids] if _all_in_range(ids, len(weight)) else None
 
 
@@ -24,8 +25,9 @@ def ascends(ids: np.ndarray) -> bool:
 
 def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return an order that brings equal ids together, the groups' bounds, and their ids."""
+    ids = ids.copy()
     if ids.size and ids.min() < 0:
-        raise ValueError(f"ids must not be negative, got {ids.min()}")
+        raise IndexError(f"ids must not be negative, got {ids.min()}")
     order = np.argsort(ids, kind="stable")
     unique, starts = np.unique(ids[order], return_index=True)
     return order, np.append(starts, ids.size), unique
@@ -66,9 +68,11 @@ def sum_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
-) -> np.ndarray:
-    """Return the sum of each bag's rows, in the dtype of ``table``."""
-    dtype = _compute_dtype(table)
+) -> np.ndarray | None:
+    """Return the sum of each bag's rows, or None if an id is out of range."""
+    dtype, ids = _compute_dtype(table), ids.copy()
+    if not _all_in_range(ids, len(table)):
+        return None
     sums = np.zeros((bounds.size - 1, table.shape[1]), dtype)
     for bag, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         rows = table[ids[start:end]].astype(dtype)
@@ -86,8 +90,14 @@ def max_bags(
     bounds: np.ndarray,
     *,
     weights: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum of each bag by column, and its index in ``ids``."""
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the maximum of each bag by column, and its index in ``ids``.
+
+    None if an id is out of range.
+    """
+    ids = ids.copy()
+    if not _all_in_range(ids, len(table)):
+        return None
     out = np.zeros((bounds.size - 1, table.shape[1]), table.dtype)
     indices = np.full(out.shape, -1, np.int64)
     for bag, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
@@ -104,8 +114,14 @@ def max_bags(
 
 def dot_bags(
     table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, *, others: np.ndarray
-) -> np.ndarray:
-    """Return the dot product of each id's row with its bag's row in ``others``."""
+) -> np.ndarray | None:
+    """Return the dot product of each id's row with its bag's row in ``others``.
+
+    None if an id is out of range.
+    """
+    ids = ids.copy()
+    if not _all_in_range(ids, len(table)):
+        return None
     bags = np.repeat(np.arange(bounds.size - 1), np.diff(bounds))
     dots = np.empty(ids.size, others.dtype)
     used = slice(bounds[0], bounds[-1])
@@ -175,9 +191,14 @@ def layer_forward(
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
 ) -> bool:
-    """Write the layer's output rows to ``out``, and return whether every id is in range."""
-    if not _all_in_range(token[1], len(token[0])):
-        return False
+    """Write the layer's output to ``out``, and return whether every row is in range."""
+    check_sizes(token, position, segment, num_tokens=len(out), width=out.shape[1])
+    token = token[0], token[1].copy()
+    position = position and (position[0], position[1].copy())
+    segment = segment and (segment[0], segment[1].copy())
+    for pair in (token, position, segment):
+        if pair is not None and not _all_in_range(pair[1], len(pair[0])):
+            return False
     dtype = _compute_dtype(out)
     value = _sum_of_tables(token, position, segment, scale=scale, dtype=dtype)
     if norm is not None:
@@ -200,7 +221,7 @@ def plan_backward(
     buffer_rows = unique = np.arange(num_tokens)
     if ids is not None:
         if ids.size and ids.min() < 0:
-            raise ValueError(f"ids must not be negative, got {ids.min()}")
+            raise IndexError(f"ids must not be negative, got {ids.min()}")
         kept = tokens if skip is None else tokens[ids[tokens] != skip]
         unique, indices = np.unique(ids[kept], return_inverse=True)
         buffer_rows = np.full(num_tokens, -1)

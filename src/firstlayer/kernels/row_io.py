@@ -10,7 +10,7 @@ GRAIN = 1 << 16
 
 
 def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return rows of a half-precision table as float32."""
+    """Return rows of a half-precision table as float32. Rows must be in range."""
     out = np.empty((rows.size, table.shape[1]), np.float32)
     run(_upcast_rows, rows.size, bits_of(table), rows, out, grain=grain_of(table))
     return out
@@ -24,7 +24,7 @@ def store_rows(
     Args:
         values: One row for each of ``rows``, in the table's dtype or float32.
         table: Table to write to.
-        rows: Row numbers, each once.
+        rows: Row numbers in range, each once. No other thread may change them.
         noise: Seed of stochastic rounding from float32 to bfloat16, which also depends on
             row and column. None rounds to nearest.
     """

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer, Real
 
+from .. import kernels
 from .._array import compute_dtype
-from .._check import host_array, is_float, one_of
+from .._check import changed_ids, check_table, host_array, is_float, one_of
 from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
@@ -156,10 +157,13 @@ class EmbeddingBag(Embedding):
 
     def _rows_of(self, bags: Bags, *, copy: bool) -> tuple[np.ndarray, Bags]:
         """Return a table of the rows to pool, and the bags with ids into it."""
+        table = check_table(self.weight)
         if self.max_norm is None and not copy:
-            return self.weight, bags
+            return table, bags
         unique, ids = np.unique(bags.ids, return_inverse=True)
-        rows = self.weight[unique]
+        rows = kernels.gather_rows(table, unique)
+        if rows is None:
+            raise changed_ids(len(table))
         if self.max_norm is not None:
             # Not rounded to the table's dtype, which happens once, after pooling.
             rows = clip_norms(

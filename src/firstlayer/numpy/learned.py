@@ -72,8 +72,8 @@ class LearnedPositions(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.max_positions = positive("max_positions", max_positions)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        positive("max_positions", max_positions)
+        positive("embedding_dim", embedding_dim)
         self.row_offset = not_negative("row_offset", row_offset)
         padding_idx = check_padding_idx(padding_idx, row_offset)
         self.scale = number("scale", scale)
@@ -86,6 +86,16 @@ class LearnedPositions(Module):
             dtype=dtype,
             rng=rng,
         )
+
+    @property
+    def max_positions(self) -> int:
+        """Number of positions: that of rows of ``weight``, without ``row_offset``."""
+        return self.table.num_embeddings - self.row_offset
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of each vector."""
+        return self.table.embedding_dim
 
     @property
     def weight(self) -> Float[np.ndarray, "rows embedding_dim"]:
@@ -237,5 +247,3 @@ class LearnedPositions(Module):
         reserved = self.weight[: self.row_offset]
         # The Embedding object stays the same: an optimizer may refer to it.
         self.table.weight = np.concatenate([reserved, rows])
-        self.table.num_embeddings = len(self.table.weight)
-        self.max_positions = len(rows)

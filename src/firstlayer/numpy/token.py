@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Integer
 from .. import kernels
 from .._check import (
     check_real,
+    check_table,
     host_array,
     ids_in_range,
     integers,
@@ -56,7 +57,8 @@ class Embedding(Module):
         - ids: any shape, any integer dtype, or lists
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
-    An id that is negative or not smaller than ``num_embeddings`` is an IndexError.
+    An id that is negative or not smaller than ``num_embeddings`` is an IndexError. If
+    ``weight`` is replaced by another array, its shape counts from the next call on.
 
     Example:
         >>> embedding = Embedding(10, 4, padding_idx=-1, rng=0)
@@ -87,12 +89,10 @@ class Embedding(Module):
         rng: Seed = None,
     ) -> None:
         rows, width = table_sizes(num_embeddings, embedding_dim, weight)
-        self.num_embeddings = not_negative("num_embeddings", rows)
-        self.embedding_dim = not_negative("embedding_dim", width)
-        self.padding_idx = padding_index(padding_idx, self.num_embeddings)
+        shape = not_negative("num_embeddings", rows), not_negative("embedding_dim", width)
+        self.padding_idx = padding_index(padding_idx, shape[0])
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
-        shape = (self.num_embeddings, self.embedding_dim)
         if weight is None:
             self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)
             if self.padding_idx is not None:
@@ -100,16 +100,27 @@ class Embedding(Module):
         else:
             self.weight = as_parameter(weight, shape, dtype=dtype)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows of ``weight``."""
+        return check_table(self.weight).shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of each row of ``weight``."""
+        return check_table(self.weight).shape[1]
+
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        weight = check_table(self.weight)
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
-            ids = ids_in_range(ids, self.num_embeddings)
+            ids = ids_in_range(ids, weight.shape[0])
         self.catch_up(ids)
-        rows = kernels.gather_rows(self.weight, ids.ravel())
+        rows = kernels.gather_rows(weight, ids.ravel())
         if rows is None:
-            raise out_of_range(ids, self.num_embeddings)
+            raise out_of_range(ids, weight.shape[0])
         if self.max_norm is not None:
             rows = self._clipped(rows, self.max_norm)
-        return rows.reshape(*ids.shape, self.embedding_dim)
+        return rows.reshape(*ids.shape, weight.shape[1])
 
     def vjp(
         self, ids: Ids
@@ -209,7 +220,6 @@ class Embedding(Module):
         self.weight, changes = resize_table(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
-        self.num_embeddings = len(self.weight)
         return changes
 
     def set_padding(

@@ -179,7 +179,8 @@ class RowOptimizer:
                     f"grads[{name!r}] must have an id for each of {len(values)} rows, "
                     f"got ids of shape {ids.shape}"
                 )
-            ids = np.ascontiguousarray(ids, np.int64)
+            # A copy: another thread may change the ids after the check.
+            ids = ids.astype(np.int64)
         else:
             if np.shape(not_masked(grad, name=f"grads[{name!r}]")) != shape:
                 raise ValueError(

@@ -14,6 +14,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._check import changed_ids
 from ..embeddings.bag import (
     MODES,
     Mode,
@@ -26,7 +27,7 @@ from ..embeddings.bag import (
 from ..embeddings.ragged import Bags, bag_bounds, bag_indices, flatten_bags
 from ._table.lookup import INDEX, LookupOptions, as_index, divide_gradient, lookup
 from ._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
-from ._tensors.errors import torch_errors
+from ._tensors.errors import OutOfRange, torch_errors
 from ._tensors.memory import (
     array_of,
     array_of_table,
@@ -276,15 +277,21 @@ def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
         if weight.requires_grad and torch.is_grad_enabled():
             return _TorchBags.apply(weight, ids, options)  # pyright: ignore
         return _torch_bags(weight, ids, options)[0]
-    except RuntimeError:
+    except RuntimeError as error:
         # Raises an error that names the id if one is out of range.
         _checked_bags(ids, options.lookup_options(weight), options)
-        raise
+        # Torch has one message for float32 and another one for float64.
+        if not any(words in str(error) for words in ("valid range", "Expected idx")):
+            raise
+        # Another thread has changed the ids again.
+        raise OutOfRange(*changed_ids(len(weight)).args) from None
 
 
 def _torch_bags(weight: Tensor, ids: Tensor, options: BagOptions) -> tuple[Tensor, ...]:
     """Return the result of torch's operator, followed by the inputs of its backward."""
-    flat = ids.reshape(-1).contiguous()
+    # A copy for the backward: torch's does not check ids that were changed in between.
+    flat = ids.reshape(-1)
+    flat = flat.clone() if weight.requires_grad else flat.contiguous()
     skip = -1 if options.padding_idx is None else options.padding_idx
     length, like = ids.shape[1], {"dtype": ids.dtype, "device": ids.device}
     offsets = torch.arange(0, ids.numel(), length, **like)

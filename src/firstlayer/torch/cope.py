@@ -12,6 +12,7 @@ from ..positions.cope import check_cope_shapes, check_max_positions, cope_bias
 from ._positions.bias import parameter
 from ._tensors.buffers import repr_of
 from ._tensors.dtypes import dtype_name, in_full_precision, upcast_together
+from ._tensors.errors import check_tensor
 
 
 class CopeBias(nn.Module):
@@ -78,6 +79,7 @@ class CopeBias(nn.Module):
             scores: Scores of the queries, masked.
         """
         for name, x in (("q", q), ("scores", scores)):
+            check_tensor(x, name=name)
             if not x.is_floating_point():
                 raise TypeError(f"{name} must be real, got {dtype_name(x.dtype)}")
         check_cope_shapes(tuple(q.shape), tuple(scores.shape), self.head_dim)

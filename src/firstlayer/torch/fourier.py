@@ -20,6 +20,7 @@ from ..positions.sinusoidal import LAYOUTS, Layout, encode
 from ._positions.arguments import in_reach
 from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import dtype_name, upcast
+from ._tensors.errors import check_tensor
 from ._tensors.memory import is_recorded
 
 
@@ -100,6 +101,7 @@ class FourierFeatures(PrecomputedBuffers):
         Args:
             coordinates: Floats, one per axis of ``matrix`` on the last axis.
         """
+        check_tensor(coordinates, name="coordinates")
         if not coordinates.is_floating_point():
             raise TypeError(
                 f"coordinates must be real, got {dtype_name(coordinates.dtype)}"

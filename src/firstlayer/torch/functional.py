@@ -9,9 +9,11 @@ from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ._bag import BagOptions, pool_bags
 from ._table.lookup import checked_padding_idx, lookup
-from ._tensors.errors import WrongValue, reject_torchrec
+from ._tensors.errors import WrongValue, check_tensor, reject_torchrec
 from ._tensors.memory import overrides_torch_functions
 from .optim.table_state import catch_up
+
+WEIGHTS = "per_sample_weights"
 
 
 def embedding(
@@ -102,6 +104,10 @@ def embedding_bag(
     if not isinstance(input, Tensor):
         advice = "its values(), its offsets() with include_last_offset=True"
         reject_torchrec(input, f"{advice}, and its weights() as per_sample_weights")
+    for name, value in zip(("ids", "weight", "offsets", WEIGHTS), given, strict=True):
+        is_absent = value is None and name in ("offsets", WEIGHTS)
+        if not is_absent and not hasattr(value, "__torch_function__"):
+            check_tensor(value, name=name)
     if not isinstance(input, Tensor) or any(map(overrides_torch_functions, given)):
         return torch_embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode,

@@ -18,7 +18,7 @@ from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, kernel_inputs
 from ._layer.fused import fused_layer
 from ._layer.jagged import flat_arguments, jagged_tokens
-from ._positions.arguments import Offset, Positions
+from ._positions.arguments import Offset, Positions, check_width
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
 from ._tensors.memory import request_large_pages
@@ -270,12 +270,15 @@ class EmbeddingLayer(nn.Module):
         """Return the normalized sum in the compute dtype, by calling the submodules."""
         embeds = arguments.embeds
         rows = self.token(arguments.ids) if embeds is None else embeds
+        check_width(rows, self.embedding_dim, name="token.weight")
         dtype = compute_dtype(self.token.weight.dtype)
         total = add_embeddings(rows.to(dtype), scale=self.scale)
         if self.position is not None:
             total = self.position(total, arguments.positions, offset=arguments.offset)
         if self.segment is not None:
-            total = total + self.segment(arguments.segments).to(dtype)
+            segments = self.segment(arguments.segments)
+            check_width(segments, self.embedding_dim, name="segment.weight")
+            total = total + segments.to(dtype)
         if arguments.mask is not None and self.norm is not None:
             # Replace masked rows by a row that any norm accepts. For NaN, or for zeros with
             # an epsilon of 0, its backward gives NaN even if the gradient is zero.

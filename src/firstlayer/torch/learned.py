@@ -21,6 +21,7 @@ from ._positions.arguments import (
     Offset,
     Positions,
     check_vectors,
+    check_width,
     on_host,
     positions_of,
     positions_tensor,
@@ -119,7 +120,9 @@ class LearnedPositions(nn.Module):
         """
         check_vectors(x, self.embedding_dim)
         positions = positions_of(x, positions=positions, offset=offset)
-        return (upcast(x) + self._rows(positions)).to(x.dtype)
+        rows = self._rows(positions)
+        check_width(rows, self.embedding_dim, name="weight")
+        return (upcast(x) + rows).to(x.dtype)
 
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None

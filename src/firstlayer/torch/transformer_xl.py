@@ -158,8 +158,8 @@ class TransformerXLScores(PrecomputedBuffers):
         return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
 
     def _check(self, x: Tensor, name: str) -> None:
-        check_vectors(x, x.shape[-1], name=name)
-        if x.shape[-1] != self.head_dim or x.shape[-3:-2] != (self.num_heads,):
+        check_vectors(x, self.head_dim, axes=(f"{self.num_heads}", "length"), name=name)
+        if x.shape[-3] != self.num_heads:
             raise ValueError(
                 f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "
                 f"got {tuple(x.shape)}"

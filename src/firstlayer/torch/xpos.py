@@ -120,8 +120,9 @@ class XPosRotary(PrecomputedBuffers):
         if is_plain_cpu(at):
             check_xpos_reach(on_host(at), **options, scale_base=self.scale_base)
         at = over_heads(at, x, heads_axis=self.heads_axis)
-        tables = self._floats("bits", at.device).to(compute_dtype(x.dtype))
-        rates = self._floats("rate_bits", at.device).to(compute_dtype(x.dtype))
+        dtype = compute_dtype(x.dtype)
+        tables = self._floats("bits", at.device).to(dtype)
+        rates = self._floats("rate_bits", at.device).to(dtype)
         cos, sin = xpos_phases(at, tables, rates, **options, keys=keys)
         if kernel_eligible(x) and is_plain_cpu(cos) and not cos.requires_grad:
             both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from .. import kernels
-from .._check import not_negative, positive
+from .._check import changed_ids, not_negative, positive
 from ..embeddings.row_gradient import RowGradient, sum_by_id
 from ..numpy import Embedding
 from ..optim import RowAdagrad
@@ -236,7 +236,10 @@ class SkipGram:
             noise=self._noise,
             key=self._key,
         )
-        table, others = self.table.weight, self.others.weight
+        table, others = (
+            _checked(layer.weight, (self._kept.size, self.setting.embedding_dim))
+            for layer in (self.table, self.others)
+        )
         slopes, pulls, losses = kernels.skipgram_gradients(
             table,
             others,
@@ -248,14 +251,24 @@ class SkipGram:
         ids, bounds, rows, slopes = kernels.group_targets(
             centers, targets, near=near, slopes=slopes, num_embeddings=len(table)
         )
+        sums = kernels.sum_bags(table, rows, bounds, weights=slopes)
+        if sums is None:
+            raise changed_ids(len(table))
         gradients = (
             sum_by_id(centers, pulls),
-            RowGradient(ids, kernels.sum_bags(table, rows, bounds, weights=slopes)),
+            RowGradient(ids, sums),
         )
         for optimizer, gradient in zip(self._optimizers, gradients, strict=True):
             optimizer.lr = self.setting.lr * max(FINAL_LR, 1 - self.done)
             optimizer.step({"weight": gradient})
         return float(losses.sum()), int(near.sum())
+
+
+def _checked(weight: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return a table that has the shape it was made with."""
+    if weight.shape != shape:
+        raise ValueError(f"the tables must have shape {shape}, got {weight.shape}")
+    return weight
 
 
 def _small(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

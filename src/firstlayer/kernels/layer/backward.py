@@ -23,7 +23,17 @@ from ..runtime.lanes import (
 )
 from ..runtime.pool import grain_for, pieces, run
 from .backward_plan import BackwardPlan
-from .forward import AHEAD, GRAIN, TableRows, assemble_row, flat, flat_pair, inverse_std
+from .forward import (
+    AHEAD,
+    GRAIN,
+    TableRows,
+    assemble_row,
+    check_sizes,
+    flat,
+    flat_norm,
+    flat_pair,
+    inverse_std,
+)
 
 # Buffers from this size on use streaming stores for final gradient rows. Partial rows are
 # read again soon and stay in the cache.
@@ -43,7 +53,8 @@ def layer_backward(
     """Return the gradients of token rows, of position rows, and of shared rows.
 
     Args:
-        token: As in :func:`firstlayer.kernels.layer_forward`.
+        token: As in :func:`firstlayer.kernels.layer_forward`. Rows of all tables must be in
+            range, and no other thread may change them.
         position: As in the forward.
         segment: As in the forward.
         scale: As in the forward.
@@ -58,7 +69,8 @@ def layer_backward(
         - shared rows: ``(2 + segments, embedding_dim)``: gradients of the norm's weight
           and bias, then of the segment table
     """
-    width = dy.shape[1]
+    num_tokens, width = dy.shape
+    check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
     compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
@@ -75,7 +87,7 @@ def layer_backward(
         *flat_pair(token),
         *flat_pair(position),
         *flat_pair(segment),
-        None if norm is None else flat(norm[0]),
+        None if norm is None else flat_norm(norm[0], width),
         compute_dtype(scale),
         compute_dtype(0.0 if norm is None else norm[1]),
         flat(dy),
@@ -224,16 +236,20 @@ def _backward_blocks(
                 buffer_at = (scratch_start + block if adds else buffer_rows[i]) * width
                 mean, rstd, grad_mean, dot_mean = zero, zero, zero, zero
                 if weight is not None:
+                    position, segment = 0, 0
+                    if position_table is not None:
+                        position = position_rows[i % position_rows.size]
+                    if segment_rows is not None:
+                        segment = segment_rows[i % segment_rows.size]
                     mean = assemble_row(
                         row,
-                        i,
-                        ahead,
                         token_table,
-                        ids,
+                        ids[i] * width,
+                        ids[ahead] * width,
                         position_table,
-                        position_rows,
+                        position * width,
                         segment_table,
-                        segment_rows,
+                        segment * width,
                         scale,
                     )
                     rstd = inverse_std(row, mean, eps)

@@ -71,6 +71,7 @@ def plan_backward(
 
     Args:
         ids: Id of each token. None gives each token its own row of the buffer, in order.
+            No other thread may change the ids, nor ``position_rows``.
         position_rows: Row of the position table for each token. A shorter array is
             repeated.
         tokens: Indices of the tokens that have a gradient, ascending.
@@ -117,7 +118,7 @@ def _rows_of_ids(
     partial_starts, counts = np.empty(size + 1, np.int64), np.empty(2, np.int64)
     args = buffer_rows, unique, repeated, partial_starts, counts
     if not _assign_buffer_rows(ids, token_order, block_starts, skip, *args):
-        raise ValueError(f"ids must not be negative, got {ids.min()}")
+        raise IndexError(f"ids must not be negative, got {ids.min()}")
     num_ids, num_repeated = counts.tolist()
     # Gradients keep their ids, and a view would keep the longer array alive.
     return (

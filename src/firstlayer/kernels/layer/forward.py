@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..runtime.compile import bits_of, inlined, kernel
+from ..runtime.compile import bits_of, inlined, is_row, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     is_streamed,
@@ -39,13 +39,13 @@ def layer_forward(
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
 ) -> bool:
-    """Write the layer's output rows to ``out``, and return whether every id is in range.
+    """Write the layer's output rows to ``out``, and return whether every row is in range.
 
     Args:
-        token: Token table and the id of each output row. If an id is out of range, its
-            output row is not written.
+        token: Token table and the id of each output row. An output row of which a table's
+            row is out of range is not written.
         position: Table and the row of it that is added to each output row, or None. An
-            array of fewer rows than the output has is repeated. Rows must be in range.
+            array of fewer rows than the output has is repeated.
         segment: The same as ``position``, for a third table.
         scale: Factor of token rows.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
@@ -53,23 +53,54 @@ def layer_forward(
     """
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     compute_dtype = np.float64 if out.dtype == np.float64 else np.float32
-    has_bad_id = np.zeros(1, np.int64)
+    has_bad_id, (num_tokens, width) = np.zeros(1, np.int64), out.shape
+    check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
     run(
         _write_rows,
-        out.shape[0],
+        num_tokens,
         *flat_pair(token),
         *flat_pair(position),
         *flat_pair(segment),
-        flat(norm_weight),
-        flat(norm_bias),
+        flat_norm(norm_weight, width),
+        flat_norm(norm_bias, width),
         compute_dtype(scale),
         compute_dtype(eps),
         is_streamed(out),
         bits_of(out),
         has_bad_id,
-        grain=grain_for(GRAIN, out.shape[1]),
+        grain=grain_for(GRAIN, width),
     )
     return not has_bad_id[0]
+
+
+def check_sizes(
+    token: TableRows,
+    position: TableRows | None,
+    segment: TableRows | None,
+    *,
+    num_tokens: int,
+    width: int,
+) -> None:
+    """Raise a ValueError unless the tables have this width, and each token has a row."""
+    for name, pair in (("token", token), ("position", position), ("segment", segment)):
+        if pair is None:
+            continue
+        if pair[0].ndim != 2 or pair[0].shape[1] != width:
+            raise ValueError(
+                f"the {name} table must have embedding_dim {width} columns, "
+                f"got shape {pair[0].shape}"
+            )
+        # Rows of tokens are not repeated.
+        least = num_tokens if name == "token" else min(1, num_tokens)
+        if pair[1].size < least:
+            raise ValueError(f"{name} rows must be at least {least}, got {pair[1].size}")
+
+
+def flat_norm(array: np.ndarray | None, width: int) -> np.ndarray | None:
+    """Return the weight or bias of a norm as kernels take it."""
+    if array is not None and array.shape != (width,):
+        raise ValueError(f"the norm must have shape {(width,)}, got {array.shape}")
+    return flat(array)
 
 
 def flat_pair(pair: TableRows | None) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -100,19 +131,15 @@ def _sum_at(like, d, token, token_at, position, position_at, segment, segment_at
 
 @inlined
 def assemble_row(
-    row, i, ahead, token, ids, position, position_rows, segment, segment_rows, scale
+    row, token, token_at, later, position, position_at, segment, segment_at, scale
 ):
-    """Write the sum of the tables' rows for token ``i`` to ``row``, and return its mean.
+    """Write the sum of the tables' rows to ``row``, and return its mean.
 
-    The token row of token ``ahead`` is prefetched.
+    The token row at ``later`` is prefetched; it need not exist.
     """
     width, zero = row.size, type(scale)(0)
     block = LANES_BYTES // row.itemsize
     whole, sums, rest = width - width % block, zeros(zero), zero
-    # Outside the loops: inside, the ids would be read again after each store to the row.
-    token_at, later = ids[i] * width, ids[ahead] * width
-    position_at = 0 if position is None else position_rows[i % position_rows.size] * width
-    segment_at = 0 if segment is None else segment_rows[i % segment_rows.size] * width
     for d in range(0, whole, block):
         prefetch_lanes(sums, token, later + d)
         part = _sum_at(
@@ -172,28 +199,35 @@ def _write_rows(
     out,
     has_bad_id,
 ):
-    num_embeddings = token_table.shape[0]
     width, zero = out.shape[1], type(scale)(0)
     row, lanes = np.empty(width, type(scale)), zeros(zero)
     block = LANES_BYTES // row.itemsize
     whole = width - width % block
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            if ids[i] < 0 or ids[i] >= num_embeddings:
+            # Read once, checked and used: another thread may change the arrays of rows.
+            token, position, segment = ids[i], 0, 0
+            is_inside = is_row(token, token_table.shape[0])
+            if position_table is not None:
+                position = position_rows[i % position_rows.size]
+                is_inside = is_inside and is_row(position, position_table.shape[0])
+            if segment_table is not None:
+                segment = segment_rows[i % segment_rows.size]
+                is_inside = is_inside and is_row(segment, segment_table.shape[0])
+            if not is_inside:
                 # Every thread that writes here writes the same value.
                 has_bad_id[0] = 1
                 continue
-            ahead, rstd = min(i + AHEAD, hi - 1), zero
+            rstd = zero
             mean = assemble_row(
                 row,
-                i,
-                ahead,
                 token_table,
-                ids,
+                token * width,
+                ids[min(i + AHEAD, hi - 1)] * width,
                 position_table,
-                position_rows,
+                position * width,
                 segment_table,
-                segment_rows,
+                segment * width,
                 scale,
             )
             if norm_weight is not None:

@@ -178,6 +178,15 @@ prefetch_line: Any = intrinsic(_prefetch_line)
 
 
 @inlined
+def is_row(id_, num_rows):
+    """Return whether ``0 <= id_ < num_rows``.
+
+    One comparison: as an unsigned number, a negative id is larger than any number of rows.
+    """
+    return np.uint64(id_) < np.uint64(num_rows)
+
+
+@inlined
 def prefetch(array, row):
     """Prefetch the beginning of ``array[row]``; the hardware often predicts the rest."""
     prefetch_line(array, row, 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._array import compute_dtype, is_real, repeating
-from ..._check import dtype_text, host_array, ids_in_range, integers
+from ..._check import check_table, dtype_text, host_array, ids_in_range, integers
 from ...embeddings.layer import check_mask, check_segments, leading_shape
 from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
@@ -113,14 +113,14 @@ class LayerArguments:
             return TableRows(rows, np.arange(len(rows)))
         ids, token = np.ascontiguousarray(self.ids).reshape(-1), self.layer.token
         token.catch_up(ids)
-        return TableRows(token.weight, ids, token.padding_idx)
+        return TableRows(check_table(token.weight), ids, token.padding_idx)
 
     def _segment(self) -> TableRows | None:
         if self.layer.segment is None or self.segments is None:
             return None
         self.layer.segment.catch_up(self.segments)
         rows = repeating(self.segments, self.shape[:-1])
-        return TableRows(self.layer.segment.weight, rows)
+        return TableRows(check_table(self.layer.segment.weight), rows)
 
     def _position(self) -> TableRows | None:
         if self.positions is None:
@@ -135,7 +135,8 @@ class LayerArguments:
             rows = self.positions.astype(np.int64) + position.row_offset
             position.table.catch_up(rows)
             padding_idx = position.table.padding_idx
-            return TableRows(position.weight, repeating(rows, lead), padding_idx)
+            table = check_table(position.weight)
+            return TableRows(table, repeating(rows, lead), padding_idx)
         encoded = position.encode(self.positions, dtype=compute_dtype(self.layer.dtype))
         rows = np.arange(math.prod(encoded.shape[:-1])).reshape(encoded.shape[:-1])
         return TableRows(encoded.reshape(-1, self.shape[-1]), repeating(rows, lead))

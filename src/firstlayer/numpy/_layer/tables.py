@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int64
 
 from ... import kernels
-from ..._check import out_of_range
+from ..._check import all_in_range, changed_ids, out_of_range
 from ...embeddings.row_gradient import RowGradient
 
 Norm = tuple[np.ndarray, np.ndarray]
@@ -66,12 +66,20 @@ class LayerTables(NamedTuple):
         eps: float,
     ) -> None:
         """Write the sums of rows to ``out``, normalized if there is a norm."""
-        if out.size:
-            kernels.layer_forward(
-                self.token[:2],
-                position=self.position and self.position[:2],
-                segment=self.segment and self.segment[:2],
-                scale=self.scale,
-                norm=norm and (*norm, eps),
-                out=out.reshape(-1, out.shape[-1]),
-            )
+        if not out.size:
+            return
+        in_range = kernels.layer_forward(
+            self.token[:2],
+            position=self.position and self.position[:2],
+            segment=self.segment and self.segment[:2],
+            scale=self.scale,
+            norm=norm and (*norm, eps),
+            out=out.reshape(-1, out.shape[-1]),
+        )
+        if not in_range:
+            # The arguments were checked against the tables, and then copied.
+            for name, pair in (("positions", self.position), ("segments", self.segment)):
+                if pair is not None and not all_in_range(pair.rows, len(pair.table)):
+                    bound = "the number of rows"
+                    raise changed_ids(len(pair.table), name=name, bound=bound)
+            raise changed_ids(len(self.token.table))

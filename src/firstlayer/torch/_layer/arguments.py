@@ -14,7 +14,7 @@ from ...embeddings.layer import check_mask, check_segments, leading_shape
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import INDEX, as_index
 from .._tensors.dtypes import dtype_name
-from .._tensors.errors import WrongValue, check_ids, reject_torchrec
+from .._tensors.errors import WrongType, WrongValue, check_ids, reject_torchrec
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
@@ -91,13 +91,24 @@ def _as_ids(
         reject_torchrec(
             ids, "torch.nested.nested_tensor_from_jagged(ids.values(), ids.offsets())"
         )
-        ids = torch.as_tensor(not_masked(value, name=name), device=table.weight.device)
+        ids = _as_tensor(value, name=name, device=table.weight.device)
         if not ids.numel() and isinstance(value, list | tuple):
             ids = ids.to(torch.int64)  # torch makes floats of an empty list
     index = as_index(ids, name=name)
     # Before the conversion, which makes a large uint64 negative.
     check_ids(ids, table.num_embeddings, name=name, bound=bound)
     return index
+
+
+def _as_tensor(value: Any, *, name: str, device: torch.device) -> Tensor:
+    value = not_masked(value, name=name)
+    try:
+        return torch.as_tensor(value, device=device)
+    except RuntimeError:
+        kind = type(value).__name__
+        raise WrongType(
+            f"{name} must be a tensor or lists of 64-bit numbers, got {kind}"
+        ) from None
 
 
 def _segments(
@@ -121,7 +132,6 @@ def _mask(
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return layer.mask(ids)
     if not isinstance(mask, Tensor):
-        mask = not_masked(mask, name="mask")
-        mask = torch.as_tensor(mask, device=layer.token.weight.device)
+        mask = _as_tensor(mask, name="mask", device=layer.token.weight.device)
     check_mask(dtype_name(mask.dtype), mask.shape, lead)
     return mask

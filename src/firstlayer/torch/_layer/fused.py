@@ -13,12 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import kernels
+from ..._check import all_in_range
 from ...embeddings.layer import add_embeddings, normalize_rows, normalize_rows_backward
 from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
 from .._table.lookup import LookupOptions, lookup
 from .._tensors.dtypes import upcast
-from .._tensors.errors import out_of_range_error
+from .._tensors.errors import OutOfRange, out_of_range_error
 from .._tensors.memory import (
     array_of,
     arrays_of,
@@ -150,8 +151,21 @@ def _forward(tensors: LayerTensors[Tensor], options: LayerOptions) -> Tensor:
             out=array_of(out).reshape(-1, options.shape[-1]),
         )
     if not in_range:
-        raise out_of_range_error(tensors.token_rows, len(tensors.token_table))
+        raise _out_of_range(tensors)
     return out
+
+
+def _out_of_range(tensors: LayerTensors[Tensor]) -> OutOfRange:
+    """Return the error that names the first row out of range."""
+    for name, table, rows in (
+        ("positions", tensors.position_table, tensors.position_rows),
+        ("segments", tensors.segment_table, tensors.segment_rows),
+    ):
+        if table is not None and rows is not None:
+            if not all_in_range(array_of(rows), len(table)):
+                bound = "the number of rows"
+                return out_of_range_error(rows, len(table), name=name, bound=bound)
+    return out_of_range_error(tensors.token_rows, len(tensors.token_table))
 
 
 def _backward_by_kernels(

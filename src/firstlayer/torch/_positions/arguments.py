@@ -122,6 +122,17 @@ def check_vectors(
         raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
 
 
+def check_width(rows: Tensor, embedding_dim: int, *, name: str) -> None:
+    """Raise if rows of the table ``name`` are not ``embedding_dim`` wide.
+
+    A table may have been replaced. Rows of width 1 would be broadcast.
+    """
+    if rows.shape[-1] != embedding_dim:
+        raise ValueError(
+            f"{name} must have embedding_dim {embedding_dim} columns, got {rows.shape[-1]}"
+        )
+
+
 def signed(positions: Shaped[Tensor, "*seq"]) -> Shaped[Tensor, "*seq"]:
     """Return unsigned positions as int64, since torch cannot compare or add them."""
     if positions.dtype in (torch.uint16, torch.uint32):

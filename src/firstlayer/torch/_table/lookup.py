@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn.functional import embedding as torch_embedding
 
 from ... import kernels
-from ..._check import padding_index
+from ..._check import out_of_range, padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import (
+    OutOfRange,
     WrongType,
     WrongValue,
+    check_tensor,
     out_of_range_error,
     reject_torchrec,
 )
@@ -72,7 +74,9 @@ def lookup(
     """
     if not isinstance(ids, Tensor):
         reject_torchrec(ids, "its values()")
-        # A symbolic proxy, or an argument that torch rejects with its own message.
+        if not hasattr(ids, "__torch_function__"):
+            check_tensor(ids, name="ids")
+        # A symbolic proxy.
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
@@ -163,6 +167,9 @@ class LookupOptions(NamedTuple):
 
     def to_tensor(self, rows: RowGradient) -> Tensor:
         """Return a row gradient as a sparse or dense tensor in the table's dtype."""
+        # Ids ascend. They may have been changed after the forward.
+        if len(rows.ids) and rows.ids[-1] >= self.num_embeddings:
+            raise OutOfRange(*out_of_range(rows.ids, self.num_embeddings).args)
         shape = self.num_embeddings, rows.values.shape[1]
         if self.sparse:
             ids, values = (

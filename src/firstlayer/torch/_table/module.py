@@ -28,7 +28,13 @@ from ...embeddings.init import Init, Seed
 from ...embeddings.resize import Resized, resize_table
 from ...embeddings.token import check_norm
 from .._tensors.dtypes import HALF, dtype_name
-from .._tensors.errors import WrongType, WrongValue, check_ids, torch_errors
+from .._tensors.errors import (
+    WrongType,
+    WrongValue,
+    check_ids,
+    check_tensor,
+    torch_errors,
+)
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
 from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up
@@ -339,6 +345,7 @@ def tied_logits(
     x: Float[Tensor, "*batch width"], weight: Float[Tensor, "rows width"]
 ) -> Float[Tensor, "*batch rows"]:
     """Return the product of ``x`` with every row, in the dtype of ``x``."""
+    check_tensor(x, name="x")
     if not x.is_floating_point():
         raise WrongType(f"x must be real, got {dtype_name(x.dtype)}")
     if x.shape[-1:] != weight.shape[1:]:

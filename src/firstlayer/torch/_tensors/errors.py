@@ -61,6 +61,19 @@ def reject_torchrec(ids: Any, advice: str) -> None:
         raise WrongType(f"ids must be a tensor, got {cls.__name__}: pass {advice}")
 
 
+def check_tensor(x: Any, *, name: str) -> None:
+    """Raise WrongType unless ``x`` is a tensor.
+
+    Example:
+        >>> check_tensor([1.5], name="x")
+        Traceback (most recent call last):
+        ...
+        firstlayer.torch._tensors.errors.WrongType: x must be a tensor, got list
+    """
+    if not isinstance(x, Tensor):
+        raise WrongType(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def check_ids(
     ids: Tensor, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> None:

@@ -144,11 +144,14 @@ def array_of_table(weight: Tensor) -> np.ndarray:
     ``Tensor.numpy`` makes the storage non-resizable; FSDP frees tables by resizing.
     """
     memory, dtype, strides = _ArrayInterface(), weight.dtype, None
+    address = weight.data_ptr()
+    if not address and weight.numel():
+        raise ValueError("the memory of a table must not be freed before it is read")
     memory.tensor = weight
     if not weight.is_contiguous():
         strides = tuple(weight.element_size() * step for step in weight.stride())
     memory.__array_interface__ = {
-        "data": (weight.data_ptr(), False),
+        "data": (address, False),
         "shape": weight.shape,
         "strides": strides,
         "typestr": _TYPE_STRINGS[dtype],

@@ -202,7 +202,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the ids and values of a gradient; ids are None if it is dense."""
         if grad.is_sparse:
             rows = rows_of(grad)
-            ids, values = np.ascontiguousarray(rows.ids, np.int64), rows.values
+            # A copy: another thread may change the ids after the check.
+            ids, values = rows.ids.astype(np.int64), rows.values
         else:
             ids, values = None, array_of(grad.contiguous())
         with torch_errors():
