@@ -8,8 +8,8 @@ Distances, unlike positions, stay the same when keys of earlier segments are cac
 
 Encoding every pair would take head_dim times the memory of the scores. There are only
 ``q_length + k_length - 1`` distances: each query is multiplied with all of them, and
-``relative_shift`` moves each row so that a column is a key. Apart from the two that build
-tables and plan distances, these functions create no arrays and run unchanged on NumPy,
+``relative_shift`` moves each row so that a column is a key. Apart from those that build
+constants and plan distances, these functions create no arrays and run unchanged on NumPy,
 torch and JAX.
 """
 
@@ -17,12 +17,13 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int64
 
 from .._array import move_axis, namespace_of
 from .._check import integer
 from .phases import phase_tables
 from .sinusoidal import frequencies
+from .turns import turn_constants
 
 
 def xl_tables(
@@ -44,6 +45,22 @@ def xl_tables(
         ((1, 2, 3, 256, 2), (1, 2))
     """
     return phase_tables(frequencies(embedding_dim, base=base))
+
+
+def xl_turns(embedding_dim: int, *, base: float = 10_000.0) -> Int64[np.ndarray, "7 pairs"]:
+    """Return the constants of the sinusoids in float64.
+
+    See :func:`firstlayer.positions.turns.turn_constants`.
+
+    Args:
+        embedding_dim: As in :func:`xl_tables`.
+        base: As in :func:`xl_tables`.
+
+    Example:
+        >>> xl_turns(4).shape
+        (7, 2)
+    """
+    return turn_constants(frequencies(embedding_dim, base=base))
 
 
 def distance_range(q_length: int, k_length: int, offset: int | None) -> tuple[int, int]:

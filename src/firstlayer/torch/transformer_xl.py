@@ -11,7 +11,8 @@ from .._check import number, positive, same_dtype
 from ..files.layer_configs import config_of
 from ..positions.phases import phases
 from ..positions.sinusoidal import encode
-from ..positions.transformer_xl import distance_range, xl_scores, xl_tables
+from ..positions.transformer_xl import distance_range, xl_scores, xl_tables, xl_turns
+from ..positions.turns import float64_phases
 from ._positions.arguments import check_vectors, in_reach
 from ._positions.bias import parameter
 from ._tensors.buffers import PrecomputedBuffers
@@ -62,6 +63,7 @@ class TransformerXLScores(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    turns: Tensor
 
     def __init__(
         self,
@@ -142,7 +144,8 @@ class TransformerXLScores(PrecomputedBuffers):
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = xl_tables(self.embedding_dim, base=self.base)
-        return {"bits": tables, "rate_bits": rates}
+        turns = xl_turns(self.embedding_dim, base=self.base)
+        return {"bits": tables, "rate_bits": rates, "turns": turns}
 
     def _encodings(
         self, q: Tensor, k: Tensor, offset: int | None, dtype: torch.dtype
@@ -152,10 +155,13 @@ class TransformerXLScores(PrecomputedBuffers):
         if self.max_distance is not None:
             distances = distances.clamp(-self.max_distance, self.max_distance)
         distances = in_reach(distances, name="distances")
-        tables = self._floats("bits", dtype, q.device)
-        rates = self._floats("rate_bits", dtype, q.device)
-        width = self.embedding_dim
-        return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
+        if dtype is torch.float64:
+            both = float64_phases(distances, self._turns(q.device))
+        else:
+            tables = self._floats("bits", q.device)
+            rates = self._floats("rate_bits", q.device)
+            both = phases(distances, tables, rates)
+        return encode(*both, embedding_dim=self.embedding_dim, layout="half")
 
     def _check(self, x: Tensor, name: str) -> None:
         check_vectors(x, x.shape[-1], name=name)
