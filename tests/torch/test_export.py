@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from firstlayer import NTK, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from firstlayer.torch import (
     AlibiBias,
+    CopeBias,
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -26,6 +27,9 @@ from firstlayer.torch import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Time2Vec,
+    TransformerXLScores,
+    XPosRotary,
     replace_rotary,
 )
 
@@ -173,6 +177,28 @@ def positions() -> dict[str, Any]:
             ShawScores(8, max_left=4, max_right=2),
             lambda f, at: f(at.q, at.q, at.positions, at.positions),
         ),
+        "xpos": (XPosRotary(8, scale_base=30.0), lambda f, at: f(at.q, at.positions)),
+        "xpos_keys": (
+            XPosRotary(8, scale_base=99.0, center=9, layout="interleaved", rotary_dim=6),
+            lambda f, at: f(at.q, at.reals, keys=True),
+        ),
+        "transformer_xl": (
+            TransformerXLScores(3, 8, embedding_dim=10, max_distance=4),
+            lambda f, at: f(at.q[:, :, 2:], at.q),
+        ),
+        "cope": (
+            CopeBias(8, max_positions=4, weight=torch.arange(32.0).view(4, 8) / 40),
+            lambda f, at: f(at.q, at.q @ at.q.mT),
+        ),
+        "time2vec": (Time2Vec(5), lambda f, at: f(at.reals)),
+        "dinov3": (
+            RotaryPositions.dinov3(8),
+            lambda f, at: f(at.q, torch.stack([at.reals, -at.reals]) / 50),
+        ),
+        "pixtral": (
+            RotaryPositions.pixtral(8),
+            lambda f, at: f(at.q, torch.stack([at.positions, at.positions // 7])),
+        ),
     }
     for scaling in SCALINGS:
         layer = RotaryPositions(8, scaling=scaling)
@@ -182,7 +208,16 @@ def positions() -> dict[str, Any]:
 
 GROUPS = {"tables": tables, "positions": positions}
 # The default exporter of ONNX takes a second per layer. These record every operator.
-ONNX_POSITIONS = ("YaRN", "fourier", "alibi", "t5_real", "shaw")
+ONNX_POSITIONS = (
+    "YaRN",
+    "fourier",
+    "alibi",
+    "t5_real",
+    "shaw",
+    "xpos_keys",
+    "transformer_xl",
+    "cope",
+)
 
 
 def built(group: str, names: Iterable[str] = (), dtype: Any = torch.float32) -> Model:
@@ -293,7 +328,7 @@ def test_exported_programs_equal_eager_and_hold_floats(strict):
     tables = [*program.constants.values(), *dict(program.named_buffers()).values()]
     assert torch.float32 in {table.dtype for table in tables}
     for layer in model.layers.values():
-        assert {buffer.dtype for buffer in layer.buffers()} == {torch.int32}
+        assert {buffer.dtype for buffer in layer.buffers()} <= {torch.int32, torch.int64}
 
 
 def test_casts_do_not_round_exported_tables():

@@ -44,7 +44,8 @@ class CopeBias(Module):
     Example:
         >>> table = np.array([[0.0, 0], [1, 0], [2, 0], [3, 0]], np.float32)
         >>> layer = CopeBias(2, max_positions=4, weight=table)
-        >>> layer.bias(jnp.ones((1, 2)), jnp.array([[0.0, 0.0, -jnp.inf]])).tolist()
+        >>> scores = jax.numpy.array([[0.0, 0.0, -np.inf]])
+        >>> layer.bias(jax.numpy.ones((1, 2)), scores).tolist()
         [[1.0, 0.5, 0.0]]
     """
 

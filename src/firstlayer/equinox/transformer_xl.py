@@ -171,7 +171,8 @@ class TransformerXLScores(Module):
         return encode(*both, embedding_dim=self.embedding_dim, layout="half")
 
     def _checked(self, name: str, x: Any) -> Float[Array, "..."]:
-        x = checked_vectors(x, np.shape(x)[-1], name=name)
+        width = (np.shape(x) or (self.head_dim,))[-1]
+        x = checked_vectors(x, width, name=name)
         if x.shape[-1] != self.head_dim or x.shape[-3:-2] != (self.num_heads,):
             raise ValueError(
                 f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "

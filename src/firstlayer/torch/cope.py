@@ -78,6 +78,8 @@ class CopeBias(nn.Module):
             scores: Scores of the queries, masked.
         """
         for name, x in (("q", q), ("scores", scores)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if not x.is_floating_point():
                 raise TypeError(f"{name} must be real, got {dtype_name(x.dtype)}")
         check_cope_shapes(tuple(q.shape), tuple(scores.shape), self.head_dim)

@@ -165,10 +165,11 @@ class RotaryPositions(PrecomputedBuffers):
 
         Example:
             >>> from firstlayer.positions import from_patches
-            >>> layer, x = RotaryPositions.dinov3(8), torch.ones(3, 5, 8)
+            >>> layer, x = RotaryPositions.dinov3(8), torch.ones(1, 3, 5, 8)
             >>> y = layer(x, from_patches((2, 2), prefix=1))
-            >>> bool((y[:, 0] == x[:, 0]).all()), bool((y[:, 1] == x[:, 1]).all())
-            (True, False)
+            >>> same = (y == x).all(-1).all(1)[0]
+            >>> same.tolist()
+            [True, False, False, False, False]
         """
         frequencies = dinov3_axial_frequencies(head_dim, base=base)
         return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)
@@ -189,8 +190,8 @@ class RotaryPositions(PrecomputedBuffers):
 
         Example:
             >>> from firstlayer.positions import from_grid
-            >>> RotaryPositions.pixtral(8)(torch.ones(3, 6, 8), from_grid((2, 3))).shape
-            torch.Size([3, 6, 8])
+            >>> RotaryPositions.pixtral(8)(torch.ones(1, 3, 6, 8), from_grid((2, 3))).shape
+            torch.Size([1, 3, 6, 8])
         """
         frequencies = pixtral_axial_frequencies(head_dim, base=base)
         return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)

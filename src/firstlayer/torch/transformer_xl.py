@@ -164,7 +164,8 @@ class TransformerXLScores(PrecomputedBuffers):
         return encode(*both, embedding_dim=self.embedding_dim, layout="half")
 
     def _check(self, x: Tensor, name: str) -> None:
-        check_vectors(x, x.shape[-1], name=name)
+        width = x.shape[-1] if isinstance(x, Tensor) and x.ndim else self.head_dim
+        check_vectors(x, width, name=name)
         if x.shape[-1] != self.head_dim or x.shape[-3:-2] != (self.num_heads,):
             raise ValueError(
                 f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "
