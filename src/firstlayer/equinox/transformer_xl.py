@@ -8,10 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from .._array import axis_specs, explicit_mesh
 from .._check import number, positive, same_dtype
 from ..positions.phases import LIMIT, phases
 from ..positions.sinusoidal import encode
-from ..positions.transformer_xl import distance_range, xl_scores, xl_tables, xl_turns
+from ..positions.transformer_xl import (
+    distance_keys,
+    distance_range,
+    xl_scores,
+    xl_tables,
+    xl_turns,
+)
 from ..positions.turns import float64_phases
 from ._constant import Constant
 from ._module import Module, compiled, upcast_together
@@ -189,5 +196,15 @@ def _scores(
     count = distance_range(q.shape[-2], k.shape[-2], None)[1]
     with jax.default_matmul_precision("highest"):
         encodings = layer._encodings(largest, count, weight.dtype)
-        out = xl_scores(q_upcast, k_upcast, encodings, weight=weight, u=u, v=v)
+        keys = distance_keys(encodings, weight, layer.num_heads)
+        out = xl_scores(q_upcast, k_upcast, _by_head(keys, q), u=u, v=v)
     return out.astype(q.dtype)
+
+
+def _by_head(keys: Float[Array, "num_heads distances head_dim"], q: Array) -> Array:
+    """Return keys sharded over heads as the queries are, on a mesh of explicit axes."""
+    mesh = explicit_mesh(q)
+    if mesh is None:
+        return keys
+    spec = jax.sharding.PartitionSpec(axis_specs(q)[-3], None, None)
+    return jax.sharding.reshard(keys, jax.sharding.NamedSharding(mesh, spec))

@@ -132,7 +132,8 @@ class TransformerXLScores(Module):
         q, k = self._checked("q", q), self._checked("k", k)
         q_upcast, k_upcast, weight, u, v = upcast_together(q, k, *self._values())
         encodings = self._encodings(q, k, offset, weight.dtype)
-        out = xl_scores(q_upcast, k_upcast, encodings, weight=weight, u=u, v=v)
+        keys = distance_keys(encodings, weight, self.num_heads)
+        out = xl_scores(q_upcast, k_upcast, keys, u=u, v=v)
         return out.astype(q.dtype, copy=False)
 
     __call__ = scores

@@ -110,9 +110,8 @@ def relative_shift(
 def xl_scores(
     q: Float[Any, "*lead num_heads q_length head_dim"],
     k: Float[Any, "*lead num_heads k_length head_dim"],
-    encodings: Float[Any, "distances embedding_dim"],
+    keys: Float[Any, "num_heads distances head_dim"],
     *,
-    weight: Float[Any, "heads_times_head_dim embedding_dim"],
     u: Float[Any, "num_heads head_dim"],
     v: Float[Any, "num_heads head_dim"],
 ) -> Float[Any, "*lead num_heads q_length k_length"]:
@@ -121,19 +120,19 @@ def xl_scores(
     Args:
         q: Queries, in float32 or float64.
         k: Keys, in the dtype of ``q``.
-        encodings: Sinusoids of the distances of :func:`distance_range`, largest first.
-        weight: Projection of the encodings to all heads.
+        keys: From :func:`distance_keys`, for the distances of :func:`distance_range`,
+            largest first.
         u: Added to queries that are multiplied with keys.
         v: Added to queries that are multiplied with encodings.
 
     Example:
         >>> one, q = np.ones((1, 1)), np.ones((1, 2, 1))
-        >>> encodings = np.array([[1.0], [0.0], [-1.0]])
-        >>> xl_scores(q, 0 * q, encodings, weight=one, u=one, v=one).tolist()
+        >>> keys = np.array([[[1.0], [0.0], [-1.0]]])
+        >>> xl_scores(q, 0 * q, keys, u=one, v=one).tolist()
         [[[0.0, -2.0], [2.0, 0.0]]]
     """
     content = (q + u[:, None, :]) @ k.mT
-    by_distance = (q + v[:, None, :]) @ distance_keys(encodings, weight, u.shape[0]).mT
+    by_distance = (q + v[:, None, :]) @ keys.mT
     scores = content + relative_shift(by_distance, k.shape[-2])
     return scores / math.sqrt(u.shape[1])
 

@@ -11,7 +11,13 @@ from .._check import number, positive, same_dtype
 from ..files.layer_configs import config_of
 from ..positions.phases import phases
 from ..positions.sinusoidal import encode
-from ..positions.transformer_xl import distance_range, xl_scores, xl_tables, xl_turns
+from ..positions.transformer_xl import (
+    distance_keys,
+    distance_range,
+    xl_scores,
+    xl_tables,
+    xl_turns,
+)
 from ..positions.turns import float64_phases
 from ._positions.arguments import check_vectors, in_reach
 from ._positions.bias import parameter
@@ -126,7 +132,8 @@ class TransformerXLScores(PrecomputedBuffers):
         with in_full_precision(q.device):
             own = upcast_together(q, k, self.weight, self.u, self.v)
             encodings = self._encodings(q, k, offset, own[0].dtype)
-            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
+            keys = distance_keys(encodings, own[2], self.num_heads)
+            out = xl_scores(own[0], own[1], keys, u=own[3], v=own[4])
         return out.to(q.dtype)
 
     def forward(
