@@ -511,10 +511,9 @@ def test_transformer_xl_scores_are_accurate(front_end):
     w = sinusoidal_frequencies(4, base=500.0)
     cos, sin = exact(np.arange(70_000, 69_990, -1), w)
     # Each head multiplies all-ones queries with one feature: the sines, then the cosines.
-    options: dict[str, Any] = {
-        "num_heads": 4, "head_dim": 1, "base": 500.0, "dtype": "float64",
-        "weight": np.eye(4), "u": np.zeros((4, 1)), "v": np.ones((4, 1)),
-    }  # fmt: skip
+    zeros = np.zeros((4, 1), np.float32)
+    parameters = {"weight": np.eye(4, dtype=np.float32), "u": zeros, "v": zeros + 1}
+    options = {"num_heads": 4, "head_dim": 1, "base": 500.0, **parameters}
     q, k = np.zeros((4, 1, 1)), np.ones((4, 10, 1))
 
     def far(layer: Any, q: Any, k: Any) -> Any:
