@@ -40,6 +40,8 @@ from .turns import float64_phases, turn_constants
 
 #: Largest size of a scale's binary exponent, and the same for float16.
 MAX_EXPONENT, MAX_EXPONENT_FLOAT16 = 60, 6
+# exp(x log 2) instead of exp2(x), which traces have no operator of ONNX for.
+LOG_2 = math.log(2.0)
 
 
 def xpos_exponents(
@@ -238,10 +240,10 @@ def float64_xpos_phases(
         fraction = (cast(fraction, "float64") * sign)[..., None]
         rest = rest + fraction * (exponents[0] + exponents[1])
     power = xp.round(exact)
-    # The power of two exactly, as an integer: XLA computes exp2(n) as exp(n log 2).
+    # The power of two is exact, as an integer.
     size = cast(xp.abs(power), "int64")
     size = cast(xp.ones_like(size) << size, "float64")
-    scale = xp.exp2((exact - power) + rest) * xp.where(power < 0, 1.0 / size, size)
+    scale = xp.exp(((exact - power) + rest) * LOG_2) * xp.where(power < 0, 1.0 / size, size)
     scale = xp.where(in_reach[..., None], scale, float("nan"))
     return cos * scale, sin * scale
 
@@ -281,5 +283,6 @@ def _scales(
     scale = xp.where(grows[..., None], 1.0 / scale, scale)
     if fraction is not None:
         fraction = cast(fraction, str(tables.dtype).removeprefix("torch."))
-        scale = scale * xp.exp2((-fraction if keys else fraction)[..., None] * exponents)
+        fraction = (-fraction if keys else fraction)[..., None]
+        scale = scale * xp.exp(fraction * exponents * LOG_2)
     return xp.where(in_reach[..., None], scale, float("nan"))
