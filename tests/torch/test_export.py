@@ -188,7 +188,7 @@ def positions() -> dict[str, Any]:
         ),
         "cope": (
             CopeBias(8, max_positions=4, weight=torch.arange(32.0).view(4, 8) / 40),
-            lambda f, at: f(at.q, at.q @ at.q.mT),
+            lambda f, at: f(at.q, at.q @ at.q.transpose(-1, -2)),
         ),
         "time2vec": (Time2Vec(5), lambda f, at: f(at.reals)),
         "dinov3": (

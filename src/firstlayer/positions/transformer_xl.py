@@ -131,8 +131,8 @@ def xl_scores(
         >>> xl_scores(q, 0 * q, keys, u=one, v=one).tolist()
         [[[0.0, -2.0], [2.0, 0.0]]]
     """
-    content = (q + u[:, None, :]) @ k.mT
-    by_distance = (q + v[:, None, :]) @ keys.mT
+    content = (q + u[:, None, :]) @ move_axis(k, -1, -2)
+    by_distance = (q + v[:, None, :]) @ move_axis(keys, -1, -2)
     scores = content + relative_shift(by_distance, k.shape[-2])
     return scores / math.sqrt(u.shape[1])
 
@@ -148,6 +148,6 @@ def distance_keys(
         >>> distance_keys(np.ones((5, 3)), np.ones((8, 3)), 2).shape
         (2, 5, 4)
     """
-    keys = encodings @ weight.mT
+    keys = encodings @ move_axis(weight, -1, -2)
     shape = (keys.shape[0], num_heads, keys.shape[1] // num_heads)
     return move_axis(namespace_of(keys).reshape(keys, shape), 0, 1)
