@@ -764,7 +764,7 @@ METHODS = {
     "CopeBias": ["bias", "config"],
     "Embedding": ["logits", "mask", "resize", "set_padding"],
     "EmbeddingBag": ["logits", "mask", "resize", "set_padding"],
-    "EmbeddingLayer": ["config", "logits", "mask"],
+    "EmbeddingLayer": ["config", "from_hf", "logits", "mask"],
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "KerpleBias": ["bias", "config"],

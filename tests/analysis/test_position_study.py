@@ -176,11 +176,12 @@ def attention(model, ids, *, rotate=None, rotate_keys=None, bias=None):
 
 def test_attention_matches_the_formula():
     slopes, ids = alibi_slopes(2), bytes_of(2, 9)
+    xpos = NumpyXPos(8, heads_axis=-3)
     cases = {
         "none": {},
         "alibi": {"bias": lambda head, back: -slopes[head] * back},
-        "rotary": {"rotate": NumpyRotary(8)},
-        "xpos": {"rotate": NumpyXPos(8), "rotate_keys": partial(NumpyXPos(8), keys=True)},
+        "rotary": {"rotate": NumpyRotary(8, heads_axis=-3)},
+        "xpos": {"rotate": xpos, "rotate_keys": partial(xpos, keys=True)},
     }
     for scheme, options in cases.items():
         model = model_of(scheme, layers=1)

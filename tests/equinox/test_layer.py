@@ -464,7 +464,7 @@ def test_layers_export_with_symbolic_batch_and_length():
         got = np.asarray(program.call(ids))
     x = rows[ids].sum(axis=1, keepdims=True) + rows[0] * ids[..., None]
     x = NumpyPositions(4)(x[:, :5] + rows[:5])
-    want = NumpyRotary(4)(x, offset=2)
+    want = NumpyRotary(4, heads_axis=-3)(x, offset=2)
     np.testing.assert_allclose(got[:, :5], want, atol=1e-5)
     # Positions beyond the table cannot raise in an exported program.
     assert np.isnan(got[:, 5:]).all()

@@ -1,5 +1,6 @@
 """RotaryPositions in the Equinox front end: values, tracing, use in Equinox attention."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
+import firstlayer.equinox
+import firstlayer.numpy
+import firstlayer.torch
 from firstlayer.equinox.rotary import RotaryPositions
 from firstlayer.numpy.rotary import RotaryPositions as NumpyRotary
 from firstlayer.positions.axial import qwen_axial_frequencies
 from firstlayer.positions.scaling import DynamicNTK, Linear, YaRN
-from firstlayer.torch.rotary import RotaryPositions as TorchRotary
 from tests.support.jax_round_trips import fast_compilation, key
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
@@ -353,7 +356,7 @@ def test_inputs_that_are_not_real_are_a_type_error():
 def test_gradients_and_tangents_equal_finite_differences():
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8)))
-        layer = RotaryPositions(8, layout="interleaved", rotary_dim=6)
+        layer = RotaryPositions(8, layout="interleaved", rotary_dim=6, heads_axis=-3)
 
         @jax.jit
         def run(x, at):
@@ -382,17 +385,17 @@ def test_layer_has_no_leaves_and_equal_layers_have_equal_hashes():
 # Heads
 
 
-def test_three_axes_need_heads_axis_unless_the_positions_decide():
-    layer, x = RotaryPositions(8, base=500.0, heads_axis=None), draw(3, 4, 8)
-    for options in ({}, {"offset": 7}):
-        with pytest.raises(ValueError, match=r"heads_axis must be given for x of shape"):
+REFUSED = r"heads_axis must be given for x of three axes, got shape \(3, 4, 8\): -2 for"
+
+
+def test_three_axes_need_heads_axis_unless_every_row_has_positions():
+    layer, x = RotaryPositions(8, base=500.0), draw(3, 4, 8)
+    one_row = np.arange(4)[None]
+    for options in ({}, {"offset": 7}, {"positions": range(4)}, {"positions": one_row}):
+        with pytest.raises(ValueError, match=REFUSED):
             layer(x, **options)
-        with pytest.raises(ValueError, match=r"heads_axis must be given for x of shape"):
+        with pytest.raises(ValueError, match=REFUSED):
             jax.vmap(lambda x, options=options: layer(x, **options))(x[None])
-    square = draw(4, 4, 8)
-    with pytest.raises(ValueError, match=r"\(4, 4, 8\), -2 if its axes are \(length"):
-        layer(square, range(4))
-    np.testing.assert_allclose(layer(x, range(4)), rotated(x, range(4)), atol=1e-6)
     rows = np.arange(3)[:, None] * 10 + np.arange(4)
     np.testing.assert_allclose(layer(x, rows), rotated(x, rows), atol=1e-6)
     np.testing.assert_allclose(layer(x, offset=[0, 10, 20]), rotated(x, rows), atol=1e-6)
@@ -406,14 +409,20 @@ def test_input_of_equinox_attention_is_rotated_by_its_length():
     np.testing.assert_allclose(first, rotated(x, np.arange(2)), atol=1e-6)
 
 
-def test_every_front_end_refuses_ambiguous_heads():
-    x, options = np.asarray(draw(3, 4, 8)), {"base": 500.0, "heads_axis": None}
-    layers = NumpyRotary(8, **options), TorchRotary(8, **options)
-    for layer, value in zip(layers, (x, torch.tensor(x)), strict=True):
-        for bad in ({}, {"offset": 3}):
-            with pytest.raises(ValueError, match="heads_axis must be given for x of shape"):
+@pytest.mark.parametrize("name", ["RotaryPositions", "XPosRotary"])
+def test_every_front_end_refuses_ambiguous_heads(name):
+    x, rows = np.asarray(draw(3, 4, 8)), np.arange(12).reshape(3, 4) * 3
+    for library in (firstlayer.numpy, firstlayer.torch, firstlayer.equinox):
+        build = partial(getattr(library, name), 8, base=500.0)
+        layer, given = build(), build(heads_axis=-3)
+        value = torch.tensor(x) if library is firstlayer.torch else x
+        for bad in ({}, {"offset": 3}, {"positions": [0, 1, 2, 3]}):
+            with pytest.raises(ValueError, match=REFUSED):
                 layer(value, **bad)
-        got = layer(value, np.arange(4) * 3)
-        np.testing.assert_allclose(got, rotated(x, np.arange(4) * 3), atol=1e-6)
-        batch = layer(value[None])
-        np.testing.assert_allclose(batch[0], rotated(x, np.arange(4)), atol=1e-6)
+        assert layer.heads_axis is None and layer.config()["heads_axis"] is None
+        # The same numbers with a batch axis, without heads, and with positions of all rows.
+        np.testing.assert_array_equal(layer(value[None])[0], given(value))
+        np.testing.assert_array_equal(layer(value[0]), given(value)[0])
+        np.testing.assert_array_equal(layer(value, rows.tolist()), given(value, rows))
+        other = build(heads_axis=-2)(value)
+        assert not np.allclose(other, given(value), atol=1e-2)

@@ -137,7 +137,7 @@ def test_image_towers_rotate_by_row_and_column(name, options, suffix):
         importlib.import_module("transformers.models.kimi_k25"), name
     )
     config = config_class(**options)
-    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    layer, code = RotaryPositions.from_hf(config, heads_axis=-3), modeling(config)
     rng, axes = np.random.default_rng(0), len(layer.frequencies)
     positions = rng.integers(0, 30, (axes, 7))
     x = rng.standard_normal((4, 7, layer.head_dim)).astype("float32")
@@ -168,7 +168,7 @@ def test_llama_4_image_tower_rotates_interleaved_pairs_by_row_and_column():
     config = transformers.Llama4VisionConfig(
         hidden_size=64, num_attention_heads=4, image_size=16, patch_size=4
     )
-    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    layer, code = RotaryPositions.from_hf(config, heads_axis=-3), modeling(config)
     grid = np.stack([np.arange(16) // 4 + 1, np.arange(16) % 4 + 1])
     positions = np.concatenate([grid, np.zeros((2, 1), int)], axis=1)
     x = np.random.default_rng(0).standard_normal((4, 17, 16)).astype("float32")
@@ -180,7 +180,7 @@ def test_llama_4_image_tower_rotates_interleaved_pairs_by_row_and_column():
 
 def test_patches_of_dinov3_rotate_by_their_centres():
     config = transformers.DINOv3ViTConfig(hidden_size=64, num_attention_heads=4)
-    layer, code = RotaryPositions.from_hf(config), modeling(config)
+    layer, code = RotaryPositions.from_hf(config, heads_axis=-3), modeling(config)
     rows, columns = (np.arange(0.5, n) / n * 2.0 - 1.0 for n in (2, 3))
     positions = np.stack(np.meshgrid(rows, columns, indexing="ij")).reshape(2, 6)
     x = np.random.default_rng(0).standard_normal((1, 4, 6, 16)).astype("float32")

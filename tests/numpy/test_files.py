@@ -137,7 +137,7 @@ def output(layer):
     if isinstance(layer, LearnedPositions | SinusoidalPositions):
         return layer(X, offset=1)
     if isinstance(layer, RotaryPositions):
-        x = np.expand_dims(X[..., : layer.head_dim], layer.heads_axis)
+        x = np.expand_dims(X[..., : layer.head_dim], layer.heads_axis or -3)
         positions = np.array([[5, 70, 1], [0, 2, 9], [4, 4, 300]])
         return layer(x, positions if layer.sections else positions[0])
     if isinstance(layer, FourierFeatures):
@@ -149,7 +149,7 @@ def output(layer):
     if isinstance(layer, TransformerXLScores):
         return layer(X[:, None], X[:, None])
     if isinstance(layer, XPosRotary):
-        return layer(X, offset=3, keys=True)
+        return layer(X[:, None], offset=3, keys=True)
     if isinstance(layer, ShawScores):
         return layer(X[:, :, :], X, np.arange(3), np.arange(3))
     return layer(Q, K)

@@ -148,7 +148,10 @@ def test_a_transposed_view_keeps_its_memory_layout():
 def test_any_shape_has_the_bits_of_the_core_functions(lead, pairs, layout, dtype, data):
     extra = data.draw(st.integers(0, 5))
     layer = RotaryPositions(
-        2 * pairs + extra, layout=layout, rotary_dim=2 * pairs if extra else None
+        2 * pairs + extra,
+        layout=layout,
+        rotary_dim=2 * pairs if extra else None,
+        heads_axis=-3,
     )
     x = np.random.default_rng(0).standard_normal((*lead, 2 * pairs + extra)).astype(dtype)
     in_range = st.integers(-(2**24) + 1, 2**24 - 1)
@@ -160,7 +163,7 @@ def test_any_shape_has_the_bits_of_the_core_functions(lead, pairs, layout, dtype
 
 
 def test_positions_count_from_the_offset_by_default():
-    layer, x = RotaryPositions(8), random((3, 2, 5, 8))
+    layer, x = RotaryPositions(8, heads_axis=-3), random((3, 2, 5, 8))
     np.testing.assert_array_equal(layer(x), layer(x, [0, 1, 2, 3, 4]))
     np.testing.assert_array_equal(layer(x, offset=7), layer(x, [7, 8, 9, 10, 11]))
     rows = layer(x, offset=[0, 7, 1_000_000])
@@ -176,7 +179,7 @@ def test_decoding_step_by_step_equals_one_call():
 
 
 def test_padded_and_packed_sequences_equal_separate_calls():
-    layer, x = RotaryPositions(8), random((2, 3, 5, 8))
+    layer, x = RotaryPositions(8, heads_axis=-3), random((2, 3, 5, 8))
     mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     y = layer(x, positions.from_mask(mask))
     np.testing.assert_array_equal(y[0, :, 2:], layer(x[0, :, 2:]))
@@ -220,7 +223,7 @@ def test_norms_are_multiplied_by_the_attention_factor():
     x = random((2, 5, 8))
     norms = np.linalg.norm(x, axis=-1)
     for scaling, factor in ((None, 1.0), (YARN, YARN.attention_factor)):
-        y = RotaryPositions(8, scaling=scaling)(x, offset=100_000)
+        y = RotaryPositions(8, scaling=scaling, heads_axis=-3)(x, offset=100_000)
         np.testing.assert_allclose(np.linalg.norm(y, axis=-1), factor * norms, rtol=1e-6)
 
 
@@ -249,13 +252,13 @@ def output_of(layer, x):
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_option_changes_the_result(name):
     x = random((2, 5, 8))
-    layers = {key: RotaryPositions(8, **LAYERS[key]) for key in LAYERS}
+    layers = {key: RotaryPositions(8, **LAYERS[key], heads_axis=-3) for key in LAYERS}
     got = output_of(layers[name], x)
     for other in LAYERS:
         if other != name:
             assert not np.allclose(got, output_of(layers[other], x), atol=1e-3), other
     # All layers are still alive, and share no state.
-    fresh = RotaryPositions(8, **LAYERS[name])
+    fresh = RotaryPositions(8, **LAYERS[name], heads_axis=-3)
     np.testing.assert_array_equal(output_of(fresh, x), got)
 
 
@@ -268,7 +271,7 @@ def test_heads_axis_changes_the_result():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_survive_json_pickle_and_deepcopy(name):
-    layer, x = RotaryPositions(8, **LAYERS[name]), random((2, 5, 8))
+    layer, x = RotaryPositions(8, **LAYERS[name], heads_axis=-3), random((2, 5, 8))
     want = output_of(layer, x)
     rebuilt = RotaryPositions(**json.loads(json.dumps(layer.config())))
     for same in (rebuilt, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
@@ -354,7 +357,10 @@ def test_image_scores_depend_on_relative_row_and_column(make):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_match_finite_differences(name):
-    layer, x = RotaryPositions(8, **LAYERS[name]), random((2, 5, 8), np.float64)
+    layer, x = (
+        RotaryPositions(8, **LAYERS[name], heads_axis=-3),
+        random((2, 5, 8), np.float64),
+    )
     at = POSITIONS if layer.axes else POSITIONS[0]
     dy = random(x.shape, np.float64)
     y, pullback = layer.vjp(x, at)
@@ -430,7 +436,7 @@ def test_at_length_is_a_noop_for_other_rules(scaling):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("delta", [0, 3, -40, 70_000, 0.5])
 def test_rerotated_keys_equal_keys_at_the_shifted_positions(name, delta):
-    layer, k = RotaryPositions(8, **LAYERS[name]), random((2, 5, 8))
+    layer, k = RotaryPositions(8, **LAYERS[name], heads_axis=-3), random((2, 5, 8))
     at = POSITIONS if layer.axes else POSITIONS[0]
     moved = layer.rerotate(layer(k, at), delta)
     np.testing.assert_allclose(moved, layer(k, at + delta), atol=3e-6)
@@ -519,10 +525,10 @@ def test_rejects_bad_inputs():
 
 @pytest.mark.rejects
 def test_rejects_missing_coordinates():
-    text = RotaryPositions(8, sections=[2, 1, 1])
+    text = RotaryPositions(8, sections=[2, 1, 1], heads_axis=-3)
     with pytest.raises(ValueError, match=r"positions must have shape \(3, ...\)"):
         text(np.ones((2, 5, 8)), np.zeros((2, 5), int))
-    image = RotaryPositions(8, frequencies=qwen_axial_frequencies(8))
+    image = RotaryPositions(8, frequencies=qwen_axial_frequencies(8), heads_axis=-3)
     with pytest.raises(ValueError, match="positions must be given for 2 axes, got None"):
         image(np.ones((5, 8)))
 

@@ -28,14 +28,21 @@ from firstlayer.positions.frequencies import (
 )
 from firstlayer.positions.phases import LIMIT, digit_phases
 from firstlayer.positions.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
+from firstlayer.positions.sinusoidal import frequencies as sinusoidal_frequencies
 from firstlayer.positions.turns import (
     cycle_words,
     float64_digit_tables,
     float64_phases,
     turn_constants,
 )
+from firstlayer.positions.xpos import (
+    float64_xpos_constants,
+    float64_xpos_phases,
+    xpos_exponents,
+    xpos_reach,
+)
 from tests.support.float32_phases import hashes
-from tests.support.float64_phases import exact_phases
+from tests.support.float64_phases import exact_phases, exact_powers
 
 DATA = Path(__file__).parent.parent / "data" / "float32-phases"
 # Cosines and sines computed directly, and products of the phases of three digits.
@@ -319,7 +326,7 @@ def test_embedding_layer_adds_accurate_positions(front_end):
 
 
 def test_torch_gradients_are_those_of_the_exact_phases():
-    layer = in_torch.RotaryPositions(6, base=50.0, scaling=SCALINGS[-1])
+    layer = in_torch.RotaryPositions(6, base=50.0, scaling=SCALINGS[-1], heads_axis=-3)
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     at = torch.tensor([0.3, 7.25, -10.5, 3.875, 9.0], dtype=torch.float64)
     at.requires_grad_()
@@ -454,3 +461,64 @@ def test_manifest_describes_every_file():
     manifest = json.loads((DATA / "manifest.json").read_text())
     files = {path.name for path in DATA.iterdir()} - {"manifest.json"}
     assert manifest["files"].keys() == files
+
+
+# ------------------------------------------------- layers with more than phases
+
+XPOS_BOUND = 2e-15
+
+
+@given(
+    st.lists(st.integers(-900, 900) | st.floats(-900.0, 900.0), min_size=1, max_size=5),
+    st.sampled_from([30.0, 512.0, 1e6]),
+    st.sampled_from([0, 77, -123]),
+    st.booleans(),
+)
+def test_xpos_phases_are_relatively_accurate(positions, scale_base, center, keys):
+    at, reach = np.array(positions), xpos_reach(scale_base)
+    at = np.where(np.abs(at - center) <= reach, at, center)
+    constants = float64_xpos_constants(8, base=500.0, scale_base=scale_base)
+    got = float64_xpos_phases(at, *constants, center=center, reach=reach, keys=keys)
+    exponents = xpos_exponents(8, scale_base=scale_base)
+    scale = exact_powers(at, exponents) / exact_powers(np.array([center]), exponents)
+    scale = 1 / scale if keys else scale
+    want = exact(at, inverse_frequencies(8, base=500.0))
+    for part, phase in zip(got, want, strict=True):
+        assert (np.abs(part / scale - phase) <= XPOS_BOUND).all()
+
+
+def rotate_keys(layer: Any, x: Any, at: Any) -> Any:
+    return layer(x, at, keys=True)
+
+
+@pytest.mark.parametrize("kind", ["whole", "real"])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_xpos_is_accurate(front_end, kind):
+    at = np.array([0, 1, -1, 255, 256, 999, 16_900, -16_900])
+    at = at if kind == "whole" else at + np.array([0.5, 1 / 3, -0.1, 0.7] * 2)
+    options = {"head_dim": 8, "base": 5e5, "center": 40, "layout": "interleaved"}
+    got = run(front_end, "XPosRotary", options, rotate_keys, ones(at, 8), at)
+    w, exponents = inverse_frequencies(8, base=5e5), xpos_exponents(8)
+    scale = exact_powers(at, -exponents) * exact_powers(np.array([40]), exponents)
+    cos, sin = exact(at, w)
+    want = rotated(w, cos, sin, "interleaved")
+    assert got.dtype == np.float64
+    assert np.abs(got / np.repeat(scale, 2, axis=1) - want).max() <= 2 * XPOS_BOUND
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_transformer_xl_scores_are_accurate(front_end):
+    w = sinusoidal_frequencies(4, base=500.0)
+    cos, sin = exact(np.arange(70_000, 69_990, -1), w)
+    # Each head multiplies all-ones queries with one feature: the sines, then the cosines.
+    zeros = np.zeros((4, 1), np.float32)
+    parameters = {"weight": np.eye(4, dtype=np.float32), "u": zeros, "v": zeros + 1}
+    options = {"num_heads": 4, "head_dim": 1, "base": 500.0, **parameters}
+    q, k = np.zeros((4, 1, 1)), np.ones((4, 10, 1))
+
+    def far(layer: Any, q: Any, k: Any) -> Any:
+        return layer.scores(q, k, offset=70_000)
+
+    got = run(front_end, "TransformerXLScores", options, far, q, k)
+    want = np.concatenate([sin, cos], axis=-1).T[:, None]
+    assert got.dtype == np.float64 and np.abs(got - want).max() <= BOUND

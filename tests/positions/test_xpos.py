@@ -52,7 +52,7 @@ def reference(x, positions, *, keys, base, scale_base, center, layout, rotary_di
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_output_matches_the_formula(layout, keys):
     options = {"base": 500.0, "scale_base": 40.0, "center": 7, "rotary_dim": 6}
-    layer = XPosRotary(8, layout=layout, **options)
+    layer = XPosRotary(8, layout=layout, **options, heads_axis=-3)
     positions = np.array([0, 1, 7, 8, 255, 256, 700, 1334, -1, -300, -1319])
     x = rng.standard_normal((2, 11, 8))
     for at in (positions, positions - 0.375):
@@ -136,7 +136,10 @@ def test_decoding_step_by_step_equals_one_pass():
 
 
 def test_positions_of_a_batch_and_heads_last():
-    layer, x = XPosRotary(8, scale_base=30.0), rng.standard_normal((2, 3, 4, 8))
+    layer, x = (
+        XPosRotary(8, scale_base=30.0, heads_axis=-3),
+        rng.standard_normal((2, 3, 4, 8)),
+    )
     at = np.array([[0, 5, 9, 1], [7, 7, 2, 40]])
     got = layer(x, at, keys=True)
     for row in range(2):
@@ -205,14 +208,14 @@ def test_gradient_of_the_vectors_matches_finite_differences(layout, keys):
 @pytest.mark.parametrize("keys", [False, True])
 def test_torch_and_jax_gradients_of_vectors_and_real_positions(keys):
     x, at = rng.standard_normal((2, 3, 8)), np.array([4.3, -9.6, 30.2])
-    layer = firstlayer.torch.XPosRotary(8, scale_base=9.0, center=3)
+    layer = firstlayer.torch.XPosRotary(8, scale_base=9.0, center=3, heads_axis=-3)
     leaves = [torch.tensor(value, requires_grad=True) for value in (x, at)]
     assert torch.autograd.gradcheck(
         lambda x, at: layer(x, at, keys=keys), leaves, atol=1e-5
     )
     dy = rng.standard_normal(x.shape)
     (layer(*leaves, keys=keys) * torch.from_numpy(dy)).sum().backward()
-    other = firstlayer.equinox.XPosRotary(8, scale_base=9.0, center=3)
+    other = firstlayer.equinox.XPosRotary(8, scale_base=9.0, center=3, heads_axis=-3)
 
     @jax.jit
     @jax.grad
@@ -227,7 +230,7 @@ def test_torch_and_jax_gradients_of_vectors_and_real_positions(keys):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_is_float32_rounded_once(dtype):
-    layer = XPosRotary(8, scale_base=50.0, center=3)
+    layer = XPosRotary(8, scale_base=50.0, center=3, heads_axis=-3)
     x = rng.standard_normal((3, 5, 8)).astype(dtype)
     y, pullback = layer.vjp(x, offset=60, keys=True)
     want, pullback32 = layer.vjp(x.astype("float32"), offset=60, keys=True)
@@ -257,7 +260,10 @@ def test_front_ends_agree_for_queries_and_keys(layout, keys):
 
 
 def test_torch_operators_equal_the_kernel_and_compile_to_one_graph():
-    layer, x = firstlayer.torch.XPosRotary(8, scale_base=25.0), torch.randn(2, 3, 4, 8)
+    layer, x = (
+        firstlayer.torch.XPosRotary(8, scale_base=25.0, heads_axis=-3),
+        torch.randn(2, 3, 4, 8),
+    )
     want = layer(x, offset=7, keys=True)
     mapped = torch.func.vmap(lambda row: layer(row, offset=7, keys=True))(x)
     torch.testing.assert_close(mapped, want, atol=1e-6, rtol=1e-6)
@@ -275,7 +281,7 @@ def test_torch_operators_equal_the_kernel_and_compile_to_one_graph():
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS)
 def test_torch_layer_survives_casts_moves_and_checkpoints(round_trip):
     def build():
-        return firstlayer.torch.XPosRotary(8, scale_base=25.0, center=3)
+        return firstlayer.torch.XPosRotary(8, scale_base=25.0, center=3, heads_axis=-3)
 
     x = torch.randn(2, 4, 8)
     layer = ROUND_TRIPS[round_trip](build)

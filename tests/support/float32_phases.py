@@ -20,13 +20,15 @@ def float32_outputs() -> dict[str, np.ndarray]:
     layer = EmbeddingLayer(9, 32, position="sinusoidal", rng=0)
     ids = np.arange(len(POSITIONS)) % 9
     outputs = {
-        "rotary": RotaryPositions(32)(x, POSITIONS),
-        "rotary, interleaved": RotaryPositions(32, layout="interleaved", base=5e5)(
-            x, POSITIONS
+        "rotary": RotaryPositions(32, heads_axis=-3)(x, POSITIONS),
+        "rotary, interleaved": RotaryPositions(
+            32, layout="interleaved", base=5e5, heads_axis=-3
+        )(x, POSITIONS),
+        "rotary, yarn": RotaryPositions(32, scaling=yarn, heads_axis=-3)(x, POSITIONS),
+        "rotary, half precision": RotaryPositions(32, heads_axis=-3)(
+            x.astype(np.float16), POSITIONS
         ),
-        "rotary, yarn": RotaryPositions(32, scaling=yarn)(x, POSITIONS),
-        "rotary, half precision": RotaryPositions(32)(x.astype(np.float16), POSITIONS),
-        "rotary, sections": RotaryPositions(32, sections=[8, 4, 4])(
+        "rotary, sections": RotaryPositions(32, sections=[8, 4, 4], heads_axis=-3)(
             x, np.stack([POSITIONS, POSITIONS[::-1], POSITIONS // 3])
         ),
         "sinusoidal": SinusoidalPositions(32).encode(POSITIONS),

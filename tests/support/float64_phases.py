@@ -26,3 +26,18 @@ def exact_phases(
                 cos[(*index, pair)] = mpmath.cos(angle)
                 sin[(*index, pair)] = mpmath.sin(angle)
     return cos, sin
+
+
+def exact_powers(counts: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Return the float64 numbers nearest to ``2 ** (count * exponent)``.
+
+    Args:
+        counts: ``(seq,)``.
+        exponents: ``(pairs,)``.
+    """
+    with mpmath.workdps(60):
+        powers = [
+            [float(mpmath.power(2, mpmath.mpf(float(c)) * float(e))) for e in exponents]
+            for c in counts
+        ]
+    return np.array(powers)

@@ -52,9 +52,11 @@ SCHEMES: dict[str, Build] = {
     "learned": lambda key: LearnedPositions(
         40, 6, row_offset=2, padding_idx=1, init="uniform", key=key
     ),
-    "rotary": lambda key: RotaryPositions(6, scaling=YaRN(factor=2.0, original_length=64)),
-    "rotary, axes": lambda key: RotaryPositions(6, sections=[2, 1]),
-    "xpos": lambda key: XPosRotary(6, scale_base=40.0, center=3),
+    "rotary": lambda key: RotaryPositions(
+        6, scaling=YaRN(factor=2.0, original_length=64), heads_axis=-3
+    ),
+    "rotary, axes": lambda key: RotaryPositions(6, sections=[2, 1], heads_axis=-3),
+    "xpos": lambda key: XPosRotary(6, scale_base=40.0, center=3, heads_axis=-3),
     "alibi": lambda key: AlibiBias(3, symmetric=True),
     "t5": lambda key: T5Bias(3, num_buckets=8, max_distance=20, init="uniform", key=key),
     "kerple": lambda key: KerpleBias(3, form="power", key=key),
@@ -85,7 +87,8 @@ def call_scheme(name: str, layer: Any, x: Any, positions: Any) -> Any:
     if name == "shaw":
         return layer.scores(x, x, positions, positions)
     if name == "transformer-xl":
-        return layer.scores(x[None], x[None])
+        x = x[..., None, :, :]
+        return layer.scores(x, x)
     if name == "cope":
         return layer.bias(x, x)
     if name == "time2vec":

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from firstlayer.equinox import (
     AlibiBias,
+    CopeBias,
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
@@ -33,6 +34,9 @@ from firstlayer.equinox import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Time2Vec,
+    TransformerXLScores,
+    XPosRotary,
     rows,
 )
 
@@ -97,6 +101,10 @@ SINUSOIDAL = EmbeddingLayer(16, 6, position="sinusoidal", scale=True, key=KEY)
 ROTARY = RotaryPositions(16, base=500.0)
 T5 = T5Bias(4, num_buckets=8, max_distance=20, key=KEY)
 SHAW = ShawScores(16, max_left=3, max_right=2, key=KEY)
+XPOS = XPosRotary(16, scale_base=40.0, center=15)
+XL = TransformerXLScores(2, 16, embedding_dim=6, max_distance=3, key=KEY)
+COPE = CopeBias(16, max_positions=3, init="normal", key=KEY)
+TIME = Time2Vec(6, key=KEY)
 FIRE, KERPLE = FireBias(4, width=8, key=KEY), KerpleBias(4, key=KEY)
 
 
@@ -231,6 +239,27 @@ CASES: dict[str, Case] = {
     "fire": Case(FIRE, plain, (NEAR, NEAR + 3), (BATCH, BATCH), BATCH),
     "shaw, positions": Case(SHAW, shaw, (HEADS, NEAR), (BATCH, BATCH), BATCH),
     "shaw, heads": Case(SHAW, shaw, (HEADS, NEAR[0]), (P("d", "m"), P()), P("d", "m")),
+    "xpos, heads sharded": Case(
+        XPOS, plain, (HEADS, NEAR), (P("d", "m"), BATCH), P("d", "m")
+    ),
+    "xpos, real keys": Case(
+        XPOS,
+        lambda layer, x, at: layer(x, at, keys=True),
+        (HEADS, NEAR - 0.25),
+        (P(), BATCH),
+        BATCH,
+    ),
+    "transformer-xl": Case(
+        XL, plain, (HEADS[:, :, 2:], HEADS), (BATCH, BATCH), BATCH, auto=False
+    ),
+    "transformer-xl, heads": Case(
+        XL, plain, (HEADS, HEADS), (P("d", "m"), P("d", "m")), P("d", "m"), auto=False
+    ),
+    "cope": Case(COPE, plain, (HEADS, HEADS[..., :4]), (BATCH, BATCH), BATCH),
+    "cope, heads": Case(
+        COPE, plain, (HEADS, HEADS[..., :4]), (P("d", "m"), P("d", "m")), P("d", "m")
+    ),
+    "time2vec": Case(TIME, plain, (reals(8, 4),), (BATCH,), DATA),
     "logits": Case(
         TOKEN, lambda layer, x: layer.logits(x), (X,), (BATCH,), BOTH, ROWS, auto=False
     ),
@@ -249,6 +278,10 @@ ON_BOTH_MESHES = (
     "kerple",
     "fire",
     "shaw, positions",
+    "xpos, heads sharded",
+    "transformer-xl",
+    "cope",
+    "time2vec",
 )
 GIVEN = Case(TOKEN, given_sharding, (IDS,), (BATCH,), P(None, "d"), ROWS)
 

@@ -484,7 +484,7 @@ def test_lookups_ignore_the_default_device():
         EmbeddingBag(5, 4, mode="max", sparse=True),
     ]
     want = [layer(ids) for layer in layers]
-    rotary = RotaryPositions(4)
+    rotary = RotaryPositions(4, heads_axis=-3)
     rotated = rotary(x, [0.5, 1.0, 2.0])
     with torch.device("meta"):
         got = [layer(ids) for layer in layers]

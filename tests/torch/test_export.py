@@ -177,13 +177,28 @@ def positions() -> dict[str, Any]:
             ShawScores(8, max_left=4, max_right=2),
             lambda f, at: f(at.q, at.q, at.positions, at.positions),
         ),
+        "xpos": (XPosRotary(8, scale_base=30.0), lambda f, at: f(at.q, at.positions)),
+        "xpos_keys": (
+            XPosRotary(8, scale_base=99.0, center=9, layout="interleaved", rotary_dim=6),
+            lambda f, at: f(at.q, at.reals, keys=True),
+        ),
+        "transformer_xl": (
+            TransformerXLScores(3, 8, embedding_dim=10, max_distance=4),
+            lambda f, at: f(at.q[:, :, 2:], at.q),
+        ),
         "cope": (
-            CopeBias(8, max_positions=6),
+            CopeBias(8, max_positions=4, weight=torch.arange(32.0).view(4, 8) / 40),
             lambda f, at: f(at.q, at.q @ at.q.transpose(-1, -2)),
         ),
-        "time2vec": (Time2Vec(8), lambda f, at: f(at.reals)),
-        "transformer_xl": (TransformerXLScores(3, 8), lambda f, at: f(at.q, at.q)),
-        "xpos": (XPosRotary(8, scale_base=700.0), lambda f, at: f(at.q, at.positions)),
+        "time2vec": (Time2Vec(5), lambda f, at: f(at.reals)),
+        "dinov3": (
+            RotaryPositions.dinov3(8),
+            lambda f, at: f(at.q, torch.stack([at.reals, -at.reals]) / 50),
+        ),
+        "pixtral": (
+            RotaryPositions.pixtral(8),
+            lambda f, at: f(at.q, torch.stack([at.positions, at.positions // 7])),
+        ),
     }
     for scaling in SCALINGS:
         layer = RotaryPositions(8, scaling=scaling)
@@ -193,7 +208,7 @@ def positions() -> dict[str, Any]:
 
 GROUPS = {"tables": tables, "positions": positions}
 # The default exporter of ONNX takes a second per layer. These record every operator.
-ONNX_POSITIONS = ("fourier", "t5_real", "shaw", "xpos", "cope")
+ONNX_POSITIONS = ("fourier", "t5_real", "shaw", "xpos_keys", "transformer_xl", "cope")
 # Layers with phases have other constants in float64.
 FLOAT64_POSITIONS = ("YaRN", "sinusoidal_axes", "rotary_real", "fourier")
 

@@ -129,7 +129,7 @@ def output(layer: Any, as_array: Any) -> Any:
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)
     if name == "RotaryPositions":
-        x = X[..., : layer.head_dim].unsqueeze(layer.heads_axis)
+        x = X[..., : layer.head_dim].unsqueeze(layer.heads_axis or -3)
         positions = torch.tensor([[5, 70, 1], [0, 2, 9], [4, 4, 300]])
         return layer(as_array(x), as_array(positions if layer.sections else positions[0]))
     if name == "FourierFeatures":
@@ -141,7 +141,7 @@ def output(layer: Any, as_array: Any) -> Any:
     if name == "TransformerXLScores":
         return layer(as_array(X[:, None]), as_array(X[:, None]))
     if name == "XPosRotary":
-        return layer(as_array(X), offset=3, keys=True)
+        return layer(as_array(X[:, None]), offset=3, keys=True)
     if name == "ShawScores":
         steps = as_array(torch.arange(3))
         return layer(as_array(X), as_array(X), steps, steps)

@@ -464,7 +464,8 @@ class StoredPositions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([learned(), sinusoidal(), RotaryPositions(6)])
+        rotary = RotaryPositions(6, heads_axis=-3)
+        self.layers = nn.ModuleList([learned(), sinusoidal(), rotary])
         self.positions = nn.Buffer(torch.tensor([[3, 1, 2, 5], [0, 1, 2, 3]]))
 
     def forward(self, x, offset):

@@ -190,7 +190,7 @@ def test_offset_is_the_first_position(offset):
 
 
 def test_half_precision_offset_is_added_in_float32():
-    layer, x = RotaryPositions(8), draw(1, 3000, 8)
+    layer, x = RotaryPositions(8, heads_axis=-3), draw(1, 3000, 8)
     got = layer(x, offset=torch.tensor([0.5], dtype=torch.bfloat16))
     torch.testing.assert_close(got, layer(x, torch.arange(3000) + 0.5), atol=0, rtol=0)
 
@@ -253,7 +253,10 @@ def test_kernels_run_in_eager_mode_only(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_is_the_float32_rotation_rounded_once(layout, dtype):
-    layer, x = RotaryPositions(8, layout=layout), draw(4, 3000, 8, dtype=dtype)
+    layer, x = (
+        RotaryPositions(8, layout=layout, heads_axis=-3),
+        draw(4, 3000, 8, dtype=dtype),
+    )
     x.requires_grad_()
     upcast = x.detach().float().requires_grad_()
     y, want = layer(x, offset=100_000), layer(upcast, offset=100_000)
@@ -266,7 +269,7 @@ def test_half_precision_is_the_float32_rotation_rounded_once(layout, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_autocast_does_not_change_the_output(dtype):
-    layer, x = RotaryPositions(8), draw(2, 4096, 8, dtype=dtype)
+    layer, x = RotaryPositions(8, heads_axis=-3), draw(2, 4096, 8, dtype=dtype)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), want)
@@ -284,9 +287,9 @@ def test_autocast_does_not_change_the_output(dtype):
 )
 def test_any_shape_and_offset_matches_numpy(lead, length, dtype, offset, layout):
     x = draw(*lead, length, 4, dtype=dtype)
-    got = RotaryPositions(4, layout=layout)(x, offset=offset)
+    got = RotaryPositions(4, layout=layout, heads_axis=-3)(x, offset=offset)
     upcast = x if dtype == torch.float64 else x.float()
-    want = NumpyRotary(4, layout=layout)(upcast.numpy(), offset=offset)
+    want = NumpyRotary(4, layout=layout, heads_axis=-3)(upcast.numpy(), offset=offset)
     assert got.shape == x.shape and torch.equal(got, torch.from_numpy(want).to(dtype))
 
 
@@ -348,7 +351,7 @@ def test_all_jacobian_apis_agree(layout):
 
 
 def test_vmap_grad_and_jvp_match_eager_calls():
-    layer, x = RotaryPositions(4), draw(3, 2, 5, 4)
+    layer, x = RotaryPositions(4, heads_axis=-3), draw(3, 2, 5, 4)
     positions = torch.arange(15).reshape(3, 5)
     assert torch.equal(torch.func.vmap(layer)(x), layer(x))
     assert torch.equal(torch.func.vmap(layer)(x, positions), layer(x, positions))
@@ -377,7 +380,9 @@ def test_positions_beyond_the_limit_give_nan_under_vmap():
 def test_tables_survive_casts_moves_and_checkpoints(round_trip, path):
     def build():
         rule = DynamicNTK(factor=2.0, original_length=8).at_length(64)
-        return RotaryPositions(8, base=500.0, scaling=rule, layout="interleaved")
+        return RotaryPositions(
+            8, base=500.0, scaling=rule, layout="interleaved", heads_axis=-3
+        )
 
     x, positions = draw(1, 3, 8), torch.tensor([5_000_000, 4095, 17])
     want = build()(x, positions)
@@ -408,7 +413,7 @@ def test_meta_device_gives_shapes():
 
 
 def test_concurrent_threads_get_the_same_output():
-    layer, x = RotaryPositions(64), draw(4, 2048, 64)
+    layer, x = RotaryPositions(64, heads_axis=-3), draw(4, 2048, 64)
     want, got = layer(x), [None] * 8
 
     def run(i):
@@ -428,7 +433,7 @@ def test_forked_child_gets_the_same_output():
         import torch
         from firstlayer.torch import RotaryPositions
 
-        layer, x = RotaryPositions(64), torch.randn(4, 2048, 64)
+        layer, x = RotaryPositions(64), torch.randn(1, 4, 2048, 64)
         want = layer(x)  # Starts the thread pool before the fork.
         child = os.fork()
         if child == 0:
@@ -448,7 +453,7 @@ def test_kernels_use_as_many_threads_as_torch(monkeypatch):
         original(*args, **options)
 
     monkeypatch.setattr(rotate, "run", spy)
-    layer, x = RotaryPositions(64), draw(4, 2048, 64)
+    layer, x = RotaryPositions(64, heads_axis=-3), draw(4, 2048, 64)
     try:
         results = []
         for n in (1, 3):
@@ -507,7 +512,9 @@ def test_decoding_steps_do_not_recompile():
 
 def test_length_dependent_rule_compiles_once_per_length():
     forget_graphs()
-    layer = RotaryPositions(8, scaling=DynamicNTK(factor=2.0, original_length=4))
+    layer = RotaryPositions(
+        8, scaling=DynamicNTK(factor=2.0, original_length=4), heads_axis=-3
+    )
     compiled = torch.compile(
         lambda layer, x: layer(x), fullgraph=True, dynamic=True, backend="eager"
     )

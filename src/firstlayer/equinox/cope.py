@@ -4,13 +4,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._check import FLOATS, positive
+from .._check import FLOATS, dtype_text, host_array, positive
 from ..positions.cope import check_cope_shapes, check_max_positions, cope_bias
-from ._module import Module, upcast_together
+from ._module import Module, compiled, native, upcast_together
 from ._parameters import Init, Key, draw_parameter, given_parameter
 
 
@@ -45,7 +44,8 @@ class CopeBias(Module):
     Example:
         >>> table = np.array([[0.0, 0], [1, 0], [2, 0], [3, 0]], np.float32)
         >>> layer = CopeBias(2, max_positions=4, weight=table)
-        >>> layer.bias(jnp.ones((1, 2)), jnp.array([[0.0, 0.0, -jnp.inf]])).tolist()
+        >>> scores = jax.numpy.array([[0.0, 0.0, -np.inf]])
+        >>> layer.bias(jax.numpy.ones((1, 2)), scores).tolist()
         [[1.0, 0.5, 0.0]]
     """
 
@@ -84,9 +84,7 @@ class CopeBias(Module):
         """
         q, scores = _real("q", q), _real("scores", scores)
         check_cope_shapes(q.shape, scores.shape, self.head_dim)
-        own = upcast_together(q, scores, self.weight)
-        with jax.default_matmul_precision("highest"):
-            return cope_bias(own[0], own[1], weight=own[2]).astype(scores.dtype)
+        return _bias(self, q, scores)
 
     def __call__(
         self,
@@ -99,8 +97,15 @@ class CopeBias(Module):
         return {"weight": self.weight}
 
 
-def _real(name: str, x: Any) -> Array:
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+@compiled
+def _bias(layer: CopeBias, q: Array, scores: Array) -> Float[Array, "*lead k_length"]:
+    q_upcast, upcast, weight = upcast_together(q, scores, layer.weight)
+    with jax.default_matmul_precision("highest"):
+        return cope_bias(q_upcast, upcast, weight=weight).astype(scores.dtype)
+
+
+def _real(name: str, x: Any) -> Float[Any, "..."]:
+    x = x if isinstance(x, jax.Array) else native(host_array(x, name=name))
     if x.dtype.name not in FLOATS:
-        raise TypeError(f"{name} must be real, got {x.dtype.name}")
-    return jnp.asarray(x)
+        raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
+    return x

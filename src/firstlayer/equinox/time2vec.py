@@ -5,12 +5,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import same_dtype
 from ..positions.time2vec import check_width, time2vec
-from ._module import Module
+from ._module import Module, compiled
 from ._parameters import Init, Key, draw_parameter, given_parameter
 from ._positions import Positions, as_positions
 
@@ -78,12 +78,18 @@ class Time2Vec(Module):
             times: Integers or reals of any shape.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        times = jnp.asarray(as_positions(times, name="times"))
-        is_float64 = jnp.float64 in (times.dtype, self.weight.dtype)
-        compute = jnp.float64 if is_float64 else jnp.float32
-        weight, bias = self.weight.astype(compute), self.bias.astype(compute)
-        dtype = times.dtype if is_real(times) else self.weight.dtype
-        return time2vec(times, weight=weight, bias=bias).astype(dtype)
+        return _features(self, as_positions(times, name="times"))
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"weight": self.weight, "bias": self.bias}
+
+
+@compiled
+def _features(
+    layer: Time2Vec, times: Shaped[Array, "*shape"]
+) -> Float[Array, "*shape embedding_dim"]:
+    is_float64 = jnp.float64 in (times.dtype, layer.weight.dtype)
+    compute = jnp.float64 if is_float64 else jnp.float32
+    weight, bias = layer.weight.astype(compute), layer.bias.astype(compute)
+    dtype = times.dtype if is_real(times) else layer.weight.dtype
+    return time2vec(times, weight=weight, bias=bias).astype(dtype)

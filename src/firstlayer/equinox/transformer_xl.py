@@ -6,14 +6,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from .._array import axis_specs, explicit_mesh
 from .._check import number, positive, same_dtype
-from ..positions.phases import phases
+from ..positions.phases import LIMIT, phases
 from ..positions.sinusoidal import encode
-from ..positions.transformer_xl import distance_range, xl_scores, xl_tables
+from ..positions.transformer_xl import (
+    distance_keys,
+    distance_range,
+    xl_scores,
+    xl_tables,
+    xl_turns,
+)
+from ..positions.turns import float64_phases
 from ._constant import Constant
-from ._module import Module, upcast_together
+from ._module import Module, compiled, upcast_together
 from ._parameters import Init, Key, draw_parameter, given_parameter
 from ._positions import check_reach, checked_vectors
 
@@ -66,6 +74,8 @@ class TransformerXLScores(Module):
     v: Float[Array, "num_heads head_dim"]
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
+    #: The same for float64; see :mod:`firstlayer.positions.turns`.
+    turns: Constant = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     embedding_dim: int = eqx.field(static=True)
@@ -99,6 +109,7 @@ class TransformerXLScores(Module):
         )
         tables, rates = xl_tables(self.embedding_dim, base=self.base)
         self.tables, self.rates = Constant(tables), Constant(rates)
+        self.turns = Constant(xl_turns(self.embedding_dim, base=self.base))
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         shape = (self.num_heads, self.head_dim)
         self.weight, self.u, self.v = (
@@ -131,11 +142,14 @@ class TransformerXLScores(Module):
             offset: Number of keys before the first query; None is ``k_length - q_length``.
         """
         q, k = self._checked("q", q), self._checked("k", k)
-        own = upcast_together(q, k, self.weight, self.u, self.v)
-        with jax.default_matmul_precision("highest"):
-            encodings = self._encodings(q, k, offset, own[0].dtype)
-            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
-        return out.astype(q.dtype)
+        largest, count = distance_range(q.shape[-2], k.shape[-2], offset)
+        ends = np.array([largest, largest - count + 1])
+        if self.max_distance is not None:
+            ends = ends.clip(-self.max_distance, self.max_distance)
+            # Every distance is replaced by the limit there, and the sum fits into 32 bits.
+            largest = min(max(largest, -LIMIT), LIMIT + count)
+        check_reach(ends, name="distances")
+        return _scores(self, q, k, np.int32(largest))
 
     def __call__(
         self,
@@ -150,26 +164,47 @@ class TransformerXLScores(Module):
         return {"weight": self.weight, "u": self.u, "v": self.v}
 
     def _encodings(
-        self, q: Array, k: Array, offset: int | None, dtype: Any
+        self, largest: Int32[Array, ""], count: int, dtype: Any
     ) -> Float[Array, "distances embedding_dim"]:
-        largest, count = distance_range(q.shape[-2], k.shape[-2], offset)
         # Counted by JAX: a long NumPy array would be a constant in every compiled program.
-        distances = jnp.arange(count, dtype=jnp.int32)
-        if self.max_distance is None:
-            check_reach(np.array([largest, largest - count + 1]), name="distances")
-            distances = largest - distances
+        distances = largest - jnp.arange(count, dtype=jnp.int32)
+        if self.max_distance is not None:
+            distances = jnp.clip(distances, -self.max_distance, self.max_distance)
+        if dtype == jnp.float64:
+            both = float64_phases(distances, jnp.asarray(self.turns.array))
         else:
-            limit = self.max_distance
-            distances = jnp.clip(largest - distances, -limit, limit)
-        tables, rates = (jnp.asarray(c.array, dtype) for c in (self.tables, self.rates))
-        width = self.embedding_dim
-        return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
+            tables, rates = (jnp.asarray(c.array) for c in (self.tables, self.rates))
+            both = phases(distances, tables, rates)
+        return encode(*both, embedding_dim=self.embedding_dim, layout="half")
 
     def _checked(self, name: str, x: Any) -> Float[Array, "..."]:
-        x = checked_vectors(x, np.shape(x)[-1], name=name)
+        width = (np.shape(x) or (self.head_dim,))[-1]
+        x = checked_vectors(x, width, name=name)
         if x.shape[-1] != self.head_dim or x.shape[-3:-2] != (self.num_heads,):
             raise ValueError(
                 f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "
                 f"got {x.shape}"
             )
         return x
+
+
+@compiled
+def _scores(
+    layer: TransformerXLScores, q: Array, k: Array, largest: Int32[Array, ""]
+) -> Float[Array, "*lead num_heads q_length k_length"]:
+    q_upcast, k_upcast, weight, u, v = upcast_together(q, k, *layer.parameters().values())
+    count = distance_range(q.shape[-2], k.shape[-2], None)[1]
+    with jax.default_matmul_precision("highest"):
+        encodings = layer._encodings(largest, count, weight.dtype)
+        keys = distance_keys(encodings, weight, layer.num_heads)
+        out = xl_scores(q_upcast, k_upcast, _by_head(keys, q), u=u, v=v)
+    return out.astype(q.dtype)
+
+
+def _by_head(keys: Float[Array, "num_heads distances head_dim"], q: Array) -> Array:
+    """Return keys sharded over heads as the queries are, on a mesh of explicit axes."""
+    mesh = explicit_mesh(q)
+    if mesh is None:
+        return keys
+    spec = jax.sharding.PartitionSpec(axis_specs(q)[-3], None, None)
+    return jax.sharding.reshard(keys, jax.sharding.NamedSharding(mesh, spec))

@@ -1,5 +1,8 @@
 """xPos for Equinox."""
 
+from functools import partial
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -7,20 +10,30 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import compute_dtype
 from .._check import one_of
-from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, rotate
+from ..positions.rotary import (
+    LAYOUTS,
+    Layout,
+    check_heads,
+    check_heads_axis,
+    over_heads,
+    rotate,
+)
 from ..positions.xpos import (
     check_center,
     check_xpos_reach,
+    float64_xpos_constants,
+    float64_xpos_phases,
     xpos_phases,
     xpos_reach,
     xpos_tables,
 )
 from ._constant import Constant
-from ._module import Module, upcast
+from ._module import Module, compiled, upcast
 from ._parameters import Key
 from ._positions import (
     Offset,
     Positions,
+    PositionsArgument,
     check_reach,
     checked_vectors,
     positions_argument,
@@ -48,7 +61,9 @@ class XPosRotary(Module):
             ``"interleaved_to_half"``; see :func:`firstlayer.positions.rotary.rotate`.
         rotary_dim: Number of rotated features, the first ones; None is all.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is
+            a ValueError unless it has a position for every vector or an offset for every
+            row.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -72,13 +87,17 @@ class XPosRotary(Module):
     #: :func:`firstlayer.positions.xpos.xpos_tables`.
     tables: Constant = eqx.field(static=True)
     rates: Constant = eqx.field(static=True)
+    #: The same for float64; see
+    #: :func:`firstlayer.positions.xpos.float64_xpos_constants`.
+    turns: Constant = eqx.field(static=True)
+    exponents: Constant = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     base: float = eqx.field(static=True)
     scale_base: float = eqx.field(static=True)
     center: int = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
     rotary_dim: int | None = eqx.field(static=True)
-    heads_axis: int = eqx.field(static=True)
+    heads_axis: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -89,19 +108,24 @@ class XPosRotary(Module):
         center: int = 0,
         layout: Layout = "half",
         rotary_dim: int | None = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = None,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
         self.layout = layout
         self.center = check_center(center)
-        tables, rates = xpos_tables(
-            head_dim, base=base, scale_base=scale_base, rotary_dim=rotary_dim
-        )
+        options: dict[str, Any] = {
+            "base": base,
+            "scale_base": scale_base,
+            "rotary_dim": rotary_dim,
+        }
+        tables, rates = xpos_tables(head_dim, **options)
+        turns, exponents = float64_xpos_constants(head_dim, **options)
         self.head_dim, self.base = int(head_dim), float(base)
         self.scale_base = float(scale_base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.tables, self.rates = Constant(tables), Constant(rates)
+        self.turns, self.exponents = Constant(turns), Constant(exponents)
 
     def __call__(
         self,
@@ -121,28 +145,48 @@ class XPosRotary(Module):
             keys: Whether ``x`` are keys, which are scaled inversely to queries.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         x = checked_vectors(x, self.head_dim, axes=axes)
-        options = {
-            "center": self.center,
-            "reach": xpos_reach(self.scale_base, float16=x.dtype == jnp.float16),
-        }
+        if self.heads_axis is None:
+            check_heads(x.shape, positions, offset=offset, axial=False)
+        reach = xpos_reach(self.scale_base, float16=x.dtype == jnp.float16)
 
         def check(positions: Shaped[np.ndarray, "..."]) -> None:
             check_reach(positions)
-            check_xpos_reach(positions, **options, scale_base=self.scale_base)
+            check_xpos_reach(
+                positions, center=self.center, reach=reach, scale_base=self.scale_base
+            )
 
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
         argument = positions_argument(
-            length, positions=positions, offset=offset, check=check
+            x.shape[self._length_axis], positions=positions, offset=offset, check=check
         )
-        at = over_heads(argument.count(length), x, heads_axis=self.heads_axis)
-        dtype = compute_dtype(x.dtype)
-        tables, rates = (jnp.asarray(c.array, dtype) for c in (self.tables, self.rates))
-        cos, sin = xpos_phases(at, tables, rates, **options, keys=keys)
-        return rotate(upcast(x), cos, sin, layout=self.layout).astype(x.dtype)
+        return _rotate(self, x, argument, bool(keys))
 
     @property
     def reach(self) -> int:
         """Largest distance from ``center`` of a position, unless ``x`` is float16."""
         return xpos_reach(self.scale_base)
+
+    @property
+    def _length_axis(self) -> int:
+        return -2 if self.heads_axis != -2 else -3
+
+
+@partial(compiled, static_argnums=3)
+def _rotate(
+    layer: XPosRotary, x: Array, argument: PositionsArgument, keys: bool
+) -> Float[Array, "*lead head_dim"]:
+    at = argument.count(x.shape[layer._length_axis])
+    at = over_heads(at, x, heads_axis=layer.heads_axis)
+    options: dict[str, Any] = {
+        "center": layer.center,
+        "reach": xpos_reach(layer.scale_base, float16=x.dtype == jnp.float16),
+        "keys": keys,
+    }
+    if compute_dtype(x.dtype) == "float64":
+        constants = (jnp.asarray(c.array) for c in (layer.turns, layer.exponents))
+        cos, sin = float64_xpos_phases(at, *constants, **options)
+    else:
+        constants = (jnp.asarray(c.array) for c in (layer.tables, layer.rates))
+        cos, sin = xpos_phases(at, *constants, **options)
+    return rotate(upcast(x), cos, sin, layout=layer.layout).astype(x.dtype)

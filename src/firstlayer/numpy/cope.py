@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype, take_last
-from .._check import is_float, positive
+from .._check import dtype_text, host_array, is_float, positive
 from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.cope import (
@@ -19,7 +19,7 @@ from ..positions.cope import (
     neighbors,
 )
 from ._bias import gradient_like, sum_by_row, upcast_together
-from ._module import Module, as_parameter
+from ._module import Module, as_parameter, native_byte_order
 
 
 class CopeBias(Module):
@@ -132,9 +132,9 @@ class CopeBias(Module):
         return config_of(self, dtype=self.weight.dtype.name)
 
     def _checked(self, q: Any, scores: Any) -> tuple[np.ndarray, np.ndarray]:
-        q, scores = np.asarray(q), np.asarray(scores)
+        q, scores = host_array(q, name="q"), host_array(scores, name="scores")
         for name, x in (("q", q), ("scores", scores)):
             if not is_float(x.dtype):
-                raise TypeError(f"{name} must be real, got {x.dtype.name}")
+                raise TypeError(f"{name} must be real, got {dtype_text(x.dtype)}")
         check_cope_shapes(q.shape, scores.shape, self.head_dim)
-        return q, scores
+        return native_byte_order(q), native_byte_order(scores)

@@ -61,8 +61,9 @@ class RotaryPositions(Module):
             ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, those of
             :func:`firstlayer.positions.axial.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``. None is -3, but an input of three axes, which may be either, is a
-            ValueError unless the shape of the positions decides it.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is
+            a ValueError unless it has a position for every vector or an offset for every
+            row.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -93,7 +94,7 @@ class RotaryPositions(Module):
         sections: Sequence[int] | None = None,
         interleaved_sections: bool = False,
         frequencies: Any = None,
-        heads_axis: int | None = -3,
+        heads_axis: int | None = None,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -121,7 +122,7 @@ class RotaryPositions(Module):
 
     @classmethod
     def from_hf(
-        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = -3
+        cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = None
     ) -> Self:
         """Return the layer of a transformers model.
 
@@ -140,7 +141,9 @@ class RotaryPositions(Module):
         return cls(**rotary_from_hf(config, layer_type), heads_axis=heads_axis)
 
     @classmethod
-    def dinov3(cls, head_dim: int, *, base: float = 100.0, heads_axis: int = -3) -> Self:
+    def dinov3(
+        cls, head_dim: int, *, base: float = 100.0, heads_axis: int | None = None
+    ) -> Self:
         """Return the layer of DINOv3's image tower.
 
         Positions are the centers of the patches, from
@@ -153,17 +156,18 @@ class RotaryPositions(Module):
 
         Example:
             >>> from firstlayer.positions import from_patches
-            >>> layer, x = RotaryPositions.dinov3(8), np.ones((3, 5, 8))
+            >>> layer, x = RotaryPositions.dinov3(8), np.ones((1, 3, 5, 8))
             >>> y = layer(x, from_patches((2, 2), prefix=1))
-            >>> bool((y[:, 0] == x[:, 0]).all()), bool((y[:, 1] == x[:, 1]).all())
-            (True, False)
+            >>> same = (y == x).all((0, 1, 3))
+            >>> same.tolist()
+            [True, False, False, False, False]
         """
         frequencies = dinov3_axial_frequencies(head_dim, base=base)
         return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)
 
     @classmethod
     def pixtral(
-        cls, head_dim: int, *, base: float = 10_000.0, heads_axis: int = -3
+        cls, head_dim: int, *, base: float = 10_000.0, heads_axis: int | None = None
     ) -> Self:
         """Return the layer of Pixtral's image tower.
 
@@ -177,8 +181,8 @@ class RotaryPositions(Module):
 
         Example:
             >>> from firstlayer.positions import from_grid
-            >>> RotaryPositions.pixtral(8)(np.ones((3, 6, 8)), from_grid((2, 3))).shape
-            (3, 6, 8)
+            >>> RotaryPositions.pixtral(8)(np.ones((1, 3, 6, 8)), from_grid((2, 3))).shape
+            (1, 3, 6, 8)
         """
         frequencies = pixtral_axial_frequencies(head_dim, base=base)
         return cls(head_dim, frequencies=frequencies, heads_axis=heads_axis)

@@ -2,26 +2,37 @@
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import is_float, number, positions_in_reach, positive, same_dtype
+from .._check import (
+    dtype_text,
+    host_array,
+    is_float,
+    number,
+    positions_in_reach,
+    positive,
+    same_dtype,
+)
 from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.phases import LIMIT
-from ..positions.sinusoidal import features_at
+from ..positions.sinusoidal import encode, features_at
 from ..positions.transformer_xl import (
     distance_keys,
     distance_range,
     relative_shift,
     xl_scores,
     xl_tables,
+    xl_turns,
 )
+from ..positions.turns import float64_phases
 from ._bias import gradient_like, sum_to, upcast_together
-from ._module import Module, as_parameter
+from ._module import Module, as_parameter, native_byte_order
 
 
 class TransformerXLScores(Module):
@@ -121,7 +132,8 @@ class TransformerXLScores(Module):
         q, k = self._checked("q", q), self._checked("k", k)
         q_upcast, k_upcast, weight, u, v = upcast_together(q, k, *self._values())
         encodings = self._encodings(q, k, offset, weight.dtype)
-        out = xl_scores(q_upcast, k_upcast, encodings, weight=weight, u=u, v=v)
+        keys = distance_keys(encodings, weight, self.num_heads)
+        out = xl_scores(q_upcast, k_upcast, keys, u=u, v=v)
         return out.astype(q.dtype, copy=False)
 
     __call__ = scores
@@ -138,7 +150,7 @@ class TransformerXLScores(Module):
         Gradients of ``q`` and ``k`` have their dtypes; those of parameters are upcast.
         """
         scores = self.scores(q, k, offset=offset)
-        q, k = np.array(q), np.array(k)
+        q, k = self._checked("q", np.array(q)), self._checked("k", np.array(k))
         copies = (value.copy() for value in self._values())
         q_upcast, k_upcast, weight, u, v = upcast_together(q, k, *copies)
         encodings = self._encodings(q, k, offset, weight.dtype)
@@ -185,25 +197,33 @@ class TransformerXLScores(Module):
         if self.max_distance is not None:
             distances = distances.clip(-self.max_distance, self.max_distance)
         positions_in_reach(distances, LIMIT, name="distances")
-        tables, rates = (a.astype(dtype, copy=False) for a in (self.tables, self.rates))
+        width = self.embedding_dim
+        if dtype == np.float64:
+            phases = float64_phases(distances, self.turns)
+            return encode(*phases, embedding_dim=width, layout="half")
         return features_at(
             distances,
-            *(tables, rates),
-            embedding_dim=self.embedding_dim,
+            *(self.tables, self.rates),
+            embedding_dim=width,
             layout="half",
             cos_first=False,
         )
 
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """Constants of float64 phases; see :mod:`firstlayer.positions.turns`."""
+        return xl_turns(self.embedding_dim, base=self.base)
+
     def _checked(self, name: str, x: Any) -> np.ndarray:
-        array = np.asarray(x)
+        array = host_array(x, name=name)
         if not is_float(array.dtype):
-            raise TypeError(f"{name} must be real, got {array.dtype.name}")
+            raise TypeError(f"{name} must be real, got {dtype_text(array.dtype)}")
         if array.shape[-3:-2] != (self.num_heads,) or array.shape[-1] != self.head_dim:
             raise ValueError(
                 f"{name} must have shape (..., {self.num_heads}, length, {self.head_dim}), "
                 f"got {array.shape}"
             )
-        return array
+        return native_byte_order(array)
 
 
 def _sum_over_queries(gradient: np.ndarray) -> np.ndarray:

@@ -1,17 +1,19 @@
 """xPos for NumPy."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype
-from .._check import is_float, one_of, positions_in_reach
+from .._check import dtype_text, host_array, is_float, one_of, positions_in_reach
 from ..positions.phases import LIMIT
 from ..positions.rotary import (
     LAYOUTS,
     Layout,
+    check_heads,
     check_heads_axis,
     inverse_phases,
     over_heads,
@@ -20,6 +22,8 @@ from ..positions.rotary import (
 from ..positions.xpos import (
     check_center,
     check_xpos_reach,
+    float64_xpos_constants,
+    float64_xpos_phases,
     xpos_phases,
     xpos_reach,
     xpos_tables,
@@ -49,7 +53,9 @@ class XPosRotary(Module):
             ``"interleaved_to_half"``; see :func:`firstlayer.positions.rotary.rotate`.
         rotary_dim: Number of rotated features, the first ones; None is all.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is
+            a ValueError unless it has a position for every vector or an offset for every
+            row.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -77,7 +83,7 @@ class XPosRotary(Module):
         center: int = 0,
         layout: Layout = "half",
         rotary_dim: int | None = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = None,
     ) -> None:
         self.heads_axis = check_heads_axis(heads_axis)
         one_of("layout", layout, LAYOUTS)
@@ -124,7 +130,9 @@ class XPosRotary(Module):
             True
         """
         x = self._vectors(x)
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        if self.heads_axis is None:
+            check_heads(x.shape, positions, offset=offset, axial=False)
+        length = x.shape[-2 if self.heads_axis != -2 else -3]
         at = resolve_positions(length, positions=positions, offset=offset)
         rows = self._phase_rows(at, x.dtype, keys)
         seq = over_heads(at, x, heads_axis=self.heads_axis).shape
@@ -148,10 +156,10 @@ class XPosRotary(Module):
         return xpos_reach(self.scale_base)
 
     def _vectors(self, x: Any) -> np.ndarray:
-        x = np.asarray(x)
+        x = host_array(x, name="x")
         if not is_float(x.dtype):
-            raise TypeError(f"x must be real, got {x.dtype.name}")
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+            raise TypeError(f"x must be real, got {dtype_text(x.dtype)}")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         if x.ndim <= len(axes) or x.shape[-1] != self.head_dim:
             shape = f"(..., {', '.join(axes)}, {self.head_dim})"
             raise ValueError(f"x must have shape {shape}, got {x.shape}")
@@ -163,13 +171,19 @@ class XPosRotary(Module):
         check_xpos_reach(
             positions, center=self.center, reach=reach, scale_base=self.scale_base
         )
-        compute = compute_dtype(dtype)
-        tables, rates = (a.astype(compute, copy=False) for a in (self.tables, self.rates))
-        phases = xpos_phases(
-            positions.reshape(-1),
-            *(tables, rates),
-            center=self.center,
-            reach=reach,
-            keys=keys,
-        )
+        options: dict[str, Any] = {"center": self.center, "reach": reach, "keys": keys}
+        flat = positions.reshape(-1)
+        if compute_dtype(dtype) == "float64":
+            phases = float64_xpos_phases(flat, *self._float64_constants, **options)
+        else:
+            phases = xpos_phases(flat, self.tables, self.rates, **options)
         return np.concatenate(phases, axis=-1)
+
+    @cached_property
+    def _float64_constants(self) -> tuple[np.ndarray, np.ndarray]:
+        return float64_xpos_constants(
+            self.head_dim,
+            base=self.base,
+            scale_base=self.scale_base,
+            rotary_dim=self.rotary_dim,
+        )

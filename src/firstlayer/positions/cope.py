@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
-from .._array import cast, namespace_of, take_last
+from .._array import cast, move_axis, namespace_of, take_last
 from .._check import positive
 
 
@@ -112,7 +112,7 @@ def cope_bias(
     last = weight.shape[0] - 1
     positions = cope_positions(cope_gates(scores), last=last)
     below, above = neighbors(positions, last=last)
-    products = q @ weight.T
+    products = q @ move_axis(weight, -1, -2)
     low, high = take_last(products, below), take_last(products, above)
     return low + (positions - cast(below, _name(positions))) * (high - low)
 

@@ -90,7 +90,10 @@ def check_heads(
 ) -> None:
     """Raise if vectors of this shape may have either the heads or the length first.
 
-    Called where ``heads_axis`` is None.
+    Called where ``heads_axis`` is None. Three axes are ambiguous unless there is a position
+    for every vector or an offset for every row. Positions of shape ``(length,)`` do not
+    decide it, although their length often would: a model must not start to fail when a
+    sequence becomes as long as there are heads.
 
     Args:
         shape: Shape of the queries or keys.
@@ -99,19 +102,25 @@ def check_heads(
         axial: Whether the first axis of ``positions`` holds the coordinates.
 
     Example:
-        >>> check_heads((5, 2, 8), np.arange(2), offset=0, axial=False)
+        >>> check_heads((2, 5, 8), np.zeros((2, 5)), offset=0, axial=False)
     """
     if len(shape) != 3:
         return
     if positions is None:
-        is_ambiguous = np.ndim(offset) == 0
+        is_clear = len(_shape(offset)) == 1
     else:
-        is_ambiguous = np.ndim(positions) - axial == 1 and shape[0] == shape[1]
-    if is_ambiguous:
+        given = _shape(positions)[axial:]
+        is_clear = len(given) == 2 and given[0] == shape[0]
+    if not is_clear:
         raise ValueError(
-            f"heads_axis must be given for x of shape {tuple(shape)}, "
-            "-2 if its axes are (length, heads, head_dim) and -3 otherwise"
+            f"heads_axis must be given for x of three axes, got shape {tuple(shape)}: "
+            "-2 for (length, heads, head_dim), -3 for (heads, length, head_dim) or "
+            "(batch, length, head_dim)"
         )
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
 def check_heads_axis(heads_axis: int | None) -> int | None:

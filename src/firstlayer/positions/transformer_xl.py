@@ -8,8 +8,8 @@ Distances, unlike positions, stay the same when keys of earlier segments are cac
 
 Encoding every pair would take head_dim times the memory of the scores. There are only
 ``q_length + k_length - 1`` distances: each query is multiplied with all of them, and
-``relative_shift`` moves each row so that a column is a key. Apart from the two that build
-tables and plan distances, these functions create no arrays and run unchanged on NumPy,
+``relative_shift`` moves each row so that a column is a key. Apart from those that build
+constants and plan distances, these functions create no arrays and run unchanged on NumPy,
 torch and JAX.
 """
 
@@ -17,12 +17,13 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int64
 
 from .._array import move_axis, namespace_of
 from .._check import integer
 from .phases import phase_tables
 from .sinusoidal import frequencies
+from .turns import turn_constants
 
 
 def xl_tables(
@@ -44,6 +45,22 @@ def xl_tables(
         ((1, 2, 3, 256, 2), (1, 2))
     """
     return phase_tables(frequencies(embedding_dim, base=base))
+
+
+def xl_turns(embedding_dim: int, *, base: float = 10_000.0) -> Int64[np.ndarray, "7 pairs"]:
+    """Return the constants of the sinusoids in float64.
+
+    See :func:`firstlayer.positions.turns.turn_constants`.
+
+    Args:
+        embedding_dim: As in :func:`xl_tables`.
+        base: As in :func:`xl_tables`.
+
+    Example:
+        >>> xl_turns(4).shape
+        (7, 2)
+    """
+    return turn_constants(frequencies(embedding_dim, base=base))
 
 
 def distance_range(q_length: int, k_length: int, offset: int | None) -> tuple[int, int]:
@@ -93,9 +110,8 @@ def relative_shift(
 def xl_scores(
     q: Float[Any, "*lead num_heads q_length head_dim"],
     k: Float[Any, "*lead num_heads k_length head_dim"],
-    encodings: Float[Any, "distances embedding_dim"],
+    keys: Float[Any, "num_heads distances head_dim"],
     *,
-    weight: Float[Any, "heads_times_head_dim embedding_dim"],
     u: Float[Any, "num_heads head_dim"],
     v: Float[Any, "num_heads head_dim"],
 ) -> Float[Any, "*lead num_heads q_length k_length"]:
@@ -104,18 +120,17 @@ def xl_scores(
     Args:
         q: Queries, in float32 or float64.
         k: Keys, in the dtype of ``q``.
-        encodings: Sinusoids of the distances of :func:`distance_range`, largest first.
-        weight: Projection of the encodings to all heads.
+        keys: From :func:`distance_keys`, for the distances of :func:`distance_range`,
+            largest first.
         u: Added to queries that are multiplied with keys.
         v: Added to queries that are multiplied with encodings.
 
     Example:
         >>> one, q = np.ones((1, 1)), np.ones((1, 2, 1))
-        >>> encodings = np.array([[1.0], [0.0], [-1.0]])
-        >>> xl_scores(q, 0 * q, encodings, weight=one, u=one, v=one).tolist()
+        >>> keys = np.array([[[1.0], [0.0], [-1.0]]])
+        >>> xl_scores(q, 0 * q, keys, u=one, v=one).tolist()
         [[[0.0, -2.0], [2.0, 0.0]]]
     """
-    keys = distance_keys(encodings, weight, u.shape[0])
     # Not mT, which an exporter of ONNX does not know.
     content = (q + u[:, None, :]) @ move_axis(k, -1, -2)
     by_distance = (q + v[:, None, :]) @ move_axis(keys, -1, -2)
@@ -134,6 +149,6 @@ def distance_keys(
         >>> distance_keys(np.ones((5, 3)), np.ones((8, 3)), 2).shape
         (2, 5, 4)
     """
-    keys = encodings @ weight.T
+    keys = encodings @ move_axis(weight, -1, -2)
     shape = (keys.shape[0], num_heads, keys.shape[1] // num_heads)
     return move_axis(namespace_of(keys).reshape(keys, shape), 0, 1)

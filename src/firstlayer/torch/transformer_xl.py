@@ -11,7 +11,14 @@ from .._check import number, positive, same_dtype
 from ..files.layer_configs import config_of
 from ..positions.phases import phases
 from ..positions.sinusoidal import encode
-from ..positions.transformer_xl import distance_range, xl_scores, xl_tables
+from ..positions.transformer_xl import (
+    distance_keys,
+    distance_range,
+    xl_scores,
+    xl_tables,
+    xl_turns,
+)
+from ..positions.turns import float64_phases
 from ._positions.arguments import check_vectors, in_reach
 from ._positions.bias import parameter
 from ._tensors.buffers import PrecomputedBuffers
@@ -62,6 +69,7 @@ class TransformerXLScores(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    turns: Tensor
 
     def __init__(
         self,
@@ -124,7 +132,8 @@ class TransformerXLScores(PrecomputedBuffers):
         with in_full_precision(q.device):
             own = upcast_together(q, k, self.weight, self.u, self.v)
             encodings = self._encodings(q, k, offset, own[0].dtype)
-            out = xl_scores(own[0], own[1], encodings, weight=own[2], u=own[3], v=own[4])
+            keys = distance_keys(encodings, own[2], self.num_heads)
+            out = xl_scores(own[0], own[1], keys, u=own[3], v=own[4])
         return out.to(q.dtype)
 
     def forward(
@@ -142,7 +151,8 @@ class TransformerXLScores(PrecomputedBuffers):
 
     def _tables(self) -> dict[str, np.ndarray]:
         tables, rates = xl_tables(self.embedding_dim, base=self.base)
-        return {"bits": tables, "rate_bits": rates}
+        turns = xl_turns(self.embedding_dim, base=self.base)
+        return {"bits": tables, "rate_bits": rates, "turns": turns}
 
     def _encodings(
         self, q: Tensor, k: Tensor, offset: int | None, dtype: torch.dtype
@@ -152,10 +162,13 @@ class TransformerXLScores(PrecomputedBuffers):
         if self.max_distance is not None:
             distances = distances.clamp(-self.max_distance, self.max_distance)
         distances = in_reach(distances, name="distances")
-        tables = self._floats("bits", q.device).to(compute_dtype(dtype))
-        rates = self._floats("rate_bits", q.device).to(compute_dtype(dtype))
-        width = self.embedding_dim
-        return encode(*phases(distances, tables, rates), embedding_dim=width, layout="half")
+        if dtype is torch.float64:
+            both = float64_phases(distances, self._turns(q.device))
+        else:
+            tables = self._floats("bits", q.device)
+            rates = self._floats("rate_bits", q.device)
+            both = phases(distances, tables, rates)
+        return encode(*both, embedding_dim=self.embedding_dim, layout="half")
 
     def _check(self, x: Tensor, name: str) -> None:
         check_vectors(x, self.head_dim, axes=(f"{self.num_heads}", "length"), name=name)

@@ -1,5 +1,7 @@
 """xPos for torch."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -7,10 +9,19 @@ from torch import Tensor
 
 from .._check import number, one_of, positive_number
 from ..positions.frequencies import check_rotary_dim
-from ..positions.rotary import LAYOUTS, Layout, check_heads_axis, over_heads, rotate
+from ..positions.rotary import (
+    LAYOUTS,
+    Layout,
+    check_heads,
+    check_heads_axis,
+    over_heads,
+    rotate,
+)
 from ..positions.xpos import (
     check_center,
     check_xpos_reach,
+    float64_xpos_constants,
+    float64_xpos_phases,
     xpos_phases,
     xpos_reach,
     xpos_tables,
@@ -22,6 +33,7 @@ from ._positions.arguments import (
     in_reach,
     on_host,
     positions_for,
+    positions_tensor,
 )
 from ._positions.rotate import rotate_fused
 from ._tensors.buffers import PrecomputedBuffers
@@ -50,7 +62,9 @@ class XPosRotary(PrecomputedBuffers):
             ``"interleaved_to_half"``; see :func:`firstlayer.positions.rotary.rotate`.
         rotary_dim: Number of rotated features, the first ones; None is all.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
-            head_dim)``.
+            head_dim)``. None is -3, but an input of three axes, which may be either, is
+            a ValueError unless it has a position for every vector or an offset for every
+            row.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -72,6 +86,8 @@ class XPosRotary(PrecomputedBuffers):
 
     bits: Tensor
     rate_bits: Tensor
+    turns: Tensor
+    exponent_bits: Tensor
 
     def __init__(
         self,
@@ -82,7 +98,7 @@ class XPosRotary(PrecomputedBuffers):
         center: int = 0,
         layout: Layout = "half",
         rotary_dim: int | None = None,
-        heads_axis: int = -3,
+        heads_axis: int | None = None,
     ) -> None:
         super().__init__()
         self.heads_axis = check_heads_axis(heads_axis)
@@ -111,19 +127,29 @@ class XPosRotary(PrecomputedBuffers):
             offset: Number of preceding positions, or one number per row.
             keys: Whether ``x`` are keys, which are scaled inversely to queries.
         """
-        axes = ("length",) if self.heads_axis == -3 else ("length", "heads")
+        axes = ("length",) if self.heads_axis != -2 else ("length", "heads")
         check_vectors(x, self.head_dim, axes=axes)
-        length = x.shape[-2 if self.heads_axis == -3 else -3]
+        if positions is not None:
+            positions = positions_tensor(positions, device=x.device)
+        if self.heads_axis is None:
+            check_heads(x.shape, positions, offset=offset, axial=False)
+        length = x.shape[-2 if self.heads_axis != -2 else -3]
         at = in_reach(positions_for(x, length=length, positions=positions, offset=offset))
         reach = xpos_reach(self.scale_base, float16=x.dtype == torch.float16)
-        options = {"center": self.center, "reach": reach}
         if is_plain_cpu(at):
-            check_xpos_reach(on_host(at), **options, scale_base=self.scale_base)
+            check_xpos_reach(
+                on_host(at), center=self.center, reach=reach, scale_base=self.scale_base
+            )
         at = over_heads(at, x, heads_axis=self.heads_axis)
-        dtype = compute_dtype(x.dtype)
-        tables = self._floats("bits", at.device).to(dtype)
-        rates = self._floats("rate_bits", at.device).to(dtype)
-        cos, sin = xpos_phases(at, tables, rates, **options, keys=keys)
+        options: dict[str, Any] = {"center": self.center, "reach": reach, "keys": keys}
+        if x.dtype is torch.float64:
+            exponents = self._floats("exponent_bits", at.device, torch.float64)
+            turns = self._turns(at.device)
+            cos, sin = float64_xpos_phases(at, turns, exponents, **options)
+        else:
+            tables = self._floats("bits", at.device)
+            rates = self._floats("rate_bits", at.device)
+            cos, sin = xpos_phases(at, tables, rates, **options)
         if kernel_eligible(x) and is_plain_cpu(cos) and not cos.requires_grad:
             both = torch.cat([cos, sin], dim=-1).flatten(0, -2).numpy()
             read, write = self.layout == "half", self.layout != "interleaved"
@@ -137,10 +163,16 @@ class XPosRotary(PrecomputedBuffers):
         return xpos_reach(self.scale_base)
 
     def _tables(self) -> dict[str, np.ndarray]:
-        tables, rates = xpos_tables(
-            self.head_dim,
-            base=self.base,
-            scale_base=self.scale_base,
-            rotary_dim=self.rotary_dim,
-        )
-        return {"bits": tables, "rate_bits": rates}
+        options: dict[str, Any] = {
+            "base": self.base,
+            "scale_base": self.scale_base,
+            "rotary_dim": self.rotary_dim,
+        }
+        tables, rates = xpos_tables(self.head_dim, **options)
+        turns, exponents = float64_xpos_constants(self.head_dim, **options)
+        return {
+            "bits": tables,
+            "rate_bits": rates,
+            "turns": turns,
+            "exponent_bits": exponents,
+        }
