@@ -30,16 +30,16 @@ def _lookup(table: np.ndarray, count: int, *, repeat: int = 1) -> Case:
     executor = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def pool(batch: int) -> np.ndarray:
-        out = np.empty((count, WIDTH), np.float32)
-        run(_copy_rows, count, table, ids[batch], ahead, out, grain=grain)
+        out, has_bad_id = np.empty((count, WIDTH), np.float32), np.zeros(1, np.int64)
+        run(_copy_rows, count, table, ids[batch], ahead, out, has_bad_id, grain=grain)
         return out
 
     def thread_pool_executor(batch: int) -> np.ndarray:
-        out = np.empty((count, WIDTH), np.float32)
+        out, has_bad_id = np.empty((count, WIDTH), np.float32), np.zeros(1, np.int64)
 
         def copy(lo: int, hi: int) -> None:
             part = ids[batch][lo:hi]
-            _copy_rows(whole_range(hi - lo), table, part, ahead, out[lo:hi])
+            _copy_rows(whole_range(hi - lo), table, part, ahead, out[lo:hi], has_bad_id)
 
         # The calling thread takes the first share, as it does in our pool.
         shares = list(zip(bounds[:-1], bounds[1:], strict=True))

@@ -140,7 +140,7 @@ def test_the_file_is_synced_before_the_rename_and_the_folder_after(tmp_path, mon
     assert calls == [(tmp_path / "a").stat().st_size, "a", "folder"]
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace", "fchmod"])
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
 def test_a_failed_write_leaves_only_the_old_file(step, tmp_path, monkeypatch):
     write(tmp_path / "a", TENSORS, {"k": 0})
 

@@ -105,6 +105,7 @@ def test_bags(dtype, weighted):
     table[ids[4], 2] = np.nan
     got = plain.max_bags(table, ids, bounds, weights=weights)
     want = kernels.max_bags(table, ids, bounds, weights=weights)
+    assert got is not None and want is not None
     assert_same(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
     others = random((3, 5), compute)

@@ -12,6 +12,7 @@ from numba.core.dispatcher import Dispatcher
 
 from firstlayer import kernels
 from firstlayer._interrupts import held_interrupts
+from firstlayer.kernels.ngram import ngram_rows
 from firstlayer.numpy import EmbeddingLayer
 from firstlayer.optim import (
     RowAdagrad,
@@ -283,6 +284,17 @@ def run_every_kernel() -> None:
     targets, near = kernels.draw_targets(
         stream, np.zeros(8, np.int32), range(8), window=2, noise=noise, key=1
     )
+    options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1, "heads": 1}
+    for multipliers in (np.array([3, 5]), np.array([[3, 5]])):
+        ngram_rows(
+            np.array([[-1, 3, 4]]),
+            None,
+            None,
+            multipliers=multipliers,
+            sizes=np.array([7]),
+            offsets=np.array([0]),
+            **options,
+        )
     table = np.ones((8, 4), np.float32)
     slopes, *_ = kernels.skipgram_gradients(
         table, table, stream, targets=targets, near=near, negatives=5.0

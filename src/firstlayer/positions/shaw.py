@@ -79,6 +79,11 @@ def align_pairs(
             "positions of shape (batch, length) need q with 3 or 4 axes, "
             f"got shape {tuple(q.shape)}"
         )
+    if values.ndim == 3 and values.shape[0] not in (1, q.shape[0]):
+        raise ValueError(
+            f"positions of shape (batch, length) must have the batch of q, {q.shape[0]}, "
+            f"got {values.shape[0]}"
+        )
     if values.ndim == 3 and q.ndim == 4:
         return values[:, None]
     return values[(None,) * (q.ndim - values.ndim)]

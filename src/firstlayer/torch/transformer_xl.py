@@ -22,7 +22,7 @@ from ..positions.turns import float64_phases
 from ._positions.arguments import check_vectors, in_reach
 from ._positions.bias import parameter
 from ._tensors.buffers import PrecomputedBuffers
-from ._tensors.dtypes import compute_dtype, dtype_name, in_full_precision, upcast_together
+from ._tensors.dtypes import dtype_name, in_full_precision, upcast_together
 
 
 class TransformerXLScores(PrecomputedBuffers):

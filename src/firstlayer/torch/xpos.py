@@ -37,7 +37,7 @@ from ._positions.arguments import (
 )
 from ._positions.rotate import rotate_fused
 from ._tensors.buffers import PrecomputedBuffers
-from ._tensors.dtypes import compute_dtype, upcast
+from ._tensors.dtypes import upcast
 from ._tensors.memory import is_plain_cpu, kernel_eligible
 
 

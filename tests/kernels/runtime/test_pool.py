@@ -193,6 +193,9 @@ def test_a_child_forked_while_the_pool_is_busy_shares_its_work():
 
         warnings.simplefilter("ignore")
         counts, stop = np.zeros(200_000, np.int64), threading.Event()
+        # Compiled first: a fork during a compilation copies the compiler's lock.
+        run(_add, counts.size, counts, 0, grain=7)
+        run(_write_thread, 1, np.zeros(1, np.int64), 1, grain=1)
 
         def work():
             with on_threads(2):
