@@ -446,3 +446,14 @@ def test_scaling_from_rejects_unknown_rules_and_fields():
 def test_scaling_from_passes_rules_and_none_through():
     assert scaling_from(None) is None
     assert all(isinstance(rule, Scaling) and scaling_from(rule) is rule for rule in RULES)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.7, 1e9, 1e20, 1e30])
+def test_dynamic_ntk_changes_nothing_at_the_original_length(factor):
+    rule = DynamicNTK(factor=factor, original_length=48)
+    plain = inverse_frequencies(16, base=500.0)
+    for length in (1, 48):
+        at = rule.at_length(length)
+        np.testing.assert_array_equal(at.inverse_frequencies(16, base=500.0), plain)
+    longer = rule.at_length(96).inverse_frequencies(16, base=500.0)
+    np.testing.assert_allclose(longer[-1], plain[-1] / (1 + factor), rtol=1e-12)

@@ -137,7 +137,9 @@ class DynamicNTK(Scaling):
         Args:
             length: A number, or an array of any library.
         """
-        return self.factor * length / self.original_length - (self.factor - 1.0)
+        # Not factor * length / original_length - (factor - 1), which is 0 for large factors.
+        more = (length - self.original_length) / self.original_length
+        return 1.0 + self.factor * more
 
     def exponents(self, frequencies: Float64[np.ndarray, "*axes pairs"]) -> Frequencies:
         """Return the powers of :meth:`growth` that the frequencies are multiplied by."""
