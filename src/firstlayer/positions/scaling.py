@@ -137,7 +137,7 @@ class DynamicNTK(Scaling):
         Args:
             length: A number, or an array of any library.
         """
-        # Not factor * length / original_length - (factor - 1), which is 0 for large factors.
+        # factor * length / original_length - (factor - 1) would be 0 for large factors.
         more = (length - self.original_length) / self.original_length
         return 1.0 + self.factor * more
 
