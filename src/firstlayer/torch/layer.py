@@ -144,6 +144,18 @@ class EmbeddingLayer(nn.Module):
                 that does not describe a supported model is a ValueError with the reason.
             device: Device of the layer.
             dtype: Dtype of the layer; None is that of the files.
+
+        Example:
+            >>> import json, pathlib, tempfile
+            >>> import numpy as np
+            >>> from firstlayer.files.safetensors import write
+            >>> config = {"model_type": "llama", "vocab_size": 5, "hidden_size": 2}
+            >>> tensors = {"model.embed_tokens.weight": np.arange(10.0).reshape(5, 2)}
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     write(f"{folder}/model.safetensors", tensors, {})
+            ...     _ = pathlib.Path(folder, "config.json").write_text(json.dumps(config))
+            ...     EmbeddingLayer.from_hf(folder)(torch.tensor([[3, 1]])).tolist()
+            [[[6.0, 7.0], [2.0, 3.0]]]
         """
         from .files import FRONT_END
 
