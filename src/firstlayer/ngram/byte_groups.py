@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._check import integer, positive
-from .scheme import Layout, Scheme, integer_tuple, set_argument, set_layouts
+from .scheme import Hashing, Layout, Scheme, define, integer_tuple, set_argument
 
 #: Base of the polynomial of each hash function.
 _PRIMES = (
@@ -55,11 +55,7 @@ class ByteGroups(Scheme):
             for size in sizes
         ]
         layout = Layout.of([self.rows] * len(multipliers), multipliers)
-        set_layouts(self, {None: layout})
-
-    @property
-    def _span(self) -> int:
-        return max(self.sizes)
+        define(self, {None: layout}, Hashing(span=max(sizes)))
 
 
 def _power(prime: int, exponent: int) -> int:

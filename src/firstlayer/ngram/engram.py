@@ -1,32 +1,28 @@
 """Engram's hash: DeepSeek's demo and V4.1, and MaxText's in 32 bits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from .._array import namespace_of
 from .._check import integer, integers, not_negative, positive
-from . import history as windows
 from .primes import next_prime
 from .scheme import (
+    Hashing,
     Layout,
     Scheme,
     at_least,
     below,
+    define,
     distinct,
     integer_tuple,
     set_argument,
-    set_layouts,
-    xor_hash,
 )
 
 #: Added to the seed for each layer.
 _LAYER_SEED = 10007
-#: Stands for no id in a history if negative ids are hashed.
-_NEVER_AN_ID = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,11 +72,6 @@ class Engram(Scheme):
     seed: int = 0
     bits: int = 64
     hash_negative: bool = False
-    # The memory of ``canonical``, which is read-only: torch warns about such arrays.
-    _table: np.ndarray = field(init=False, repr=False)
-    # Plain numbers: torch's compiler does not read arrays.
-    _num_ids: int = field(init=False, repr=False)
-    _pad_number: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         order, heads = at_least("order", self.order, 2), positive("heads", self.heads)
@@ -101,16 +92,24 @@ class Engram(Scheme):
             name = type(self.hash_negative).__name__
             raise TypeError(f"hash_negative must be a bool, got {name}")
         set_argument(self, "layers", layers)
-        set_argument(self, "_table", _checked_map(self.canonical))
-        set_argument(self, "canonical", self._table.view())
+        numbers = _checked_map(self.canonical)
+        set_argument(self, "canonical", numbers.view())
         self.canonical.setflags(write=False)
-        below("pad", self.pad, self.canonical.size, of="the number of canonical ids")
-        set_argument(self, "_num_ids", self.canonical.size)
-        set_argument(self, "_pad_number", int(self.canonical[self.pad]))
+        below("pad", self.pad, numbers.size, of="the number of canonical ids")
         not_negative("seed", self.seed)
-        set_layouts(self, self._build(order, heads, bases, layers))
+        hashing = Hashing(
+            span=order,
+            bound=("the number of canonical ids", numbers.size),
+            fill=int(numbers[self.pad]),
+            negative="hashed" if self.hash_negative else "dead",
+            # Not ``canonical``, which is read-only: torch warns about such arrays.
+            numbers=numbers,
+            heads=heads,
+            dtype=f"int{self.bits}",
+        )
+        define(self, self._tables(order, heads, bases, layers), hashing)
 
-    def _build(
+    def _tables(
         self, order: int, heads: int, bases: tuple[int, ...], layers: tuple[int, ...]
     ) -> dict[int | None, Layout]:
         size, seen, layouts = int(self.canonical.max()) + 1, set(), {}
@@ -134,46 +133,6 @@ class Engram(Scheme):
             draws = rng.integers(0, half, order, dtype=dtype).tolist()
             layouts[layer] = Layout.of(sizes, [2 * draw + 1 for draw in draws])
         return layouts
-
-    @property
-    def _span(self) -> int:
-        return self.order
-
-    @property
-    def _bound(self) -> tuple[str, int]:
-        return "the number of canonical ids", self._num_ids
-
-    @property
-    def _fill(self) -> int:
-        return self._pad_number
-
-    @property
-    def _no_id(self) -> int:
-        return _NEVER_AN_ID if self.hash_negative else windows.NO_ID
-
-    @property
-    def _negative(self) -> str:
-        return "hashed" if self.hash_negative else "dead"
-
-    @property
-    def _map(self) -> np.ndarray:
-        return self._table
-
-    @property
-    def _has_kernel(self) -> bool:
-        return self.bits == 64
-
-    def _numbers(self, full: Any) -> tuple[Any, Any]:
-        xp, last = namespace_of(full), self._num_ids - 1
-        table = windows.constant(self._table, full)
-        numbers = table[xp.clip(full, 0, last)]
-        if not self.hash_negative:
-            return numbers, full >= 0
-        return xp.where(full < 0, full, numbers), full != _NEVER_AN_ID
-
-    def _hash(self, slots: list[Any], layout: Layout) -> Any:
-        dtype = "int32" if self.bits == 32 else "int64"
-        return xor_hash(slots, layout, heads=self.heads, dtype=dtype)
 
 
 def _checked_map(canonical: Any) -> np.ndarray:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .._check import number, positive
-from .scheme import Layout, Scheme, at_least, below, set_layouts
+from .scheme import Hashing, Layout, Scheme, at_least, below, define
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,16 +56,5 @@ class LongCatNgram(Scheme):
             tuple(pow(vocab_size, s, size) * (s < i // splits + 2) for s in range(order))
             for i, size in enumerate(sizes)
         ]
-        set_layouts(self, {None: Layout.of(sizes, multipliers)})
-
-    @property
-    def _span(self) -> int:
-        return self.order
-
-    @property
-    def _bound(self) -> tuple[str, int]:
-        return "vocab_size", self.vocab_size
-
-    @property
-    def _stop(self) -> int | None:
-        return self.eos
+        hashing = Hashing(span=order, bound=("vocab_size", vocab_size), stop=self.eos)
+        define(self, {None: Layout.of(sizes, multipliers)}, hashing)

@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-from .._array import namespace_of
 from .._check import not_negative, positive
-from . import history as windows
 from .primes import next_prime
 from .scheme import (
+    Hashing,
     Layout,
     Scheme,
     at_least,
     below,
+    define,
     distinct,
     integer_tuple,
     set_argument,
-    set_layouts,
-    xor_hash,
 )
 
 #: Added to the seed for each layer.
@@ -77,36 +74,15 @@ class QwenNgram(Scheme):
             sizes = list(islice(primes, (order - 1) * heads))
             multipliers = _multipliers(self.vocab_size, order, self.seed, place)
             layouts[layer] = Layout.of(sizes, multipliers, multiple_of=multiple_of)
-        set_layouts(self, layouts)
-
-    @property
-    def _span(self) -> int:
-        return self.order
-
-    @property
-    def _bound(self) -> tuple[str, int]:
-        return "vocab_size", self.vocab_size
-
-    @property
-    def _fill(self) -> int:
-        return self.eos
-
-    @property
-    def _stop(self) -> int:
-        return self.eos
-
-    @property
-    def _negative(self) -> str:
-        return "fill"
-
-    def _numbers(self, full: Any) -> tuple[Any, Any]:
-        numbers = namespace_of(full).where(
-            full < 0, windows.filled((), self.eos, full), full
+        hashing = Hashing(
+            span=order,
+            bound=("vocab_size", self.vocab_size),
+            fill=self.eos,
+            stop=self.eos,
+            negative="fill",
+            heads=heads,
         )
-        return numbers, numbers >= 0
-
-    def _hash(self, slots: list[Any], layout: Layout) -> Any:
-        return xor_hash(slots, layout, heads=self.heads)
+        define(self, layouts, hashing)
 
 
 def _primes_from(base: int):

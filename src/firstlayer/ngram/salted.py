@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from .._check import positive
 from .primes import last_prime
 from .scheme import (
+    Hashing,
     Layout,
     Scheme,
     at_least,
+    define,
     integer_tuple,
     set_argument,
-    set_layouts,
 )
 
 #: Multiplier of each id, newest first.
@@ -66,11 +67,7 @@ class SaltedNgram(Scheme):
             multipliers=tuple(multipliers),
             rows=int(self.rows),
         )
-        set_layouts(self, {None: layout})
-
-    @property
-    def _span(self) -> int:
-        return max(self.orders)
+        define(self, {None: layout}, Hashing(span=max(orders)))
 
 
 def _multiplier(s: int, salt: int) -> int:

@@ -16,6 +16,8 @@ from . import history as windows
 
 #: Number of rows up to which row ids fit in int32.
 _INT32_ROWS = 2**31 - 1
+#: Stands for no id in a history if negative ids are hashed.
+NEVER_AN_ID = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +62,66 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Hashing:
+    """The ids that an n-gram consists of, and the arithmetic that combines them.
+
+    Args:
+        span: Number of ids in the longest n-gram.
+        bound: Name and value of the number of ids, or None for ids of any size.
+        fill: Number that is hashed in place of an id that is not there.
+        stop: Id of an earlier position at which an n-gram ends.
+        negative: Meaning of negative ids: ``"dead"``, ``"fill"`` or ``"hashed"``.
+        numbers: Number that is hashed for each id, or None for the id itself.
+        heads: Number of rows for each n if ids are combined by xor; None if their products
+            with the multipliers are added.
+        dtype: Dtype of the integers.
+    """
+
+    span: int
+    bound: tuple[str, int] | None = None
+    fill: int = 0
+    stop: int | None = None
+    negative: str = "dead"
+    numbers: np.ndarray | None = None
+    heads: int | None = None
+    dtype: str = "int64"
+
+    @property
+    def no_id(self) -> int:
+        """Id in a history that stands for no id."""
+        return NEVER_AN_ID if self.negative == "hashed" else windows.NO_ID
+
+    def numbers_of(self, ids: Any) -> tuple[Any, Any]:
+        """Return the number that is hashed for each id, and whether the id is there."""
+        xp, numbers = namespace_of(ids), ids
+        if self.numbers is not None and self.bound is not None:
+            table = windows.constant(self.numbers, ids)
+            numbers = table[xp.clip(ids, 0, self.bound[1] - 1)]
+        if self.negative == "dead":
+            return numbers, ids >= 0
+        if self.negative == "hashed":
+            return xp.where(ids < 0, ids, numbers), ids != self.no_id
+        numbers = xp.where(ids < 0, windows.filled((), self.fill, ids), numbers)
+        return numbers, numbers >= 0
+
+    def rows(self, slots: list[Any], layout: Layout) -> Any:
+        """Return the rows of n-grams, given their numbers, newest first."""
+        if self.heads is None:
+            return _sum_hash(slots, layout)
+        return _xor_hash(slots, layout, heads=self.heads, dtype=self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scheme:
     """Base class of the n-gram schemes.
 
     A scheme is an immutable value: it is compared by its arguments, and may be a static
-    field or a static argument. Calling it has no side effects.
+    field or a static argument. Calling it has no side effects. Subclasses call
+    :func:`define` when they are constructed.
     """
 
     _layouts: Mapping[int | None, Layout] = field(init=False, repr=False)
+    _hashing: Hashing = field(init=False, repr=False)
 
     @property
     def columns(self) -> int:
@@ -77,7 +131,7 @@ class Scheme:
     @property
     def history_length(self) -> int:
         """Number of ids before a position that its n-grams read."""
-        return self._span - 1
+        return self._hashing.span - 1
 
     def layout(self, layer: int | None = None) -> Layout:
         """Return the sizes, offsets, multipliers and number of rows of a layer's table.
@@ -156,13 +210,15 @@ class Scheme:
         if dead is not None:
             dead = windows.like(dead, ids)
             windows.check_shape(dead, name="dead", shape=tuple(ids.shape), given=0)
-            ids = windows.without_dead(ids, dead, no_id=self._no_id)
-        full = windows.joined(history, ids, span=self._span, no_id=self._no_id)
+            ids = windows.without_dead(ids, dead, no_id=self._hashing.no_id)
+        full = windows.joined(
+            history, ids, span=self._hashing.span, no_id=self._hashing.no_id
+        )
         if not hasattr(accepted, "dtype") or isinstance(accepted, np.generic):
             kept = ids.shape[-1] if accepted is None else accepted
             kept = integer("accepted", kept)  # pyright: ignore[reportArgumentType]
             _check_accepted(np.array(kept), ids.shape[-1])
-            return windows.last_ids(full, kept, span=self._span)
+            return windows.last_ids(full, kept, span=self._hashing.span)
         accepted = windows.like(accepted, ids)
         if tuple(accepted.shape) != tuple(ids.shape[:-1]):
             raise ValueError(
@@ -171,109 +227,52 @@ class Scheme:
             )
         if (host := windows.host_view(accepted)) is not None:
             _check_accepted(host, ids.shape[-1])
-        return windows.last_ids(full, accepted, span=self._span)
-
-    # What schemes differ in.
-
-    @property
-    def _span(self) -> int:
-        """Number of ids in the longest n-gram."""
-        raise NotImplementedError
-
-    @property
-    def _bound(self) -> tuple[str, int] | None:
-        """Name and value of the number of ids, or None for ids of any size."""
-        return None
-
-    @property
-    def _fill(self) -> int:
-        """Number that is hashed in place of an id that is not there."""
-        return 0
-
-    @property
-    def _stop(self) -> int | None:
-        """Id of an earlier position at which an n-gram ends."""
-        return None
-
-    @property
-    def _no_id(self) -> int:
-        """Id in a history that stands for no id."""
-        return windows.NO_ID
-
-    @property
-    def _negative(self) -> str:
-        """Meaning of negative ids: ``"dead"``, ``"fill"`` or ``"hashed"``."""
-        return "dead"
-
-    @property
-    def _map(self) -> np.ndarray | None:
-        """Number that is hashed for each id, or None for the id itself."""
-        return None
-
-    @property
-    def _has_kernel(self) -> bool:
-        """Whether the kernel computes these hashes."""
-        return True
-
-    def _numbers(self, full: Any) -> tuple[Any, Any]:
-        """Return the number that is hashed for each id, and whether the id is there."""
-        return full, full >= 0
-
-    def _hash(self, slots: list[Any], layout: Layout) -> Any:
-        """Return the rows of n-grams, given their numbers, newest first."""
-        columns: Any = layout.multipliers
-        total = None
-        for slot, multipliers in zip(slots, zip(*columns, strict=True), strict=True):
-            term = slot[..., None] * windows.like(multipliers, slot)
-            total = term if total is None else total + term
-        return total % windows.like(layout.sizes, total) + windows.like(
-            layout.offsets, total
-        )
-
-    # The same for all schemes.
+        return windows.last_ids(full, accepted, span=self._hashing.span)
 
     def _rows(
         self, ids: Any, layout: Layout, *, history: Any, documents: Any, dead: Any
     ) -> Any:
         """Return the rows with operators of the library of ``ids``."""
-        xp, shape = namespace_of(ids), tuple(ids.shape)
+        xp, shape, hashing = namespace_of(ids), tuple(ids.shape), self._hashing
         is_checked = self._check("ids", ids) and self._check("history", history)
         ids, given = cast(ids, "int64"), 0 if history is None else history.shape[-1]
         history = None if history is None else cast(history, "int64")
-        full = windows.joined(history, ids, span=self._span, no_id=self._no_id)
+        full = windows.joined(
+            history, ids, span=self._hashing.span, no_id=self._hashing.no_id
+        )
         if documents is not None:
             documents = windows.joined_documents(
-                documents, span=self._span, given=given, shape=shape
+                documents, span=self._hashing.span, given=given, shape=shape
             )
         if dead is not None:
             windows.check_shape(dead, name="dead", shape=shape, given=given)
             start = full.shape[-1] - dead.shape[-1]
-            alive = windows.without_dead(full[..., start:], dead, no_id=self._no_id)
+            alive = windows.without_dead(full[..., start:], dead, no_id=self._hashing.no_id)
             full = xp.concat([full[..., :start], alive], axis=-1)
         if 0 in shape:
             return windows.filled((*shape, self.columns), 0, full)
-        if isinstance(full, np.ndarray) and self._has_kernel and has_compiler():
+        if isinstance(full, np.ndarray) and hashing.dtype == "int64" and has_compiler():
             return self._kernel_rows(full, documents, layout)
 
         def at(x: Any, s: int) -> Any:
-            first = self._span - 1 - s
+            first = hashing.span - 1 - s
             return x[..., first : first + shape[-1]]
 
-        numbers, present = self._numbers(full)
-        fill, valid = windows.filled((), self._fill, full), at(present, 0)
+        numbers, present = hashing.numbers_of(full)
+        fill, valid = windows.filled((), hashing.fill, full), at(present, 0)
         slots, is_wrong = [], None
-        for s in range(self._span):
+        for s in range(hashing.span):
             if s:
                 valid = valid & at(present, s)
                 if documents is not None:
                     valid = valid & (at(documents, s) == at(documents, 0))
-                if self._stop is not None:
-                    valid = valid & (at(numbers, s) != self._stop)
+                if hashing.stop is not None:
+                    valid = valid & (at(numbers, s) != hashing.stop)
             slots.append(xp.where(valid, at(numbers, s), fill))
-            if self._bound is not None and not is_checked:
-                wrong = valid & (at(full, s) >= self._bound[1])
+            if hashing.bound is not None and not is_checked:
+                wrong = valid & (at(full, s) >= hashing.bound[1])
                 is_wrong = wrong if is_wrong is None else is_wrong | wrong
-        rows = self._hash(slots, layout)
+        rows = hashing.rows(slots, layout)
         if is_wrong is None:
             return rows
         return xp.where(is_wrong[..., None], windows.filled((), -1, rows), rows)
@@ -285,18 +284,19 @@ class Scheme:
         # Numba is imported with the first call.
         from ..kernels.ngram import ngram_rows
 
+        hashing = self._hashing
         if documents is not None:
             documents = documents.astype(np.int64).reshape(-1, full.shape[-1])
         rows = ngram_rows(
             full.reshape(-1, full.shape[-1]),
             documents,
-            self._map,
-            fill=self._fill,
-            stop=self._stop,
-            negative=self._negative,
-            no_id=self._no_id,
+            hashing.numbers,
+            fill=hashing.fill,
+            stop=hashing.stop,
+            negative=hashing.negative,
+            no_id=hashing.no_id,
             multipliers=np.array(layout.multipliers, np.int64),
-            heads=getattr(self, "heads", 1),
+            heads=hashing.heads or 1,
             sizes=np.array(layout.sizes, np.int64),
             offsets=np.array(layout.offsets, np.int64),
         )
@@ -304,9 +304,9 @@ class Scheme:
 
     def _check(self, name: str, ids: Any) -> bool:
         """Raise if an id is out of range; return whether all of them could be read."""
-        if self._bound is None or ids is None:
+        if self._hashing.bound is None or ids is None:
             return True
-        host, (bound, size) = windows.host_view(ids), self._bound
+        host, (bound, size) = windows.host_view(ids), self._hashing.bound
         if host is None:
             return False
         if host.dtype.kind == "u":
@@ -331,7 +331,18 @@ class Scheme:
         return hash((type(self), *known))
 
 
-def xor_hash(slots: list[Any], layout: Layout, *, heads: int, dtype: str = "int64") -> Any:
+def _sum_hash(slots: list[Any], layout: Layout) -> Any:
+    """Return the rows of n-grams whose products with the multipliers are added."""
+    columns: Any = layout.multipliers
+    total = None
+    for slot, multipliers in zip(slots, zip(*columns, strict=True), strict=True):
+        term = slot[..., None] * windows.like(multipliers, slot)
+        total = term if total is None else total + term
+    rows = total % windows.like(layout.sizes, total)
+    return rows + windows.like(layout.offsets, total)
+
+
+def _xor_hash(slots: list[Any], layout: Layout, *, heads: int, dtype: str) -> Any:
     """Return the rows of n-grams of order 2 and up, ``heads`` for each order.
 
     The hash of an n-gram continues the one of the n-gram without its oldest id.
@@ -346,9 +357,10 @@ def xor_hash(slots: list[Any], layout: Layout, *, heads: int, dtype: str = "int6
     return namespace_of(mix).concat(rows, axis=-1)
 
 
-def set_layouts(scheme: Scheme, layouts: dict[int | None, Layout]) -> None:
-    """Set the layouts of a scheme that is being constructed."""
+def define(scheme: Scheme, layouts: Mapping[int | None, Layout], hashing: Hashing) -> None:
+    """Set the layouts and the hashing of a scheme that is being constructed."""
     object.__setattr__(scheme, "_layouts", layouts)
+    object.__setattr__(scheme, "_hashing", hashing)
 
 
 def set_argument(scheme: Scheme, name: str, value: Any) -> None:
