@@ -81,6 +81,11 @@ def bags(**options: Any) -> Case:
     return Case("EmbeddingBag", options, real, rest, linear=("weight",))
 
 
+def hashed(name: str, *linear: str, **options: Any) -> Case:
+    options = {"embedding_dim": 4, **options}
+    return Case(name, options, rest=(IDS,), linear=linear)
+
+
 def complete(*linear: str, **options: Any) -> Case:
     options = {"num_embeddings": 9, "embedding_dim": 4, **options}
     names, rest = ("positions",), (IDS, np.array([4, 0, 2, 5]))
@@ -204,6 +209,21 @@ CASES = {
     ),
     "bag": bags(padding_idx=1, max_norm=1.5, scale_grad_by_freq=True),
     "bag, max": bags(mode="max"),
+    "hashed": hashed("HashedEmbedding", num_rows=40, hashes=3, seed=9),
+    "hashed, concatenated": hashed(
+        *("HashedEmbedding", "importance.weight"),
+        **{"num_rows": 40, "combine": "concat", "importance_rows": 5},
+    ),
+    "hashed, weighted": hashed("HashedEmbedding", num_rows=40, importance_rows=5),
+    "quotient and remainder": hashed("QuotientRemainderEmbedding", num_embeddings=9),
+    "quotient and remainder, concatenated": hashed(
+        *("QuotientRemainderEmbedding", "table.weight"),
+        **{"num_embeddings": 9, "buckets": 4, "combine": "concat"},
+    ),
+    "frequent ids": hashed(
+        *("FrequencyEmbedding", "table.weight"),
+        **{"frequent_ids": [8, 3, 1], "num_rows": 5, "hashes": 3, "seed": 4},
+    ),
     "layer": complete(
         *("norm.weight", "norm.bias"),
         **{"max_positions": 8, "segments": 2, "layer_norm": True, "norm_eps": 1e-3},
@@ -767,8 +787,11 @@ METHODS = {
     "EmbeddingLayer": ["config", "from_hf", "logits", "mask"],
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
+    "FrequencyEmbedding": ["config"],
+    "HashedEmbedding": ["config"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
+    "QuotientRemainderEmbedding": ["config"],
     "RotaryPositions": [
         *("at_length", "config", "dinov3", "from_hf", "phases", "pixtral", "rerotate")
     ],

@@ -5,6 +5,7 @@ of a framework can only exist once the caller has imported it.
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,24 @@ def cast(x: Any, dtype: str) -> Any:
     if xp is sys.modules.get("torch"):
         return x.to(getattr(xp, dtype))
     return x.astype(dtype)
+
+
+def exact_integers(x: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the library of ``x`` computes with 64-bit integers.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([2**40], np.int64)
+        >>> with exact_integers(x):
+        ...     (x * 4).tolist()
+        [4398046511104]
+    """
+    if namespace_of(x).__name__ != "jax.numpy":
+        return nullcontext()
+    jax = sys.modules["jax"]
+    # Before version 0.8 it was experimental.
+    is_new = hasattr(jax, "enable_x64")
+    return (jax if is_new else jax.experimental).enable_x64(True)
 
 
 def float64_from_bits(bits: Any) -> Any:

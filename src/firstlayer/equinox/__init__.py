@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
         "firstlayer.equinox needs JAX and Equinox: pip install firstlayer[equinox]"
     ) from error
 
+from ..embeddings.hashed import split_ids as split_ids
 from . import rows as rows
 from .alibi import AlibiBias as AlibiBias
 from .bag import EmbeddingBag as EmbeddingBag
@@ -23,6 +24,9 @@ from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
+from .hashed import FrequencyEmbedding as FrequencyEmbedding
+from .hashed import HashedEmbedding as HashedEmbedding
+from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
@@ -44,8 +48,11 @@ __all__ = [
     "EmbeddingLayer",
     "FireBias",
     "FourierFeatures",
+    "FrequencyEmbedding",
+    "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
+    "QuotientRemainderEmbedding",
     "RotaryPositions",
     "ShawScores",
     "SinusoidalPositions",
@@ -57,4 +64,5 @@ __all__ = [
     "load_leaves",
     "rows",
     "save",
+    "split_ids",
 ]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._module import Module
@@ -53,7 +54,7 @@ def _arrays(layer: Module) -> Tensors:
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
     if parameters.keys() <= inspect.signature(layer_class).parameters.keys():
         return layer_class(**options, **parameters)
-    if layer_class.__name__ == "EmbeddingLayer":
+    if LAYER_KINDS[layer_class.__name__].has_parts:
 
         def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jnp.zeros(array_of_shape(parameters, shape).shape, dtype)

@@ -20,12 +20,12 @@ class LayerKind(NamedTuple):
 
     Args:
         module: Module of the class, the same in every front end.
-        parameters: Names of its parameters. Empty for ``EmbeddingLayer``, whose parameters
-            depend on its options.
+        parameters: Names of its parameters. Empty if they depend on its options.
         prefix: Prefix of its tensor names in a file.
         has_phase_tables: Whether it builds tables for its pairs of features; see
             :mod:`firstlayer.positions.phases`.
         distances: Options that are integers but not sizes of anything.
+        has_parts: Whether it consists of other layers, which have the parameters.
     """
 
     module: str
@@ -33,6 +33,7 @@ class LayerKind(NamedTuple):
     prefix: str = ""
     has_phase_tables: bool = False
     distances: tuple[str, ...] = ()
+    has_parts: bool = False
 
 
 LAYER_KINDS = {
@@ -40,11 +41,16 @@ LAYER_KINDS = {
     "CopeBias": LayerKind("cope", ("weight",), "bias."),
     "Embedding": LayerKind("token", ("weight",), "token."),
     "EmbeddingBag": LayerKind("bag", ("weight",), "token."),
-    "EmbeddingLayer": LayerKind("layer"),
+    "EmbeddingLayer": LayerKind("layer", has_parts=True),
     "FireBias": LayerKind("fire", ("c", "multiplier", *_FIRE_NETWORK), "bias."),
+    "FrequencyEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "FourierFeatures": LayerKind("fourier", has_phase_tables=True),
+    "HashedEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "KerpleBias": LayerKind("kerple", ("r1", "r2"), "bias."),
     "LearnedPositions": LayerKind("learned", ("weight",), "position."),
+    "QuotientRemainderEmbedding": LayerKind(
+        "hashed", distances=("num_embeddings",), has_parts=True
+    ),
     "RotaryPositions": LayerKind("rotary", has_phase_tables=True),
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),

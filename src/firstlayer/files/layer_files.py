@@ -92,8 +92,10 @@ def _build(
             if size not in options:
                 raise ValueError(f"missing the option {size!r}")
             integer(size, options[size])
-    if name != "EmbeddingLayer":
+    if not LAYER_KINDS[name].has_parts:
         return front_end.build(layer_class, options, parameters_in(name, tensors))
+    if "position" not in inspect.signature(layer_class).parameters:
+        return front_end.build(layer_class, options, tensors)
     # The config of its position layer is nested in that of a complete layer.
     position = options.get("position")
     if position is not None and not isinstance(position, dict):

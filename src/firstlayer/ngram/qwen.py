@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from .._check import not_negative, positive
+from ..embeddings.hashed import splitmix64
 from .primes import next_prime
 from .scheme import (
     Hashing,
@@ -20,7 +21,8 @@ from .scheme import (
 
 #: Added to the seed for each layer.
 _LAYER_SEED = 10007
-_MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
+#: Distance of the states of SplitMix64.
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,13 +97,5 @@ def _primes_from(base: int):
 def _multipliers(vocab_size: int, order: int, seed: int, place: int) -> list[int]:
     half = max(1, ((2**63 - 1) // vocab_size) // 2)
     start = seed + _LAYER_SEED * place
-    draws = (_splitmix64(start + (s + 1) * _GAMMA) % half for s in range(order))
+    draws = (splitmix64(start + (s + 1) * _GAMMA) % half for s in range(order))
     return [2 * draw + 1 for draw in draws]
-
-
-def _splitmix64(state: int) -> int:
-    """Return the output of the generator SplitMix64 after ``state``."""
-    value = (state + _GAMMA) & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31

@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from .._array import cast, namespace_of
+from .._array import cast, exact_integers, namespace_of
 from .._check import all_in_range, host_array, integer, out_of_range
 from ..kernels import has_compiler
 from . import history as windows
@@ -188,7 +187,7 @@ class Scheme:
                 torch = sys.modules["torch"]
                 return torch.from_numpy(self._rows(host, layout, **hosts))
         row_dtype = _row_dtype(ids, layout)
-        with _exact_integers(ids):
+        with exact_integers(ids):
             extra = {k: v if v is None else windows.like(v, ids) for k, v in extra.items()}
             return cast(self._rows(ids, layout, **extra), row_dtype)
 
@@ -432,13 +431,3 @@ def _row_dtype(ids: Any, layout: Layout) -> str:
             "jax.config.update('jax_enable_x64', True): its rows do not fit in int32"
         )
     return "int32"
-
-
-def _exact_integers(ids: Any) -> AbstractContextManager[Any]:
-    """Return a context in which the library of ``ids`` computes with 64-bit integers."""
-    if namespace_of(ids).__name__ != "jax.numpy":
-        return nullcontext()
-    jax = sys.modules["jax"]
-    # Before version 0.8 it was experimental.
-    is_new = hasattr(jax, "enable_x64")
-    return (jax if is_new else jax.experimental).enable_x64(True)

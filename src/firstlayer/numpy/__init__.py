@@ -11,6 +11,9 @@ from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
+from .hashed import FrequencyEmbedding as FrequencyEmbedding
+from .hashed import HashedEmbedding as HashedEmbedding
+from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
@@ -31,8 +34,11 @@ __all__ = [
     "EmbeddingLayer",
     "FireBias",
     "FourierFeatures",
+    "FrequencyEmbedding",
+    "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
+    "QuotientRemainderEmbedding",
     "RotaryPositions",
     "ShawScores",
     "SinusoidalPositions",

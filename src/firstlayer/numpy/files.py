@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._module import Module
@@ -46,7 +47,7 @@ def load(path: Path) -> Any:
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
     if parameters.keys() <= inspect.signature(layer_class).parameters.keys():
         return layer_class(**options, **parameters)
-    if layer_class.__name__ == "EmbeddingLayer":
+    if LAYER_KINDS[layer_class.__name__].has_parts:
 
         def uninitialized(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
             return np.empty_like(array_of_shape(parameters, shape))

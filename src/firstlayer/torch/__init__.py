@@ -37,6 +37,9 @@ from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .frozen_rows import FrozenRowsEmbedding as FrozenRowsEmbedding
+from .hashed import FrequencyEmbedding as FrequencyEmbedding
+from .hashed import HashedEmbedding as HashedEmbedding
+from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
 from .hf import HFRotary as HFRotary
 from .hf import replace_rotary as replace_rotary
 from .hf_embeddings import replace_embeddings as replace_embeddings
@@ -62,11 +65,14 @@ __all__ = [
     "EmbeddingLayer",
     "FireBias",
     "FourierFeatures",
+    "FrequencyEmbedding",
     "FrozenRowsEmbedding",
     "HFRotary",
+    "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
     "PartlyFrozenEmbedding",
+    "QuotientRemainderEmbedding",
     "RotaryPositions",
     "ShawScores",
     "SinusoidalPositions",
