@@ -17,6 +17,10 @@ from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
+from .ngram import EngramGate as EngramGate
+from .ngram import NgramAverage as NgramAverage
+from .ngram import NgramEmbedding as NgramEmbedding
+from .ngram import ShortConvGate as ShortConvGate
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
@@ -32,15 +36,19 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingLayer",
+    "EngramGate",
     "FireBias",
     "FourierFeatures",
     "FrequencyEmbedding",
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
+    "NgramAverage",
+    "NgramEmbedding",
     "QuotientRemainderEmbedding",
     "RotaryPositions",
     "ShawScores",
+    "ShortConvGate",
     "SinusoidalPositions",
     "T5Bias",
     "Time2Vec",

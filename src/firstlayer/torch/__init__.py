@@ -48,6 +48,10 @@ from .installation import to_torch as to_torch
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
+from .ngram import EngramGate as EngramGate
+from .ngram import NgramAverage as NgramAverage
+from .ngram import NgramEmbedding as NgramEmbedding
+from .ngram import ShortConvGate as ShortConvGate
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
@@ -63,6 +67,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingLayer",
+    "EngramGate",
     "FireBias",
     "FourierFeatures",
     "FrequencyEmbedding",
@@ -71,10 +76,13 @@ __all__ = [
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
+    "NgramAverage",
+    "NgramEmbedding",
     "PartlyFrozenEmbedding",
     "QuotientRemainderEmbedding",
     "RotaryPositions",
     "ShawScores",
+    "ShortConvGate",
     "SinusoidalPositions",
     "T5Bias",
     "Time2Vec",

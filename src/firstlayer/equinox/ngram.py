@@ -1,0 +1,399 @@
+"""N-gram memory in JAX: rows of n-grams, and the gates that add them to a model."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+from .._check import check_real, not_negative_number, one_of, positive
+from ..ngram.gates import (
+    EngramWeights,
+    ShortConvWeights,
+    check_shapes,
+    engram_gate,
+    ngram_average,
+    short_conv_gate,
+)
+from ..ngram.scheme import Scheme, check_num_rows
+from ._module import Module, replace_fields, upcast_together
+from ._parameters import Key, draw_parameter, table_dtype
+from .token import Embedding
+
+
+class NgramEmbedding(Module):
+    """Looks up the rows of the n-grams that end at each position.
+
+    Args:
+        scheme: Scheme of :mod:`firstlayer.ngram`.
+        table: Layer with the table, or the width of the rows of a new one.
+        layer: Layer of the model whose table it is; may be left out if the scheme has one.
+        combine: ``"concat"``, or ``"sum"`` as in BLT.
+        options: Arguments of :class:`Embedding` for a new table, such as ``key``.
+
+    Shape:
+        - ids: ``(..., length)``, any integer dtype, or lists
+        - output: ``(..., length, columns * width)``, or ``(..., length, width)`` if summed
+
+    Example:
+        >>> from firstlayer.ngram import SaltedNgram
+        >>> memory = NgramEmbedding(SaltedNgram(rows=1000), 8, key=jax.random.key(0))
+        >>> memory([[5, 6, 7]]).shape
+        (1, 3, 32)
+    """
+
+    table: Embedding
+    scheme: Scheme = eqx.field(static=True)
+    layer: int | None = eqx.field(static=True)
+    combine: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        table: Embedding | int,
+        *,
+        layer: int | None = None,
+        combine: str = "concat",
+        **options: Any,
+    ) -> None:
+        rows = scheme.layout(layer).rows
+        self.combine = one_of("combine", combine, ("concat", "sum"))
+        if isinstance(table, eqx.Module):
+            check_num_rows(table.num_embeddings, rows, options)
+        else:
+            table = Embedding(rows, table, **options)
+        self.scheme, self.layer, self.table = scheme, layer, table
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of the output."""
+        columns = self.scheme.columns if self.combine == "concat" else 1
+        return columns * self.table.embedding_dim
+
+    def __call__(
+        self,
+        ids: Integer[Array, "*batch length"] | list[Any] | Any,
+        *,
+        history: Integer[Array, "*batch before"] | Any = None,
+        documents: Integer[Array, "*batch positions"] | Any = None,
+        dead: Bool[Array, "*batch positions"] | Any = None,
+    ) -> Float[Array, "*batch length embedding_dim"]:
+        """Return the vectors of the n-grams that end at each position.
+
+        Args:
+            ids: Ids.
+            history: The ids before, when decoding; see ``scheme.advance``.
+            documents: Document of each id of a packed sequence.
+            dead: True at ids that n-grams must not read.
+        """
+        rows = self.scheme(
+            ids, layer=self.layer, history=history, documents=documents, dead=dead
+        )
+        vectors = self.table(rows)
+        if self.combine == "sum":
+            return vectors.sum(-2)
+        return vectors.reshape(*vectors.shape[:-2], self.embedding_dim)
+
+    def parameters(self) -> dict[str, Float[Array, "rows width"]]:
+        return {"table.weight": self.table.weight}
+
+    def _replace_parameters(self, parameters: dict[str, Any]) -> Any:
+        table = replace_fields(self.table, weight=parameters["table.weight"])
+        return replace_fields(self, table=table)
+
+
+class EngramGate(Module):
+    """Adds n-gram vectors to hidden states, as in DeepSeek-V4.1.
+
+    Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
+    signed root of a normalized product of hidden state and key. Computed in float32.
+
+    Args:
+        memory_dim: Width of the n-gram vectors.
+        embedding_dim: Width of the hidden states.
+        streams: Number of streams; None for hidden states without an axis of streams.
+        eps: Term added to mean squares.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: Random key for the parameters.
+
+    Shape:
+        - hidden: ``(..., length, streams, embedding_dim)``, or without streams
+        - memory: ``(..., length, memory_dim)``
+        - mask: ``(..., length)``, True where the value is added
+        - output: as ``hidden``
+
+    Example:
+        >>> gate = EngramGate(6, 4, streams=2, key=jax.random.key(0))
+        >>> gate(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 6))).shape
+        (1, 3, 2, 4)
+    """
+
+    projection: Float[Array, "rows memory_dim"]
+    query_weight: Float[Array, "streams embedding_dim"]
+    key_weight: Float[Array, "streams embedding_dim"]
+    memory_dim: int = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+    streams: int | None = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        memory_dim: int,
+        embedding_dim: int,
+        *,
+        streams: int | None = None,
+        eps: float = 1e-20,
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.memory_dim = positive("memory_dim", memory_dim)
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.streams = None if streams is None else positive("streams", streams)
+        self.eps = not_negative_number("eps", eps)
+        shape = (streams or 1, embedding_dim)
+        rows = (shape[0] + 1) * embedding_dim
+        self.projection = _linear((rows, memory_dim), key=key, dtype=dtype)
+        self.query_weight = jnp.ones(shape, table_dtype(dtype))
+        self.key_weight = jnp.ones(shape, table_dtype(dtype))
+
+    def __call__(
+        self,
+        hidden: Float[Array, "*hidden"],
+        memory: Float[Array, "*batch length memory_dim"],
+        *,
+        mask: Bool[Array, "*batch length"] | None = None,
+    ) -> Float[Array, "*hidden"]:
+        """Return the hidden states with the gated value added."""
+        _check_arguments(self, hidden, memory, mask)
+        own = self.parameters().values()
+        h, e, *weights = upcast_together(_streams(hidden, self), memory, *own)
+        out = engram_gate(h, e, EngramWeights(*weights), eps=self.eps, mask=mask)
+        return out.reshape(hidden.shape).astype(hidden.dtype)
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        return {name: getattr(self, name) for name in EngramWeights._fields}
+
+
+class ShortConvGate(Module):
+    """Adds n-gram vectors and their convolution to hidden states: Engram's paper, Qwen.
+
+    Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
+    signed root of the product of normalized key and hidden state; a causal depthwise
+    convolution of the normalized result is added to it. The convolution starts at zero.
+    Computed in float32.
+
+    Args:
+        memory_dim: Width of the n-gram vectors.
+        embedding_dim: Width of the hidden states.
+        streams: Number of streams; None for hidden states without an axis of streams.
+        kernel_size: Number of positions that the convolution reads.
+        dilation: Distance between them; the order of the n-grams in the paper and in Qwen.
+        bias: Whether keys and values have a bias, as in the paper.
+        eps: Term added to the mean squares of keys and hidden states.
+        conv_eps: The same before the convolution; None is ``eps``.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: Random key for the parameters.
+
+    Shape:
+        - hidden: ``(..., length, streams, embedding_dim)``, or without streams
+        - memory: ``(..., length, memory_dim)``
+        - mask: ``(..., length)``, True where the value is added
+        - state: ``(..., (kernel_size - 1) * dilation, streams, embedding_dim)``
+        - output: as ``hidden``
+
+    Qwen's checkpoints store the weights of norms minus one.
+
+    Example:
+        >>> gate = ShortConvGate(6, 4, streams=2, key=jax.random.key(0))
+        >>> hidden, memory = jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 6))
+        >>> out, state = gate(hidden, memory), None
+        >>> for t in range(3):  # the same, one position at a time
+        ...     state = gate.advance(state, hidden[:, t : t + 1], memory[:, t : t + 1])
+        >>> out.shape, state.shape
+        ((1, 3, 2, 4), (1, 9, 2, 4))
+    """
+
+    key_projection: Float[Array, "streams embedding_dim memory_dim"]
+    value_projection: Float[Array, "embedding_dim memory_dim"]
+    key_norm: Float[Array, "streams embedding_dim"]
+    query_norm: Float[Array, "streams embedding_dim"]
+    conv_norm: Float[Array, "streams embedding_dim"]
+    conv: Float[Array, "streams embedding_dim kernel_size"]
+    key_bias: Float[Array, "streams embedding_dim"] | None
+    value_bias: Float[Array, " embedding_dim"] | None
+    memory_dim: int = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+    streams: int | None = eqx.field(static=True)
+    kernel_size: int = eqx.field(static=True)
+    dilation: int = eqx.field(static=True)
+    bias: bool = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    conv_eps: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        memory_dim: int,
+        embedding_dim: int,
+        *,
+        streams: int | None = None,
+        kernel_size: int = 4,
+        dilation: int = 3,
+        bias: bool = False,
+        eps: float = 1e-6,
+        conv_eps: float | None = None,
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.memory_dim = positive("memory_dim", memory_dim)
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.streams = None if streams is None else positive("streams", streams)
+        self.kernel_size = positive("kernel_size", kernel_size)
+        self.dilation = positive("dilation", dilation)
+        self.eps = not_negative_number("eps", eps)
+        conv_eps = eps if conv_eps is None else conv_eps
+        self.conv_eps = not_negative_number("conv_eps", conv_eps)
+        self.bias, shape = bool(bias), (streams or 1, embedding_dim)
+        keys = (None, None) if key is None else jax.random.split(key)
+        self.key_projection = _linear((*shape, memory_dim), key=keys[0], dtype=dtype)
+        self.value_projection = _linear(
+            (embedding_dim, memory_dim), key=keys[1], dtype=dtype
+        )
+        ones = jnp.ones(shape, table_dtype(dtype))
+        self.key_norm, self.query_norm, self.conv_norm = ones, ones, ones
+        self.conv = jnp.zeros((*shape, kernel_size), table_dtype(dtype))
+        self.key_bias = jnp.zeros_like(ones) if bias else None
+        self.value_bias = jnp.zeros_like(ones[0]) if bias else None
+
+    def __call__(
+        self,
+        hidden: Float[Array, "*hidden"],
+        memory: Float[Array, "*batch length memory_dim"],
+        *,
+        mask: Bool[Array, "*batch length"] | None = None,
+        state: Float[Array, "*batch before streams embedding_dim"] | None = None,
+    ) -> Float[Array, "*hidden"]:
+        """Return the hidden states with the gated value and its convolution added.
+
+        Args:
+            hidden: Hidden states.
+            memory: N-gram vectors.
+            mask: True where the value is added; None is everywhere.
+            state: State of the positions before, when decoding; see :meth:`advance`.
+        """
+        out, _ = self._run(hidden, memory, mask=mask, state=state)
+        return out.reshape(hidden.shape).astype(hidden.dtype)
+
+    def advance(
+        self,
+        state: Float[Array, "*batch before streams embedding_dim"] | None,
+        hidden: Float[Array, "*hidden"],
+        memory: Float[Array, "*batch length memory_dim"],
+        *,
+        mask: Bool[Array, "*batch length"] | None = None,
+    ) -> Float[Array, "*batch before streams embedding_dim"]:
+        """Return the state after these positions, in float32.
+
+        Args:
+            state: State before them; None is the start of a sequence.
+            hidden: Hidden states.
+            memory: N-gram vectors.
+            mask: As in a call.
+        """
+        return self._run(hidden, memory, mask=mask, state=state)[1]
+
+    def _run(self, hidden: Array, memory: Array, **others: Any) -> tuple[Array, Array]:
+        _check_arguments(self, hidden, memory, others["mask"])
+        own = self.parameters()
+        h, e, *weights = upcast_together(_streams(hidden, self), memory, *own.values())
+        return short_conv_gate(
+            h,
+            e,
+            ShortConvWeights(**dict(zip(own, weights, strict=True))),
+            eps=self.eps,
+            conv_eps=self.conv_eps,
+            dilation=self.dilation,
+            **others,
+        )
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        values = {name: getattr(self, name) for name in ShortConvWeights._fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class NgramAverage(Module):
+    """Averages token vectors and projected n-gram rows, as LongCat-Flash-Lite does.
+
+    Args:
+        columns: Number of rows for each position.
+        width: Width of a row.
+        embedding_dim: Width of the token vectors.
+        dtype: float64, float32, float16 or bfloat16; None is JAX's default.
+        key: Random key for the parameter.
+
+    Shape:
+        - tokens: ``(..., embedding_dim)``
+        - memory: ``(..., columns * width)``
+        - output: ``(..., embedding_dim)``, in the dtype of ``tokens``
+
+    Example:
+        >>> average = NgramAverage(2, 3, 4, key=jax.random.key(0))
+        >>> average(jnp.ones((5, 4)), jnp.zeros((5, 6)))[0]
+        Array([0.33333334, 0.33333334, 0.33333334, 0.33333334], dtype=float32)
+    """
+
+    weight: Float[Array, "columns embedding_dim width"]
+    columns: int = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+    embedding_dim: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        columns: int,
+        width: int,
+        embedding_dim: int,
+        *,
+        dtype: Any = None,
+        key: Key | None = None,
+    ) -> None:
+        self.columns, self.width = positive("columns", columns), positive("width", width)
+        self.embedding_dim = positive("embedding_dim", embedding_dim)
+        self.weight = _linear((columns, embedding_dim, width), key=key, dtype=dtype)
+
+    def __call__(
+        self,
+        tokens: Float[Array, "*batch embedding_dim"],
+        memory: Float[Array, "*batch memory_dim"],
+    ) -> Float[Array, "*batch embedding_dim"]:
+        """Return the mean of the token vectors and the projected rows."""
+        dims, memory_dim = (self.embedding_dim,), self.columns * self.width
+        check_shapes(tokens, memory, None, dims=dims, memory_dim=memory_dim)
+        out = ngram_average(*upcast_together(tokens, memory, self.weight))
+        return out.astype(tokens.dtype)
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        return {"weight": self.weight}
+
+
+def _streams(hidden: Array, gate: EngramGate | ShortConvGate) -> Array:
+    return hidden[..., None, :] if gate.streams is None else hidden
+
+
+def _check_arguments(
+    gate: EngramGate | ShortConvGate, hidden: Any, memory: Any, mask: Any
+) -> None:
+    check_real(hidden, name="hidden", whole=False)
+    check_real(memory, name="memory", whole=False)
+    own = (gate.embedding_dim,)
+    dims = own if gate.streams is None else (gate.streams, *own)
+    check_shapes(hidden, memory, mask, dims=dims, memory_dim=gate.memory_dim)
+
+
+def _linear(shape: tuple[int, ...], *, key: Key | None, dtype: Any) -> Array:
+    """Draw a projection as ``torch.nn.Linear`` does."""
+
+    def uniform(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+        bound = shape[-1] ** -0.5
+        return jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)
+
+    return draw_parameter(shape, init=uniform, key=key, dtype=dtype)
