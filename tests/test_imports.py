@@ -26,7 +26,7 @@ ALLOWED = {
     "_interrupts": (set(), set()),
     "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
-    "ngram": ({"kernels"}, ARRAYS),
+    "ngram": ({"kernels", "embeddings"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
     "optim": ({"kernels", "embeddings"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),
