@@ -36,6 +36,8 @@ USED = [
     *("engram_v41_documents_1", "engram_demo_0", "engram_demo_2", "engram_maxtext_1"),
     *("qwen4_release_layout", "qwen4_hash_0", "qwen4_hash_2"),
     *("longcat_hash_0", "longcat_hash_2", "blt_hash_0", "blt_hash_2", "nanochat_hash_0"),
+    # tests/ngram/test_gates.py
+    *("engram_demo_layer_0", "engram_v41_gate_0", "longcat_layer_0", "qwen4_layer_0"),
 ]
 
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "encode": "Encode lines of text as vectors.",
     "inspect": "Describe the embedding tables in a checkpoint.",
     "memory": "Measure the memory of training a table.",
+    "ngram": "Describe n-gram tables, and how a text uses them.",
     "bench": "Time lookups against other libraries.",
     "positions": "Compare position schemes on your text.",
 }

@@ -191,6 +191,34 @@ class Scheme:
             extra = {k: v if v is None else windows.like(v, ids) for k, v in extra.items()}
             return cast(self._rows(ids, layout, **extra), row_dtype)
 
+    def ngrams(self, ids: Any) -> np.ndarray:
+        """Return the numbers that are hashed at each position, ``(..., length, span)``.
+
+        Two positions have the same row in a column of order n if their first n numbers are
+        equal; if only their rows are equal, they collide.
+
+        Args:
+            ids: NumPy integers, or nested lists: ``(..., length)``.
+        """
+        ids = windows.as_ids(ids, name="ids")
+        self._check("ids", ids)
+        hashing = self._hashing
+        full = windows.joined(None, ids, span=hashing.span, no_id=hashing.no_id)
+        slots, _ = self._slots(full, None, ids.shape[-1], checked=True)
+        return np.stack(slots, -1)
+
+    def column_orders(self, layer: int | None = None) -> tuple[int, ...]:
+        """Return the number of ids that each column reads.
+
+        Args:
+            layer: As in a call.
+        """
+        layout, heads = self.layout(layer), self._hashing.heads
+        if heads is not None:
+            return tuple(c // heads + 2 for c in range(len(layout.sizes)))
+        columns: Any = layout.multipliers
+        return tuple(len(column) - _trailing_zeros(column) for column in columns)
+
     def advance(
         self, history: Any, ids: Any, *, accepted: Any = None, dead: Any = None
     ) -> Any:
@@ -253,9 +281,28 @@ class Scheme:
         if isinstance(full, np.ndarray) and hashing.dtype == "int64" and has_compiler():
             return self._kernel_rows(full, documents, layout)
 
+        slots, is_wrong = self._slots(full, documents, shape[-1], checked=is_checked)
+        rows = hashing.rows(slots, layout)
+        if is_wrong is None:
+            return rows
+        return xp.where(is_wrong[..., None], windows.filled((), -1, rows), rows)
+
+    def _slots(
+        self, full: Any, documents: Any, length: int, *, checked: bool
+    ) -> tuple[list[Any], Any]:
+        """Return the numbers of n-grams, newest first, and where an id is out of range.
+
+        Args:
+            full: Ids of :func:`firstlayer.ngram.history.joined`.
+            documents: Document of each of them, or None.
+            length: Number of positions.
+            checked: Whether all ids are known to be in range.
+        """
+        xp, hashing = namespace_of(full), self._hashing
+
         def at(x: Any, s: int) -> Any:
             first = hashing.span - 1 - s
-            return x[..., first : first + shape[-1]]
+            return x[..., first : first + length]
 
         numbers, present = hashing.numbers_of(full)
         fill, valid = windows.filled((), hashing.fill, full), at(present, 0)
@@ -268,13 +315,10 @@ class Scheme:
                 if hashing.stop is not None:
                     valid = valid & (at(numbers, s) != hashing.stop)
             slots.append(xp.where(valid, at(numbers, s), fill))
-            if hashing.bound is not None and not is_checked:
+            if hashing.bound is not None and not checked:
                 wrong = valid & (at(full, s) >= hashing.bound[1])
                 is_wrong = wrong if is_wrong is None else is_wrong | wrong
-        rows = hashing.rows(slots, layout)
-        if is_wrong is None:
-            return rows
-        return xp.where(is_wrong[..., None], windows.filled((), -1, rows), rows)
+        return slots, is_wrong
 
     def _kernel_rows(
         self, full: np.ndarray, documents: np.ndarray | None, layout: Layout
@@ -328,6 +372,10 @@ class Scheme:
     def __hash__(self) -> int:
         known = (v.size if isinstance(v, np.ndarray) else v for v in self._arguments())
         return hash((type(self), *known))
+
+
+def _trailing_zeros(values: Sequence[int]) -> int:
+    return next((i for i, value in enumerate(reversed(values)) if value), len(values))
 
 
 def _sum_hash(slots: list[Any], layout: Layout) -> Any:
