@@ -44,6 +44,7 @@ OPTIMIZERS = [
     "RowRMSprop",
     "RowSGD",
     "RowWiseAdagrad",
+    "RowWiseRMSprop",
 ]
 NAMES = {
     "firstlayer": [
