@@ -48,11 +48,17 @@ class AttachedState:
         parameter: Table. Only a weak reference to it is kept.
     """
 
-    #: Whether the weight of some row may be out of date.
-    has_stale_weights: Any
+    step_count: int
+    state: dict[str, Any]
+    state_shape: tuple[int, int]
 
     def __init__(self, parameter: Tensor) -> None:
         self._owner = weakref.ref(parameter)
+        #: Tensors over the memory of the state's arrays, by name, and their addresses.
+        self.tensors: dict[str, tuple[Tensor, int]] = {}
+        self._step_tensor: Tensor | None = None
+        #: Whether the user was told that the gradient of the table is dense.
+        self.has_warned = False
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -60,6 +66,11 @@ class AttachedState:
     def parameter(self) -> Tensor:
         """Table."""
         return _alive(self._owner)
+
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date."""
+        raise NotImplementedError
 
     def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Apply the missed steps to stale rows of ``ids``, or to all, in place.
@@ -79,60 +90,11 @@ class AttachedState:
         """
         raise NotImplementedError
 
-    def attach(self) -> None:
-        """Put this state on the parameter, in place of a previous one."""
-        parameter = self.parameter
-        detach(parameter)
-        parameter.__class__ = ROW_CLASSES[type(parameter)]
-        vars(parameter)["table_state"] = self
-
-    def before_access(self, weight: Tensor, ids: Tensor | None = None) -> None:
-        """Bring stale rows up to date before they are read or written.
-
-        Args:
-            weight: The parameter that this state is attached to.
-            ids: Rows; None for all.
-        """
-        # Not is_compiling(): the compiler itself reads the parameter eagerly.
-        if is_dynamo_compiling():
-            # An exported program has no optimizer.
-            if not is_exporting():
-                with torch.no_grad():
-                    torch.ops.firstlayer.catch_up(weight, ids, self.number)
-        elif self.has_stale_weights:
-            self.catch_up_rows(ids)
-
-
-class ParameterState(AttachedState, TableState):
-    """State of a parameter under a row optimizer, updated by the kernels.
-
-    Args:
-        parameter: Table. Only a weak reference to it is kept.
-        rule: Update rule.
-        options: Current options of the rule.
-        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
-    """
-
-    def __init__(
-        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
-    ) -> None:
-        AttachedState.__init__(self, parameter)
-        # The closure refers to the weak reference, not to ``self``: no reference cycle.
-        owner = self._owner
-        TableState.__init__(
-            self, rule, lambda: _array_of(_alive(owner)), options=options, **arguments
-        )
-        if not rule.lazy:
-            _check_class(parameter)
-        #: Tensors over the memory of the state's arrays, by name, and their addresses.
-        self.tensors: dict[str, tuple[Tensor, int]] = {}
-        self._step_tensor: Tensor | None = None
-
     def publish(self, state: dict[str, Any]) -> None:
         """Write the arrays and the number of steps to a parameter's torch state."""
         for name, array in self.state.items():
             if name not in self.tensors:
-                tensor = tensor_of(array)
+                tensor = array if isinstance(array, Tensor) else tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
         step = self._step_tensor
@@ -163,21 +125,63 @@ class ParameterState(AttachedState, TableState):
                 return False
         return True
 
+    def attach(self) -> None:
+        """Put this state on the parameter, in place of a previous one."""
+        parameter = self.parameter
+        detach(parameter)
+        parameter.__class__ = ROW_CLASSES[type(parameter)]
+        vars(parameter)["table_state"] = self
+
+    def before_access(self, weight: Tensor, ids: Tensor | None = None) -> None:
+        """Bring stale rows up to date before they are read or written.
+
+        Args:
+            weight: The parameter that this state is attached to.
+            ids: Rows; None for all.
+        """
+        # Not is_compiling(): the compiler itself reads the parameter eagerly.
+        if is_dynamo_compiling():
+            # An exported program has no optimizer.
+            if not is_exporting():
+                with torch.no_grad():
+                    torch.ops.firstlayer.catch_up(weight, ids, self.number)
+        elif self.has_stale_weights:
+            self.catch_up_rows(ids)
+
+
+class ParameterState(TableState, AttachedState):
+    """State of a contiguous table on the CPU, whose rows kernels update.
+
+    Args:
+        parameter: Table. Only a weak reference to it is kept.
+        rule: Update rule.
+        options: Current options of the rule.
+        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
+    """
+
+    def __init__(
+        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
+    ) -> None:
+        AttachedState.__init__(self, parameter)
+        # The closure refers to the weak reference, not to ``self``: no reference cycle.
+        owner = self._owner
+        TableState.__init__(
+            self, rule, lambda: _array_of(_alive(owner)), options=options, **arguments
+        )
+        if not rule.lazy:
+            check_class(parameter)
+
     def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
-        array = None if table is None else _array_of(table)
-        self.catch_up(_index(ids), table=array)
+        """Apply the missed steps to stale rows; see :class:`AttachedState`."""
+        self.catch_up(_index(ids), table=None if table is None else _array_of(table))
 
     def gather_caught_up(self, ids: Tensor, *, table: Tensor | None = None) -> Tensor:
+        """Return rows after the missed steps; see :class:`AttachedState`."""
         array = None if table is None else _array_of(table)
         index = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
-        rows = self.caught_up_rows(index, table=array)
-        return tensor_of(rows).view(*ids.shape, self.shape[1])
-
-    def caught_up_rows(
-        self, ids: np.ndarray, *, table: np.ndarray | None = None
-    ) -> np.ndarray:
         with threads_of_torch():
-            return super().caught_up_rows(ids, table=table)
+            rows = self.caught_up_rows(index, table=array)
+        return tensor_of(rows).view(*ids.shape, self.shape[1])
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
@@ -187,7 +191,7 @@ class ParameterState(AttachedState, TableState):
 def detach(parameter: Tensor) -> None:
     """Bring every row up to date and remove the state from the parameter."""
     if is_row_tensor(parameter):
-        vars(parameter)["table_state"].catch_up()
+        vars(parameter)["table_state"].catch_up_rows(None)
         del vars(parameter)["table_state"]
         plain = {row: plain for plain, row in ROW_CLASSES.items()}
         parameter.__class__ = plain[type(parameter)]
@@ -267,7 +271,7 @@ def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     return parameter
 
 
-def _check_class(parameter: Tensor) -> None:
+def check_class(parameter: Tensor) -> None:
     """Raise TypeError if operations on the parameter cannot be made to catch up."""
     cls = type(parameter)
     if cls not in ROW_CLASSES and cls not in ROW_CLASSES.values():
