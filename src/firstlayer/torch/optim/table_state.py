@@ -1,7 +1,7 @@
 """State of a row optimizer on the parameter that it trains.
 
 While a row optimizer in ``mode="exact"`` trains a table, ``parameter.table_state`` is a
-:class:`ParameterState`. Code that is about to read rows calls :func:`catch_up`. Copying or
+:class:`AttachedState`. Code that is about to read rows calls :func:`catch_up`. Copying or
 pickling the parameter catches up first, and the copy has no ``table_state``. In compiled
 code, catching up is one operator that mutates the table.
 """
@@ -26,44 +26,56 @@ from .._tensors.memory import (
 )
 
 #: Instance attributes of a parameter that is trained by rows: ``table_state`` is its
-#: ParameterState; ``copy`` and ``pickle`` find the other two on the instance before they
+#: AttachedState; ``copy`` and ``pickle`` find the other two on the instance before they
 #: look at its class.
 NAMES = ("table_state", "__deepcopy__", "__reduce_ex__")
 
 # Larger whole numbers are rounded in float32.
 EXACT_IN_FLOAT32 = 1 << 24
 
-# Module state: every living ParameterState by number. A compiled operator takes only
+# Module state: every living AttachedState by number. A compiled operator takes only
 # tensors and numbers as arguments, so it finds the state by its number. The references are
 # weak: an entry disappears with its state.
-_by_number: "weakref.WeakValueDictionary[int, ParameterState]"
+_by_number: "weakref.WeakValueDictionary[int, AttachedState]"
 _by_number = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class ParameterState(TableState):
-    """State of a parameter under a row optimizer.
+class AttachedState:
+    """State of a table that a row optimizer puts on the table's parameter.
+
+    :class:`ParameterState` updates rows with kernels, and
+    :class:`firstlayer.torch.optim.operator_state.OperatorState` with torch operators.
 
     Args:
         parameter: Table. Only a weak reference to it is kept.
-        rule: Update rule.
-        options: Current options of the rule.
-        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
     """
 
-    def __init__(
-        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
-    ) -> None:
-        # The closure refers to the weak reference, not to ``self``: no reference cycle.
-        owner = self._owner = weakref.ref(parameter)
-        super().__init__(
-            rule, lambda: _array_of(_alive(owner)), options=options, **arguments
-        )
+    step_count: int
+    state: dict[str, Any]
+    state_shape: tuple[int, int]
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._owner = weakref.ref(parameter)
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
         self.number = next(_numbers)
         _by_number[self.number] = self
+
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date."""
+        raise NotImplementedError
+
+    def catch_up_ids(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+        """Bring rows up to date, in place.
+
+        Args:
+            ids: Rows, in any shape and possibly repeated; None for all.
+            table: Copy of the table to write to, which will replace the table.
+        """
+        raise NotImplementedError
 
     @property
     def parameter(self) -> Tensor:
@@ -74,7 +86,7 @@ class ParameterState(TableState):
         """Write the arrays and the number of steps to a parameter's torch state."""
         for name, array in self.state.items():
             if name not in self.tensors:
-                tensor = tensor_of(array)
+                tensor = array if isinstance(array, Tensor) else tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
         step = self._step_tensor
@@ -112,17 +124,13 @@ class ParameterState(TableState):
         values = self, self._deepcopy, self._reduce
         vars(parameter).update(zip(NAMES, values, strict=True))
 
-    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
-        with threads_of_torch():
-            super()._catch_up(table, ids)
-
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        self.catch_up()
+        self.catch_up_ids(None)
         parameter = self.parameter
         return type(parameter).__deepcopy__(parameter, memo)
 
     def _reduce(self, protocol: Any) -> Any:
-        self.catch_up()
+        self.catch_up_ids(None)
         parameter = self.parameter
         plain = Parameter(parameter.data, parameter.requires_grad)
         others = {key: value for key, value in vars(parameter).items() if key not in NAMES}
@@ -130,11 +138,40 @@ class ParameterState(TableState):
         return plain.__reduce_ex__(protocol)
 
 
+class ParameterState(TableState, AttachedState):
+    """State of a contiguous table on the CPU, whose rows kernels update.
+
+    Args:
+        parameter: Table. Only a weak reference to it is kept.
+        rule: Update rule.
+        options: Current options of the rule.
+        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
+    """
+
+    def __init__(
+        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
+    ) -> None:
+        AttachedState.__init__(self, parameter)
+        # The closure refers to the weak reference, not to ``self``: no reference cycle.
+        owner = self._owner
+        TableState.__init__(
+            self, rule, lambda: _array_of(_alive(owner)), options=options, **arguments
+        )
+
+    def catch_up_ids(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+        """Bring rows up to date, in place; see :class:`AttachedState`."""
+        self.catch_up(_index(ids), table=None if table is None else _array_of(table))
+
+    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
+        with threads_of_torch():
+            super()._catch_up(table, ids)
+
+
 def detach(parameter: Tensor) -> None:
     """Bring every row up to date and remove the state from the parameter."""
     table_state = getattr(parameter, "table_state", None)
-    if isinstance(table_state, ParameterState):
-        table_state.catch_up()
+    if isinstance(table_state, AttachedState):
+        table_state.catch_up_ids(None)
         for name in NAMES:
             vars(parameter).pop(name, None)
 
@@ -150,7 +187,7 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
     """
     table_state = getattr(weight, "table_state", None)
     # Not a test for None: a traced proxy of a table has every attribute.
-    if not isinstance(table_state, ParameterState):
+    if not isinstance(table_state, AttachedState):
         return
     if torch.compiler.is_compiling():
         # An exported program has no optimizer.
@@ -158,7 +195,7 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
             with torch.no_grad():
                 torch.ops.firstlayer.catch_up(weight, ids, table_state.number)
     elif table_state.has_stale_weights:
-        table_state.catch_up(_index(ids))
+        table_state.catch_up_ids(ids)
 
 
 def step_tensor(steps: int) -> Tensor:
@@ -208,7 +245,7 @@ def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     if table_state is not None and table_state.has_stale_weights:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
-        table_state.catch_up(_index(ids), table=_array_of(weight))
+        table_state.catch_up_ids(ids, table=weight)
 
 
 @_catch_up_operator.register_fake
