@@ -68,7 +68,7 @@ class AttachedState:
         """Whether the weight of some row may be out of date."""
         raise NotImplementedError
 
-    def catch_up_ids(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Bring rows up to date, in place.
 
         Args:
@@ -125,12 +125,12 @@ class AttachedState:
         vars(parameter).update(zip(NAMES, values, strict=True))
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        self.catch_up_ids(None)
+        self.catch_up_rows(None)
         parameter = self.parameter
         return type(parameter).__deepcopy__(parameter, memo)
 
     def _reduce(self, protocol: Any) -> Any:
-        self.catch_up_ids(None)
+        self.catch_up_rows(None)
         parameter = self.parameter
         plain = Parameter(parameter.data, parameter.requires_grad)
         others = {key: value for key, value in vars(parameter).items() if key not in NAMES}
@@ -158,7 +158,7 @@ class ParameterState(TableState, AttachedState):
             self, rule, lambda: _array_of(_alive(owner)), options=options, **arguments
         )
 
-    def catch_up_ids(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Bring rows up to date, in place; see :class:`AttachedState`."""
         self.catch_up(_index(ids), table=None if table is None else _array_of(table))
 
@@ -171,7 +171,7 @@ def detach(parameter: Tensor) -> None:
     """Bring every row up to date and remove the state from the parameter."""
     table_state = getattr(parameter, "table_state", None)
     if isinstance(table_state, AttachedState):
-        table_state.catch_up_ids(None)
+        table_state.catch_up_rows(None)
         for name in NAMES:
             vars(parameter).pop(name, None)
 
@@ -195,7 +195,7 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
             with torch.no_grad():
                 torch.ops.firstlayer.catch_up(weight, ids, table_state.number)
     elif table_state.has_stale_weights:
-        table_state.catch_up_ids(ids)
+        table_state.catch_up_rows(ids)
 
 
 def step_tensor(steps: int) -> Tensor:
@@ -245,7 +245,7 @@ def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     if table_state is not None and table_state.has_stale_weights:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
-        table_state.catch_up_ids(ids, table=weight)
+        table_state.catch_up_rows(ids, table=weight)
 
 
 @_catch_up_operator.register_fake
