@@ -117,16 +117,23 @@ class TableState:
             self._check_arrays()
             self._catch_up(table, ids)
 
-    def caught_up_rows(self, ids: Int64[np.ndarray, " n"]) -> Float[np.ndarray, "n width"]:
+    def caught_up_rows(
+        self,
+        ids: Int64[np.ndarray, " n"],
+        *,
+        table: Float[np.ndarray, "rows width"] | None = None,
+    ) -> Float[np.ndarray, "n width"]:
         """Return rows as they are after their missed steps; nothing is written.
 
         Args:
             ids: Rows to return, possibly repeated. An id out of range is an IndexError.
+            table: Copy of the table to read from.
         """
         # A copy: another thread may change the ids.
         ids = np.array(ids, np.int64)
         with self.lock:
-            table = self._checked(self.table(), writable=False)
+            table = self.table() if table is None else table
+            table = self._checked(table, writable=False)
             self._check_arrays()
             rows = kernels.gather_rows(table, ids)
             if rows is None:
