@@ -27,7 +27,8 @@ from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps, host_values
 from ...optim.rule import TINY, Options, Rule, update_rows
 from .._tensors.dtypes import compute_dtype, dtype_name
-from .._tensors.memory import is_plain_cpu
+from .._tensors.memory import is_plain_cpu, tensor_of
+from .._tensors.row_parameter import without_catch_up
 from .row_operators import (
     Rows,
     read_rows,
@@ -35,7 +36,7 @@ from .row_operators import (
     sum_by_id_static,
     write_rows,
 )
-from .table_state import AttachedState
+from .table_state import AttachedState, check_class
 
 # Entries of a table that operators process at a time, for each thread on the CPU: their
 # temporary tensors stay in the cache.
@@ -125,10 +126,15 @@ class OperatorState(AttachedState):
         self._bind_missed()
         # Largest row that got a gradient although it was read while stale, or −1.
         self._stale_read = torch.full((), -1, dtype=torch.int64, device=self.device)
+        #: Parameter group and torch state of the table, for steps in compiled code.
+        self.group: dict[str, Any] | None = None
+        self.published: dict[str, Any] = {}
         self._add_missing_tensors(options)
         self._check(self.row_tensors())
         if state is not None:
             self._adapt_state(options)
+        if not rule.lazy:
+            check_class(parameter)
         self.lock = threading.RLock()
 
     @property
@@ -144,7 +150,7 @@ class OperatorState(AttachedState):
     def row_tensors(self, table: Tensor | None = None) -> RowTensors:
         """Return the table, or a copy that will replace it, and what changes with it."""
         if table is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_catch_up():
                 table = self.parameter.detach()
         state = tuple(self.state[name] for name in self.missed.names)
         return RowTensors(table, self.row_steps, state)
@@ -354,6 +360,21 @@ class OperatorState(AttachedState):
             self.shape = num_rows, self.shape[1]
             self.state_shape = num_rows, self.state_shape[1]
             self.tensors.clear()
+
+    def continue_from(self, other: Any) -> None:
+        """Take over which rows of the table are stale, and the steps they missed.
+
+        Args:
+            other: State of the same table, an :class:`OperatorState` or a
+                :class:`firstlayer.torch.optim.table_state.ParameterState`.
+        """
+        row_steps = other.row_steps
+        if not isinstance(row_steps, Tensor):
+            row_steps = tensor_of(row_steps)
+        self.row_steps = row_steps.to(self.device)
+        self.step_count, self.base_step = other.step_count, other.base_step
+        self.missed, self._missed_moves = other.missed, other._missed_moves
+        self._bind_missed()
 
     def _prepare_step(self, ids: Tensor | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
@@ -593,8 +614,8 @@ class OperatorState(AttachedState):
 def stale_row_message(row: int) -> str:
     """Return the message of an error about a row that was read while stale."""
     return (
-        f"row {row} was read before it was brought up to date; look it up through "
-        'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
+        f"row {row} has a gradient, but was not up to date when it was read; read it "
+        "through the parameter, not through an alias from before the last step"
     )
 
 
