@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 
 from ..._check import out_of_range
 from ..._interrupts import held_interrupts
@@ -168,6 +169,9 @@ class OperatorState(AttachedState):
         """
         if self.is_caught_up:
             return
+        if ids is not None and is_functorch_wrapped_tensor(ids):
+            # The ids of all examples of a vmap are not at hand.
+            ids = None
         with held_interrupts(), self.lock, torch.no_grad():
             tensors = self.row_tensors(table)
             self._check(tensors)
@@ -595,6 +599,19 @@ class OperatorState(AttachedState):
                     f"{name} must be {self.state_shape} in {dtype_name(self.dtype)} "
                     f"as the table is, got {tuple(x.shape)} in {dtype_name(x.dtype)}"
                 )
+        if any(n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)):
+            raise ValueError(
+                f"a table must have its memory for each of {table.shape[0]} rows, "
+                f"got strides {table.stride()}"
+            )
+        # The memory can be freed, as FSDP does.
+        extent = sum((n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True))
+        needed = (table.storage_offset() + extent + 1) * table.itemsize
+        if table.numel() and table.untyped_storage().nbytes() < needed:
+            raise ValueError(
+                f"a table must have its memory to be trained, which takes {needed} bytes, "
+                f"got {table.untyped_storage().nbytes()}"
+            )
         if table.device != self.device:
             raise ValueError(
                 f"the table must stay on {self.device} as its state is, "
