@@ -213,6 +213,8 @@ class RowOptimizer(torch.optim.Optimizer):
             state.group, state.published = group, self.state[parameter]
             state.publish(state.published)
         RowStep.__init__(known, parameter, state)
+        # Learning rate schedulers warn if no step was taken, and do not see these steps.
+        self._opt_called = True
         return known
 
     def resize_rows(

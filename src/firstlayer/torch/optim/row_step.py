@@ -66,7 +66,7 @@ class RowStep:
         values: Float[Tensor, "*batch embedding_dim"],
     ) -> None:
         """Take a step."""
-        width = self.parameter.shape[1]
+        width = self._state.shape[1]
         if values.shape != (*ids.shape, width):
             raise WrongValue(
                 f"values must have shape {(*ids.shape, width)}, got {tuple(values.shape)}"
