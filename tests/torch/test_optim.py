@@ -384,6 +384,7 @@ class Tied(nn.Module):
         return self.table.logits(self.hidden(self.table(ids)).tanh())
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
 def test_dense_gradient_of_a_tied_head_updates_every_row():
     table = Embedding(ROWS, 4, padding_idx=0, sparse=True, dtype=torch.float64)
     pair = Pair("AdamW", OPTIONS["AdamW"][0], model=Tied(table))
@@ -400,6 +401,7 @@ def test_dense_gradient_of_a_tied_head_updates_every_row():
     pair.finish()
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
 def test_linear_head_tied_to_an_nn_embedding():
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
@@ -491,6 +493,7 @@ def stale_row_message(row):
     )
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
 @pytest.mark.rejects
 def test_reading_a_stale_row_raises_at_the_step_and_changes_nothing():
     torch.manual_seed(0)

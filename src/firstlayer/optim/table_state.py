@@ -157,7 +157,9 @@ class TableState:
             stale = self._stale_rows(weight, weight_rows, rows, row_steps)
             kernels.catch_up_rows(stale, self.missed, writes_state=False)
             if weight is not copies:
-                kernels.store_rows(weight, copies, places, noise=None)
+                # Rounded as the rows will be when they catch up in place.
+                seed = 2 * self.step_count if self.stochastic_rounding else None
+                kernels.store_rows(weight, copies, places, noise=seed, noise_rows=rows)
 
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""

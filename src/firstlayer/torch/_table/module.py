@@ -240,6 +240,12 @@ class GradHook:
 
     def __init__(self, layer: Any) -> None:
         self.layer = weakref.ref(layer)
+        self.has_warned = False
+
+    @property
+    def expects_sparse(self) -> bool:
+        """Whether the layer's lookups give the parameter a sparse gradient."""
+        return getattr(self.layer(), "sparse", False)
 
     def __call__(self, parameter: Tensor) -> None:
         layer = self.layer()

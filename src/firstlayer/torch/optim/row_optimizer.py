@@ -24,7 +24,7 @@ from ...optim.table_state import check_names, checked_step
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
-from .model_hooks import add_hooks
+from .model_hooks import add_hooks, warn_of_dense_gradient
 from .operator_state import OperatorState, resized_rows, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
@@ -146,6 +146,8 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"a gradient must have the shape {tuple(parameter.shape)} of its "
                         f"parameter, got {tuple(grad.shape)}"
                     )
+                if not grad.is_sparse:
+                    warn_of_dense_gradient(parameter, type(self).__name__)
                 if parameter in self._table_states or grad.is_sparse:
                     state = self._table_state(parameter, group)
                     steps.append((state, *self._gradient(state, grad, group), group))

@@ -57,6 +57,8 @@ class AttachedState:
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
+        #: Whether the user was told that the gradient of the table is dense.
+        self.has_warned = False
         self.number = next(_numbers)
         _by_number[self.number] = self
 
