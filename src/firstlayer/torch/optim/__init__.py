@@ -51,6 +51,7 @@ from ...optim.sgd import SGDOptions
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .dense import DenseOptimizer
 from .row_optimizer import RowOptimizer as RowOptimizer
+from .row_step import RowStep as RowStep
 from .table_state import step_tensor
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "RowOptimizer",
     "RowRMSprop",
     "RowSGD",
+    "RowStep",
     "RowWiseAdagrad",
     "RowWiseRMSprop",
     "clip_grad_norm_",
