@@ -116,6 +116,37 @@ class TableState:
             self._check_arrays()
             self._catch_up(table, ids)
 
+    def caught_up_rows(
+        self,
+        ids: Int64[np.ndarray, " n"],
+        *,
+        table: Float[np.ndarray, "rows width"] | None = None,
+    ) -> Float[np.ndarray, "n width"]:
+        """Return rows as they are after the missed steps; change nothing.
+
+        Args:
+            ids: Rows in range, possibly repeated.
+            table: Copy of the table to read from.
+        """
+        with self.lock:
+            table = self._checked(self.table() if table is None else table)
+            self._check_arrays()
+            out = kernels.gather_rows(table, ids)
+            if out is None:
+                raise out_of_range(ids, self.shape[0], bound="the number of rows")
+            if not self.has_stale_weights:
+                return out
+            rows, row_steps = kernels.stale_rows(ids, self.row_steps, self.step_count)
+            if not rows.size:
+                return out
+            order = np.argsort(rows)
+            rows, row_steps = rows[order], row_steps[order]
+            corrected = self._corrected_rows(table, rows, row_steps)
+        places = np.minimum(np.searchsorted(rows, ids), rows.size - 1)
+        is_stale = rows[places] == ids
+        out[is_stale] = corrected[places[is_stale]]
+        return out
+
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
         if not self.has_stale_weights:
@@ -242,6 +273,22 @@ class TableState:
         self.rule.catch_up(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
         kernels.mark_rows(rows, self.row_steps, self.step_count)
+
+    def _corrected_rows(
+        self, table: np.ndarray, rows: np.ndarray, row_steps: np.ndarray
+    ) -> np.ndarray:
+        """Return stale rows after the steps they missed: :meth:`_catch_up_rows` on copies."""
+        here = np.arange(rows.size)
+        copies = table[rows]
+        weight, _ = self._upcast(copies, here)
+        state = {name: array[rows] for name, array in self.state.items()}
+        from_step = np.maximum(row_steps - self.base_step, 0)
+        stale = StaleRows(weight, here, here, state, from_step, self.has_state[rows])
+        self.rule.catch_up(stale, self.missed)
+        if weight is not copies:
+            seed = 2 * self.step_count if self.stochastic_rounding else None
+            kernels.store_rows(weight, copies, here, noise=seed, noise_rows=rows)
+        return copies
 
     def _update_rows(
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, *, options: Options

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..._interrupts import held_interrupts
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
 from .._tensors.memory import (
@@ -62,6 +63,8 @@ class ParameterState(TableState):
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
+        #: Ids of lookups whose rows catch up in the table before the next step.
+        self.deferred_ids: list[np.ndarray] = []
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -111,6 +114,38 @@ class ParameterState(TableState):
         detach(parameter)
         values = self, self._deepcopy, self._reduce
         vars(parameter).update(zip(NAMES, values, strict=True))
+
+    def defer_catch_up(self, ids: np.ndarray) -> None:
+        """Catch up rows that were read from a copy later, but before the next step.
+
+        Another thread may call :meth:`catch_up_deferred` in the meantime. Whoever reads the
+        rows from the table first catches them up, and the result is the same.
+        """
+        self.deferred_ids.append(ids)
+
+    def catch_up_deferred(self) -> None:
+        """Catch up the rows of :meth:`defer_catch_up`."""
+        if not self.deferred_ids:
+            return
+        with held_interrupts(), self.lock:
+            # Another tensor of the same memory, which lives as long as it is written to.
+            with torch._C.DisableTorchFunctionSubclass():
+                table = self._checked(_array_of(self.parameter.detach()))
+            self._check_arrays()
+            while self.deferred_ids:
+                super()._catch_up(table, self.deferred_ids[0])
+                # Other threads add to the end.
+                del self.deferred_ids[0]
+
+    def check_step(self, *args: Any, **options: Any) -> None:
+        with threads_of_torch():
+            self.catch_up_deferred()
+        super().check_step(*args, **options)
+
+    def first_stale(self, ids: np.ndarray | None = None) -> int | None:
+        # Another thread changes row_steps for a moment while it lists stale rows.
+        with self.lock:
+            return super().first_stale(ids)
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
