@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer
+from firstlayer.torch import bag as bag_module
 from firstlayer.torch._table import host, prefetch
 from firstlayer.torch.optim import RowAdagrad, RowAdam, RowAdamW, RowSGD
 from tests.support.run_alone import run_alone
@@ -126,9 +127,7 @@ ACTIONS += ["eval", "write", "bad ids", "prefetch bad ids"]
     st.sampled_from(list(OPTIMIZERS)),
     st.sampled_from([{}, {"max_norm": 0.7}, {"padding_idx": 3}, {"dtype": torch.bfloat16}]),
 )
-def test_any_sequence_gives_the_same_bits_with_and_without_prefetch(
-    actions, kind, options
-):
+def test_any_sequence_gives_the_same_bits_with_and_without_prefetch(actions, kind, options):
     runs = Run(kind, True, **options), Run(kind, False, **options)
     for action, number in actions:
         shown = [run.do(action, number) for run in runs]
@@ -285,7 +284,7 @@ def test_an_error_of_the_worker_is_raised_by_the_lookup(monkeypatch):
 
     layer, ids = Embedding(50, 4), torch.tensor([3, 4])
     with monkeypatch.context() as patch:
-        patch.setattr(prefetch, "gathered", fail)
+        patch.setattr(prefetch, "gather_into", fail)
         prefetched(layer, ids)
     with pytest.raises(MemoryError, match="no memory for the rows"):
         layer(ids)
@@ -324,6 +323,7 @@ def test_copies_have_no_prefetched_rows(copied, monkeypatch):
 
 def test_gradients_flow_through_prefetched_rows():
     ids = torch.tensor([[3, 4, 3]])
+    options: Any
     for options in ({}, {"sparse": True}, {"scale_grad_by_freq": True}, {"padding_idx": 3}):
         grads = []
         for prefetches in (True, False):
@@ -347,6 +347,72 @@ def test_gradients_flow_through_prefetched_rows():
     weight = layer.weight
     assert torch.autograd.gradcheck(lookup, [weight])
     assert torch.autograd.gradgradcheck(lookup, [weight])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["sum", "mean", "max"]),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.sampled_from([{}, {"scale_grad_by_freq": True}, {"max_norm": 0.6}]),
+)
+def test_bags_give_the_same_bits_with_and_without_prefetch(
+    mode, sparse, padding_idx, ragged, weighted, dtype, more
+):
+    ids = torch.tensor([[3, 1, 3, 7], [3, 3, 3, 3], [9, 0, 1, 9]])
+    offsets = torch.tensor([0, 5, 5, 10]) if ragged else None
+    results = []
+    for prefetches in (True, False):
+        torch.manual_seed(0)
+        bag = EmbeddingBag(
+            12, 5, mode=mode, sparse=sparse, padding_idx=padding_idx, dtype=dtype, **more
+        )
+        optimizer = RowAdamW([bag.weight], lr=0.1, weight_decay=0.2)
+        shown = []
+        for _ in range(3):
+            weights = torch.rand(ids.shape, dtype=dtype, requires_grad=True)
+            flat = ids.reshape(-1) if ragged else ids
+            factors = weights.view(flat.shape) if weighted else None
+            if prefetches:
+                prefetched(bag, flat)
+            y = bag(flat, offsets, factors)
+            y.pow(2).sum().backward()
+            with torch.no_grad():
+                if prefetches:
+                    prefetched(bag, flat)
+                shown.append(bag(flat, offsets, factors))
+            grads = [bag.weight.grad, weights.grad]
+            shown += [y.detach(), *(g.to_dense() for g in grads if g is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+            # Makes rows stale.
+            bag(torch.tensor([[2]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*shown, bag.state_dict()["weight"]])
+    assert len(results[0]) == len(results[1]) == (13 if weighted else 10)
+    for got, want in zip(*results, strict=True):
+        assert same_bits(got, want)
+
+
+def test_bags_take_prefetched_rows_once(monkeypatch):
+    taken_rows = []
+    pool_bags = bag_module.pool_bags
+
+    def record(*args: Any, gathered: Any = None, **options: Any) -> Any:
+        taken_rows.append(gathered is not None)
+        return pool_bags(*args, gathered=gathered, **options)
+
+    monkeypatch.setattr(bag_module, "pool_bags", record)
+    bag, ids = EmbeddingBag(12, 5), torch.tensor([[3, 1], [4, 3]])
+    prefetched(bag, ids)
+    assert torch.equal(bag(ids), bag(ids))
+    assert taken_rows == [True]
+    with pytest.raises(IndexError, match=r"ids\[0\] is 12, but num_embeddings is 12"):
+        bag.prefetch(torch.tensor([12]))
 
 
 def test_a_layer_with_a_pending_prefetch_is_freed():
@@ -377,6 +443,12 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
             layer(batch).sum().backward()
             optimizer.step()
             layer.zero_grad()
+
+        def is_right():
+            y = layer(ids)
+            optimizer.flush()
+            return torch.equal(y, layer.weight[ids])
+
         # Slow jobs, so that each event finds the worker busy.
         prefetch.submit(lambda: time.sleep(0.1))
         layer.prefetch(ids)
@@ -389,17 +461,17 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
                 loss.backward()
                 optimizer.step()
                 layer.zero_grad()
-            assert torch.equal(layer(ids), layer.weight[ids])
+            assert is_right()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert torch.equal(layer(ids), layer.weight[ids])
+        assert is_right()
 
         started = threading.Event()
 
         def slow():
             started.set()
             time.sleep(0.5)
-            return prefetch.gathered(ids, layer.weight, pinned=False)
+            return layer.weight[ids].detach()
 
         layer.prefetch(ids)
         layer._prefetches[-1].rows.cancel()
@@ -412,7 +484,7 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
             pass
         else:
             raise AssertionError("the wait was not interrupted")
-        assert torch.equal(layer(ids), layer.weight[ids])
+        assert is_right()
         prefetch.submit(lambda: time.sleep(0.1))
         layer.prefetch(ids)
         print("exit")
@@ -437,6 +509,7 @@ def test_output_device_is_where_the_rows_are():
 
 def test_the_same_code_trains_with_the_cpu_as_output_device():
     ids, results = torch.tensor([[1, 2, 1]]), []
+    options: Any
     for options in ({}, {"output_device": "cpu"}):
         torch.manual_seed(0)
         layer = Embedding(5, 2, sparse=True, max_norm=0.9, **options)
@@ -478,6 +551,15 @@ def test_a_host_table_is_allocated_on_the_host():
     assert moved.is_cpu and moved.shape == (5, 2)
     with torch.device("meta"):
         assert Embedding(5, 2, output_device="cuda").weight.is_cpu
+
+
+def test_the_output_device_can_be_set():
+    table = Embedding.from_pretrained(torch.randn(5, 2))
+    table.output_device = "meta"  # pyright: ignore
+    assert table.output_device == torch.device("meta")
+    assert table(torch.tensor([1])).is_meta
+    table.output_device = None
+    assert table(torch.tensor([1])).is_cpu
 
 
 def test_a_table_with_an_output_device_must_be_on_the_cpu():

@@ -76,9 +76,8 @@ class Embedding(HostTableModule, TorchEmbedding):
         *,
         output_device: Any = None,
     ) -> None:
-        output_device = checked_output_device(output_device, device, _weight)
-        if output_device is not None and device is None:
-            device = "cpu"
+        if checked_output_device(output_device, device, _weight) is not None:
+            device = "cpu" if device is None else device
         check_arguments(
             num_embeddings,
             embedding_dim,
@@ -111,7 +110,7 @@ class Embedding(HostTableModule, TorchEmbedding):
         Args:
             input: Ids of any shape and any integer dtype.
         """
-        if self._prefetches or self.output_device is not None:
+        if self._prefetches or self._output_device is not None:
             return self._lookup_on_host(input)
         return self._lookup(input)
 
@@ -130,7 +129,9 @@ class Embedding(HostTableModule, TorchEmbedding):
     def _lookup_on_host(self, input: Tensor) -> Tensor:
         """Return prefetched rows if there are any, on the output device if there is one."""
         ids = self._to_host(input)
-        rows = self._gathered(ids)
+        rows = self._prefetched_rows(ids)
+        if rows is None:
+            rows = self._pinned_rows(ids)
         if rows is None:
             return self._to_output_device(self._lookup(ids))
         weight = self.weight

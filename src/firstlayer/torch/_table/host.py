@@ -14,19 +14,38 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .._tensors.errors import WrongValue, check_ids, check_tensor
-from .._tensors.memory import is_plain_cpu
+from .._tensors.memory import is_plain_cpu, threads_of_torch
 from ..optim.table_state import ParameterState
 from .lookup import as_index
 from .module import TableModule
-from .prefetch import MAX_PREFETCHES, Prefetch, can_prefetch, gathered, submit
+from .prefetch import (
+    MAX_PREFETCHES,
+    Prefetch,
+    can_prefetch,
+    gather_into,
+    new_buffer,
+    submit,
+)
 
 
 class HostTableModule(TableModule):
     """Base class of layers whose table may be in host memory, and may be prefetched."""
 
-    #: Device of the output if the table stays in host memory, else None.
-    output_device: torch.device | None = None
+    _output_device: torch.device | None = None
     _prefetches: tuple[Prefetch, ...] = ()
+
+    @property
+    def output_device(self) -> torch.device | None:
+        """Device of the output of a table that stays in host memory, or None.
+
+        May be set, as after ``from_pretrained``.
+        """
+        return self._output_device
+
+    @output_device.setter
+    def output_device(self, device: Any) -> None:
+        weight = self._parameters.get("weight")
+        self._output_device = checked_output_device(device, None, weight)
 
     def prefetch(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Start to gather the rows of a coming lookup on a worker thread.
@@ -63,44 +82,29 @@ class HostTableModule(TableModule):
         check_ids(ids, self.weight.shape[0])
         # A copy: the caller may change the ids.
         flat = ids.reshape(-1).to(torch.int64, copy=True)
-        new = Prefetch(flat, self.weight, pinned=is_pinned(self.output_device))
+        new = Prefetch(flat, self.weight, pinned=is_pinned(self._output_device))
         self._prefetches = (*self._prefetches[1 - MAX_PREFETCHES :], new)
 
     def _to_host(self, x: Any) -> Any:
         """Return a tensor on the host if the output goes to another device."""
-        return x.to("cpu") if self.output_device is not None and x is not None else x
+        return x.to("cpu") if self._output_device is not None and x is not None else x
 
     def _to_output_device(self, y: Tensor) -> Tensor:
-        device = self.output_device
+        device = self._output_device
         if device is None:
             return y
         if is_pinned(device) and not is_compiling() and not y.is_pinned():
             y = torch.empty_like(y, pin_memory=True, requires_grad=False).copy_(y)
         return y.to(device, non_blocking=True)
 
-    def _gathered(self, ids: Any) -> Tensor | None:
-        """Return rows of flat ids that were prefetched, or are to be in pinned memory.
-
-        None if an ordinary lookup has to read them.
-        """
+    def _prefetched_rows(self, ids: Any) -> Tensor | None:
+        """Return the prefetched rows of ids, flat, or None."""
         weight = self.weight
-        pinned = is_pinned(self.output_device)
-        if not (self._prefetches or pinned) or is_compiling():
-            return None
-        if not isinstance(ids, Tensor) or ids.is_nested or not is_plain_cpu(ids, weight):
+        if not self._prefetches or is_compiling() or not _is_flat(ids, weight):
             return None
         flat = as_index(ids).reshape(-1).to(torch.int64)
-        rows = self._take(flat, weight)
-        if rows is None and pinned and can_prefetch(weight):
-            check_ids(ids, weight.shape[0])
-            self.prepare_lookup(ids)
-            rows = gathered(flat, weight, pinned=True)
-        return rows
-
-    def _take(self, ids: Tensor, weight: Tensor) -> Tensor | None:
-        """Return the prefetched rows of flat ids, or None."""
         for prefetch in reversed(self._prefetches):
-            if torch.equal(prefetch.ids, ids):
+            if torch.equal(prefetch.ids, flat):
                 self._prefetches = tuple(x for x in self._prefetches if x is not prefetch)
                 rows = prefetch.take(weight)
                 if rows is not None:
@@ -108,6 +112,19 @@ class HostTableModule(TableModule):
                     self._install_grad_hook(weight)
                 return rows
         return None
+
+    def _pinned_rows(self, ids: Any) -> Tensor | None:
+        """Return the rows of ids, flat and in page-locked memory, or None if not needed."""
+        weight = self.weight
+        if not is_pinned(self._output_device) or is_compiling():
+            return None
+        if not _is_flat(ids, weight) or not can_prefetch(weight):
+            return None
+        check_ids(ids, weight.shape[0])
+        self.prepare_lookup(ids)
+        flat = as_index(ids).reshape(-1).to(torch.int64)
+        with threads_of_torch():
+            return gather_into(new_buffer(flat, weight, pinned=True), flat, weight)
 
     def _catch_up_later(self, prefetch: Prefetch) -> None:
         """Catch the rows up in the table as a lookup does, on the worker."""
@@ -124,18 +141,23 @@ class HostTableModule(TableModule):
         super()._on_grad_accumulated(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        if self.output_device is None:
+        if self._output_device is None:
             return super()._apply(fn, recurse)
         return super()._apply(lambda x: _apply_on_host(fn, x), recurse)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        device = self.output_device
+        device = self._output_device
         return text if device is None else f"{text}, output_device={str(device)!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own table.
         return {key: value for key, value in vars(self).items() if key != "_prefetches"}
+
+
+def _is_flat(ids: Any, weight: Tensor) -> bool:
+    """Return whether ids are an ordinary tensor whose values can be read now."""
+    return isinstance(ids, Tensor) and not ids.is_nested and is_plain_cpu(ids, weight)
 
 
 def is_pinned(device: torch.device | None) -> bool:

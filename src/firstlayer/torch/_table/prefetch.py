@@ -52,7 +52,9 @@ class Prefetch:
         with torch._C.DisableTorchFunctionSubclass():
             self.table = weight.detach()
         self.version = weight._version
-        self.pinned = pinned
+        # Allocated here: the C library keeps freed memory for the thread that allocates, and
+        # memory new to the process costs more than the copy.
+        self.buffer = new_buffer(ids, weight, pinned=pinned)
         state = getattr(weight, "table_state", None)
         self.state: ParameterState | None = state
         #: Number of steps of the row optimizer that the rows are up to date with.
@@ -94,16 +96,16 @@ class Prefetch:
     def _gather(self) -> Tensor:
         state = self.state
         if state is None:
-            return gathered(self.ids, self.table, pinned=self.pinned)
+            return gather_into(self.buffer, self.ids, self.table)
         # A step waits for this lock, so it is before the whole read or after it.
         with state.lock:
             self.step_count = state.step_count
             if not state.has_stale_weights:
-                return gathered(self.ids, self.table, pinned=self.pinned)
+                return gather_into(self.buffer, self.ids, self.table)
             table, ids = array_of_table(self.table), array_of(self.ids)
             # Not the method of the subclass, which uses as many threads as torch does.
-            rows = tensor_of(TableState.caught_up_rows(state, ids, table=table))
-        return rows.pin_memory() if self.pinned else rows
+            rows = TableState.caught_up_rows(state, ids, table=table)
+        return self.buffer.copy_(tensor_of(rows))
 
 
 def can_prefetch(weight: Tensor) -> bool:
@@ -113,20 +115,25 @@ def can_prefetch(weight: Tensor) -> bool:
     return is_known and kernel_eligible(weight) and weight.is_contiguous()
 
 
-def gathered(ids: Tensor, table: Tensor, *, pinned: bool) -> Tensor:
-    """Return rows of a table by flat int64 ids in a new buffer, without a gradient.
+def new_buffer(ids: Tensor, weight: Tensor, *, pinned: bool) -> Tensor:
+    """Return memory for the rows of flat ids.
+
+    Torch reuses page-locked memory only when copies from it to a device are done.
+    """
+    shape = ids.numel(), weight.shape[1]
+    return torch.empty(shape, dtype=weight.dtype, device="cpu", pin_memory=pinned)
+
+
+def gather_into(out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+    """Write the rows of flat int64 ids to ``out`` and return it.
 
     Args:
+        out: Contiguous tensor on the CPU.
         ids: Ids in range.
         table: Contiguous table on the CPU.
-        pinned: Whether to allocate page-locked memory. Torch reuses it only when copies
-            from it to a device are done.
     """
-    out = torch.empty(
-        (ids.numel(), table.shape[1]), dtype=table.dtype, device="cpu", pin_memory=pinned
-    )
     if kernels.gather_rows(array_of_table(table), array_of(ids), array_of(out)) is None:
-        raise IndexError("ids were changed during a prefetch and are out of range")
+        raise IndexError("ids were changed during a lookup and are out of range")
     return out
 
 
