@@ -52,8 +52,8 @@ class Prefetch:
         with torch._C.DisableTorchFunctionSubclass():
             self.table = weight.detach()
         self.version = weight._version
-        # Allocated here: the C library keeps freed memory for the thread that allocates, and
-        # memory new to the process costs more than the copy.
+        # Allocated here: the C library keeps freed memory for the thread that allocates.
+        # Memory new to the process costs more than the copy.
         self.buffer = new_buffer(ids, weight, pinned=pinned)
         state = getattr(weight, "table_state", None)
         self.state: ParameterState | None = state
