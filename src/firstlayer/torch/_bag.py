@@ -37,6 +37,7 @@ from ._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from ._tensors.row_parameter import is_row_tensor, without_catch_up
 
 # Up to this size (ids times width), torch's handling of padding costs less than a kernel
 # call.
@@ -77,6 +78,8 @@ def pool_bags(
 ) -> Float[Tensor, "bags embedding_dim"]:
     """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`.
 
+    Stale rows must have been caught up.
+
     Args:
         ids: Ids.
         weight: The table.
@@ -86,6 +89,20 @@ def pool_bags(
         gathered: Row of each of the flat ids, read instead of the table. Only for ordinary
             tensors on the CPU, a contiguous table and no ``max_norm``.
     """
+    if is_row_tensor(weight):
+        with without_catch_up():
+            return _pool(ids, weight, offsets, weights, options, gathered)
+    return _pool(ids, weight, offsets, weights, options, gathered)
+
+
+def _pool(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    options: BagOptions,
+    gathered: Tensor | None,
+) -> Tensor:
     if is_plain_cpu(ids, offsets, weights):
         stock = offsets is None and weights is None and _is_stock(ids, weight, options)
         kernels_run = (
@@ -199,7 +216,9 @@ class _KernelBags(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         weights, table, _ = ctx.saved_tensors
         trained = ctx.needs_input_grad[0]
-        gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
+        # The rows read here were read, and up to date, in the forward.
+        with without_catch_up():
+            gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
         return *gradients, None, None, None, None
 
 

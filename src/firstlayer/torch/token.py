@@ -115,6 +115,8 @@ class Embedding(HostTableModule, TorchEmbedding):
         return self._lookup(input)
 
     def _lookup(self, input: Tensor) -> Tensor:
+        if not self.training and self.reads_out_of_place(input):
+            return self.caught_up_rows(input)
         self.prepare_lookup(input)
         return lookup(
             input,

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.memory import is_plain_cpu, threads_of_torch
+from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import ParameterState
 from .lookup import as_index
 from .module import TableModule
@@ -107,7 +108,7 @@ class HostTableModule(TableModule):
             if torch.equal(prefetch.ids, flat):
                 self._prefetches = tuple(x for x in self._prefetches if x is not prefetch)
                 rows = prefetch.take(weight)
-                if rows is not None:
+                if rows is not None and not self.reads_out_of_place(ids):
                     self._catch_up_later(prefetch)
                     self._install_grad_hook(weight)
                 return rows
@@ -120,10 +121,12 @@ class HostTableModule(TableModule):
             return None
         if not _is_flat(ids, weight) or not can_prefetch(weight):
             return None
+        if self.reads_out_of_place(ids):
+            return None
         check_ids(ids, weight.shape[0])
         self.prepare_lookup(ids)
         flat = as_index(ids).reshape(-1).to(torch.int64)
-        with threads_of_torch():
+        with threads_of_torch(), without_catch_up():
             return gather_into(new_buffer(flat, weight, pinned=True), flat, weight)
 
     def _catch_up_later(self, prefetch: Prefetch) -> None:

@@ -30,6 +30,7 @@ from ... import kernels
 from ...kernels.runtime.threads import on_threads
 from ...optim.table_state import TableState
 from .._tensors.memory import array_of, array_of_table, kernel_eligible, tensor_of
+from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import ParameterState
 from .lookup import LookupOptions
 
@@ -48,10 +49,10 @@ class Prefetch:
 
     def __init__(self, ids: Tensor, weight: Tensor, *, pinned: bool) -> None:
         self.ids = ids
-        # Another tensor of the same memory, which lives as long as the worker reads it.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_catch_up():
+            # Another tensor of the same memory, which lives as long as the worker reads it.
             self.table = weight.detach()
-        self.version = weight._version
+            self.version = weight._version
         # Allocated here: the C library keeps freed memory for the thread that allocates.
         # Memory new to the process costs more than the copy.
         self.buffer = new_buffer(ids, weight, pinned=pinned)
@@ -85,13 +86,14 @@ class Prefetch:
 
     def _is_current(self, weight: Tensor) -> bool:
         """Return whether the table is the same, and no operator has written to it."""
-        return (
-            weight.data_ptr() == self.table.data_ptr()
-            and weight.shape == self.table.shape
-            and weight.dtype == self.table.dtype
-            and weight._version == self.version
-            and getattr(weight, "table_state", None) is self.state
-        )
+        with without_catch_up():
+            return (
+                weight.data_ptr() == self.table.data_ptr()
+                and weight.shape == self.table.shape
+                and weight.dtype == self.table.dtype
+                and weight._version == self.version
+                and getattr(weight, "table_state", None) is self.state
+            )
 
     def _gather(self) -> Tensor:
         state = self.state
@@ -111,8 +113,10 @@ class Prefetch:
 def can_prefetch(weight: Tensor) -> bool:
     """Return whether the worker can read a table: a contiguous one on the CPU."""
     state = getattr(weight, "table_state", None)
-    is_known = state is None or isinstance(state, ParameterState)
-    return is_known and kernel_eligible(weight) and weight.is_contiguous()
+    if state is not None and not isinstance(state, ParameterState):
+        return False
+    with without_catch_up():
+        return kernel_eligible(weight) and weight.is_contiguous()
 
 
 def new_buffer(ids: Tensor, weight: Tensor, *, pinned: bool) -> Tensor:
@@ -148,10 +152,11 @@ def lookup_gathered(
         weight: Table.
         options: Options of the lookup.
     """
-    rows = rows.view(*ids.shape, weight.shape[1])
-    if not (weight.requires_grad and torch.is_grad_enabled()):
-        return rows
-    return _GatheredRows.apply(weight, ids, (rows,), options)  # pyright: ignore
+    with without_catch_up():
+        rows = rows.view(*ids.shape, weight.shape[1])
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return rows
+        return _GatheredRows.apply(weight, ids, (rows,), options)  # pyright: ignore
 
 
 class _GatheredRows(torch.autograd.Function):

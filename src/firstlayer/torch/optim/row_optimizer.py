@@ -24,7 +24,7 @@ from ...optim.table_state import check_names, checked_step
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
-from .model_hooks import add_hooks
+from .model_hooks import add_hooks, warn_of_dense_gradient
 from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
 
@@ -144,6 +144,8 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"a gradient must have the shape {tuple(parameter.shape)} of its "
                         f"parameter, got {tuple(grad.shape)}"
                     )
+                if not grad.is_sparse:
+                    warn_of_dense_gradient(parameter, type(self).__name__)
                 if parameter in self._table_states or grad.is_sparse:
                     state = self._table_state(parameter, group)
                     steps.append((state, *self._gradient(state, grad, group), group))
@@ -153,7 +155,11 @@ class RowOptimizer(torch.optim.Optimizer):
         return steps, dense_groups
 
     def flush(self) -> None:
-        """Bring every row up to date; call before using ``weight`` directly."""
+        """Bring every row up to date.
+
+        Operations on a parameter do this themselves. Call it before code that reads the
+        memory of a parameter behind torch's back; see :mod:`firstlayer.torch.optim`.
+        """
         for state in self._table_states.values():
             state.catch_up()
 
@@ -226,8 +232,8 @@ class RowOptimizer(torch.optim.Optimizer):
             state.catch_up(ids)
             return
         raise RuntimeError(
-            f"row {row} was read before it was brought up to date; look it up through "
-            'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
+            f"row {row} has a gradient, but was not up to date when it was read; read it "
+            "through the parameter, not through an alias from before the last step"
         )
 
     def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
@@ -272,12 +278,12 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
     def _adopt(self, state: ParameterState) -> None:
-        """Use a new state of a table from now on."""
+        """Use a state of a table from now on."""
         parameter = state.parameter
-        if self._table_states.get(parameter) is not state:
-            if not state.rule.lazy:
-                state.attach()
-            self._table_states[parameter] = state
+        self._table_states[parameter] = state
+        # Another optimizer of the parameter may have detached the state.
+        if not state.rule.lazy and vars(parameter).get("table_state") is not state:
+            state.attach()
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters that are not tables with torch's optimizer."""
