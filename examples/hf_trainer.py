@@ -1,7 +1,9 @@
 """Train a Llama of Hugging Face with row gradients in ``transformers.Trainer``.
 
 The token table has sparse gradients, which the trainer clips as usual, and RowAdamW updates
-the rows of the batch with the result of AdamW. Run it: ``python examples/hf_trainer.py``.
+the rows of the batch with the result of AdamW. Halfway a checkpoint is saved. A second
+trainer continues from it, and the weights are equal.
+Run it: ``python examples/hf_trainer.py``.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import re
 import tempfile
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -20,14 +23,13 @@ from firstlayer.torch.optim import RowAdamW
 LENGTH, STEPS = 32, 60
 
 
-def main() -> None:
-    """Train, and print the loss."""
+def train(
+    text: Tensor, folder: str, *, checkpoint: str | None = None
+) -> tuple[LlamaForCausalLM, Trainer]:
+    """Train from the beginning, or from a checkpoint; return the model and its trainer."""
     torch.manual_seed(0)
-    words = re.findall(r"\w+|[^\w\s]", inspect.getsource(argparse))
-    number = {word: index for index, word in enumerate(sorted(set(words)))}
-    text = torch.tensor([number[word] for word in words])
     config = LlamaConfig(
-        vocab_size=len(number),
+        vocab_size=int(text.max()) + 1,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=1,
@@ -42,19 +44,33 @@ def main() -> None:
     optimizer = RowAdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
     schedule = LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, max_grad_norm=0.5, logging_steps=20,
+        per_device_train_batch_size=16, save_steps=STEPS // 2, report_to=[],
+        logging_first_step=True, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    both = optimizer, schedule
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=both)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return model, trainer
+
+
+def main() -> None:
+    """Train, print the loss, and train the second half again."""
+    words = re.findall(r"\w+|[^\w\s]", inspect.getsource(argparse))
+    number = {word: index for index, word in enumerate(sorted(set(words)))}
+    text = torch.tensor([number[word] for word in words])
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=STEPS, max_grad_norm=0.5, logging_steps=20,
-            per_device_train_batch_size=16, save_strategy="no", report_to=[],
-            logging_first_step=True, use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
-        data = [{"input_ids": row, "labels": row} for row in rows]
-        both = optimizer, schedule
-        trainer = Trainer(model, arguments, train_dataset=data, optimizers=both)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        model, trainer = train(text, folder)
+        halfway = f"{folder}/checkpoint-{STEPS // 2}"
+        resumed, _ = train(text, folder, checkpoint=halfway)
     for log in trainer.state.log_history[:-1]:
         print(f"step {log['step']}: {log['loss']:.2f} nats, norm {log['grad_norm']:.2f}")
+    pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    print(f"resumed from the checkpoint: weights {'equal' if same else 'NOT equal'}")
 
 
 if __name__ == "__main__":

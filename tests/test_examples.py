@@ -97,9 +97,11 @@ def test_bag_classifier_reads_given_files(run, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("name", ["hf_trainer", "lightning_trainer", "accelerate_loop"])
-def test_training_frameworks_learn(run, name):
-    first, *_, last = nats(run(name))
+def test_training_frameworks_learn_and_resume(run, name):
+    printed = run(name)
+    first, *_, last = nats(printed)
     assert last < first - 1.5
+    assert printed.endswith("resumed from the checkpoint: weights equal\n")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -59,6 +59,9 @@ def test_rows(dtype):
     np.testing.assert_array_equal(
         plain.gather_rows(table, ids), kernels.gather_rows(table, ids)
     )
+    out = np.ones((40, 5), dtype)
+    assert plain.gather_rows(table, ids, out) is out
+    np.testing.assert_array_equal(out, table[ids])
     assert plain.gather_rows(table, np.array([9])) is None
     assert plain.gather_rows(table, np.array([-1])) is None
     for got, want in zip(plain.group_by_id(ids), kernels.group_by_id(ids), strict=True):

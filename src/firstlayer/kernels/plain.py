@@ -12,10 +12,17 @@ from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
 
 
-def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
+def gather_rows(
+    weight: np.ndarray, ids: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
     ids = ids.copy()
-    return weight[ids] if _all_in_range(ids, len(weight)) else None
+    if not _all_in_range(ids, len(weight)):
+        return None
+    if out is None:
+        return weight[ids]
+    out[...] = weight[ids]
+    return out
 
 
 def ascends(ids: np.ndarray) -> bool:

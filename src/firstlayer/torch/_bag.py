@@ -5,7 +5,7 @@ kernels, in the backward too, or on torch's operator if it gives the same result
 Everything else, and a backward that is itself differentiated, runs on plain operators.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,24 +74,34 @@ def pool_bags(
     offsets: Integer[Tensor, " bags"] | None,
     weights: Tensor | None,
     options: BagOptions,
+    gathered: Tensor | None = None,
 ) -> Float[Tensor, "bags embedding_dim"]:
     """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`.
 
     Stale rows must have been caught up.
+
+    Args:
+        ids: Ids.
+        weight: The table.
+        offsets: Start of each bag, or None.
+        weights: ``per_sample_weights`` or None.
+        options: Options of the bags.
+        gathered: Row of each of the flat ids, read instead of the table. Only for ordinary
+            tensors on the CPU, a contiguous table and no ``max_norm``.
     """
     if is_row_tensor(weight):
         with without_catch_up():
-            return _pool(ids, weight, offsets=offsets, weights=weights, options=options)
-    return _pool(ids, weight, offsets=offsets, weights=weights, options=options)
+            return _pool(ids, weight, offsets, weights, options, gathered)
+    return _pool(ids, weight, offsets, weights, options, gathered)
 
 
 def _pool(
     ids: Tensor,
     weight: Tensor,
-    *,
     offsets: Tensor | None,
     weights: Tensor | None,
     options: BagOptions,
+    gathered: Tensor | None,
 ) -> Tensor:
     if is_plain_cpu(ids, offsets, weights):
         stock = offsets is None and weights is None and _is_stock(ids, weight, options)
@@ -99,11 +109,13 @@ def _pool(
             options.max_norm is None and kernel_eligible(weight) and weight.is_contiguous()
         )
         if kernels_run and stock:
-            return _pool_by_torch(weight, ids, options)
+            return _pool_by_torch(weight, ids, options, gathered)
         lookup_options = options.lookup_options(weight)
         bags = _checked_bags(ids, lookup_options, options, offsets=offsets, weights=weights)
         if kernels_run:
-            return _pool_by_kernels(weight, weights, ids=ids, bags=bags, options=options)
+            return _pool_by_kernels(
+                weight, weights, ids=ids, bags=bags, options=options, gathered=gathered
+            )
     elif (ids.ndim, offsets is None) not in ((1, False), (2, True)):
         with torch_errors():
             bag_bounds(tuple(ids.shape), None if offsets is None else np.array([0]))
@@ -135,14 +147,44 @@ def _checked_bags(
 # Kernels
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows that bags pool: ``bags.ids`` are rows of ``array``.
+
+    The array is a table, or has the row of each flat id of a call.
+    """
+
+    array: np.ndarray
+    bags: Bags
+
+    @staticmethod
+    def of(weight: Tensor, bags: Bags, gathered: Tensor | None) -> "_Rows":
+        if gathered is None:
+            return _Rows(array_of_table(weight), bags)
+        places = np.arange(len(gathered)) if bags.kept is None else bags.kept
+        return _Rows(array_of(gathered), replace(bags, ids=places))
+
+    def pool(self, mode: Mode) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return a row for each bag, and the winners of ``"max"``."""
+        with threads_of_torch():
+            return pool_ragged(self.array, self.bags, mode=mode)
+
+
 def _pool_by_kernels(
-    weight: Tensor, weights: Tensor | None, *, ids: Tensor, bags: Bags, options: BagOptions
+    weight: Tensor,
+    weights: Tensor | None,
+    *,
+    ids: Tensor,
+    bags: Bags,
+    options: BagOptions,
+    gathered: Tensor | None,
 ) -> Tensor:
     trained = weight.requires_grad or (weights is not None and weights.requires_grad)
     if trained and torch.is_grad_enabled():
-        return _KernelBags.apply(weight, weights, ids, bags, options)  # pyright: ignore
-    with threads_of_torch():
-        return tensor_of(pool_ragged(array_of_table(weight), bags, mode=options.mode)[0])
+        return _KernelBags.apply(  # pyright: ignore
+            weight, weights, ids, bags, options, gathered
+        )
+    return tensor_of(_Rows.of(weight, bags, gathered).pool(options.mode)[0])
 
 
 class _KernelBags(torch.autograd.Function):
@@ -156,13 +198,18 @@ class _KernelBags(torch.autograd.Function):
         ids: Tensor,
         bags: Bags,
         options: BagOptions,
+        gathered: Tensor | None,
     ) -> Tensor:
         # Saving the ids detects writes to them: `bags` may share their memory.
-        table = weight if ctx.needs_input_grad[1] else None
+        table = None
+        if ctx.needs_input_grad[1]:
+            table = weight if gathered is None else gathered
         ctx.save_for_backward(weights, table, ids)
-        with threads_of_torch():
-            y, winners = pool_ragged(array_of_table(weight), bags, mode=options.mode)
-        ctx.bags = _PooledBags(bags, options.mode, winners, options.lookup_options(weight))
+        rows = _Rows.of(weight, bags, gathered)
+        y, winners = rows.pool(options.mode)
+        ctx.bags = _PooledBags(
+            bags, options.mode, winners, options.lookup_options(weight), rows.bags.ids
+        )
         return tensor_of(y)
 
     @staticmethod
@@ -172,17 +219,21 @@ class _KernelBags(torch.autograd.Function):
         # The rows read here were read, and up to date, in the forward.
         with without_catch_up():
             gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
 class _PooledBags:
-    """Bags after the forward. ``winners`` are the indices in ``bags.ids`` of maxima."""
+    """Bags after the forward. ``winners`` are the indices in ``bags.ids`` of maxima.
+
+    ``places`` are the rows that were pooled of what was read, the table or gathered rows.
+    """
 
     bags: Bags
     mode: Mode
     winners: np.ndarray | None
     options: LookupOptions
+    places: np.ndarray
 
     def gradients(
         self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
@@ -192,7 +243,7 @@ class _PooledBags:
         Args:
             dy: Gradient of the result.
             weights: ``per_sample_weights`` or None.
-            table: The table if the weights need a gradient, else None.
+            table: What was read if the weights need a gradient, else None.
             trained: Whether the table needs a gradient.
         """
         by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
@@ -216,7 +267,7 @@ class _PooledBags:
             if table is not None and weights is not None:
                 flat = weights_gradient(
                     array_of_table(table),
-                    self.bags,
+                    replace(self.bags, ids=self.places),
                     dy=d,
                     mode=self.mode,
                     winners=self.winners,
@@ -239,7 +290,7 @@ class _PooledBags:
             rows = terms if factors is None else terms * factors[:, None]
             d_table = self.options.gradient(ids, rows)
         if table is not None and weights is not None and factors is not None:
-            dots = (upcast(table[ids]) * terms).sum(-1)
+            dots = (upcast(table[tensor_of(self.places)]) * terms).sum(-1)
             if self.mode == "mean":
                 # Each weight of Σ w x / Σ w is also in the divisor.
                 shares = torch.zeros_like(divisors).index_add(0, numbers, factors * dots)
@@ -292,11 +343,15 @@ def _is_stock(ids: Tensor, weight: Tensor, options: BagOptions) -> bool:
     )
 
 
-def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
+def _pool_by_torch(
+    weight: Tensor, ids: Tensor, options: BagOptions, gathered: Tensor | None
+) -> Tensor:
     try:
         if weight.requires_grad and torch.is_grad_enabled():
-            return _TorchBags.apply(weight, ids, options)  # pyright: ignore
-        return _torch_bags(weight, ids, options)[0]
+            return _TorchBags.apply(weight, ids, options, gathered)  # pyright: ignore
+        if gathered is not None:
+            return _pool_gathered(weight, ids, options, gathered)
+        return _torch_bags(weight, ids, options, trained=False)[0]
     except RuntimeError as error:
         # Raises an error that names the id if one is out of range.
         _checked_bags(ids, options.lookup_options(weight), options)
@@ -307,11 +362,13 @@ def _pool_by_torch(weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
         raise OutOfRange(*changed_ids(len(weight)).args) from None
 
 
-def _torch_bags(weight: Tensor, ids: Tensor, options: BagOptions) -> tuple[Tensor, ...]:
+def _torch_bags(
+    weight: Tensor, ids: Tensor, options: BagOptions, *, trained: bool
+) -> tuple[Tensor, ...]:
     """Return the result of torch's operator, followed by the inputs of its backward."""
     # A copy for the backward: torch's does not check ids that were changed in between.
     flat = ids.reshape(-1)
-    flat = flat.clone() if weight.requires_grad else flat.contiguous()
+    flat = flat.clone() if trained else flat.contiguous()
     skip = -1 if options.padding_idx is None else options.padding_idx
     length, like = ids.shape[1], {"dtype": ids.dtype, "device": ids.device}
     offsets = torch.arange(0, ids.numel(), length, **like)
@@ -322,12 +379,32 @@ def _torch_bags(weight: Tensor, ids: Tensor, options: BagOptions) -> tuple[Tenso
     return y, flat, offsets, *rest
 
 
+def _pool_gathered(
+    weight: Tensor, ids: Tensor, options: BagOptions, gathered: Tensor
+) -> Tensor:
+    """Return what torch's operator returns, from rows that were gathered before."""
+    bags = _checked_bags(ids, options.lookup_options(weight), options)
+    return tensor_of(_Rows.of(weight, bags, gathered).pool(options.mode)[0])
+
+
 class _TorchBags(torch.autograd.Function):
     """Bags pooled by torch's operator."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, options: BagOptions) -> Tensor:
-        y, *rest = _torch_bags(weight, ids, options)
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        options: BagOptions,
+        gathered: Tensor | None,
+    ) -> Tensor:
+        table = weight
+        if gathered is not None:
+            # The inputs of the backward do not depend on the rows: one zero stands for all.
+            table = weight.new_zeros(1, 1).expand(len(weight), 1)
+        y, *rest = _torch_bags(table, ids, options, trained=True)
+        if gathered is not None:
+            y = _pool_gathered(weight, ids, options, gathered)
         ctx.save_for_backward(ids, *rest)
         ctx.options, ctx.lookup_options = options, options.lookup_options(weight)
         return y
@@ -341,17 +418,16 @@ class _TorchBags(torch.autograd.Function):
             or not kernel_eligible(grads[0])
             or table.needs_own_backward
         ):
-            bags = _PooledBags(
-                _checked_bags(ids, table, options), options.mode, None, table
-            )
-            gradient, _ = bags.gradients(grads[0], None, table=None, trained=True)
-            return gradient, None, None
+            bags = _checked_bags(ids, table, options)
+            pooled = _PooledBags(bags, options.mode, None, table, bags.ids)
+            gradient, _ = pooled.gradients(grads[0], None, table=None, trained=True)
+            return gradient, None, None, None
         skip = -1 if options.padding_idx is None else options.padding_idx
         gradient = torch.ops.aten._embedding_bag_backward(
             grads[0], *rest, table.num_embeddings, False, MODES.index(options.mode), False,
             None, skip,
         )  # fmt: skip
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 # Plain operators

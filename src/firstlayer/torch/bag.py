@@ -7,13 +7,16 @@ from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
-from ._table.lookup import as_index
-from ._table.module import TableModule, check_arguments
+from ._bag import BagOptions, pool_bags
+from ._table.host import HostTableModule, checked_output_device
+from ._table.lookup import as_index, checked_padding_idx
+from ._table.module import check_arguments
+from ._tensors.memory import is_plain_cpu
 from .functional import checked_mode, embedding_bag
 from .optim.table_state import caught_up_rows
 
 
-class EmbeddingBag(TableModule, TorchEmbeddingBag):
+class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
     """Looks up rows and pools them. Drop-in replacement for ``torch.nn.EmbeddingBag``.
 
     Arguments, attributes, ``from_pretrained`` and the state dict are torch's.
@@ -37,6 +40,8 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
         padding_idx: Id that is excluded from bags; negative counts from the end.
         device: Device of the table.
         dtype: Dtype of the table.
+        output_device: Device of the output of a table that stays in host memory; see
+            :class:`firstlayer.torch.Embedding`. Rows are pooled on the host.
 
     Shape:
         - input: ``(bags, length)``, or ``(n,)`` with offsets, or a jagged nested tensor;
@@ -69,7 +74,11 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
         padding_idx: int | None = None,
         device: Any = None,
         dtype: Any = None,
+        *,
+        output_device: Any = None,
     ) -> None:
+        if checked_output_device(output_device, device, _weight) is not None:
+            device = "cpu" if device is None else device
         check_arguments(
             num_embeddings,
             embedding_dim,
@@ -92,6 +101,7 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             device,
             dtype,
         )
+        self.output_device = output_device
         self._bind()
 
     def forward(
@@ -107,6 +117,11 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             offsets: Start of each bag in 1-D ids.
             per_sample_weights: Factor for the row of each id; None is 1.
         """
+        if self._prefetches or self._output_device is not None:
+            return self._pool_on_host(input, offsets, per_sample_weights)
+        return self._pool(input, offsets, per_sample_weights)
+
+    def _pool(self, input: Any, offsets: Any, per_sample_weights: Any) -> Tensor:
         weight, padding_idx = self.weight, self.padding_idx
         if not self.training and self.reads_out_of_place(input):
             input, weight, padding_idx = self._caught_up_table(input)
@@ -126,6 +141,33 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             self.include_last_offset,
             padding_idx,
         )
+
+    def _pool_on_host(self, input: Any, offsets: Any, per_sample_weights: Any) -> Tensor:
+        """Pool prefetched rows if there are any, on the output device if there is one."""
+        ids, offsets, weights = map(self._to_host, (input, offsets, per_sample_weights))
+        rows = None
+        if self.max_norm is None and is_plain_cpu(ids, offsets, weights):
+            rows = self._prefetched_rows(ids)
+        if rows is None:
+            return self._to_output_device(self._pool(ids, offsets, weights))
+        options = BagOptions(
+            checked_mode(self.mode),
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.include_last_offset,
+            checked_padding_idx(self.padding_idx, self.weight.shape[0]),
+        )
+        y = pool_bags(
+            ids,
+            self.weight,
+            offsets=offsets,
+            weights=weights,
+            options=options,
+            gathered=rows,
+        )
+        return self._to_output_device(y)
 
     def _caught_up_table(
         self, ids: Integer[Tensor, "*batch"]

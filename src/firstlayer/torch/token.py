@@ -6,11 +6,14 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
-from ._table.lookup import lookup
-from ._table.module import TableModule, check_arguments
+from ._table.host import HostTableModule, checked_output_device
+from ._table.lookup import LookupOptions, as_index, checked_padding_idx, lookup
+from ._table.max_norm import renormalized
+from ._table.module import check_arguments
+from ._table.prefetch import lookup_gathered
 
 
-class Embedding(TableModule, TorchEmbedding):
+class Embedding(HostTableModule, TorchEmbedding):
     """Looks up rows of a table by id. Drop-in replacement for ``torch.nn.Embedding``.
 
     Arguments, attributes, ``from_pretrained`` and the state dict are torch's. Differences:
@@ -33,6 +36,9 @@ class Embedding(TableModule, TorchEmbedding):
         _freeze: Do not train the table.
         device: Device of the table.
         dtype: Dtype of the table.
+        output_device: Device of the output of a table that stays in host memory, whatever
+            device the model is moved to: rows are gathered on the host and copied, and the
+            gradient is copied back. None returns rows on the device of the table.
 
     Shape:
         - input: any shape, any integer dtype
@@ -67,7 +73,11 @@ class Embedding(TableModule, TorchEmbedding):
         _freeze: bool = False,
         device: Any = None,
         dtype: Any = None,
+        *,
+        output_device: Any = None,
     ) -> None:
+        if checked_output_device(output_device, device, _weight) is not None:
+            device = "cpu" if device is None else device
         check_arguments(
             num_embeddings,
             embedding_dim,
@@ -89,6 +99,7 @@ class Embedding(TableModule, TorchEmbedding):
             device,
             dtype,
         )
+        self.output_device = output_device
         self._bind()
 
     def forward(
@@ -99,6 +110,11 @@ class Embedding(TableModule, TorchEmbedding):
         Args:
             input: Ids of any shape and any integer dtype.
         """
+        if self._prefetches or self._output_device is not None:
+            return self._lookup_on_host(input)
+        return self._lookup(input)
+
+    def _lookup(self, input: Tensor) -> Tensor:
         if not self.training and self.reads_out_of_place(input):
             return self.caught_up_rows(input)
         self.prepare_lookup(input)
@@ -111,6 +127,27 @@ class Embedding(TableModule, TorchEmbedding):
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )
+
+    def _lookup_on_host(self, input: Tensor) -> Tensor:
+        """Return prefetched rows if there are any, on the output device if there is one."""
+        ids = self._to_host(input)
+        rows = self._prefetched_rows(ids)
+        if rows is None:
+            rows = self._pinned_rows(ids)
+        if rows is None:
+            return self._to_output_device(self._lookup(ids))
+        weight = self.weight
+        options = LookupOptions(
+            weight.shape[0],
+            weight.dtype,
+            checked_padding_idx(self.padding_idx, weight.shape[0]),
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        rows = lookup_gathered(rows, as_index(ids), weight, options)
+        if self.max_norm is not None:
+            rows = renormalized(rows, self.max_norm, norm_type=self.norm_type)
+        return self._to_output_device(rows)
 
     def __prepare_scriptable__(self) -> TorchEmbedding:
         # TorchScript cannot compile this forward, so it gets torch's layer.

@@ -113,6 +113,7 @@ def _are_standard(token: Any, position: Any, segment: Any, norm: Any) -> bool:
             type(table) is not Embedding
             or table.max_norm is not None
             or table.scale_grad_by_freq
+            or table.output_device is not None
         ):
             return False
     if segment is not None and (segment.sparse or segment.padding_idx is not None):

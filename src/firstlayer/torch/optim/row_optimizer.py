@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import kernels
@@ -127,6 +128,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._adopt(state)
                 state.step(ids, gradient, options=group)
                 state.publish(self.state[state.parameter])
+                if state.rule.lazy:
+                    # Prefetched rows are read again. In exact mode they see the step in the
+                    # state on the parameter.
+                    increment_version(state.parameter)
         return loss
 
     def _checked_gradients(self) -> tuple[list[TableStep], list[dict[str, Any]]]:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 
+from ..._interrupts import held_interrupts
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
+from .._tensors.errors import check_ids
 from .._tensors.memory import (
     array_of,
     array_of_table,
@@ -27,7 +29,6 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
-from .._tensors.errors import check_ids
 from .._tensors.row_parameter import ROW_CLASSES, is_row_tensor, without_catch_up
 
 # Larger whole numbers are rounded in float32.
@@ -170,6 +171,8 @@ class ParameterState(TableState, AttachedState):
         )
         if not rule.lazy:
             check_class(parameter)
+        #: Ids of lookups whose rows catch up in the table before the next step.
+        self.deferred_ids: list[np.ndarray] = []
 
     def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Apply the missed steps to stale rows; see :class:`AttachedState`."""
@@ -201,6 +204,38 @@ class ParameterState(TableState, AttachedState):
         """Follow a table whose rows were selected, reordered or added."""
         super().resize_rows(kept, num_rows, options)
         self.tensors.clear()
+
+    def defer_catch_up(self, ids: np.ndarray) -> None:
+        """Catch up rows that were read from a copy later, but before the next step.
+
+        Another thread may call :meth:`catch_up_deferred` in the meantime. Whoever reads the
+        rows from the table first catches them up, and the result is the same.
+        """
+        self.deferred_ids.append(ids)
+
+    def catch_up_deferred(self) -> None:
+        """Catch up the rows of :meth:`defer_catch_up`."""
+        if not self.deferred_ids:
+            return
+        with held_interrupts(), self.lock:
+            # Another tensor of the same memory, which lives as long as it is written to.
+            with without_catch_up():
+                table = self._checked(_array_of(self.parameter.detach()))
+            self._check_arrays()
+            while self.deferred_ids:
+                super()._catch_up(table, self.deferred_ids[0])
+                # Other threads add to the end.
+                del self.deferred_ids[0]
+
+    def check_step(self, *args: Any, **options: Any) -> None:
+        with threads_of_torch():
+            self.catch_up_deferred()
+        super().check_step(*args, **options)
+
+    def first_stale(self, ids: np.ndarray | None = None) -> int | None:
+        # Another thread changes row_steps for a moment while it lists stale rows.
+        with self.lock:
+            return super().first_stale(ids)
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():

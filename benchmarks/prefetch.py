@@ -1,0 +1,177 @@
+"""How much of a lookup ``prefetch`` hides: ``python -m benchmarks.prefetch``.
+
+A loop alternates a lookup with other work on one thread that takes at least as long. With
+prefetching, the worker gathers the rows of the next batch during the work. The hidden share
+is ``1 - (loop - work) / lookup``. All results are compared with those of an ordinary
+lookup first; then runs are interleaved.
+
+In the second row a table trained by RowAdamW takes a step before every lookup, so that all
+rows are stale and the worker also applies their missed steps. Here ``work`` includes the
+step.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlayer.analysis.timing import interleaved_medians
+from firstlayer.torch import Embedding
+from firstlayer.torch.optim import RowAdamW
+
+from .ids import batches
+from .timing import BATCHES, keep_freed_memory
+
+ROWS, WIDTH, IDS = 250_000, 256, 16_384
+#: Least share of a lookup that must be hidden.
+GOAL = 0.8
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians in milliseconds, and the share of the lookup that is hidden."""
+
+    name: str
+    lookup: float
+    work: float
+    without: float
+    loop: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of the lookup that the loop does not wait for."""
+        return 1 - (self.loop - self.work) / self.lookup
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        return {**asdict(self), "hidden": self.hidden, "met": self.hidden >= GOAL}
+
+
+class Loop:
+    """Lookups of batches in turn, each before or after other work.
+
+    Args:
+        table: Table to look up.
+        ids: Batches.
+        advance: Called before each lookup; what it does to the table must not depend on how
+            often it was called.
+        repeats: Number of matrix products that the work consists of.
+    """
+
+    def __init__(
+        self, table: Embedding, ids: list[Tensor], advance: Callable[[], Any], repeats: int
+    ) -> None:
+        self.table, self.ids, self.advance, self.repeats = table, ids, advance, repeats
+        self.matrix = torch.randn(256, 256)
+
+    def lookup(self, batch: int) -> Tensor:
+        """Look a batch up."""
+        with torch.no_grad():
+            return self.table(self.ids[batch])
+
+    def work(self) -> None:
+        """Multiply matrices."""
+        for _ in range(self.repeats):
+            torch.mm(self.matrix, self.matrix)
+
+    def without(self, batch: int) -> Tensor:
+        """Advance, work, and look a batch up."""
+        self.advance()
+        self.work()
+        return self.lookup(batch)
+
+    def with_prefetch(self, batch: int) -> Tensor:
+        """Do the same, with the rows gathered during the work."""
+        self.advance()
+        self.table.prefetch(self.ids[batch])
+        self.work()
+        return self.lookup(batch)
+
+    def only_work(self, batch: int) -> None:
+        """Advance and work."""
+        self.advance()
+        self.work()
+
+
+def loops() -> Iterator[tuple[str, Loop]]:
+    """Yield the loops by name."""
+    ids = [torch.from_numpy(x) for x in batches("uniform", ROWS, (IDS,))]
+    torch.manual_seed(0)
+    yield "lookup", Loop(Embedding(ROWS, WIDTH), ids, lambda: None, 1)
+    table = Embedding(ROWS, WIDTH, sparse=True)
+    optimizer = RowAdamW([table.weight], lr=1e-3, weight_decay=0.01)
+    for batch in ids:
+        table(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        table(ids[0][:64]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield "lookup of stale rows, RowAdamW", Loop(table, ids, step, 1)
+
+
+def measure(name: str, loop: Loop, *, rounds: int) -> Result:
+    """Check that prefetched rows are those of a lookup, then time."""
+    for batch in range(BATCHES):
+        loop.advance()
+        loop.table.prefetch(loop.ids[batch])
+        got = loop.lookup(batch)
+        if not torch.equal(got, loop.lookup(batch)):
+            raise AssertionError(f"{name}: batch {batch} differs")
+
+    def advance_and_lookup(batch: int) -> None:
+        loop.advance()
+        loop.lookup(batch)
+
+    alone = {"advance": lambda batch: loop.advance(), "both": advance_and_lookup}
+    seconds = interleaved_medians(alone, batches=BATCHES, rounds=rounds)
+    lookup = seconds["both"] - seconds["advance"]
+    runs = {"work": loop.only_work}
+    while interleaved_medians(runs, batches=BATCHES, rounds=1)["work"] < 1.2 * lookup:
+        loop.repeats *= 2
+    runs = {
+        "advance": lambda batch: loop.advance(),
+        "both": advance_and_lookup,
+        "work": loop.only_work,
+        "without": loop.without,
+        "loop": loop.with_prefetch,
+    }
+    seconds = interleaved_medians(runs, batches=BATCHES, rounds=rounds)
+    times = {key: value * 1e3 for key, value in seconds.items()}
+    lookup = times["both"] - times["advance"]
+    return Result(name, lookup, times["work"], times["without"], times["loop"])
+
+
+def main() -> None:
+    """Print the times and the hidden shares."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefetch", description=__doc__
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    options = parser.parse_args()
+    keep_freed_memory()
+    # The work is on one thread, and the worker has the other core.
+    torch.set_num_threads(1)
+    results = [measure(name, loop, rounds=options.rounds) for name, loop in loops()]
+    if options.json:
+        print(json.dumps([result.as_dict() for result in results], indent=2))
+        return
+    for result in results:
+        print(
+            f"{result.name} {ROWS:,} × {WIDTH}, {IDS:,} ids: "
+            f"lookup {result.lookup:.2f} ms, "
+            f"work {result.work:.2f}, both {result.without:.2f}, with prefetch "
+            f"{result.loop:.2f}: {result.hidden:.0%} hidden (goal {GOAL:.0%})"
+        )
+
+
+if __name__ == "__main__":
+    main()
