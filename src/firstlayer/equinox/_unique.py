@@ -5,12 +5,12 @@ from jaxtyping import Array, Int32
 
 
 def unique_ids(ids: Int32[Array, " n"], *, end: int) -> Int32[Array, " rows"]:
-    """Return the distinct ids below ``end``, ascending, then ascending numbers from ``end``.
+    """Return the distinct ids below ``end``, ascending, padded with numbers from ``end``.
 
-    The result has the size of ``ids``, but at least 1. Negative ids must not occur.
+    The result has the size of ``ids``, but at least 1, and ascends to its end.
 
     Args:
-        ids: Ids; those from ``end`` on are left out.
+        ids: Ids, not negative; those from ``end`` on are left out.
         end: Number of rows.
 
     Example:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float64, Int32, PyTree
 
 from ..._array import compute_dtype
-from ...optim.rule import TINY, MissedCoefficients, RowOptions, update_rows
+from ...optim.rule import TINY, RowOptions, update_rows
 from .._module import upcast
 
 #: Rows of a table and of each array of its state, in the rule's order.
@@ -31,16 +31,16 @@ class Execution:
 
     def __init__(self, options: RowOptions) -> None:
         self.rule = options.rule_class()
-        self.options = options.hyperparameters()
+        self.options: dict[str, Any] = options.hyperparameters()
         lr = self.options["lr"]
         self.rule.check(self.options | {"lr": float(lr(0)) if callable(lr) else lr})
         #: Names and initial values of the arrays of the state.
         self.initial_state = self.rule.initial_state(self.options)
-        #: Named tuple of the coefficients of missed steps; None if such steps are no-ops.
-        self.coefficients_class: type[MissedCoefficients] | None = None
+        #: Class of the coefficients of missed steps; None if such steps are no-ops.
+        self.coefficients_class: Any = None
         if not self.rule.is_noop_without_gradient(self.options):
             self.coefficients_class = self.rule.coefficients_class(self.options)
-        #: Named tuple of the numbers of a step.
+        #: Class of the numbers of a step.
         self.step_class: Any = type(self.step_values(jnp.ones((), jnp.int32)))
 
     def step_values(self, step: Int32[Array, ""]) -> Any:
@@ -51,13 +51,13 @@ class Execution:
         """
         lr = self.options["lr"]
         lr = lr(step - 1) if callable(lr) else lr
-        with jax.enable_x64(True):
+        with float64_enabled():
             options = self.options | {"lr": jnp.asarray(lr, jnp.float64)}
             return self.rule.step_values(jnp, options, jnp.asarray(step, jnp.float64))
 
     def caught_up_coefficients(self, step: Int32[Array, ""]) -> Any:
         """Return the coefficients of a row that is up to date after ``step``."""
-        with jax.enable_x64(True):
+        with float64_enabled():
             step = jnp.asarray(step, jnp.float64)
             return self.rule.caught_up_coefficients(jnp, self.options, step)
 
@@ -92,8 +92,7 @@ class Execution:
             rows: The rows and their state.
             has_state: Whether the state of each row may be nonzero.
         """
-        assert self.coefficients_class is not None
-        own: Any = _rounded(self.coefficients_class(*coefficients), rows[0].dtype)
+        own = _rounded(self.coefficients_class(*coefficients), rows[0].dtype)
         weight, *state = own.catch_up(jnp, *rows)
         # Other coefficients of rows without a state may be inaccurate.
         has_effect = has_state[:, None] | jnp.logical_not(own.keeps_zero_state())
@@ -138,6 +137,14 @@ class Execution:
         return structure.unflatten(leaves), dict(zip(state, arrays, strict=True))
 
 
+def float64_enabled() -> Any:
+    """Return a context in which JAX computes in float64."""
+    library: Any = jax
+    # Before version 0.8 it was experimental.
+    place = library if hasattr(library, "enable_x64") else library.experimental
+    return place.enable_x64(True)
+
+
 def _rounded(numbers: Any, dtype: Any) -> Any:
     """Return a named tuple of float64 numbers, or of arrays of them, in another dtype."""
 
@@ -146,5 +153,5 @@ def _rounded(numbers: Any, dtype: Any) -> Any:
         # Arithmetic on float32 denormals is slow.
         return jnp.where(jnp.abs(x) < TINY, 0.0, x).astype(dtype)
 
-    with jax.enable_x64(True):
+    with float64_enabled():
         return type(numbers)(*map(rounded, numbers))

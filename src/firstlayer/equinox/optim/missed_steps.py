@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float64, Int32, UInt32
 
-from .execution import Execution, RowsAndState
+from .execution import Execution, RowsAndState, float64_enabled
 
 
 class MissedSteps(eqx.Module):
@@ -64,8 +64,7 @@ class MissedSteps(eqx.Module):
             step: Number of the step, from 1.
         """
         kind, column, steps = execution.coefficients_class, step - self.start, self.steps
-        assert kind is not None
-        with jax.enable_x64(True):
+        with float64_enabled():
             advanced = kind(*_from_bits(self.coefficients)).advance(jnp, values)
             coefficients = _to_bits(jnp.stack(advanced))
         caught_up = execution.caught_up_coefficients(step)
@@ -110,10 +109,9 @@ class MissedSteps(eqx.Module):
         column = row_steps - self.start
         if self.steps is not None:
             column, rows = self._replay(execution, rows, column, has_state)
-        with jax.enable_x64(True):
+        with float64_enabled():
             own = _from_bits(self.coefficients)[:, column, None]
-        weight, *state = execution.catch_up(own, rows, has_state)
-        return _where(row_steps < step, (weight, *state), rows)
+        return _where(row_steps < step, execution.catch_up(own, rows, has_state), rows)
 
     def _replay(
         self,
@@ -127,10 +125,8 @@ class MissedSteps(eqx.Module):
         Returns:
             The recorded step that each row is at then, and the rows.
         """
-        kind = execution.coefficients_class
-        assert kind is not None and self.steps is not None
-        steps = _from_bits(self.steps)
-        with jax.enable_x64(True):
+        kind, steps = execution.coefficients_class, _from_bits(self.steps)
+        with float64_enabled():
             is_accurate = kind(*_from_bits(self.coefficients)).is_accurate(jnp)
 
         def is_behind(column: Int32[Array, " n"]) -> Bool[Array, " n"]:
@@ -140,7 +136,7 @@ class MissedSteps(eqx.Module):
             carry: tuple[Int32[Array, " n"], RowsAndState],
         ) -> tuple[Int32[Array, " n"], RowsAndState]:
             column, (weight, *state) = carry
-            with jax.enable_x64(True):
+            with float64_enabled():
                 values = steps[:, column + 1, None]
             new = execution.update(values, weight, jnp.zeros_like(weight), tuple(state))
             behind = is_behind(column)
@@ -156,13 +152,13 @@ def _where(mask: Bool[Array, " n"], new: RowsAndState, old: RowsAndState) -> Row
     return tuple(jnp.where(mask[:, None], one, other) for one, other in pairs)
 
 
-def _from_bits(bits: UInt32[Array, "*shape 2"]) -> Float64[Array, "*shape"]:
-    with jax.enable_x64(True):
+def _from_bits(bits: Any) -> Float64[Array, "*shape"]:
+    with float64_enabled():
         return jax.lax.bitcast_convert_type(bits, jnp.float64)
 
 
 def _to_bits(numbers: Any) -> UInt32[Array, "*shape 2"]:
-    with jax.enable_x64(True):
+    with float64_enabled():
         return jax.lax.bitcast_convert_type(jnp.asarray(numbers, jnp.float64), jnp.uint32)
 
 

@@ -1,4 +1,4 @@
-"""Base class of the row optimizers for Equinox models; see :mod:`firstlayer.equinox.optim`."""
+"""Base class of the row optimizers; see :mod:`firstlayer.equinox.optim`."""
 
 import inspect
 import warnings
@@ -61,6 +61,7 @@ class RowOptimizer:
     """
 
     _options_class: ClassVar[type[RowOptions]]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
         own = inspect.signature(RowOptimizer.__init__).parameters.values()
@@ -68,7 +69,7 @@ class RowOptimizer:
         general = RowOptions.__annotations__
         options = inspect.signature(cls._options_class).parameters.values()
         options = [option for option in options if option.name not in general]
-        setattr(cls, "__signature__", inspect.Signature([*options, *own]))
+        cls.__signature__ = inspect.Signature([*options, *own])
 
     def __init__(
         self,
@@ -99,10 +100,13 @@ class RowOptimizer:
             if trained and not any(module.weight is weight for weight in weights):
                 weights.append(module.weight)
         numbers = [_index_of(module.weight, weights) for module in modules]
-        model = self._with_weights(model, [
-            module.weight if number is None else DetachedTable.of(module.weight)
-            for module, number in zip(modules, numbers, strict=True)
-        ])
+        model = self._with_weights(
+            model,
+            [
+                module.weight if number is None else DetachedTable.of(module.weight)
+                for module, number in zip(modules, numbers, strict=True)
+            ],
+        )
         _check_not_shared(model, weights)
         others = self._others(model)
         dense = self.execution.init_dense if self.rest is None else self.rest.init
@@ -159,7 +163,7 @@ class RowOptimizer:
             own = [i for i, at in enumerate(state.table_of) if at == number]
             rows = [_without_padding(modules[i], weights[i]) for i in own]
             given = [_without_padding(modules[i], slopes[i].weight) for i in own]
-            gradient = _sum_of_gradients(given, rows, table)
+            gradient = _sum_of_gradients(given, rows)
             args = gradient, values, execution, missed, step
             if isinstance(rows[0], RowSubset):
                 table = table.update(rows[0], *args)
@@ -300,41 +304,34 @@ def _without_padding(module: TableModule, weight: Any) -> Any:
     """Undo :func:`_with_padding`, for rows or their gradients."""
     if module.padding_idx is None or not isinstance(weight, RowSubset):
         return weight
-    ids = None if weight.ids is None else weight.ids[:-1]
-    return RowSubset(ids, weight.values[:-1])
+    return jax.tree.map(lambda array: array[:-1], weight)
 
 
-def _sum_of_gradients(gradients: list[Any], rows: list[Any], table: TableState) -> Array:
+def _sum_of_gradients(gradients: list[Any], rows: list[Any]) -> Array:
     """Return the gradient of a table's rows, summed over the modules that use it."""
-    total = None
     for gradient, own in zip(gradients, rows, strict=True):
-        is_subset = isinstance(own, RowSubset)
-        values = gradient.values if isinstance(gradient, RowSubset) else gradient
-        shape = own.values.shape if is_subset else table.weight.shape
-        if isinstance(gradient, RowSubset) != is_subset or jnp.shape(values) != shape:
+        given, wanted = jax.tree.leaves(gradient), jax.tree.leaves(own)[-1]
+        if len(given) != 1 or given[0].shape != wanted.shape:
             raise ValueError(
-                f"gradients must be those of the model, {shape} for its table, got "
-                f"{jnp.shape(values)}"
+                f"gradients must be those of the model, of shape {wanted.shape} for its "
+                f"table, got {[leaf.shape for leaf in given]}"
             )
-        total = upcast(values) if total is None else total + upcast(values)
-    return total
+    first, *others = (upcast(jax.tree.leaves(gradient)[0]) for gradient in gradients)
+    return sum(others, first)
 
 
 def _check_detached(modules: list[Any], state: OptimizerState) -> None:
-    if len(modules) != len(state.table_of):
+    """Raise ValueError unless the model and the state were returned together."""
+    given = [
+        module.weight.shape if isinstance(module.weight, DetachedTable) else None
+        for module in modules
+    ]
+    wanted = [None if i is None else state.tables[i].weight.shape for i in state.table_of]
+    if given != wanted:
         raise ValueError(
-            f"state must be that of the model: it has {len(state.table_of)} modules with "
-            f"tables, the model {len(modules)}"
+            "model must be the one that init or update returned with the state, whose "
+            f"tables are {wanted}, got a model without its tables {given}"
         )
-    for module, number in zip(modules, state.table_of, strict=True):
-        shape = None if number is None else state.tables[number].weight.shape
-        is_detached = isinstance(module.weight, DetachedTable)
-        if (shape is not None) != is_detached or (is_detached and shape != module.weight.shape):
-            raise ValueError(
-                "model must be one that init or update returned, got a model "
-                f"whose table is {type(module.weight).__name__} of shape "
-                f"{jnp.shape(module.weight)}"
-            )
 
 
 def _check_not_shared(model: PyTree, weights: list[Any]) -> None:

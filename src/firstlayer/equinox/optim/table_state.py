@@ -39,7 +39,7 @@ class DetachedTable(eqx.Module):
         dtype: Dtype of the table.
     """
 
-    shape: tuple[int, int] = eqx.field(static=True)
+    shape: tuple[int, ...] = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
     @classmethod
@@ -67,9 +67,9 @@ class DetachedTable(eqx.Module):
 
     def _raise(self) -> NoReturn:
         raise RuntimeError(
-            f"this table of shape {self.shape} is in the optimizer state, where rows may be "
-            "stale; look ids up in optimizer.gather(model, state, ids), or read the table "
-            "in optimizer.flush(model, state)"
+            f"this table of shape {self.shape} is in the optimizer state, where rows may "
+            "be stale; look ids up in optimizer.gather(model, state, ids), or read the "
+            "table in optimizer.flush(model, state)"
         )
 
 
@@ -170,7 +170,10 @@ class TableState(eqx.Module):
         Args:
             weight: The table, with every row caught up.
             gradient: Its gradient.
-            values, execution, missed, step: As in :meth:`update`.
+            values: Numbers of the step.
+            execution: The rule.
+            missed: The steps that stale rows had missed before this one.
+            step: Number of steps taken before this one.
         """
         table = self.catch_up(execution, missed, step)
         state = tuple(table.arrays.values())
@@ -178,7 +181,7 @@ class TableState(eqx.Module):
         return type(self)(
             new[0].astype(weight.dtype),
             dict(zip(self.arrays, new[1:], strict=True)),
-            jnp.full_like(self.row_steps, 0) + (step + 1),
+            jnp.zeros_like(self.row_steps) + (step + 1),
             step + 1,
         )
 
