@@ -5,7 +5,7 @@ Numbers of steps and coefficients of missed steps are computed in float64 under
 they are applied to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,7 @@ class Execution:
     def __init__(self, options: RowOptions) -> None:
         self.rule = options.rule_class()
         self.options: dict[str, Any] = options.hyperparameters()
-        lr = self.options["lr"]
-        self.rule.check(self.options | {"lr": float(lr(0)) if callable(lr) else lr})
+        self.rule.check(self.options | {"lr": self._lr(0)})
         #: Names and initial values of the arrays of the state.
         self.initial_state = self.rule.initial_state(self.options)
         #: Class of the coefficients of missed steps; None if such steps are no-ops.
@@ -49,11 +48,15 @@ class Execution:
         Args:
             step: Number of the step, from 1.
         """
-        lr = self.options["lr"]
-        lr = lr(step - 1) if callable(lr) else lr
+        lr = self._lr(step - 1)
         with float64_enabled():
             options = self.options | {"lr": jnp.asarray(lr, jnp.float64)}
             return self.rule.step_values(jnp, options, jnp.asarray(step, jnp.float64))
+
+    def _lr(self, count: Any) -> Any:
+        """Return the learning rate after ``count`` steps."""
+        lr: float | Callable[[Any], Any] = self.options["lr"]
+        return lr(count) if callable(lr) else lr
 
     def caught_up_coefficients(self, step: Int32[Array, ""]) -> Any:
         """Return the coefficients of a row that is up to date after ``step``."""
@@ -76,7 +79,7 @@ class Execution:
             gradient: Their gradients.
             state: Their state.
         """
-        values = _rounded(self.step_class(*values), weight.dtype)
+        values = _rounded(self.step_class, values, weight.dtype)
         return update_rows(jnp, self.rule, values, weight, gradient, state)
 
     def catch_up(
@@ -92,7 +95,7 @@ class Execution:
             rows: The rows and their state.
             has_state: Whether the state of each row may be nonzero.
         """
-        own = _rounded(self.coefficients_class(*coefficients), rows[0].dtype)
+        own = _rounded(self.coefficients_class, coefficients, rows[0].dtype)
         weight, *state = own.catch_up(jnp, *rows)
         # Other coefficients of rows without a state may be inaccurate.
         has_effect = has_state[:, None] | jnp.logical_not(own.keeps_zero_state())
@@ -127,14 +130,15 @@ class Execution:
             if slope is None:
                 continue
             weight = upcast(parameter)
-            own = _rounded(values, weight.dtype)
+            own = _rounded(self.step_class, values, weight.dtype)
             slope = own.total_gradient(jnp, weight, upcast(slope))
             new = own.update(jnp, weight, slope, *(array[i] for array in arrays))
             leaves[i] = new[0].astype(parameter.dtype)
             for array, value in zip(arrays, new[1:], strict=True):
                 array[i] = value
         arrays = map(structure.unflatten, arrays)
-        return structure.unflatten(leaves), dict(zip(state, arrays, strict=True))
+        state = dict(zip(self.initial_state, arrays, strict=True))
+        return structure.unflatten(leaves), state
 
 
 def float64_enabled() -> Any:
@@ -145,13 +149,9 @@ def float64_enabled() -> Any:
     return place.enable_x64(True)
 
 
-def _rounded(numbers: Any, dtype: Any) -> Any:
-    """Return a named tuple of float64 numbers, or of arrays of them, in another dtype."""
-
-    def rounded(x: Any) -> Array:
-        x = jnp.asarray(x, jnp.float64)
-        # Arithmetic on float32 denormals is slow.
-        return jnp.where(jnp.abs(x) < TINY, 0.0, x).astype(dtype)
-
+def _rounded(kind: Any, numbers: Any, dtype: Any) -> Any:
+    """Return float64 numbers, or arrays of them, as a named tuple in another dtype."""
     with float64_enabled():
-        return type(numbers)(*map(rounded, numbers))
+        numbers = jnp.asarray(numbers, jnp.float64)
+        # Arithmetic on float32 denormals is slow.
+        return kind(*jnp.where(jnp.abs(numbers) < TINY, 0.0, numbers).astype(dtype))

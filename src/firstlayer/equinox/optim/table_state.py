@@ -10,6 +10,7 @@ copies the array. All passes over a whole table therefore gather and scatter row
 well, in chunks.
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
 import equinox as eqx
@@ -116,7 +117,7 @@ class TableState(eqx.Module):
             step: Number of steps taken.
         """
         weight = upcast(_gather(self.weight, ids))
-        rows = weight, *(_gather(array, ids) for array in self.arrays.values())
+        rows = weight, *(_gather(array, ids) for array in self._state(execution))
         if missed is None:
             return rows
         last = _gather(self.row_steps, ids)
@@ -148,10 +149,9 @@ class TableState(eqx.Module):
         weight, *state = execution.update(values, weight, gradient, tuple(state))
         # The maximum is the new step, but makes the write depend on the read.
         row_steps = jnp.maximum(_gather(self.row_steps, ids), step + 1)
-        arrays = zip(self.arrays.items(), state, strict=True)
         return type(self)(
             _scatter(self.weight, ids, weight),
-            {name: _scatter(array, ids, new) for (name, array), new in arrays},
+            self._with_rows(execution, ids, state),
             _scatter(self.row_steps, ids, row_steps),
             self.caught_up if missed is not None else step + 1,
         )
@@ -176,11 +176,11 @@ class TableState(eqx.Module):
             step: Number of steps taken before this one.
         """
         table = self.catch_up(execution, missed, step)
-        state = tuple(table.arrays.values())
+        state = table._state(execution)
         new = execution.update(values, upcast(weight), upcast(gradient), state)
         return type(self)(
             new[0].astype(weight.dtype),
-            dict(zip(self.arrays, new[1:], strict=True)),
+            dict(zip(execution.initial_state, new[1:], strict=True)),
             jnp.zeros_like(self.row_steps) + (step + 1),
             step + 1,
         )
@@ -211,10 +211,9 @@ class TableState(eqx.Module):
         def catch_up_chunk(chunk: Int32[Array, ""], table: Self) -> Self:
             ids = chunk * size + jnp.arange(size, dtype=jnp.int32)
             weight, *state = table.rows(ids, execution, missed, step)
-            arrays = zip(table.arrays.items(), state, strict=True)
             return type(self)(
                 _scatter(table.weight, ids, weight),
-                {name: _scatter(array, ids, new) for (name, array), new in arrays},
+                table._with_rows(execution, ids, state),
                 table.row_steps,
                 table.caught_up,
             )
@@ -222,6 +221,19 @@ class TableState(eqx.Module):
         table = jax.lax.fori_loop(0, count, catch_up_chunk, self)
         caught_up = jnp.where(when, step, self.caught_up)
         return eqx.tree_at(lambda one: one.caught_up, table, caught_up)
+
+    def _state(self, execution: Execution) -> tuple[Float[Array, "rows _"], ...]:
+        """Return the arrays in the rule's order; JAX sorts the keys of dictionaries."""
+        return tuple(self.arrays[name] for name in execution.initial_state)
+
+    def _with_rows(
+        self, execution: Execution, ids: Int32[Array, " n"], state: Sequence[Array]
+    ) -> dict[str, Float[Array, "rows _"]]:
+        """Return the arrays with rows written to them."""
+        return {
+            name: _scatter(self.arrays[name], ids, rows)
+            for name, rows in zip(execution.initial_state, state, strict=True)
+        }
 
 
 def _gather(array: Array, ids: Int32[Array, " n"]) -> Array:
