@@ -227,6 +227,7 @@ def _products(
 ) -> Float[Array, "*batch rows"]:
     """Return the product of ``x`` with every row, summed in the compute dtype of ``x``."""
     dtype, accumulator = x.dtype, jnp.dtype(compute_dtype(x.dtype))
+    weight = jnp.asarray(weight)  # raises if the weight is in the state of an optimizer
     if weight.dtype != dtype:
         x, weight = x.astype(accumulator), weight.astype(accumulator)
     axes = (((x.ndim - 1,), (1,)), ((), ()))

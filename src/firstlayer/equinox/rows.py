@@ -5,10 +5,10 @@ the dense optimizer, which moves every row in every step. Moments of such a row 
 decay, momentum does not move it, and weight decay does not shrink it. A model trained so
 has other weights than with the dense optimizer: after 300 steps of AdamW on ids with a Zipf
 distribution, rare rows differ by as much as dense updates move them. The row optimizers of
-:mod:`firstlayer.optim` and :mod:`firstlayer.torch.optim` are exact instead. Lazy is the
-rule of ``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``. Step counts, for bias
-correction and schedules, count every step. SGD without momentum and Adagrad do not move
-rows without a gradient anyway, so they give the same result as dense updates.
+:mod:`firstlayer.equinox.optim` are exact instead. Lazy is the rule of
+``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``. Step counts, for bias correction
+and schedules, count every step. SGD without momentum and Adagrad do not move rows without a
+gradient anyway, so they give the same result as dense updates.
 
 JAX has no sparse gradients: the gradient of a table has the size of the table, and a dense
 optimizer reads and writes all of its rows and moments. Here the rows of a batch are
@@ -67,6 +67,7 @@ from ._lookup import IdsArgument, LookupOptions, RowSubset, check_ids, host_valu
 from ._module import compiled, replace_fields
 from ._sharding import Spec, with_sharding
 from ._table import Ids, TableModule
+from ._unique import unique_ids
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)
 # True of the ids of a RowSubset; lets XLA write rows in order.
@@ -218,14 +219,14 @@ class RowOptimizer:
 def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) -> RowSubset:
     end, padding_idx = weight.shape[0], options.padding_idx
 
-    def unique_ids(argument: IdsArgument) -> Int32[Array, " rows"]:
+    def ids_of(argument: IdsArgument) -> Int32[Array, " rows"]:
         checked = check_ids(argument, weight, options)
         ids = checked.ids
         if checked.has_gradient is not None:
             ids = jnp.where(checked.has_gradient, ids, end)
-        return _unique_ids(ids.reshape(-1), end=end)
+        return unique_ids(ids.reshape(-1), end=end)
 
-    ids = with_sharding(unique_ids, argument, out_sharding=None, default=lambda: (None,))
+    ids = with_sharding(ids_of, argument, out_sharding=None, default=lambda: (None,))
     values = _gather(weight, 0, ids=ids)
     if padding_idx is not None:
         # Under a number that is no id: the padding row is read but not updated.
@@ -233,17 +234,6 @@ def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) ->
         ids = jnp.append(ids, jnp.array([end + ids.size], jnp.int32))
         values = jnp.concatenate([values, padding])
     return RowSubset(ids, values)
-
-
-def _unique_ids(ids: Int32[Array, " n"], *, end: int) -> Int32[Array, " rows"]:
-    """Return the unique ids below ``end``, ascending, padded with ascending numbers from
-    ``end``.
-    """
-    if ids.size == 0:
-        return jnp.array([end], jnp.int32)
-    unique = jnp.unique(ids, size=ids.size, fill_value=end)
-    steps = jnp.arange(ids.size, dtype=jnp.int32)
-    return jnp.where(unique < end, unique, end + steps)
 
 
 def _check_gradient(gradient: Any, weight: Float[Array, "rows width"]) -> None:
