@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from .layer.backward_plan import BackwardPlan as BackwardPlan
     from .layer.backward_plan import plan_backward as plan_backward
     from .layer.forward import layer_forward as layer_forward
+    from .mapped_rows import copy_rows_at as copy_rows_at
+    from .mapped_rows import locate_rows as locate_rows
+    from .mapped_rows import request_rows as request_rows
+    from .mapped_rows import rows_missing as rows_missing
+    from .mapped_rows import write_rows_at as write_rows_at
     from .optim.adam import adam_catch_up as adam_catch_up
     from .optim.adam import adam_update as adam_update
     from .optim.linear import linear_catch_up as linear_catch_up
@@ -53,6 +58,13 @@ _NAMES = {
     "layer.backward": ("layer_backward",),
     "layer.backward_plan": ("BackwardPlan", "plan_backward"),
     "layer.forward": ("layer_forward",),
+    "mapped_rows": (
+        "copy_rows_at",
+        "locate_rows",
+        "request_rows",
+        "rows_missing",
+        "write_rows_at",
+    ),
     "optim.adam": ("adam_catch_up", "adam_update"),
     "optim.linear": ("linear_catch_up", "sgd_update"),
     "optim.lion": ("lion_catch_up", "lion_update"),
