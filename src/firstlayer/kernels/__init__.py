@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .optim.scaled import rmsprop_update as rmsprop_update
     from .phases import digit_phases as digit_phases
     from .phases import sinusoid_features as sinusoid_features
+    from .quantized import gather_quantized as gather_quantized
+    from .quantized import sum_quantized_bags as sum_quantized_bags
     from .rotate import rotate_pairs as rotate_pairs
     from .row_io import store_rows as store_rows
     from .row_io import upcast_rows as upcast_rows
@@ -71,6 +73,7 @@ _NAMES = {
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "optim.scaled": ("adagrad_update", "rmsprop_update"),
     "phases": ("digit_phases", "sinusoid_features"),
+    "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs"),

@@ -12,12 +12,20 @@ import numpy as np
 from .layer.backward_plan import BackwardPlan
 from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
+from .quantized_rows import QuantizedRows
 
 
-def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
+def gather_rows(
+    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
+) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
     ids = ids.copy()
-    return weight[ids] if _all_in_range(ids, len(weight)) else None
+    if not _all_in_range(ids, len(weight)):
+        return None
+    if out is None:
+        return weight[ids]
+    out[:] = weight[ids]
+    return out
 
 
 def locate_rows(
@@ -169,6 +177,31 @@ def dot_bags(
     used = slice(bounds[0], bounds[-1])
     dots[used] = (table[ids[used]].astype(others.dtype) * others[bags]).sum(axis=1)
     return dots
+
+
+def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> bool:
+    """Write the rows of ``ids`` to ``out``, and return whether all are in range."""
+    ids = ids.copy()
+    if not _all_in_range(ids, len(rows.weight)):
+        return False
+    out[:] = rows.take(ids)
+    return True
+
+
+def sum_quantized_bags(
+    rows: QuantizedRows,
+    ids: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    weights: np.ndarray | None = None,
+    divisors: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """Return the sum of each bag's rows, or None if an id is out of range."""
+    ids = ids.copy()
+    if not _all_in_range(ids, len(rows.weight)):
+        return None
+    read, at = np.unique(ids, return_inverse=True)
+    return sum_bags(rows.take(read), at, bounds, weights=weights, divisors=divisors)
 
 
 def digit_phases(positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
