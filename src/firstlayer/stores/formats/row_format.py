@@ -52,43 +52,23 @@ class RowFormat(ABC):
         """
 
     @abstractmethod
+    def bind(self, parts: Parts, width: int) -> "BoundTable":
+        """Return a table whose rows can be read, with all checks done.
+
+        Args:
+            parts: The arrays, with shared ones if the format has any. They may be mapped
+                files; the last axis is contiguous.
+            width: Number of values in a row.
+        """
+
     def gather(
         self,
         parts: Parts,
         ids: Int64[np.ndarray, " ids"],
         out: Float[np.ndarray, "ids width"],
     ) -> bool:
-        """Write the rows of ``ids`` to ``out``, and return whether all are in range.
-
-        If one is not, ``out`` is unspecified.
-
-        Args:
-            parts: The table. Arrays may be mapped files; the last axis is contiguous.
-            ids: Rows to read.
-            out: Contiguous array of the vectors' dtype.
-        """
-
-    @abstractmethod
-    def sum_bags(
-        self,
-        parts: Parts,
-        ids: Int64[np.ndarray, " ids"],
-        bounds: Int64[np.ndarray, " bounds"],
-        *,
-        width: int,
-        weights: Float[np.ndarray, " ids"] | None = None,
-        divisors: Float[np.ndarray, " bags"] | None = None,
-    ) -> Float[np.ndarray, "bags width"] | None:
-        """Return the sum of each bag's rows, or None if an id is out of range.
-
-        Args:
-            parts: The table, as in :meth:`gather`.
-            ids: Rows of the table, bag after bag.
-            bounds: Start of each bag in ``ids``, and the end of the last.
-            width: Number of values in a row.
-            weights: Factor of each id, in float32.
-            divisors: Divisor of each bag's sum, in float32.
-        """
+        """Write the rows of ``ids`` to ``out``; see :meth:`BoundTable.gather`."""
+        return self.bind(parts, out.shape[1]).gather(ids, out)
 
     def encode(self, rows: Float[Any, "rows width"], shared: Parts | None = None) -> Parts:
         """Return the parts that hold ``rows``.
@@ -190,6 +170,41 @@ class RowFormat(ABC):
                 raise ValueError(f"part {name!r} must be contiguous along its last axis")
             arrays.append(array)
         return arrays
+
+
+class BoundTable(ABC):
+    """A table in a format, ready to be read."""
+
+    @abstractmethod
+    def gather(
+        self, ids: Int64[np.ndarray, " ids"], out: Float[np.ndarray, "ids width"]
+    ) -> bool:
+        """Write the rows of ``ids`` to ``out``, and return whether all are in range.
+
+        If one is not, ``out`` is unspecified.
+
+        Args:
+            ids: Rows to read.
+            out: Contiguous array of the vectors' dtype.
+        """
+
+    @abstractmethod
+    def sum_bags(
+        self,
+        ids: Int64[np.ndarray, " ids"],
+        bounds: Int64[np.ndarray, " bounds"],
+        *,
+        weights: Float[np.ndarray, " ids"] | None = None,
+        divisors: Float[np.ndarray, " bags"] | None = None,
+    ) -> Float[np.ndarray, "bags width"] | None:
+        """Return the sum of each bag's rows, or None if an id is out of range.
+
+        Args:
+            ids: Rows of the table, bag after bag.
+            bounds: Start of each bag in ``ids``, and the end of the last.
+            weights: Factor of each id, in float32.
+            divisors: Divisor of each bag's sum, in float32.
+        """
 
 
 class _BadNumber(ValueError):
