@@ -1,0 +1,1 @@
+"""Stores of rows: tables on disk that are trained in place."""
