@@ -30,7 +30,7 @@ ALLOWED = {
     "embeddings": ({"kernels"}, ARRAYS),
     "optim": ({"kernels", "embeddings", "stores"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),
-    "stores": ({"kernels", "files"}, ARRAYS),
+    "stores": ({"files", "kernels"}, ARRAYS),
     "numpy": ({*CORE, "kernels"}, ARRAYS),
     "torch": ({*CORE, "kernels"}, ARRAYS | {"torch"}),
     "equinox": ({*CORE, "kernels"}, ARRAYS | {"jax", "equinox"}),

@@ -322,4 +322,4 @@ def test_ids_and_rows_are_checked(path):
         ):
             store.write([0, 1], np.ones((1, WIDTH)))
         store.prefetch([0, 39, 3])
-        assert len(store) == ROWS and f"shape=({ROWS}, {WIDTH})" in repr(store)
+        assert len(store) == ROWS and repr(store) == "TrainingStore(table: 40 × 6, float32)"

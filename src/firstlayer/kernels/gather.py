@@ -18,10 +18,21 @@ AHEAD_BYTES = 1 << 12
 GRAIN = 1 << 19
 
 
-def gather_rows(weight: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
-    """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
+def gather_rows(
+    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
+) -> np.ndarray | None:
+    """Return ``weight[ids]`` for flat ids, or None if one of them is out of range.
+
+    Args:
+        weight: The table.
+        ids: Rows of the table.
+        out: Contiguous array for the result, in the dtype of ``weight``; None is a new one.
+    """
     bits = bits_of(weight)
-    out = np.empty((ids.size, weight.shape[1]), bits.dtype)
+    if out is None:
+        out = np.empty((ids.size, weight.shape[1]), bits.dtype)
+    else:
+        out = bits_of(out)
     if ids.size <= FEW_IDS:
         return out.view(weight.dtype) if _check_and_copy(bits, ids, out) else None
     has_bad_id = np.zeros(1, np.int64)

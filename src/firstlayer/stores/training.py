@@ -23,10 +23,11 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from jaxtyping import Float, Int, Int64
 
-from .._check import float_dtype, host_array, ids_in_range, not_negative, one_of, positive
+from .._check import changed_ids, float_dtype, host_array, not_negative, one_of, positive
 from .._interrupts import held_interrupts
 from ..files.checkpoint import StoredTensor, open_checkpoint
 from .folder_lock import LOCK, FolderLock
+from .formats import format_by_name
 from .journal import (
     PREFIX,
     RECORD_BYTES,
@@ -37,6 +38,7 @@ from .journal import (
     segment_numbers,
 )
 from .mapped_array import MappedArray, create_array
+from .row_store import RowStore
 
 Sync = Literal["off", "full"]
 SYNCS = ("off", "full")
@@ -66,7 +68,7 @@ class Trainer(Protocol):
         ...
 
 
-class TrainingStore:
+class TrainingStore(RowStore):
     """Table that is trained on disk. Made by :func:`open_training_store`.
 
     Layers made from the store look rows up in :attr:`array`, row optimizers put their state
@@ -96,6 +98,9 @@ class TrainingStore:
         lock: FolderLock,
         keep: int,
     ) -> None:
+        weight = arrays["weight"].array
+        rows, width = weight.shape
+        super().__init__((rows, width), format_by_name(weight.dtype.name), "r+")
         self.path, self.folder, self.keep = path, folder, keep
         self._journal, self._mapped, self._file_lock = journal, arrays, lock
         self._process = os.getpid()
@@ -110,25 +115,9 @@ class TrainingStore:
         return self._mapped["weight"].array
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and width."""
-        rows, width = self.array.shape
-        return rows, width
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the rows."""
-        return self.array.dtype
-
-    @property
-    def format(self) -> str:
-        """Name of the format of the rows."""
-        return self.dtype.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether the store was closed."""
-        return not self._file_lock.is_held
+    def parts(self) -> dict[str, np.ndarray]:
+        """The table as its format stores it, not copied."""
+        return {"weight": self.array}
 
     @property
     def last_commit(self) -> Commit:
@@ -140,55 +129,17 @@ class TrainingStore:
         """Tags that the store can return to, in order."""
         return [commit.tag for commit in self._journal.commits if commit.tag is not None]
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __repr__(self) -> str:
-        return (
-            f"TrainingStore({str(self.path)!r}, shape={self.shape}, "
-            f"dtype={self.dtype.name!r}, commit={self.last_commit.number})"
-        )
-
-    def read(self, ids: Any) -> Float[np.ndarray, "*batch width"]:
-        """Return rows, brought up to date.
-
-        Args:
-            ids: Row numbers of any shape.
-        """
-        ids = ids_in_range(ids, len(self))
-        flat = np.ascontiguousarray(ids.reshape(-1), np.int64)
-        if self._trainer is not None:
-            self._trainer.catch_up(flat)
-        return self.array[flat].reshape(*ids.shape, self.shape[1])
-
-    def write(self, ids: Any, rows: Any) -> None:
-        """Write rows.
-
-        Args:
-            ids: Row numbers of any shape. Of a repeated row, the last value counts.
-            rows: Values, ``(*ids.shape, width)``.
-        """
-        ids = ids_in_range(ids, len(self))
-        flat = np.ascontiguousarray(ids.reshape(-1), np.int64)
-        rows = host_array(rows, name="rows")
-        if rows.shape != (*ids.shape, self.shape[1]):
-            raise ValueError(
-                f"rows must have shape {(*ids.shape, self.shape[1])}, got {rows.shape}"
-            )
-        with held_interrupts():
-            # A later catch-up would apply missed steps to the new values.
-            if self._trainer is not None:
-                self._trainer.catch_up(flat)
-            self.before_write(flat)
-            self.array[flat] = rows.reshape(-1, self.shape[1]).astype(self.dtype)
+        rows, width = self.shape
+        return f"TrainingStore({self.path.name}: {rows} × {width}, {self.format.name})"
 
     def prefetch(self, ids: Any) -> None:
-        """Ask the system to read rows that will be used soon.
+        """Ask the system to read the rows of ``ids`` and their state, without waiting.
 
         Args:
             ids: Row numbers of any shape.
         """
-        rows = np.unique(ids_in_range(ids, len(self)))
+        rows = np.unique(self._checked_ids(ids))
         for mapped in self._mapped.values():
             mapped.will_need(rows)
 
@@ -266,6 +217,7 @@ class TrainingStore:
     def close(self) -> None:
         """Close the store. Changes since the last commit are undone when it is opened."""
         with self._lock:
+            super().close()
             self._journal.close()
             self._file_lock.release()
             if self._trainer is not None:
@@ -394,14 +346,32 @@ class TrainingStore:
             )
         return tag
 
+    def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
+        if self._trainer is not None:
+            self._trainer.catch_up(ids)
+        if not self.format.gather(self.parts, ids, out):
+            raise changed_ids(len(self))
+
+    def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        if self._trainer is not None:
+            self._trainer.catch_up(ids)
+        return {"weight": self.array[ids]}
+
+    def _write(self, ids: np.ndarray, parts: dict[str, np.ndarray]) -> None:
+        with held_interrupts():
+            # A later catch-up would apply missed steps to the new values.
+            if self._trainer is not None:
+                self._trainer.catch_up(ids)
+            self.before_write(ids)
+            self.array[ids] = parts["weight"]
+
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the store at {self.path} was opened by process {self._process}; "
                 "a process forked from it can only read"
             )
-        if self.closed:
-            raise ValueError(f"the store at {self.path} is closed")
+        self._check_open()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Generator[None, None, None]:
