@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import firstlayer.optim
-from firstlayer.numpy import Embedding, EmbeddingBag
+from firstlayer.numpy import Embedding
 from firstlayer.optim import RowAdagrad, RowAdam, RowAdamW, RowRMSprop, RowSGD
 from firstlayer.stores import create_training_store, open_training_store
 from tests.support.optim_cases import OPTIONS, assert_close, copy_options, dense, scheduler
@@ -266,8 +266,6 @@ def test_arrays_that_new_options_need_are_added(tmp_path):
     expected.options["amsgrad"] = True
     train(memory, expected, range(10, 20))
     with create(tmp_path / "a") as store:
-        optimizer = RowAdam(Embedding.from_store(store))
-        train(Embedding.from_store(store), optimizer, range(0))
         layer = Embedding.from_store(store)
         optimizer = RowAdam(layer)
         train(layer, optimizer, range(10))
@@ -304,11 +302,7 @@ def test_two_stores_are_trained_by_one_optimizer(tmp_path):
                 gradients[name] = pull(y - number)["weight"]
             optimizer.step(gradients)
 
-    memory = Model(
-        Embedding(weight=table(1)),
-        EmbeddingBag(weight=table(2)).__class__(weight=table(2), mode="sum"),
-    )
-    memory.layers["two.weight"] = Embedding(weight=table(2))
+    memory = Model(Embedding(weight=table(1)), Embedding(weight=table(2)))
     expected = RowRMSprop(memory, momentum=0.5)
     steps(memory, expected, range(12))
     for name, seed in (("a", 1), ("b", 2)):

@@ -13,7 +13,7 @@ import numpy as np
 from ..stores.journal import SavedState
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps
-from .rule import State
+from .rule import Options, State
 
 if TYPE_CHECKING:
     from .table_state import TableState
@@ -65,7 +65,7 @@ class StoredState:
             "base_step": state.base_step,
             "missed_moves": state._missed_moves,
             "missed_count": missed.count,
-            "frozen_options": list(missed.frozen_options),
+            "options": _to_json(missed.options),
         }
         arrays = {name: columns.copy() for name, columns in _columns_of(missed).items()}
         return SavedState(numbers, arrays)
@@ -103,15 +103,16 @@ class StoredState:
         state.state = {}
         state.step_count = state.base_step = 0
         state._missed_moves = False
-        state.missed = missed = MissedSteps(state.rule.num_coefficients)
         if saved is None:
+            state.missed = MissedSteps(state.rule, state.missed.options, 0)
             return
         numbers = saved.numbers
+        options = {**state.missed.options, **_from_json(numbers["options"])}
+        state.missed = missed = MissedSteps(state.rule, options, numbers["base_step"])
         state.state = {name: self.new_array(name, 0.0) for name in numbers["arrays"]}
         state.step_count, state.base_step = numbers["step_count"], numbers["base_step"]
         state._missed_moves = numbers["missed_moves"]
         missed.count = numbers["missed_count"]
-        missed.frozen_options = tuple(numbers["frozen_options"])
         for name, columns in _columns_of(missed).items():
             columns[...] = saved.arrays[name]
 
@@ -126,6 +127,7 @@ class StoredState:
         state.has_state[:] = True
         state.row_steps[:] = 0
         state.step_count = state.base_step = step
+        state.missed = MissedSteps(state.rule, state.missed.options, step)
 
 
 class RetiredState:
@@ -154,6 +156,26 @@ def _columns_of(missed: MissedSteps) -> dict[str, np.ndarray]:
     return {
         "coefficients": missed.coefficients,
         "steps": missed.all_steps[:, : missed.count + 1],
+    }
+
+
+def _to_json(options: Options) -> dict[str, Any]:
+    """Return the hyperparameters among options, as values that JSON represents."""
+    values = {}
+    for name, value in options.items():
+        if name == "lr":
+            values[name] = float(value)
+        elif isinstance(value, (bool, int, float)):
+            values[name] = value
+        elif isinstance(value, (tuple, list)):
+            values[name] = [float(part) for part in value]
+    return values
+
+
+def _from_json(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
     }
 
 

@@ -24,7 +24,7 @@ from .._check import is_float, out_of_range
 from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from ..stores.training import TrainingStore
-from .missed_steps import MissedSteps
+from .missed_steps import MissedSteps, host_values
 from .rule import Options, Rule, State
 from .stored_state import RetiredState, StoredState
 
@@ -80,20 +80,18 @@ class TableState:
         self.row_steps = np.zeros(self.shape[0], np.int64)
         #: Step at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
-        self.missed = MissedSteps(rule.num_coefficients)
+        #: Whether a recorded step moves the weights of rows without a gradient.
+        self._missed_moves = False
+        self.missed = MissedSteps(rule, options, step)
         self.lock = threading.RLock()
         #: Journals rows before they change, if the table is trained on disk.
         self.stored: StoredState | RetiredState | None = None
         if store is not None:
             self.stored = StoredState(self, store, state, step)
-        # Rows of a store may be stale; the next step then adds arrays that are missing.
-        if self.is_caught_up:
-            self._add_missing_arrays(options)
+        self._add_missing_arrays(options)
         self._check_arrays()
-        if self.is_caught_up:
-            if state is not None:
-                rule.adapt_state(self.state, options)
-            self._restart(options)
+        if state is not None:
+            self._adapt_state(options)
 
     @property
     def is_caught_up(self) -> bool:
@@ -128,6 +126,41 @@ class TableState:
             self._check_arrays()
             self._catch_up(table, ids)
 
+    def caught_up_rows(self, ids: Int64[np.ndarray, " n"]) -> Float[np.ndarray, "n width"]:
+        """Return rows as they are after their missed steps; nothing is written.
+
+        Args:
+            ids: Rows to return, possibly repeated. An id out of range is an IndexError.
+        """
+        # A copy: another thread may change the ids.
+        ids = np.array(ids, np.int64)
+        with self.lock:
+            table = self._checked(self.table(), writable=False)
+            self._check_arrays()
+            rows = kernels.gather_rows(table, ids)
+            if rows is None:
+                raise out_of_range(ids, self.shape[0])
+            if self.has_stale_weights:
+                row_steps = self.row_steps[ids]
+                places = np.flatnonzero(row_steps != self.step_count)
+                self._correct(rows, places, ids[places], row_steps[places])
+            return rows
+
+    def _correct(
+        self,
+        copies: np.ndarray,
+        places: np.ndarray,
+        rows: np.ndarray,
+        row_steps: np.ndarray,
+    ) -> None:
+        """Apply the missed steps to copies of ``rows`` at ``places``, not to the state."""
+        if places.size:
+            weight, weight_rows = self._upcast(copies, places)
+            stale = self._stale_rows(weight, weight_rows, rows, row_steps)
+            kernels.catch_up_rows(stale, self.missed, writes_state=False)
+            if weight is not copies:
+                kernels.store_rows(weight, copies, places, noise=None)
+
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
         if not self.has_stale_weights:
@@ -160,11 +193,10 @@ class TableState:
             gradient = np.ascontiguousarray(gradient, self.dtype)
             self._prepare_step(table, ids, options)
             step = self.step_count + 1
+            values = host_values(self.rule, options, step)
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
             if ids is not None and not self.rule.lazy and not is_noop:
-                # A warning that is turned into an error must not end a recording.
-                with np.errstate(all="ignore"):
-                    self.rule.record_step(self.missed, options, step)
+                self.missed.record(values, options, step)
                 if self.rule.moves_without_gradient(options):
                     self._missed_moves = True
             else:
@@ -172,7 +204,7 @@ class TableState:
                 self.base_step = step
             self.step_count = step
             for rows, part in _chunks(ids, gradient):
-                self._update_rows(table, rows, part, options=options)
+                self._update_rows(table, rows, part, values)
             if self.is_caught_up:
                 self._restart(options)
 
@@ -220,8 +252,8 @@ class TableState:
             self._catch_up(table, None)
         self._add_missing_arrays(options)
         if is_changed:
-            self._before_write(None)
-            self.rule.adapt_state(self.state, options)
+            self.missed = MissedSteps(self.rule, options, self.step_count)
+            self._adapt_state(options)
         if self.is_caught_up:
             self._restart(options)
         # Rows with a stale state may have been read without catching up.
@@ -240,10 +272,16 @@ class TableState:
         """Adapt to a store that has returned to an earlier commit."""
 
     def _restart(self, options: Options) -> None:
-        coefficients = self.rule.caught_up_coefficients(options, self.step_count)
-        self.missed.restart(coefficients, self.rule.frozen_options(options))
-        #: Whether a recorded step moves the weights of rows without a gradient.
+        self.missed.restart(options, self.step_count)
         self._missed_moves = False
+
+    def _adapt_state(self, options: Options) -> None:
+        """Adjust the state to frozen options that may be new; no row is stale."""
+        self._before_write(None)
+        for lo in range(0, self.shape[0], CHUNK):
+            part = {name: array[lo : lo + CHUNK] for name, array in self.state.items()}
+            for name, new in self.rule.adapted_state(np, options, part).items():
+                part[name][:] = new
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         """Apply the missed steps to the stale rows among ``ids``, or to all."""
@@ -265,26 +303,33 @@ class TableState:
         if not rows.size:
             return
         self._before_write(rows)
-        from_step = np.maximum(row_steps - self.base_step, 0)
         weight, weight_rows = self._upcast(table, rows)
-        stale = StaleRows(weight, weight_rows, rows, self.state, from_step, self.has_state)
-        self.rule.catch_up(stale, self.missed)
+        stale = self._stale_rows(weight, weight_rows, rows, row_steps)
+        kernels.catch_up_rows(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
         kernels.mark_rows(rows, self.row_steps, self.step_count)
 
+    def _stale_rows(
+        self,
+        weight: np.ndarray,
+        weight_rows: np.ndarray,
+        state_rows: np.ndarray,
+        row_steps: np.ndarray,
+    ) -> StaleRows:
+        """Return rows and the steps they missed, as the kernels take them."""
+        state = tuple(self.state[name] for name in self.missed.names)
+        from_step = np.maximum(row_steps - self.base_step, 0)
+        return StaleRows(weight, weight_rows, state_rows, state, from_step, self.has_state)
+
     def _update_rows(
-        self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, *, options: Options
+        self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
         self.row_steps[rows] = self.step_count
         weight, weight_rows = self._upcast(table, rows)
-        self.rule.update(
-            RowSlice(weight, weight_rows, rows, self.state),
-            gradient,
-            options=options,
-            step=self.step_count,
-        )
+        state = tuple(self.state[name] for name in self.missed.names)
+        kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
 
     def _upcast(self, table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -301,7 +346,7 @@ class TableState:
             seed = rounding_seed if self.stochastic_rounding else None
             kernels.store_rows(weight, table, rows, noise=seed)
 
-    def _checked(self, weight: np.ndarray) -> np.ndarray:
+    def _checked(self, weight: np.ndarray, *, writable: bool = True) -> np.ndarray:
         """Return the table if it still fits the state and can be written."""
         dtype = weight.dtype
         fits = dtype == self._table_dtype or (
@@ -312,7 +357,7 @@ class TableState:
                 f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
                 f"got {weight.shape} in {dtype.name}; make a new optimizer"
             )
-        if not weight.flags.writeable:
+        if writable and not weight.flags.writeable:
             raise ValueError("the table must be writable to be trained, got it read-only")
         return weight
 
