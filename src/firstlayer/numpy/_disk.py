@@ -1,10 +1,14 @@
 """Tables of NumPy layers that are trained on disk."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ..optim.rule import Rule
+from ..optim.stored_state import resumed_state
+from ..optim.table_state import TableState
 from ..stores.training import TrainingStore
 
 Layer = TypeVar("Layer")
@@ -25,6 +29,14 @@ def layer_on_disk(
     """
     layer: Any = layer_class(weight=store.array, **options)
     layer.store = store
+    # The state must not keep the layer alive.
+    owner = weakref.proxy(layer)
+
+    def state(rule: Rule, **arguments: Any) -> TableState:
+        return TableState(rule, lambda: owner.weight, **arguments)
+
+    # Rows may be stale from an earlier run, and no optimizer may follow.
+    layer.table_state = resumed_state(store, state)
     return layer
 
 

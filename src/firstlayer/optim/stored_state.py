@@ -6,17 +6,21 @@ are saved with every commit. So an optimizer made for a store that was trained b
 continues as if it had never stopped, with stale rows stale.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from ..stores.journal import SavedState
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps
-from .rule import Options, State
+from .rule import Options, Rule, State
 
 if TYPE_CHECKING:
     from .table_state import TableState
+
+
+StateT = TypeVar("StateT")
 
 
 class StoredState:
@@ -60,6 +64,7 @@ class StoredState:
         numbers = {
             "rule": type(state.rule).__name__,
             "lazy": state.rule.lazy,
+            "stochastic_rounding": state.stochastic_rounding,
             "arrays": sorted(state.state),
             "step_count": state.step_count,
             "base_step": state.base_step,
@@ -130,6 +135,33 @@ class StoredState:
         state.missed = MissedSteps(state.rule, state.missed.options, step)
 
 
+def resumed_state(store: TrainingStore, make: Callable[..., StateT]) -> StateT | None:
+    """Return the state that a store was trained with, or None if none of its rows is stale.
+
+    It brings rows up to date until an optimizer takes over.
+
+    Args:
+        store: The store.
+        make: Makes a state from a rule and arguments of
+            :class:`firstlayer.optim.table_state.TableState`.
+    """
+    saved = store.saved_state
+    if saved is None or saved.numbers["base_step"] == saved.numbers["step_count"]:
+        return None
+    numbers, classes = saved.numbers, {cls.__name__: cls for cls in _subclasses(Rule)}
+    if numbers["rule"] not in classes:
+        raise ValueError(
+            f"the store at {store.path} was trained with {numbers['rule']}, which is not "
+            "a rule of firstlayer.optim"
+        )
+    return make(
+        classes[numbers["rule"]](lazy=numbers["lazy"]),
+        options=_from_json(numbers["options"]),
+        stochastic_rounding=numbers["stochastic_rounding"],
+        store=store,
+    )
+
+
 class RetiredState:
     """Takes the place of a :class:`StoredState` whose store is closed or used by another.
 
@@ -149,6 +181,12 @@ class RetiredState:
     def new_array(self, name: str, value: float) -> Any:
         """Raise an error."""
         raise RuntimeError(self._message)
+
+
+def _subclasses(cls: type[Rule]) -> Iterator[type[Rule]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def _columns_of(missed: MissedSteps) -> dict[str, np.ndarray]:

@@ -94,6 +94,11 @@ class TableState:
             self._adapt_state(options)
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether no other optimizer has taken over a table on disk."""
+        return not isinstance(self.stored, RetiredState)
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether weight and state of every row are up to date."""
         return self.base_step == self.step_count
@@ -227,6 +232,8 @@ class TableState:
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
+        if self.stored is not None:
+            raise TypeError("the rows of a table on disk cannot be resized or reordered")
         with held_interrupts(), self.lock:
             initial = self.rule.initial_state(options)
             self.state = {

@@ -347,23 +347,32 @@ class TrainingStore(RowStore):
         return tag
 
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
-        if self._trainer is not None:
-            self._trainer.catch_up(ids)
+        self._catch_up(ids)
         if not self.format.gather(self.parts, ids, out):
             raise changed_ids(len(self))
 
     def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        if self._trainer is not None:
-            self._trainer.catch_up(ids)
+        self._catch_up(ids)
         return {"weight": self.array[ids]}
 
     def _write(self, ids: np.ndarray, parts: dict[str, np.ndarray]) -> None:
         with held_interrupts():
             # A later catch-up would apply missed steps to the new values.
-            if self._trainer is not None:
-                self._trainer.catch_up(ids)
+            self._catch_up(ids)
             self.before_write(ids)
             self.array[ids] = parts["weight"]
+
+    def _catch_up(self, ids: np.ndarray) -> None:
+        """Bring rows up to date before they are read or written."""
+        if self._trainer is not None:
+            self._trainer.catch_up(ids)
+            return
+        saved = self._saved_state()
+        if saved is not None and saved.numbers["base_step"] != saved.numbers["step_count"]:
+            raise ValueError(
+                f"rows of {self.path} are stale; make a layer from the store, which brings "
+                "them up to date"
+            )
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:

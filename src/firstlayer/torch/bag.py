@@ -1,12 +1,14 @@
 """Bags on torch: the sum, mean or maximum of rows by id."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
+from ..stores.training import TrainingStore
+from ._table.disk import layer_on_disk
 from ._table.lookup import as_index
 from ._table.module import TableModule, check_arguments
 from .functional import checked_mode, embedding_bag
@@ -93,6 +95,18 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             dtype,
         )
         self._bind()
+
+    @classmethod
+    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
+        """Return a layer that trains the table of a store on disk.
+
+        See :meth:`firstlayer.torch.Embedding.from_store`.
+
+        Args:
+            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            options: Further arguments of the layer.
+        """
+        return layer_on_disk(cls, store, **options)
 
     def forward(
         self,
