@@ -18,7 +18,7 @@ FRONT_ENDS = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 # For each folder, the other folders of the package and the libraries that its files may
 # import, at any level of a file. Every folder may import the modules in ``SHARED``.
 SHARED = {"_array", "_check", "_interrupts"}
-CORE = {"positions", "ngram", "embeddings", "optim", "files"}
+CORE = {"positions", "ngram", "embeddings", "optim", "files", "stores"}
 ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 ALLOWED = {
     "_array": (set(), set()),
@@ -28,8 +28,9 @@ ALLOWED = {
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "ngram": ({"kernels", "embeddings"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
-    "optim": ({"kernels", "embeddings"}, ARRAYS),
+    "optim": ({"kernels", "embeddings", "stores"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),
+    "stores": ({"files", "kernels"}, ARRAYS),
     "numpy": ({*CORE, "kernels"}, ARRAYS),
     "torch": ({*CORE, "kernels"}, ARRAYS | {"torch"}),
     "equinox": ({*CORE, "kernels"}, ARRAYS | {"jax", "equinox"}),

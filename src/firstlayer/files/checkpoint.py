@@ -47,9 +47,11 @@ DTYPES = {
     "I32": "int32",
     "I8": "int8",
     "U8": "uint8",
+    "U32": "uint32",
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 
 #: Name suffixes of embedding tables in common checkpoints, by the role of the table.
@@ -223,6 +225,13 @@ def open_checkpoint(
     return Checkpoint(files, tensors, metadata)
 
 
+def tensor_names(path: Path) -> Collection[str]:
+    """Return the names of the tensors of a file or of a sharded checkpoint's index."""
+    if path.name.endswith(".index.json"):
+        return _shard_of_each(path, None).keys()
+    return read_header(path)[0].keys()
+
+
 def read_json_object(path: Path, *, opener: Opener | None = None) -> dict[str, Any]:
     """Return the object in a JSON file."""
     content = read_bytes(path, opener=opener, max_bytes=MAX_HEADER_BYTES)
@@ -233,7 +242,7 @@ def read_bytes(
     path: Path, *, opener: Opener | None = None, max_bytes: int | None = None
 ) -> bytes:
     """Return the contents of a regular file of at most ``max_bytes``."""
-    with _open_regular(path, opener) as file:
+    with open_regular(path, opener) as file:
         size = os.fstat(file.fileno()).st_size
         if max_bytes is not None and size > max_bytes:
             raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}")
@@ -248,7 +257,7 @@ def read_header(
     Every size in the header is checked against the size of the file, so reading all tensors
     takes no more memory than the file accounts for.
     """
-    with _open_regular(path, opener) as file:
+    with open_regular(path, opener) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             raise ValueError(f"{path} is empty")
@@ -292,9 +301,7 @@ def checkpoint_in(folder: Path, *, opener: Opener | None = None) -> Path:
 def _shards(
     index: Path, names: Collection[str] | None, opener: Opener | None
 ) -> list[Path]:
-    shard_of = read_json_object(index, opener=opener).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of:
-        raise ValueError(f"{index} must have a weight_map")
+    shard_of = _shard_of_each(index, opener)
     for shard in map(str, shard_of.values()):
         if shard != os.path.basename(shard) or shard in ("", ".", ".."):
             raise ValueError(
@@ -309,6 +316,14 @@ def _shards(
                 f"{index} names {_shortened(file.name)}, which does not exist"
             )
     return files
+
+
+def _shard_of_each(index: Path, opener: Opener | None) -> dict[str, Any]:
+    """Return the file of each tensor as an index names it."""
+    shard_of = read_json_object(index, opener=opener).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ValueError(f"{index} must have a weight_map")
+    return shard_of
 
 
 def _parse_object(text: bytes, *, source: str) -> dict[str, Any]:
@@ -345,7 +360,8 @@ def _read_at(file: io.FileIO, start: int, nbytes: int) -> np.ndarray:
     return flat
 
 
-def _open_regular(path: Path, opener: Opener | None) -> BinaryIO:
+def open_regular(path: Path, opener: Opener | None = None) -> BinaryIO:
+    """Open a regular file to read; never wait for the writer of a pipe."""
     if opener is None:
         if not os.path.lexists(path):
             raise FileNotFoundError(f"no file {path}")

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from .layer.backward_plan import BackwardPlan as BackwardPlan
     from .layer.backward_plan import plan_backward as plan_backward
     from .layer.forward import layer_forward as layer_forward
+    from .mapped_rows import copy_rows_at as copy_rows_at
+    from .mapped_rows import locate_rows as locate_rows
+    from .mapped_rows import request_rows as request_rows
+    from .mapped_rows import rows_missing as rows_missing
+    from .mapped_rows import write_rows_at as write_rows_at
     from .optim.drivers import catch_up_rows as catch_up_rows
     from .optim.drivers import update_rows as update_rows
     from .optim.rows import mark_rows as mark_rows
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
     from .optim.rows import stale_rows as stale_rows
     from .phases import digit_phases as digit_phases
     from .phases import sinusoid_features as sinusoid_features
+    from .quantized import gather_quantized as gather_quantized
+    from .quantized import sum_quantized_bags as sum_quantized_bags
     from .rotate import rotate_pairs as rotate_pairs
     from .row_io import store_rows as store_rows
     from .row_io import upcast_rows as upcast_rows
@@ -47,9 +54,17 @@ _NAMES = {
     "layer.backward": ("layer_backward",),
     "layer.backward_plan": ("BackwardPlan", "plan_backward"),
     "layer.forward": ("layer_forward",),
+    "mapped_rows": (
+        "copy_rows_at",
+        "locate_rows",
+        "request_rows",
+        "rows_missing",
+        "write_rows_at",
+    ),
     "optim.drivers": ("catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "phases": ("digit_phases", "sinusoid_features"),
+    "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs"),

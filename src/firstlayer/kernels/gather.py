@@ -19,7 +19,7 @@ GRAIN = 1 << 19
 
 
 def gather_rows(
-    weight: np.ndarray, ids: np.ndarray, out: np.ndarray | None = None
+    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
 ) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range.
 

@@ -5,15 +5,18 @@ and results of the compiled ones, up to rounding, and run on one thread. Row opt
 the training of word vectors have no plain version: see ``require_compiler``.
 """
 
+import ctypes
+
 import numpy as np
 
 from .layer.backward_plan import BackwardPlan
 from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
+from .quantized_rows import QuantizedRows
 
 
 def gather_rows(
-    weight: np.ndarray, ids: np.ndarray, out: np.ndarray | None = None
+    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
 ) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
     ids = ids.copy()
@@ -21,8 +24,48 @@ def gather_rows(
         return None
     if out is None:
         return weight[ids]
-    out[...] = weight[ids]
+    out[:] = weight[ids]
     return out
+
+
+def locate_rows(
+    ids: np.ndarray,
+    starts: np.ndarray,
+    bases: np.ndarray,
+    row_bytes: int,
+    offsets: np.ndarray,
+) -> np.ndarray | None:
+    """Return the address of each row, or None if an id or an offset is out of range."""
+    ids = ids.copy()
+    if not _all_in_range(ids, offsets.size or starts[-1]):
+        return None
+    if offsets.size:
+        found = offsets[ids]
+        inside = _all_in_range(found, bases[1] - row_bytes + 1)
+        return bases[0] + found if inside else None
+    segment = np.searchsorted(starts, ids, side="right") - 1
+    return bases[segment] + (ids - starts[segment]) * row_bytes
+
+
+def copy_rows_at(addresses: np.ndarray, out: np.ndarray) -> None:
+    """Copy a row from each address to ``out``, an array of C-contiguous rows."""
+    for row, address in enumerate(addresses.tolist()):
+        ctypes.memmove(out.ctypes.data + row * out.strides[0], address, out.strides[0])
+
+
+def write_rows_at(addresses: np.ndarray, rows: np.ndarray) -> None:
+    """Copy C-contiguous rows to their addresses; the last row for an address stays."""
+    for row, address in enumerate(addresses.tolist()):
+        ctypes.memmove(address, rows.ctypes.data + row * rows.strides[0], rows.strides[0])
+
+
+def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
+    """Return False: rows are read when they are copied, one page after the other."""
+    return False
+
+
+def request_rows(addresses: np.ndarray, row_bytes: int) -> None:
+    """Do nothing: see :func:`rows_missing`."""
 
 
 def ascends(ids: np.ndarray) -> bool:
@@ -134,6 +177,31 @@ def dot_bags(
     used = slice(bounds[0], bounds[-1])
     dots[used] = (table[ids[used]].astype(others.dtype) * others[bags]).sum(axis=1)
     return dots
+
+
+def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> bool:
+    """Write the rows of ``ids`` to ``out``, and return whether all are in range."""
+    ids = ids.copy()
+    if not _all_in_range(ids, len(rows.weight)):
+        return False
+    out[:] = rows.take(ids)
+    return True
+
+
+def sum_quantized_bags(
+    rows: QuantizedRows,
+    ids: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    weights: np.ndarray | None = None,
+    divisors: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """Return the sum of each bag's rows, or None if an id is out of range."""
+    ids = ids.copy()
+    if not _all_in_range(ids, len(rows.weight)):
+        return None
+    read, at = np.unique(ids, return_inverse=True)
+    return sum_bags(rows.take(read), at, bounds, weights=weights, divisors=divisors)
 
 
 def digit_phases(positions: np.ndarray, tables: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -23,7 +23,9 @@ from ..embeddings.resize import Resized, resize_table
 from ..embeddings.row_gradient import RowGradient, sum_by_id
 from ..embeddings.token import check_norm, clip_norms, table_sizes
 from ..files.layer_configs import config_of
+from ..stores.training import TrainingStore
 from ._bias import gradient_like
+from ._disk import layer_on_disk, refuse_copy
 from ._module import Module, as_parameter, native_byte_order, upcast
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class Embedding(Module):
     #: Optimizer state that stale rows are caught up from; see :mod:`firstlayer.optim`.
     #: Neither copied nor pickled.
     table_state: "TableState | None" = None
+    #: Store of the table if it is trained on disk.
+    store: TrainingStore | None = None
 
     def __init__(
         self,
@@ -99,6 +103,19 @@ class Embedding(Module):
                 self.weight[self.padding_idx] = 0
         else:
             self.weight = as_parameter(weight, shape, dtype=dtype)
+
+    @classmethod
+    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
+        """Return a layer that trains the table of a store on disk.
+
+        Row optimizers put their state into the store. ``store.commit()`` makes a step
+        permanent, and :meth:`state_dict` has the commit instead of the values.
+
+        Args:
+            store: Store made by :func:`firstlayer.stores.training.open_training_store`.
+            options: Further arguments of the layer.
+        """
+        return layer_on_disk(cls, store, **options)
 
     @property
     def weight(self) -> Float[np.ndarray, "num_embeddings embedding_dim"]:
@@ -222,6 +239,8 @@ class Embedding(Module):
             rows = ids = np.unique(ids_in_range(ids, self.num_embeddings))
         self.catch_up(ids)
         weight = self.stored_weight
+        if self.store is not None:
+            self.store.before_write(ids)
         weight[rows] = self._clipped(weight[rows], self.max_norm)
 
     def resize(
@@ -236,6 +255,7 @@ class Embedding(Module):
             init: Values of new rows; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for drawn rows.
         """
+        refuse_copy(self.store)
         self.weight, changes = resize_table(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
@@ -249,7 +269,10 @@ class Embedding(Module):
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         # First, so that a later catch-up does not change what is written here.
         row = not_masked(value, name="value")
-        self.catch_up(np.array([self.padding_idx]))
+        index = np.array([self.padding_idx])
+        self.catch_up(index)
+        if self.store is not None:
+            self.store.before_write(index)
         self.stored_weight[self.padding_idx] = row
 
     def mask(self, ids: Ids) -> np.ndarray:
@@ -269,6 +292,9 @@ class Embedding(Module):
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:
+        # Every row of a table on disk would be read.
+        if self.store is not None:
+            return {"weight": self.stored_weight}
         return {"weight": self.weight}
 
     def embeddings(self) -> dict[str, Any]:
@@ -280,6 +306,7 @@ class Embedding(Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer to catch its rows up later.
+        refuse_copy(self.store)
         self.catch_up()
         return {**self.__dict__, "table_state": None}
 

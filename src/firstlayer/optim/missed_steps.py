@@ -33,6 +33,8 @@ class MissedSteps:
 
     def __init__(self, rule: Rule, options: Options, step: int) -> None:
         self.rule = rule
+        #: Options that the steps were recorded with at the beginning.
+        self.options = {name: options[name] for name in options if name != "params"}
         #: Named tuple of the coefficients.
         self.kind: type[MissedCoefficients] = rule.coefficients_class(options)
         #: Names of the arrays that missed steps change, in the rule's order.

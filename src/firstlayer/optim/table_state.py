@@ -23,8 +23,10 @@ from .._array import compute_dtype
 from .._check import is_float, out_of_range
 from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
+from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps, host_values
 from .rule import Options, Rule, State
+from .stored_state import RetiredState, StoredState
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14
@@ -45,6 +47,8 @@ class TableState:
         stochastic_rounding: Round a bfloat16 table up or down at random.
         state: Arrays to continue from.
         step: Number of steps taken before ``state`` was saved.
+        store: Store of the table if it is trained on disk. The arrays are then files of the
+            store, and the state continues from the one that the store has.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TableState:
         stochastic_rounding: bool = False,
         state: State | None = None,
         step: int = 0,
+        store: TrainingStore | None = None,
     ) -> None:
         rule.check(options)
         self.rule, self.table = rule, table
@@ -78,11 +83,20 @@ class TableState:
         #: Whether a recorded step moves the weights of rows without a gradient.
         self._missed_moves = False
         self.missed = MissedSteps(rule, options, step)
+        self.lock = threading.RLock()
+        #: Journals rows before they change, if the table is trained on disk.
+        self.stored: StoredState | RetiredState | None = None
+        if store is not None:
+            self.stored = StoredState(self, store, state, step)
         self._add_missing_arrays(options)
         self._check_arrays()
         if state is not None:
             self._adapt_state(options)
-        self.lock = threading.RLock()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether no other optimizer has taken over a table on disk."""
+        return not isinstance(self.stored, RetiredState)
 
     @property
     def is_caught_up(self) -> bool:
@@ -220,6 +234,8 @@ class TableState:
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
+        if self.stored is not None:
+            raise TypeError("the rows of a table on disk cannot be resized or reordered")
         with held_interrupts(), self.lock:
             initial = self.rule.initial_state(options)
             self.state = {
@@ -241,7 +257,7 @@ class TableState:
     ) -> None:
         """Raise an error unless :meth:`step` can run to its end; change nothing.
 
-        Kernels write to the rows unchecked.
+        Kernels write to the rows unchecked. The rows of a table on disk are journalled.
 
         Args:
             ids: As in :meth:`step`, contiguous int64.
@@ -261,14 +277,17 @@ class TableState:
             rows = self.shape[0]
             if ids[0] < 0 or ids[-1] >= rows:
                 raise out_of_range(ids, rows, name=ids_name, bound="the number of rows")
+        if self.stored is not None:
+            # Now, since a full disk must not end a step halfway.
+            every_row = ids is None or self._must_catch_up_all(options)
+            self.stored.before_write(None if every_row else ids)
 
     def _prepare_step(
         self, table: np.ndarray, ids: np.ndarray | None, options: Options
     ) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
-        frozen = self.rule.frozen_options(options)
-        is_changed = frozen != self.missed.frozen_options
-        if self.missed.is_full or is_changed or ids is None:
+        is_changed = self.rule.frozen_options(options) != self.missed.frozen_options
+        if ids is None or self._must_catch_up_all(options):
             self._catch_up(table, None)
         self._add_missing_arrays(options)
         if is_changed:
@@ -279,12 +298,25 @@ class TableState:
         # Rows with a stale state may have been read without catching up.
         self._catch_up(table, ids)
 
+    def _must_catch_up_all(self, options: Options) -> bool:
+        """Return whether every row has to be up to date before a step."""
+        frozen = self.rule.frozen_options(options)
+        return self.missed.is_full or frozen != self.missed.frozen_options
+
+    def _before_write(self, rows: np.ndarray | None) -> None:
+        if self.stored is not None:
+            self.stored.before_write(rows)
+
+    def on_restored(self) -> None:
+        """Adapt to a store that has returned to an earlier commit."""
+
     def _restart(self, options: Options) -> None:
         self.missed.restart(options, self.step_count)
         self._missed_moves = False
 
     def _adapt_state(self, options: Options) -> None:
         """Adjust the state to frozen options that may be new; no row is stale."""
+        self._before_write(None)
         for lo in range(0, self.shape[0], CHUNK):
             part = {name: array[lo : lo + CHUNK] for name, array in self.state.items()}
             for name, new in self.rule.adapted_state(np, options, part).items():
@@ -309,6 +341,7 @@ class TableState:
     ) -> None:
         if not rows.size:
             return
+        self._before_write(rows)
         weight, weight_rows = self._upcast(table, rows)
         stale = self._stale_rows(weight, weight_rows, rows, row_steps)
         kernels.catch_up_rows(stale, self.missed)
@@ -330,6 +363,7 @@ class TableState:
     def _update_rows(
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
+        self._before_write(rows)
         self.has_state[rows] = True
         self.row_steps[rows] = self.step_count
         weight, weight_rows = self._upcast(table, rows)
@@ -382,7 +416,11 @@ class TableState:
 
     def _add_missing_arrays(self, options: Options) -> None:
         for name, value in self.rule.initial_state(options).items():
-            if name not in self.state:
+            if name in self.state:
+                continue
+            if self.stored is not None:
+                self.state[name] = self.stored.new_array(name, value)
+            else:
                 zeros = np.zeros(self.state_shape, self.dtype)
                 self.state[name] = np.full_like(zeros, value) if value else zeros
 
@@ -431,6 +469,21 @@ def checked_step(name: str, value: Any) -> int:
             if number == int(number):
                 return int(number)
     raise ValueError(f"{name} must be a whole number from 0 to 2**62, got {value}")
+
+
+def check_stored_step(state: TableState, value: Any, *, name: str) -> None:
+    """Raise ValueError unless a table on disk is at the step of a saved optimizer.
+
+    Args:
+        state: State of the table.
+        value: Saved number of steps.
+        name: Name of the number in the error message.
+    """
+    if checked_step(name, value) != state.step_count:
+        raise ValueError(
+            f"{name} must be {state.step_count} as in the store of the table, got {value}; "
+            "open the store at the commit of that step first"
+        )
 
 
 def check_names(

@@ -1,13 +1,15 @@
 """Bags on torch: the sum, mean or maximum of rows by id."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
+from ..stores.training import TrainingStore
 from ._bag import BagOptions, pool_bags
+from ._table.disk import layer_on_disk
 from ._table.host import HostTableModule, checked_output_device
 from ._table.lookup import as_index, checked_padding_idx
 from ._table.module import check_arguments
@@ -103,6 +105,18 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         )
         self.output_device = output_device
         self._bind()
+
+    @classmethod
+    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
+        """Return a layer that trains the table of a store on disk.
+
+        See :meth:`firstlayer.torch.Embedding.from_store`.
+
+        Args:
+            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            options: Further arguments of the layer.
+        """
+        return layer_on_disk(cls, store, **options)
 
     def forward(
         self,

@@ -171,10 +171,21 @@ def _prefetch_line(typingctx, array, row, byte):
     return types.void(array, types.int64, types.int64), codegen
 
 
+def _prefetch_address(typingctx, address):
+    """Prefetch the cache line of an address."""
+
+    def codegen(context, builder, signature, args):
+        build_prefetch(builder, builder.inttoptr(args[0], BYTE_POINTER))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 # Any: the declared signatures begin with the typing context that Numba passes itself.
 upcast: Any = intrinsic(_upcast)
 downcast: Any = intrinsic(_downcast)
 prefetch_line: Any = intrinsic(_prefetch_line)
+prefetch_address: Any = intrinsic(_prefetch_address)
 
 
 @inlined
@@ -197,3 +208,10 @@ def prefetch_row(array, row):
     """Prefetch all of ``array[row]``."""
     for byte in range(0, array.shape[1] * array.itemsize, LINE):
         prefetch_line(array, row, byte)
+
+
+@inlined
+def prefetch_bytes(address, size):
+    """Prefetch ``size`` bytes at an address."""
+    for byte in range(0, size, LINE):
+        prefetch_address(address + byte)

@@ -1,4 +1,4 @@
-"""C library calls for compiled code: locking, sleeping and choosing a core.
+"""C library calls for compiled code: locking, sleeping, choosing a core, and pages.
 
 A call that the system does not have is a no-op that returns -1. Without POSIX threads the
 pool starts no helpers; on systems other than Linux a thread stays on its core.
@@ -16,6 +16,8 @@ from numba import types
 HAS_POSIX_THREADS = os.name == "posix"
 # Size of Linux's ``cpu_set_t``, in bytes and in 64-bit words.
 CPU_SET_BYTES, CPU_SET_WORDS = 128, 16
+# Advice of ``madvise``, the same number on Linux, macOS and the BSDs.
+WILL_NEED = 3
 
 
 def _external(name: str, *argument_types: Any) -> Any:
@@ -41,6 +43,25 @@ if sys.platform == "linux":
     current_core = _external("sched_getcpu")
     _get_affinity = _external("sched_getaffinity", types.int32, types.int64, types.uint64)
     _set_affinity = _external("sched_setaffinity", types.int32, types.int64, types.uint64)
+
+_madvise, page_states = [_noop] * 2
+if HAS_POSIX_THREADS:
+    _madvise = _external("madvise", types.int64, types.int64, types.int32)
+    #: Write one byte for each page of a range, whose lowest bit says that it is in memory.
+    page_states = _external("mincore", types.int64, types.int64, types.int64)
+_memcpy = _external("memcpy", types.int64, types.int64, types.int64)
+
+
+@numba.njit(inline="always")
+def copy_bytes(to, source, size):
+    """Copy bytes between two addresses."""
+    _memcpy(to, source, size)
+
+
+@numba.njit
+def request_pages(start, size):
+    """Start reading pages of a mapped file; a hint, which the system may refuse."""
+    return _madvise(start, size, WILL_NEED)
 
 
 @numba.njit

@@ -14,6 +14,8 @@ that share a graph and call backward once: a second backward would raise an erro
 """
 
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -41,6 +43,13 @@ from .._tensors.memory import array_of, array_of_table, request_large_pages, ten
 from .._tensors.row_parameter import RowParameter, without_catch_up
 from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
+from .disk import (
+    before_write,
+    is_left_in_place,
+    load_reference,
+    refuse_resize,
+    save_reference,
+)
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (
     is_distributed,
@@ -64,6 +73,7 @@ class TableModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the table as torch does; the padding row becomes zero."""
+        before_write(self.weight)
         request_large_pages(self.weight)
         super().reset_parameters()  # pyright: ignore
 
@@ -145,6 +155,7 @@ class TableModule(nn.Module):
             rng: Seed or generator for random values; None follows torch's seed.
         """
         weight = self.weight
+        refuse_resize(weight)
         table, changes = resized_tensor(
             weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
@@ -219,13 +230,41 @@ class TableModule(nn.Module):
             renormalize_shard(weight, max_norm=self.max_norm, norm_type=self.norm_type)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        weight = self._parameters.get("weight")
+        if is_left_in_place(weight, fn):
+            with self._without_weight():
+                return super()._apply(fn, recurse)
         super()._apply(fn, recurse)
         self._bind()
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._bind()
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if save_reference(self._parameters.get("weight"), destination, f"{prefix}weight"):
+            with self._without_weight():
+                super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        weight, errors = self._parameters.get("weight"), args[-1]
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if not load_reference(
+            weight, state_dict, f"{prefix}weight", errors, is_assigned=is_assigned
+        ):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+            self._bind()
+
+    @contextmanager
+    def _without_weight(self) -> Generator[None, None, None]:
+        """Hide the table from torch during the block."""
+        weight = self._parameters["weight"]
+        self._parameters["weight"] = None
+        try:
+            yield
+        finally:
+            self._parameters["weight"] = weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -347,6 +386,7 @@ def write_padding_row(
         return
     # Otherwise a later catch-up would apply missed steps to the new value.
     catch_up(weight, torch.tensor([index], device="cpu"))
+    before_write(weight, index)
     if not hasattr(weight, "device_mesh"):
         with without_catch_up():
             weight[index] = row

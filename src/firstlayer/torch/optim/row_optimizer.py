@@ -21,7 +21,8 @@ from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_names, checked_step
+from ...optim.table_state import check_names, check_stored_step, checked_step
+from ...stores.training import TrainingStore
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
@@ -30,6 +31,7 @@ from .operator_state import OperatorState, resized_rows, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
 from .sparse_gradient import rows_of
+from .stored import store_of
 from .table_state import ParameterState, detach
 
 Params = nn.Module | Iterable[Any]
@@ -102,7 +104,11 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch_errors():
                 check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
-            detach(parameter)
+            if store_of(parameter) is None:
+                detach(parameter)
+            else:
+                # Rows may be stale from an earlier run; lookups bring them up to date.
+                self._adopt_stored(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
@@ -153,7 +159,8 @@ class RowOptimizer(torch.optim.Optimizer):
                     )
                 if not grad.is_sparse:
                     warn_of_dense_gradient(parameter, type(self).__name__)
-                if parameter in self._table_states or grad.is_sparse:
+                is_table = grad.is_sparse or store_of(parameter) is not None
+                if parameter in self._table_states or is_table:
                     state = self._table_state(parameter, group)
                     steps.append((state, *self._gradient(state, grad, group), group))
                 else:
@@ -171,8 +178,12 @@ class RowOptimizer(torch.optim.Optimizer):
             state.catch_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring every row up to date and return the state."""
-        self.flush()
+        """Bring every row up to date and return the state.
+
+        The state of a table on disk is in its store: only its step is returned, and its
+        rows may stay stale.
+        """
+        self._flush_in_memory()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,12 +192,17 @@ class RowOptimizer(torch.optim.Optimizer):
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
         _check_tensors(state_dict)
+        self._check_stored_steps(state_dict)
         with held_interrupts():
-            self.flush()
+            self._flush_in_memory()
             replaced = self._table_states
             super().load_state_dict(state_dict)
-            for parameter in replaced:
-                detach(parameter)
+            for parameter, state in replaced.items():
+                if state.stored is None:
+                    detach(parameter)
+                else:
+                    self._table_states[parameter] = state
+                    self._adopt_stored(parameter, self._group_of(parameter))
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
@@ -279,7 +295,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self.row_step(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
+        self._flush_in_memory()
         return {**super().__getstate__(), "_dense": self._dense}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,7 +306,7 @@ class RowOptimizer(torch.optim.Optimizer):
             required = rule.required_arrays({**defaults, **group})
             for number, parameter in enumerate(group["params"]):
                 saved = state["state"].get(parameter)
-                if saved:
+                if saved and not (store_of(parameter) and saved.keys() == {"step"}):
                     owner = f"parameter {number} of its group"
                     _saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
@@ -346,6 +362,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
         A new state takes effect in :meth:`_adopt`.
         """
+        store = store_of(parameter)
+        if store is not None:
+            return self._stored_state(parameter, group, store)
         known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
         by_kernels = parameter not in self._row_steps and trains_by_kernels(parameter)
         if known is not None:
@@ -391,6 +410,58 @@ class RowOptimizer(torch.optim.Optimizer):
             # The table was moved to another device or layout with its stale rows.
             state.continue_from(known)
         return state
+
+    def _stored_state(
+        self, parameter: Tensor, group: dict[str, Any], store: TrainingStore
+    ) -> ParameterState:
+        """Return the state of a table on disk, which continues from its store."""
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+        if parameter in self._row_steps:
+            raise TypeError("a table on disk cannot be trained in compiled code")
+        rule = self._new_rule(group)
+        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
+            # Arrays of a table in memory, which are copied to the store.
+            given = {name: array_of(upcast(array)) for name, array in arrays.items()}
+            is_bfloat16 = parameter.dtype == torch.bfloat16
+            with torch_errors():
+                known = ParameterState(
+                    parameter,
+                    rule,
+                    options=group,
+                    stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
+                    state=given or None,
+                    step=checked_step("step", saved.get("step", int(bool(arrays)))),
+                    store=store,
+                )
+        if "step" in saved:
+            check_stored_step(known, saved["step"], name="step")
+        return known
+
+    def _adopt_stored(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        with held_interrupts(), torch.no_grad():
+            state = self._table_state(parameter, group)
+            self._adopt(state)
+            state.publish(self.state[parameter])
+
+    def _check_stored_steps(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a table on disk is at another step than a saved state."""
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            saved, state = (
+                state_dict["state"].get(number),
+                self._table_states.get(parameter),
+            )
+            if saved and saved.keys() == {"step"} and isinstance(state, ParameterState):
+                if state.stored is not None:
+                    check_stored_step(state, saved["step"], name="step")
+
+    def _flush_in_memory(self) -> None:
+        """Bring every row up to date, but not those of tables on disk."""
+        for state in self._table_states.values():
+            if state.stored is None:
+                state.catch_up()
 
     def _adopt(self, state: State) -> None:
         """Use a state of a table from now on."""

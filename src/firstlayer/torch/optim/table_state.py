@@ -52,6 +52,8 @@ class AttachedState:
     step_count: int
     state: dict[str, Any]
     state_shape: tuple[int, int]
+    #: Connection to the store of a table on disk.
+    stored: Any = None
 
     def __init__(self, parameter: Tensor) -> None:
         self._owner = weakref.ref(parameter)
@@ -92,8 +94,14 @@ class AttachedState:
         raise NotImplementedError
 
     def publish(self, state: dict[str, Any]) -> None:
-        """Write the arrays and the number of steps to a parameter's torch state."""
-        for name, array in self.state.items():
+        """Write the arrays and the number of steps to a parameter's torch state.
+
+        The arrays of a table on disk are files of its store.
+        """
+        if self.stored is not None:
+            state.clear()
+        arrays = self.state if self.stored is None else {}
+        for name, array in arrays.items():
             if name not in self.tensors:
                 tensor = array if isinstance(array, Tensor) else tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
@@ -199,6 +207,11 @@ class ParameterState(TableState, AttachedState):
         self.row_steps = row_steps
         self.step_count, self.base_step = other.step_count, other.base_step
         self.missed, self._missed_moves = other.missed, other._missed_moves
+
+    def on_restored(self) -> None:
+        """Publish the number of steps again after a store has returned to a commit."""
+        if self._step_tensor is not None:
+            self._step_tensor.fill_(self.step_count)
 
     def resize_rows(self, kept: np.ndarray, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added."""
