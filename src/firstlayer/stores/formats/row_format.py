@@ -166,7 +166,7 @@ class RowFormat(ABC):
                     f"part {name!r} of rows of {width} values in format {self.name} must "
                     f"have shape {(rows, columns)}, got {array.shape}"
                 )
-            if columns > 1 and array.strides[1] != array.itemsize:
+            if array.size and columns > 1 and array.strides[1] != array.itemsize:
                 raise ValueError(f"part {name!r} must be contiguous along its last axis")
             arrays.append(array)
         return arrays
