@@ -162,7 +162,11 @@ def test_a_conversion_that_fails_leaves_the_old_file(tmp_path):
         (b'\\"version\\": 1', b'\\"version\\": 9', "install a newer one"),
         (b'\\"width\\": 64', b'\\"width\\": -4', "did not write"),
         (b'\\"width\\": 64', b'\\"width\\": 65', "rows of 72 bytes"),
-        (b'\\"format\\": \\"int8\\"', b'\\"format\\": \\"int9\\"', "format must be .*, got 'int9'"),
+        (
+            b'\\"format\\": \\"int8\\"',
+            b'\\"format\\": \\"int9\\"',
+            "format must be .*, got 'int9'",
+        ),
         (b'{\\"version\\"', b'[ \\"version\\"', "did not write"),
     ],
 )
@@ -178,7 +182,13 @@ def test_a_damaged_description_is_refused(old, new, message, tmp_path):
 
 def test_a_killed_conversion_leaves_the_old_table_or_the_new(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.table_kills", tmp_path / "a.safetensors", "25"],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.table_kills",
+            tmp_path / "a.safetensors",
+            "25",
+        ],
         capture_output=True,
         text=True,
         check=False,

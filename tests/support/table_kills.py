@@ -53,4 +53,5 @@ def kill_conversions(path: Path, count: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(kill_conversions(Path(sys.argv[1]), int(sys.argv[2])))
+    counts = kill_conversions(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.write(f"{counts}\n")

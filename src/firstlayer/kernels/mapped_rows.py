@@ -55,9 +55,7 @@ def copy_rows_at(addresses: np.ndarray, out: np.ndarray) -> None:
     row_bytes = out.strides[0]
     ahead = 1 + AHEAD_BYTES // max(1, row_bytes)
     grain = grain_for(GRAIN, row_bytes)
-    run(
-        _copy, addresses.size, addresses, out.ctypes.data, row_bytes, ahead, grain=grain
-    )
+    run(_copy, addresses.size, addresses, out.ctypes.data, row_bytes, ahead, grain=grain)
 
 
 def write_rows_at(addresses: np.ndarray, rows: np.ndarray) -> None:
