@@ -162,8 +162,12 @@ def test_a_conversion_that_fails_leaves_the_old_file(tmp_path):
         (b'\\"version\\": 1', b'\\"version\\": 9', "install a newer one"),
         (b'\\"width\\": 64', b'\\"width\\": -4', "did not write"),
         (b'\\"width\\": 64', b'\\"width\\": 65', "rows of 72 bytes"),
-        (b'\\"format\\": \\"int8\\"', b'\\"format\\": \\"int9\\"', "format must be one of"),
-        (b'{\\"version', b"[12345678", "did not write"),
+        (
+            b'\\"format\\": \\"int8\\"',
+            b'\\"format\\": \\"int9\\"',
+            "format must be .*, got 'int9'",
+        ),
+        (b'{\\"version\\"', b'[ \\"version\\"', "did not write"),
     ],
 )
 def test_a_damaged_description_is_refused(old, new, message, tmp_path):
@@ -178,7 +182,13 @@ def test_a_damaged_description_is_refused(old, new, message, tmp_path):
 
 def test_a_killed_conversion_leaves_the_old_table_or_the_new(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.table_kills", tmp_path / "a.safetensors", "50"],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.table_kills",
+            tmp_path / "a.safetensors",
+            "25",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -186,7 +196,7 @@ def test_a_killed_conversion_leaves_the_old_table_or_the_new(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     counts = ast.literal_eval(done.stdout)
-    assert counts["killed while writing"] > 10 and counts["formats"] == 2
+    assert counts["killed while writing"] > 5 and counts["formats"] == 2
 
 
 def test_formats_compare_by_value():

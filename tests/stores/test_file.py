@@ -61,7 +61,7 @@ def test_a_safetensors_table_gives_its_rows(dtype, pad, tmp_path):
         equal(store.read(ids), table[ids])
         equal(store.read(7), table[7])
         equal(store.read(np.zeros((0, 3), np.int32)), table[np.zeros((0, 3), int)])
-        equal(store.read(np.uint8([3, 3, 0])), table[[3, 3, 0]])
+        equal(store.read(np.array([3, 3, 0], np.uint8)), table[[3, 3, 0]])
     with open_store(tmp_path, "h") as store:
         equal(store.read([2, 0]), other[[2, 0]])
 
@@ -291,7 +291,7 @@ def test_bytes_beside_the_index_of_word2vec_are_not_trusted(tmp_path):
 
 
 @pytest.mark.rejects
-@pytest.mark.parametrize("ids", [[0, 5], [-1], [2**40], np.uint64([2**63 + 1])])
+@pytest.mark.parametrize("ids", [[0, 5], [-1], [2**40], np.array([2**63 + 1], np.uint64)])
 def test_an_id_out_of_range_is_an_index_error(ids, tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
     with open_store(tmp_path / "a.npy", mode="r+", cache_rows=2) as store:
@@ -531,7 +531,9 @@ def test_a_fork_can_prefetch_and_read(tmp_path):
     np.save(tmp_path / "a.npy", table)
     store = open_store(tmp_path / "a.npy", cache_rows=8)
     store.prefetch(np.arange(50))
-    with store._cache.lock, store._prefetcher.changed:
+    cache = store._cache
+    assert cache is not None
+    with cache.lock, store._prefetcher.changed:
         child = os.fork()
         if child == 0:
             code = 1

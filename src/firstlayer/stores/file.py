@@ -63,6 +63,9 @@ class FileStore(RowStore):
             name: MappedRows(part, files, mode) for name, part in table.parts.items()
         }
         self._arrays = _arrays(table, self._mapped)
+        self._bound = (
+            None if self._arrays is None else table.format.bind(self._arrays, table.width)
+        )
         # Rows that are the vectors themselves are copied without decoding.
         self._is_plain = (
             table.format.part_shapes(table.width)
@@ -144,7 +147,7 @@ class FileStore(RowStore):
         if not self._closed:
             self._prefetcher.close()
             super().close()
-            self._mapped, self._arrays, self._cache = {}, None, None
+            self._mapped, self._arrays, self._bound, self._cache = {}, None, None, None
             self._prefetcher.raise_error()
 
     @property
@@ -167,7 +170,7 @@ class FileStore(RowStore):
             self._cache.insert(unique, rows)
 
     def _read_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
-        mapped, arrays = self._mapped, self._arrays
+        mapped, bound = self._mapped, self._bound
         for lo in range(0, ids.size, BLOCK_ROWS):
             block = ids[lo : lo + BLOCK_ROWS]
             addresses = _requested(mapped, block)
@@ -175,8 +178,8 @@ class FileStore(RowStore):
             if self._is_plain:
                 (name,) = mapped
                 mapped[name].copy(addresses[name], rows)
-            elif arrays is not None:
-                if not self._format.gather(arrays, block, rows):
+            elif bound is not None:
+                if not bound.gather(block, rows):
                     raise changed_ids(self._shape[0])
             else:
                 self._decode(mapped, addresses, rows)

@@ -25,8 +25,8 @@ class ArrayStore(RowStore):
     ) -> None:
         rows = len(parts[next(iter(format.part_shapes(width)))])
         super().__init__((rows, width), format, checked_mode(mode))
-        format.arrays_of(parts, width)
         self._parts = dict(parts)
+        self._table = format.bind(self._parts, width)
 
     @property
     def parts(self) -> dict[str, np.ndarray]:
@@ -40,7 +40,7 @@ class ArrayStore(RowStore):
         return {name: self._parts[name] for name in names} or None
 
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
-        if not self._format.gather(self._parts, ids, out):
+        if not self._table.gather(ids, out):
             raise changed_ids(self._shape[0])
 
     def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -55,8 +55,18 @@ class ArrayStore(RowStore):
 
     def close(self) -> None:
         """Release the arrays. Those that were handed out stay valid."""
-        self._parts = {}
         super().close()
+        self._parts = {}
+        del self._table
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open()
+        return {key: value for key, value in self.__dict__.items() if key != "_table"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Of these arrays: a pickled view of them would be a second copy.
+        self._table = self._format.bind(self._parts, self._shape[1])
 
 
 class MemoryStore(ArrayStore):

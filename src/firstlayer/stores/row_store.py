@@ -176,9 +176,7 @@ class RowStore:
         from .convert import convert
 
         self._check_open()
-        return convert(
-            self, path, format=format, interleave=interleave, progress=progress
-        )
+        return convert(self, path, format=format, interleave=interleave, progress=progress)
 
     def save(
         self, path: str | os.PathLike[str], *, progress: Progress | None = None
