@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-import firstlayer.optim
 import firstlayer.torch.optim
 from firstlayer import RowGradient
 from firstlayer.numpy import Embedding, EmbeddingLayer
@@ -48,17 +47,19 @@ class TorchPair:
             self.table, **options
         )
         self.averaged = TorchAveragedRows(self.optimizer, decay=0.9)
-        self.twin = torch.nn.Embedding.from_pretrained(
-            self.table.weight.detach().clone(), freeze=False
-        )
+        start = self.table.weight.detach().clone()
+        self.twin: Any = torch.nn.Embedding.from_pretrained(start, freeze=False)
         self.theirs = dense(name, self.twin.parameters(), **options)
         self.scheduler = scheduler("one-cycle", self.theirs, steps)
         self.decay = 0.9
 
         def average_all(averages, weights, _):
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, 1 - self.decay)
 
-        self.reference = AveragedModel(self.twin, multi_avg_fn=torch.no_grad()(average_all))
+        self.reference: Any = AveragedModel(
+            self.twin, multi_avg_fn=torch.no_grad()(average_all)
+        )
         self.rng = np.random.default_rng(0)
         self.draw = draw_ids("zipf", self.rng)
         self.sign = -1 if options.get("maximize") else 1
@@ -156,6 +157,26 @@ def test_two_averages_of_one_table_equal_averages_of_the_flushed_table(mode):
     for average, expected in zip((fast, slow), want, strict=True):
         assert_close(average.lookup("weight", np.arange(20)), expected, 1e-10)
         assert_close(average.average("weight"), expected, 1e-10)
+
+
+def test_catching_up_between_steps_and_updates_changes_no_average():
+    layers = [Embedding(20, 3, dtype="float64", rng=0) for _ in range(2)]
+    optimizers = [RowAdamW(layer, lr=0.1, weight_decay=0.3) for layer in layers]
+    averages = [AveragedRows(optimizer, decay=0.9) for optimizer in optimizers]
+    order = np.random.default_rng(1)
+    for step in range(40):
+        for i, (layer, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
+            rng = np.random.default_rng(step)
+            trained(layer, optimizer, rng, averages[i])
+        calls = optimizers[1].flush, averages[1].state_dict
+        calls = *calls, lambda: layers[1]([1, 2])
+        for number in order.permutation(3):
+            calls[number]()
+        if step % 7 == 0:
+            for average in averages:
+                average.update_parameters()
+        one, two = (average.lookup("weight", np.arange(20)) for average in averages)
+        assert_close(two, one, 1e-9, f"step {step}")
 
 
 def test_all_parameters_of_a_layer_are_averaged():

@@ -229,6 +229,7 @@ class TableState:
         with held_interrupts(), self.lock:
             if self.missed.is_full:
                 self._catch_up(self._checked(self.table()), None)
+            if self.is_caught_up:
                 self.missed.restart_at_last_column()
                 self._start_averages()
                 self._missed_moves = False
@@ -254,7 +255,7 @@ class TableState:
             rows = kernels.gather_rows(average.values, ids)
             if rows is None:
                 raise out_of_range(ids, self.shape[0])
-            if average in self.averages:
+            if average in self.averages and not self.is_caught_up:
                 table = self._checked(self.table(), writable=False)
                 self._check_arrays()
                 weight, weight_rows = self._upcast(table, ids)
