@@ -30,6 +30,9 @@ momentum of Adam and AdamW are exact to a relative error of 1e-5, usually to rou
 normalized (``weight_decay`` of Adam, Adagrad and RMSprop), because then every row has a
 gradient. Adafactor averages over rows; LAMB and LARS use the norm of the whole table.
 
+**Averages of weights.** :class:`AveragedRows` keeps an exponential moving average of every
+row, also at the cost of the batch.
+
 Gradients that are arrays of the parameter's shape are accepted too, and update every row.
 """
 
