@@ -123,16 +123,23 @@ class TableState:
             self._check_arrays()
             self._catch_up(table, ids)
 
-    def caught_up_rows(self, ids: Int64[np.ndarray, " n"]) -> Float[np.ndarray, "n width"]:
+    def caught_up_rows(
+        self,
+        ids: Int64[np.ndarray, " n"],
+        *,
+        table: Float[np.ndarray, "rows width"] | None = None,
+    ) -> Float[np.ndarray, "n width"]:
         """Return rows as they are after their missed steps; nothing is written.
 
         Args:
             ids: Rows to return, possibly repeated. An id out of range is an IndexError.
+            table: Copy of the table to read from.
         """
         # A copy: another thread may change the ids.
         ids = np.array(ids, np.int64)
         with self.lock:
-            table = self._checked(self.table(), writable=False)
+            table = self.table() if table is None else table
+            table = self._checked(table, writable=False)
             self._check_arrays()
             rows = kernels.gather_rows(table, ids)
             if rows is None:
@@ -156,7 +163,9 @@ class TableState:
             stale = self._stale_rows(weight, weight_rows, rows, row_steps)
             kernels.catch_up_rows(stale, self.missed, writes_state=False)
             if weight is not copies:
-                kernels.store_rows(weight, copies, places, noise=None)
+                # Rounded as the rows will be when they catch up in place.
+                seed = 2 * self.step_count if self.stochastic_rounding else None
+                kernels.store_rows(weight, copies, places, noise=seed, noise_rows=rows)
 
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
@@ -262,6 +271,31 @@ class TableState:
                 stale = self._stale_rows(weight, weight_rows, ids, self.row_steps[ids])
                 average.catch_up(stale, self.missed, out=rows)
             return rows
+
+    def resize_rows(
+        self, kept: Int64[np.ndarray, " kept"], num_rows: int, options: Options
+    ) -> None:
+        """Follow a table whose rows were selected, reordered or added.
+
+        Kept rows keep their state and the steps they have missed.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            num_rows: Number of rows of the table, the rows after ``kept`` being new.
+            options: Options of the rule, for the state of new rows.
+        """
+        if self.averages:
+            raise ValueError("a table must not be resized while AveragedRows averages it")
+        with held_interrupts(), self.lock:
+            initial = self.rule.initial_state(options)
+            self.state = {
+                name: _resized(array, kept, num_rows, initial.get(name, 0.0))
+                for name, array in self.state.items()
+            }
+            self.row_steps = _resized(self.row_steps, kept, num_rows, self.event_count)
+            self.has_state = _resized(self.has_state, kept, num_rows, False)
+            self.shape = num_rows, self.shape[1]
+            self.state_shape = num_rows, self.state_shape[1]
 
     def check_step(
         self,
@@ -443,6 +477,17 @@ def _chunks(
     for lo in range(0, len(gradient), CHUNK):
         part = gradient[lo : lo + CHUNK]
         yield np.arange(lo, lo + len(part)), part
+
+
+def _resized(
+    array: np.ndarray, kept: np.ndarray, num_rows: int, value: float
+) -> np.ndarray:
+    """Return the kept rows of ``array``, followed by rows of ``value``."""
+    out = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    out[: kept.size] = array[kept]
+    if value:
+        out[kept.size :] = value
+    return out
 
 
 def checked_step(name: str, value: Any) -> int:

@@ -52,6 +52,7 @@ from .averaged_rows import AveragedRows as AveragedRows
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .dense import DenseOptimizer
 from .row_optimizer import RowOptimizer as RowOptimizer
+from .row_step import RowStep as RowStep
 from .table_state import step_tensor
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "RowOptimizer",
     "RowRMSprop",
     "RowSGD",
+    "RowStep",
     "RowWiseAdagrad",
     "RowWiseRMSprop",
     "clip_grad_norm_",
