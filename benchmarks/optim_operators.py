@@ -38,8 +38,7 @@ class OperatorTraining(Training):
         if kind == "compiled operators":
 
             def train(ids: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-                with torch.no_grad():
-                    y = layer(ids)
+                y = row_step.lookup(ids)
                 row_step(ids, dy)
                 return y
 

@@ -36,6 +36,7 @@ LAYERS = {
     "XPosRotary": ["head_dim"],
 }
 OPTIMIZERS = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .mapped_rows import request_rows as request_rows
     from .mapped_rows import rows_missing as rows_missing
     from .mapped_rows import write_rows_at as write_rows_at
+    from .optim.drivers import average_rows as average_rows
     from .optim.drivers import catch_up_rows as catch_up_rows
     from .optim.drivers import update_rows as update_rows
     from .optim.rows import mark_rows as mark_rows
@@ -61,7 +62,7 @@ _NAMES = {
         "rows_missing",
         "write_rows_at",
     ),
-    "optim.drivers": ("catch_up_rows", "update_rows"),
+    "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "phases": ("digit_phases", "sinusoid_features"),
     "quantized": ("gather_quantized", "sum_quantized_bags"),

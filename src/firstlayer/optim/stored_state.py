@@ -67,6 +67,7 @@ class StoredState:
             "stochastic_rounding": state.stochastic_rounding,
             "arrays": sorted(state.state),
             "step_count": state.step_count,
+            "event_count": state.event_count,
             "base_step": state.base_step,
             "missed_moves": state._missed_moves,
             "missed_count": missed.count,
@@ -85,7 +86,7 @@ class StoredState:
     def retire(self) -> None:
         """Refuse to be used from now on; another optimizer continues."""
         state = self._state
-        state.base_step = state.step_count
+        state.base_step = state.event_count
         state.stored = RetiredState(self._store)
 
     def _check_rule(self, saved: SavedState | None) -> None:
@@ -106,7 +107,7 @@ class StoredState:
         state.row_steps = store.state_array("row_steps", (rows,), np.int64)
         state.has_state = store.state_array("has_state", (rows,), np.bool_)
         state.state = {}
-        state.step_count = state.base_step = 0
+        state.step_count = state.event_count = state.base_step = 0
         state._missed_moves = False
         if saved is None:
             state.missed = MissedSteps(state.rule, state.missed.options, 0)
@@ -115,7 +116,8 @@ class StoredState:
         options = {**state.missed.options, **_from_json(numbers["options"])}
         state.missed = missed = MissedSteps(state.rule, options, numbers["base_step"])
         state.state = {name: self.new_array(name, 0.0) for name in numbers["arrays"]}
-        state.step_count, state.base_step = numbers["step_count"], numbers["base_step"]
+        state.step_count, state.event_count = numbers["step_count"], numbers["event_count"]
+        state.base_step = numbers["base_step"]
         state._missed_moves = numbers["missed_moves"]
         missed.count = numbers["missed_count"]
         for name, columns in _columns_of(missed).items():
@@ -131,7 +133,7 @@ class StoredState:
         state.state = {name: self.new_array(name, 0.0) for name in given}
         state.has_state[:] = True
         state.row_steps[:] = 0
-        state.step_count = state.base_step = step
+        state.step_count = state.event_count = state.base_step = step
         state.missed = MissedSteps(state.rule, state.missed.options, step)
 
 
@@ -146,7 +148,7 @@ def resumed_state(store: TrainingStore, make: Callable[..., StateT]) -> StateT |
             :class:`firstlayer.optim.table_state.TableState`.
     """
     saved = store.saved_state
-    if saved is None or saved.numbers["base_step"] == saved.numbers["step_count"]:
+    if saved is None or saved.numbers["base_step"] == saved.numbers["event_count"]:
         return None
     numbers, classes = saved.numbers, {cls.__name__: cls for cls in _subclasses(Rule)}
     if numbers["rule"] not in classes:
@@ -194,6 +196,7 @@ def _columns_of(missed: MissedSteps) -> dict[str, np.ndarray]:
     return {
         "coefficients": missed.coefficients,
         "steps": missed.all_steps[:, : missed.count + 1],
+        "step_numbers": missed.step_numbers[: missed.count + 1],
     }
 
 

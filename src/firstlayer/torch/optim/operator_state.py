@@ -139,6 +139,11 @@ class OperatorState(AttachedState):
         self.lock = threading.RLock()
 
     @property
+    def event_count(self) -> int:
+        """Number of events that rows can miss, which are steps."""
+        return self.step_count
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether weight and state of every row are up to date."""
         return self.base_step == self.step_count
@@ -283,18 +288,37 @@ class OperatorState(AttachedState):
             torch.zeros(2, dtype=torch.int64, device=self.device),
         )
 
-    def begin_step(
-        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, options: Options
-    ) -> None:
-        """Compute the numbers of a step of static size.
+    def begin_lookup(self, tensors: RowTensors, numbers: StepTensors, ids: Tensor) -> None:
+        """Send the coefficients of missed steps to the device, for a lookup.
 
-        Every row catches up if no further step can be recorded, and the rows of ``ids`` if
-        steps have to be replayed.
+        The rows of ``ids`` catch up if steps have to be replayed.
 
         Args:
             tensors: Tensors of :meth:`row_tensors` or copies that will replace them.
+            numbers: Coefficients and steps to write.
+            ids: Rows that will be read or updated; negative ids are ignored.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            self._check(tensors)
+            self._copy_columns()
+            if self._is_replayed is not None:
+                self._catch_up(tensors, self._as_rows(ids))
+            steps = torch.tensor([self.base_step, self.step_count], device="cpu")
+            self._send(steps, numbers.steps)
+            if numbers.columns is not self.columns:
+                numbers.columns.copy_(self.columns)
+
+    def begin_step(
+        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, options: Options
+    ) -> None:
+        """Send the numbers of a step of static size to the device.
+
+        Every row catches up if no further step can be recorded.
+
+        Args:
+            tensors: As in :meth:`begin_lookup`.
             numbers: Numbers to write.
-            ids: Rows that will be updated; negative ids are ignored.
+            ids: As in :meth:`begin_lookup`.
             options: Options of the rule in this step.
         """
         with held_interrupts(), self.lock, torch.no_grad():
@@ -305,20 +329,27 @@ class OperatorState(AttachedState):
                     f"options {self.missed.frozen_options} must not change between the "
                     f"calls of a RowStep, got {frozen}; call row_step again"
                 )
-            self._check(tensors)
             if self.missed.is_full:
+                self._check(tensors)
                 self._catch_up(tensors, None)
             if self.is_caught_up:
                 self._restart(options)
-            self._copy_columns()
-            if self._is_replayed is not None:
-                self._catch_up(tensors, self._as_rows(ids))
+            self.begin_lookup(tensors, numbers, ids)
             values = host_values(self.rule, options, self.step_count + 1)
             self._send(torch.tensor(values, dtype=self.dtype, device="cpu"), numbers.values)
-            steps = torch.tensor([self.base_step, self.step_count], device="cpu")
-            self._send(steps, numbers.steps)
-            if numbers.columns is not self.columns:
-                numbers.columns.copy_(self.columns)
+
+    def static_lookup(
+        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor
+    ) -> Tensor:
+        """Return rows after their missed steps, read by :meth:`begin_lookup`.
+
+        Args:
+            tensors: Tensors of :meth:`row_tensors`.
+            numbers: Numbers written by :meth:`begin_lookup`.
+            ids: Rows, possibly repeated; a negative id reads row 0.
+        """
+        weight = self._caught_up(tensors, ids.clamp(min=0), numbers)[0]
+        return weight.to(tensors.table.dtype)
 
     def static_step(
         self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, gradient: Tensor
@@ -372,6 +403,11 @@ class OperatorState(AttachedState):
             other: State of the same table, an :class:`OperatorState` or a
                 :class:`firstlayer.torch.optim.table_state.ParameterState`.
         """
+        if other.event_count != other.step_count:
+            raise TypeError(
+                "a table must stay contiguous and on the CPU while AveragedRows averages "
+                f"it, got one on {self.device}"
+            )
         row_steps = other.row_steps
         if not isinstance(row_steps, Tensor):
             row_steps = tensor_of(row_steps)
@@ -599,13 +635,17 @@ class OperatorState(AttachedState):
                     f"{name} must be {self.state_shape} in {dtype_name(self.dtype)} "
                     f"as the table is, got {tuple(x.shape)} in {dtype_name(x.dtype)}"
                 )
-        if any(n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)):
+        if any(
+            n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)
+        ):
             raise ValueError(
                 f"a table must have its memory for each of {table.shape[0]} rows, "
                 f"got strides {table.stride()}"
             )
         # The memory can be freed, as FSDP does.
-        extent = sum((n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True))
+        extent = sum(
+            (n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True)
+        )
         needed = (table.storage_offset() + extent + 1) * table.itemsize
         if table.numel() and table.untyped_storage().nbytes() < needed:
             raise ValueError(

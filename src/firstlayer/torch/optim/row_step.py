@@ -13,8 +13,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from .._tensors.errors import WrongValue, check_ids
-from .._tensors.memory import is_plain_cpu
-from .._tensors.row_parameter import without_catch_up
+from .._tensors.row_parameter import mark_as_own, without_catch_up
 from .operator_state import OperatorState, RowTensors, StepTensors
 from .table_state import find_state
 
@@ -45,8 +44,8 @@ class RowStep:
         >>> optimizer = RowAdamW(layer.parameters(), lr=0.1)
         >>> step = optimizer.row_step(layer.weight)
         >>> ids = torch.tensor([3, 7, 3, -1])
-        >>> rows = layer(ids.clamp(min=0)).detach().requires_grad_()
-        >>> rows.square().sum().backward()
+        >>> rows = step.lookup(ids).requires_grad_()
+        >>> rows[:3].square().sum().backward()
         >>> step(ids, rows.grad)
     """
 
@@ -71,10 +70,9 @@ class RowStep:
             raise WrongValue(
                 f"values must have shape {(*ids.shape, width)}, got {tuple(values.shape)}"
             )
-        ids, numbers, state = ids.reshape(-1).long(), self._numbers, self._row_tensors
+        ids, numbers = ids.reshape(-1).long(), self._numbers
         with torch.no_grad(), without_catch_up():
-            table = self.parameter.detach()
-            tensors = RowTensors(table, state.row_steps, state.state)
+            tensors = self._tensors()
             torch.ops.firstlayer.begin_row_step(
                 tensors.as_list(), numbers.as_list(), ids, self._number
             )
@@ -82,6 +80,27 @@ class RowStep:
                 values = values.detach().reshape(-1, width)
                 self._state.static_step(tensors, numbers, ids, values)
             torch.ops.firstlayer.end_row_step(numbers.as_list(), self._number)
+
+    def lookup(
+        self, ids: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return rows of the table as they are after all steps, without a gradient.
+
+        Compiled code computes the missed steps of the rows together with the lookup, and
+        writes nothing. A negative id reads row 0.
+        """
+        index, numbers = ids.reshape(-1).long(), self._numbers
+        with torch.no_grad(), without_catch_up():
+            tensors = self._tensors()
+            torch.ops.firstlayer.begin_row_lookup(
+                tensors.as_list(), numbers.as_list(), index, self._number
+            )
+            rows = self._state.static_lookup(tensors, numbers, index)
+        return rows.view(*ids.shape, self._state.shape[1])
+
+    def _tensors(self) -> RowTensors:
+        others = self._row_tensors
+        return RowTensors(self.parameter.detach(), others.row_steps, others.state)
 
 
 def _state(number: int) -> Any:
@@ -91,36 +110,56 @@ def _state(number: int) -> Any:
     return state
 
 
-@torch.library.custom_op(
-    "firstlayer::begin_row_step", mutates_args=("tensors", "numbers")
-)
-def _begin(
-    tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
-) -> None:
+def _prepared(tensors: list[Tensor], ids: Tensor, number: int) -> tuple[Any, RowTensors]:
+    """Return the state of a number and the tensors to work on, if everything fits."""
     state, (table, row_steps, *others) = _state(number), tensors
     if not state.is_published(state.published):
         raise RuntimeError(
             "the optimizer's state of the table was replaced; call row_step again"
         )
-    if is_plain_cpu(ids) and ids.numel():
+    if ids.numel():
         check_ids(ids.clamp(min=0), table.shape[0])
-    row_tensors = RowTensors(table, row_steps, tuple(others))
+    return state, RowTensors(table, row_steps, tuple(others))
+
+
+@torch.library.custom_op(
+    "firstlayer::begin_row_lookup", mutates_args=("tensors", "numbers")
+)
+def _begin_lookup(
+    tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
+) -> None:
+    state, row_tensors = _prepared(tensors, ids, number)
+    state.begin_lookup(row_tensors, StepTensors(*numbers), ids)
+
+
+@torch.library.custom_op("firstlayer::begin_row_step", mutates_args=("tensors", "numbers"))
+def _begin_step(
+    tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
+) -> None:
+    state, row_tensors = _prepared(tensors, ids, number)
     state.begin_step(row_tensors, StepTensors(*numbers), ids, state.group)
 
 
-@_begin.register_fake
+@_begin_lookup.register_fake
+@_begin_step.register_fake
 def _(tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int) -> None:
     return None
 
 
 # The numbers count as changed, so that the operator runs after the code that reads them.
 @torch.library.custom_op("firstlayer::end_row_step", mutates_args=("numbers",))
-def _end(numbers: list[Tensor], number: int) -> None:
+def _end_step(numbers: list[Tensor], number: int) -> None:
     state = _state(number)
     state.end_step(state.group)
     state.publish(state.published)
 
 
-@_end.register_fake
+@_end_step.register_fake
 def _(numbers: list[Tensor], number: int) -> None:
     return None
+
+
+mark_as_own(
+    torch.ops.firstlayer.begin_row_lookup.default,
+    torch.ops.firstlayer.begin_row_step.default,
+)
