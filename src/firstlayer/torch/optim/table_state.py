@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _set_tracing_state
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...optim.rule import Options, Rule
@@ -146,7 +147,16 @@ class AttachedState:
                 with torch.no_grad():
                     torch.ops.firstlayer.catch_up(weight, ids, self.number)
         elif self.has_stale_weights:
-            self.catch_up_rows(ids)
+            tracing = _get_tracing_state()
+            if tracing is None:
+                self.catch_up_rows(ids)
+                return
+            # torch.jit.trace would record the operations, and sizes would be tensors.
+            _set_tracing_state(None)
+            try:
+                self.catch_up_rows(ids)
+            finally:
+                _set_tracing_state(tracing)
 
 
 class ParameterState(TableState, AttachedState):
