@@ -278,6 +278,11 @@ def test_compiled_lookup_catches_up_without_graph_breaks(backend):
         ids = torch.randint(0, 30, (4,))
         got, want = compiled(ids), twin(ids)
         assert_near(got, want)
+        if backend == "inductor" and step > 1:
+            # Only rows of the last two batches are up to date. The other backend copies
+            # the table.
+            state: Any = layer.weight.table_state  # pyright: ignore
+            assert (state.row_steps != state.step_count).sum() >= 22
         if step % 3 == 0:
             # A second, eager forward before the same step.
             assert_near(layer(ids + ids % 2), twin(ids + ids % 2))

@@ -29,7 +29,12 @@ from .._tensors.memory import (
     threads_of_torch,
 )
 from .._tensors.errors import check_ids
-from .._tensors.row_parameter import ROW_CLASSES, is_row_tensor, without_catch_up
+from .._tensors.row_parameter import (
+    ROW_CLASSES,
+    WITHOUT_VALUES,
+    is_row_tensor,
+    without_catch_up,
+)
 
 # Larger whole numbers are rounded in float32.
 EXACT_IN_FLOAT32 = 1 << 24
@@ -144,7 +149,7 @@ class AttachedState:
         if is_dynamo_compiling():
             # An exported program has no optimizer.
             if not is_exporting():
-                with torch.no_grad():
+                with torch.no_grad(), without_catch_up():
                     torch.ops.firstlayer.catch_up(weight, ids, self.number)
         elif self.has_stale_weights:
             tracing = _get_tracing_state()
@@ -258,7 +263,8 @@ def caught_up_rows(weight: Any, ids: Tensor) -> Tensor:
     """
     state = weight.table_state
     if is_dynamo_compiling():
-        return torch.ops.firstlayer.caught_up_rows(weight, ids, state.number)
+        with without_catch_up():
+            return torch.ops.firstlayer.caught_up_rows(weight, ids, state.number)
     with without_catch_up():
         check_ids(ids, weight.shape[0])
     return state.gather_caught_up(ids)
@@ -350,3 +356,10 @@ def _caught_up_rows_operator(weight: Tensor, ids: Tensor, number: int) -> Tensor
 @_caught_up_rows_operator.register_fake
 def _(weight: Tensor, ids: Tensor, number: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+# Compiled code calls the operators with the parameter itself.
+WITHOUT_VALUES.update({
+    torch.ops.firstlayer.catch_up.default,
+    torch.ops.firstlayer.caught_up_rows.default,
+})
