@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from firstlayer.torch import Embedding, functional, load, save
 from firstlayer.torch._tensors.row_parameter import without_catch_up
-from firstlayer.torch import Embedding, EmbeddingLayer, functional, load, save
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
 from tests.support.run_alone import run_alone
 from tests.support.torch_round_trips import forget_graphs, graphs

@@ -28,6 +28,8 @@ from firstlayer.torch.optim import RowAdamW, RowSGD
 from tests.support.optim_cases import ROWS, dense, draw_ids
 from tests.support.torch_round_trips import forget_graphs, graphs
 
+# Torch's type stubs do not export the functions of lists of tensors.
+_torch: Any = torch
 WIDTH = 3
 DOUBLE: Any = {"dtype": torch.float64}
 OPTIONS: Any = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
@@ -117,8 +119,8 @@ def saved_and_loaded(value: Any) -> Any:
 
 
 def shared_with_a_process(value: Any) -> Any:
-    pickled = multiprocessing.reduction.ForkingPickler.dumps(value)
-    return multiprocessing.reduction.ForkingPickler.loads(pickled)
+    pickler: Any = multiprocessing.reduction.ForkingPickler
+    return pickler.loads(pickler.dumps(value))
 
 
 def head_of(weight: Any) -> nn.Linear:
@@ -167,7 +169,7 @@ READS: dict[str, Any] = {
     "rows": lambda layer: layer.weight[[3, 7, 30]],
     "mask": lambda layer: layer.weight[ALL > 20],
     "iteration": lambda layer: torch.stack(list(layer.weight)),
-    "foreach": lambda layer: torch._foreach_mul([layer.weight], 2.0)[0],
+    "foreach": lambda layer: _torch._foreach_mul([layer.weight], 2.0)[0],
     "cat": lambda layer: torch.cat([layer.weight, layer.weight]),
     "keyword": lambda layer: torch.add(input=EYE[:1], other=layer.weight),
     "operator": lambda layer: torch.ops.aten.mm(layer.weight, EYE),
@@ -190,9 +192,9 @@ READS: dict[str, Any] = {
     )[-1],
     "torch.save": lambda layer: saved_and_loaded(layer).weight,
     "torch.save of the parameter": lambda layer: saved_and_loaded(layer.weight),
-    "torch.save of another module": lambda layer: saved_and_loaded(
-        head_of(layer.weight)
-    ).weight,
+    "torch.save of another module": lambda layer: (
+        saved_and_loaded(head_of(layer.weight)).weight
+    ),
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer.weight)),
     "another process": lambda layer: shared_with_a_process(layer.weight),
     "copy": lambda layer: copy.copy(layer.weight),
@@ -224,7 +226,7 @@ READS: dict[str, Any] = {
     "strict export": lambda layer: torch.export.export(layer, (ALL,), strict=True).module()(
         ALL
     ),
-    "trace": lambda layer: torch.jit.trace(layer, (ALL,))(ALL),
+    "trace": lambda layer: _torch.jit.trace(layer, (ALL,))(ALL),
     "symbolic trace": lambda layer: torch.fx.symbolic_trace(layer)(ALL),
 }
 
@@ -235,7 +237,7 @@ WRITES: dict[str, Any] = {
     "zero_": lambda weight: weight.zero_(),
     "mul_": lambda weight: weight.mul_(0.5),
     "augmented": lambda weight: weight.__iadd__(1.0),
-    "foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
+    "foreach": lambda weight: _torch._foreach_mul_([weight], 0.5),
     "nn.init": lambda weight: nn.init.constant_(weight, 0.25),
     "drawn": lambda weight: weight.uniform_(generator=torch.Generator().manual_seed(3)),
     "row": lambda weight: weight.__setitem__(7, 3.0),
@@ -360,8 +362,9 @@ NOT_CALLED = {
     "empty", "wait", "fork", "map_", "map2_", "_use_count", "_version", "detach_",
     "_standard_gamma", "_sample_dirichlet", "_is_view", "is_shared", "grad_fn", "_base",
     "set_default_tensor_type", "set_default_dtype", "set_default_device", "manual_seed",
-    "seed", "set_num_threads", "set_num_interop_threads", "set_printoptions", "set_rng_state",
-    "set_flush_denormal", "set_warn_always", "use_deterministic_algorithms", "unravel_index",
+    "seed", "set_num_threads", "set_num_interop_threads", "set_printoptions",
+    "set_rng_state", "set_flush_denormal", "set_warn_always", "unravel_index",
+    "use_deterministic_algorithms",
     "set_anomaly_enabled", "set_grad_enabled", "set_autocast_enabled",
     "_nested_tensor_from_mask", "to_sparse_bsc", "to_sparse_bsr", "to_sparse_csc",
     "to_sparse_csr", "from_dlpack", "to_dlpack", "__dlpack__", "__dlpack_device__",
@@ -561,7 +564,9 @@ EVALUATED: dict[str, tuple[Any, Any]] = {
     "bag with weights": (
         lambda: bag(mode="sum", include_last_offset=True),
         lambda layer: layer(
-            ALL, torch.tensor([0, 7, ROWS]), per_sample_weights=torch.linspace(0, 1, ROWS, **DOUBLE)
+            ALL,
+            torch.tensor([0, 7, ROWS]),
+            per_sample_weights=torch.linspace(0, 1, ROWS, **DOUBLE),
         ),
     ),
     "complete layer": (
@@ -719,7 +724,8 @@ def test_sampled_softmax_through_the_table_is_sparse_and_exact():
             losses.append(F.cross_entropy(scores, torch.arange(len(targets))))
             losses[-1].backward()
             optimizer.step()
-        assert ours.table.weight.grad.is_sparse
+        grad = ours.table.weight.grad
+        assert grad is not None and grad.is_sparse
         assert_near(*losses)
     assert_near(ours.table.weight, theirs.table.weight)
 
@@ -727,8 +733,8 @@ def test_sampled_softmax_through_the_table_is_sparse_and_exact():
 DENSE_GRADIENT = (
     "the gradient of a table of 40 rows is dense, as that of a tied output head is, so "
     "RowAdamW updates every row. This is exact, but costs as much as a dense optimizer. A "
-    "sampled softmax through the table, F.linear(x, layer(sampled_ids)), keeps the gradient "
-    "sparse and the result exact"
+    "sampled softmax through the table, F.linear(x, layer(sampled_ids)), keeps the "
+    "gradient sparse and the result exact"
 )
 
 
@@ -782,8 +788,9 @@ def test_parameters_have_their_class_again_without_an_optimizer():
 def test_two_optimizers_of_a_table_take_turns():
     pair = Pair(steps=5)
     ours, theirs = pair.optimizer, pair.dense
-    others = RowSGD(pair.model, lr=0.1, momentum=0.9), dense(
-        "SGD", pair.twin.parameters(), lr=0.1, momentum=0.9
+    others = (
+        RowSGD(pair.model, lr=0.1, momentum=0.9),
+        dense("SGD", pair.twin.parameters(), lr=0.1, momentum=0.9),
     )
     for number in range(12):
         pair.optimizer, pair.dense = others if number % 3 else (ours, theirs)
@@ -850,7 +857,9 @@ def test_modules_of_a_model_catch_up_where_torch_does_not_ask_the_parameter(name
     table = nn.Embedding(ROWS, WIDTH, sparse=True, **DOUBLE)
     pair = Pair(table, steps=0)
     # The optimizer is given a model that also has a head.
-    pair.optimizer = RowAdamW(nn.ModuleList([pair.model, head := head_of(table.weight)]), **OPTIONS)
+    pair.optimizer = RowAdamW(
+        nn.ModuleList([pair.model, head := head_of(table.weight)]), **OPTIONS
+    )
     pair.step(20)
     assert pair.stale_rows > 10
     want = EYE @ pair.twin_weight.T

@@ -83,7 +83,8 @@ def catch_up_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         args: Its positional arguments. Lists of tensors are searched.
         kwargs: Its keyword arguments.
     """
-    weight, ids = None, None
+    weight: Any = None
+    ids: Any = None
     if func is embedding or func is embedding_bag:
         ids, weight = args[:2]
     elif func is torch.embedding or func is torch.ops.aten.embedding.default:
@@ -136,8 +137,9 @@ for _cls in ROW_CLASSES.values():
 
 # Names that a version of torch does not have are skipped.
 _PROPERTIES = (
-    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides",
-    "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn",
+    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn",
+    "_has_symbolic_sizes_strides", "_post_accumulate_grad_hooks", "_version", "device",
+    "dtype", "grad", "grad_dtype", "grad_fn",
     "is_cpu", "is_cuda", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan",
     "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "nbytes", "ndim",

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _set_tracing_state
+from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
+from .._tensors.errors import check_ids
 from .._tensors.memory import (
     array_of,
     array_of_table,
@@ -28,7 +29,6 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
-from .._tensors.errors import check_ids
 from .._tensors.row_parameter import (
     ROW_CLASSES,
     WITHOUT_VALUES,
@@ -157,11 +157,11 @@ class AttachedState:
                 self.catch_up_rows(ids)
                 return
             # torch.jit.trace would record the operations, and sizes would be tensors.
-            _set_tracing_state(None)
+            torch._C._set_tracing_state(None)  # pyright: ignore
             try:
                 self.catch_up_rows(ids)
             finally:
-                _set_tracing_state(tracing)
+                torch._C._set_tracing_state(tracing)  # pyright: ignore
 
 
 class ParameterState(TableState, AttachedState):
@@ -298,7 +298,7 @@ def check_class(parameter: Tensor) -> None:
 
 def _unwrapped(x: Any) -> Any:
     """Return the tensor that transforms of ``torch.func`` have wrapped in ``x``."""
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch  # pyright: ignore
     while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
