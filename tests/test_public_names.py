@@ -29,6 +29,7 @@ LAYERS = {
     "XPosRotary": ["head_dim"],
 }
 OPTIMIZERS = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",
@@ -37,6 +38,7 @@ OPTIMIZERS = [
     "RowRMSprop",
     "RowSGD",
     "RowWiseAdagrad",
+    "RowWiseRMSprop",
 ]
 NAMES = {
     "firstlayer": [

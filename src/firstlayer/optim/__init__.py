@@ -39,6 +39,7 @@ from .adagrad import RowAdagrad as RowAdagrad
 from .adagrad import RowWiseAdagrad as RowWiseAdagrad
 from .adam import RowAdam as RowAdam
 from .adam import RowAdamW as RowAdamW
+from .averaged_rows import AveragedRows as AveragedRows
 from .lion import RowLion as RowLion
 from .rmsprop import RowRMSprop as RowRMSprop
 from .rmsprop import RowWiseRMSprop as RowWiseRMSprop
@@ -46,6 +47,7 @@ from .row_optimizer import RowOptimizer as RowOptimizer
 from .sgd import RowSGD as RowSGD
 
 __all__ = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",

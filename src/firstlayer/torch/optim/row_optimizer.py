@@ -149,6 +149,10 @@ class RowOptimizer(torch.optim.Optimizer):
             dense_groups.append({**group, "params": dense})
         return steps, dense_groups
 
+    def table_state_of(self, parameter: Tensor) -> ParameterState | None:
+        """Return the state of a table, or None for a parameter that is not a table yet."""
+        return self._table_states.get(parameter)
+
     def flush(self) -> None:
         """Bring every row up to date.
 
