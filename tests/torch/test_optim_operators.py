@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstlayer.optim.missed_steps
@@ -252,14 +253,12 @@ def test_grad_scaler_skips_steps_with_infinite_gradients(operators):
 
 @pytest.mark.parametrize("rounding", [False, True])
 def test_bfloat16_tables_are_upcast_and_repeated_runs_are_equal(rounding, operators):
-    options = {"lr": 1e-3, "weight_decay": 0.1}
+    options: Any = {"lr": 1e-3, "weight_decay": 0.1}
     weights = []
     for _ in range(2):
         layer = new_layer(dtype=torch.bfloat16)
         exact = nn.Parameter(layer.weight.detach().double())
-        optimizer = RowAdamW(
-            layer.parameters(), stochastic_rounding=rounding, **options
-        )
+        optimizer = RowAdamW(layer.parameters(), stochastic_rounding=rounding, **options)
         theirs = torch.optim.AdamW([exact], **options)
         for _ in range(300):
             layer(torch.arange(0, ROWS, 2)).sum().backward()
@@ -426,11 +425,9 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
-        known = {
-            x.untyped_storage().data_ptr() for x in inputs if _is_dense(x)
-        }
-        for x in torch.utils._pytree.tree_leaves(out):
+        inputs = tree_leaves((args, kwargs))
+        known = {x.untyped_storage().data_ptr() for x in inputs if _is_dense(x)}
+        for x in tree_leaves(out):
             if _is_dense(x):
                 if x.untyped_storage().data_ptr() not in known:
                     self.largest = max(self.largest, x.numel())
@@ -440,7 +437,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("make_optimizer", [RowAdamW, RowSGD, RowRMSprop, RowAdagrad])
 def test_no_tensor_of_a_step_has_the_size_of_the_table(make_optimizer, operators):
-    options = {"momentum": 0.9} if make_optimizer in (RowSGD, RowRMSprop) else {}
+    options: Any = {"momentum": 0.9} if make_optimizer in (RowSGD, RowRMSprop) else {}
     layer = Embedding(5000, 2, sparse=True)
     optimizer = make_optimizer(layer.parameters(), lr=0.1, **options)
     step = None
@@ -500,7 +497,7 @@ def test_a_stale_row_that_was_read_on_a_device_raises_at_the_next_flush(accelera
         optimizer.step()
     grad = torch.ones(2, WIDTH, dtype=torch.float64)
     layer.weight.grad = torch.sparse_coo_tensor(
-        [[3, 17]], grad, layer.weight.shape, check_invariants=True
+        torch.tensor([[3, 17]]), grad, layer.weight.shape, check_invariants=True
     )
     optimizer.step()
     with pytest.raises(RuntimeError, match="row 17 has a gradient, but was not up to date"):
@@ -526,9 +523,13 @@ def test_invalid_arguments_of_row_steps_raise_and_change_nothing():
         step(torch.tensor([1]), torch.ones(1, 2))
     optimizer.param_groups[0]["eps"] = 1e-8
     optimizer.state[layer.weight]["exp_avg"] = torch.zeros(9, 2)
-    with pytest.raises(RuntimeError, match="state of the table was replaced; call row_step"):
+    with pytest.raises(
+        RuntimeError, match="state of the table was replaced; call row_step"
+    ):
         step(torch.tensor([1]), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="parameter must be one that this optimizer trains"):
+    with pytest.raises(
+        ValueError, match="parameter must be one that this optimizer trains"
+    ):
         optimizer.row_step(nn.Parameter(torch.ones(9, 2)))
     with torch._C.DisableTorchFunctionSubclass():
         assert torch.equal(before, layer.weight.detach())
@@ -619,7 +620,9 @@ def test_invalid_arguments_of_resize_rows_raise():
     with pytest.raises(ValueError, match="new_rows must be at least 0, got -1"):
         optimizer.resize_rows(layer.weight, [0, 1, 2, 3, 4], -1)
     other = nn.Parameter(torch.ones(4, 2))
-    with pytest.raises(ValueError, match="parameter must be one that this optimizer trains"):
+    with pytest.raises(
+        ValueError, match="parameter must be one that this optimizer trains"
+    ):
         optimizer.resize_rows(other, range(4))
 
 

@@ -136,7 +136,9 @@ class RowOptimizer:
             >>> optimizer.resize_rows("weight", changes.kept, len(changes.added))
         """
         if name not in self._tables:
-            raise ValueError(f"name must be of a table, {sorted(self._tables)}, got {name!r}")
+            raise ValueError(
+                f"name must be of a table, {sorted(self._tables)}, got {name!r}"
+            )
         state = self.table_states[name]
         kept = integers(np.asarray(kept_ids), name="kept_ids").astype(np.int64).reshape(-1)
         num_rows, owner = kept.size + not_negative("new_rows", new_rows), self._tables[name]

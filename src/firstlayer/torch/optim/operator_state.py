@@ -628,13 +628,17 @@ class OperatorState(AttachedState):
                     f"{name} must be {self.state_shape} in {dtype_name(self.dtype)} "
                     f"as the table is, got {tuple(x.shape)} in {dtype_name(x.dtype)}"
                 )
-        if any(n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)):
+        if any(
+            n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)
+        ):
             raise ValueError(
                 f"a table must have its memory for each of {table.shape[0]} rows, "
                 f"got strides {table.stride()}"
             )
         # The memory can be freed, as FSDP does.
-        extent = sum((n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True))
+        extent = sum(
+            (n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True)
+        )
         needed = (table.storage_offset() + extent + 1) * table.itemsize
         if table.numel() and table.untyped_storage().nbytes() < needed:
             raise ValueError(

@@ -132,9 +132,7 @@ def _begin_lookup(
     state.begin_lookup(row_tensors, StepTensors(*numbers), ids)
 
 
-@torch.library.custom_op(
-    "firstlayer::begin_row_step", mutates_args=("tensors", "numbers")
-)
+@torch.library.custom_op("firstlayer::begin_row_step", mutates_args=("tensors", "numbers"))
 def _begin_step(
     tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
 ) -> None:

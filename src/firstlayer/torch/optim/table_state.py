@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
+from .._tensors.errors import check_ids
 from .._tensors.memory import (
     array_of,
     array_of_table,
@@ -27,7 +28,6 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
-from .._tensors.errors import check_ids
 from .._tensors.row_parameter import ROW_CLASSES, is_row_tensor, without_catch_up
 
 # Larger whole numbers are rounded in float32.
