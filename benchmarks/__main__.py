@@ -17,6 +17,7 @@ MODULES = (
     "bag",
     "torch_layers",
     "optim",
+    "optim_operators",
     "equinox_rows",
     "threads",
 )

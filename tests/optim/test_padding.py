@@ -74,6 +74,7 @@ def test_numpy_padding_row_read_through_the_layer_equals_dense_adamw(head_gradie
     np.testing.assert_allclose(layer.state_dict()["weight"], want[-1], rtol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
 @pytest.mark.parametrize("head_gradient", [False, True])
 def test_torch_padding_row_read_through_the_layer_equals_dense_adamw(head_gradient):
     layer = firstlayer.torch.Embedding(

@@ -229,7 +229,7 @@ class EmbeddingLayer(Module):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the tables and of the output."""
-        return self.token.weight.dtype
+        return self.token.stored_weight.dtype
 
     @property
     def padding_idx(self) -> int | None:
@@ -241,17 +241,12 @@ class EmbeddingLayer(Module):
         return self.token.mask(ids)
 
     def train(self, mode: bool = True) -> "EmbeddingLayer":
-        """Switch dropout on if ``mode``, and return the layer.
-
-        If not, dropout is switched off and all stale rows are caught up.
-        """
+        """Switch dropout on if ``mode``, off otherwise, and return the layer."""
         self.training = mode
-        if not mode:
-            self.parameters()
         return self
 
     def eval(self) -> "EmbeddingLayer":
-        """Switch dropout off, catch up all stale rows, and return the layer."""
+        """Switch dropout off and return the layer."""
         return self.train(False)
 
     def logits(self, x: Float[Any, "*batch embedding_dim"]) -> np.ndarray:

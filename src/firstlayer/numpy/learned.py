@@ -123,7 +123,7 @@ class LearnedPositions(Module):
             dtype: Dtype of the result, the table's by default.
         """
         rows = self._rows(positions_array(positions))
-        dtype = self.weight.dtype if dtype is None else float_dtype(dtype)
+        dtype = self.table.stored_weight.dtype if dtype is None else float_dtype(dtype)
         return rows.astype(dtype, copy=False)
 
     def vjp(
@@ -223,13 +223,12 @@ class LearnedPositions(Module):
         self.table.load_state_dict(state)
 
     def config(self) -> dict[str, Any]:
-        padding_idx, dtype = self.table.padding_idx, self.weight.dtype.name
+        padding_idx, dtype = self.table.padding_idx, self.table.stored_weight.dtype.name
         return config_of(self, padding_idx=padding_idx, dtype=dtype)
 
     @property
     def _positions(self) -> np.ndarray:
-        # parameters() brings stale rows up to date first.
-        return self.parameters()["weight"][self.row_offset :]
+        return self.weight[self.row_offset :]
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """Return the scaled rows of the positions, in the compute dtype."""
@@ -237,7 +236,6 @@ class LearnedPositions(Module):
             positions, max_positions=self.max_positions, row_offset=self.row_offset
         )
         if is_real(positions):
-            self.table.catch_up()
             rows = rows_at(self.weight, positions, row_offset=self.row_offset)
         else:
             rows = upcast(self.table(positions.astype(np.int64) + self.row_offset))

@@ -101,17 +101,37 @@ class Embedding(Module):
             self.weight = as_parameter(weight, shape, dtype=dtype)
 
     @property
+    def weight(self) -> Float[np.ndarray, "num_embeddings embedding_dim"]:
+        """The table. Reading it, or replacing it, catches up every stale row.
+
+        The array is not copied: it becomes stale again with the optimizer's next step.
+        """
+        self.catch_up()
+        return self.stored_weight
+
+    @weight.setter
+    def weight(self, value: np.ndarray) -> None:
+        # First, so that no missed step is applied to the new values.
+        self.catch_up()
+        vars(self)["weight"] = value
+
+    @property
+    def stored_weight(self) -> Float[np.ndarray, "num_embeddings embedding_dim"]:
+        """The table as it is stored; rows that no lookup has read may be stale."""
+        return vars(self)["weight"]
+
+    @property
     def num_embeddings(self) -> int:
         """Number of rows of ``weight``."""
-        return check_table(self.weight).shape[0]
+        return check_table(self.stored_weight).shape[0]
 
     @property
     def embedding_dim(self) -> int:
         """Width of each row of ``weight``."""
-        return check_table(self.weight).shape[1]
+        return check_table(self.stored_weight).shape[1]
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
-        weight = check_table(self.weight)
+        weight = check_table(self.stored_weight)
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
             ids = ids_in_range(ids, weight.shape[0])
         self.catch_up(ids)
@@ -154,20 +174,19 @@ class Embedding(Module):
 
         Sums are in float32 (float64 for float64); the result has the dtype of ``x``.
         """
-        self.catch_up()
         x = host_array(x, name="x")
         check_real(x, name="x", whole=False)
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
             )
-        upcast_x = upcast(x)
+        upcast_x, weight = upcast(x), self.weight
         out = np.empty((*x.shape[:-1], self.num_embeddings), x.dtype)
         step = max(1, CHUNK // max(1, self.embedding_dim))
-        if self.weight.dtype == upcast_x.dtype:
+        if weight.dtype == upcast_x.dtype:
             step = max(1, self.num_embeddings)
         for lo in range(0, self.num_embeddings, step):
-            rows = self.weight[lo : lo + step].astype(upcast_x.dtype, copy=False)
+            rows = weight[lo : lo + step].astype(upcast_x.dtype, copy=False)
             out[..., lo : lo + step] = upcast_x @ rows.T
         return out
 
@@ -202,7 +221,8 @@ class Embedding(Module):
         if ids is not None:
             rows = ids = np.unique(ids_in_range(ids, self.num_embeddings))
         self.catch_up(ids)
-        self.weight[rows] = self._clipped(self.weight[rows], self.max_norm)
+        weight = self.stored_weight
+        weight[rows] = self._clipped(weight[rows], self.max_norm)
 
     def resize(
         self, num_embeddings: int, *, init: Init | np.ndarray = "mean", rng: Seed = None
@@ -216,7 +236,6 @@ class Embedding(Module):
             init: Values of new rows; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for drawn rows.
         """
-        self.catch_up()
         self.weight, changes = resize_table(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
@@ -231,7 +250,7 @@ class Embedding(Module):
         # First, so that a later catch-up does not change what is written here.
         row = not_masked(value, name="value")
         self.catch_up(np.array([self.padding_idx]))
-        self.weight[self.padding_idx] = row
+        self.stored_weight[self.padding_idx] = row
 
     def mask(self, ids: Ids) -> np.ndarray:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -250,7 +269,6 @@ class Embedding(Module):
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:
-        self.catch_up()
         return {"weight": self.weight}
 
     def embeddings(self) -> dict[str, Any]:
@@ -258,7 +276,7 @@ class Embedding(Module):
         return {"weight": self}
 
     def config(self) -> dict[str, Any]:
-        return config_of(self, dtype=self.weight.dtype.name)
+        return config_of(self, dtype=self.stored_weight.dtype.name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer to catch its rows up later.

@@ -18,9 +18,11 @@ different algorithm.
     >>> optimizer.step(pull(y))
 
 **Reading the table.** The optimizer puts a ``TableState`` on each table, as
-``layer.table_state``. Lookups, ``logits``, ``parameters()``, saving and copying call
-:meth:`firstlayer.optim.table_state.TableState.catch_up` first. Call
-``optimizer.flush()`` before reading or writing ``layer.weight`` directly.
+``layer.table_state``. Lookups catch up the rows that they read
+(:meth:`firstlayer.optim.table_state.TableState.catch_up`). Reading or replacing
+``layer.weight``, ``logits``, ``parameters()``, saving and copying catch up every row. An
+array that was read before a step is stale after it: read ``layer.weight`` again, or call
+``optimizer.flush()``, which brings the same array up to date.
 
 **Accuracy.** SGD with momentum and decay, Adagrad, RMSprop and Lion are exact to rounding,
 and so are AdamW's decay and moments. The updates of stale weights by the

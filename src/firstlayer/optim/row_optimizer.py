@@ -103,7 +103,7 @@ class RowOptimizer:
                 state.step(ids, values, options=self.options)
 
     def flush(self) -> None:
-        """Bring every row up to date; call before using ``weight`` directly."""
+        """Bring every row up to date, as reading ``layer.weight`` does."""
         for state in self.table_states.values():
             state.catch_up()
 
@@ -145,7 +145,7 @@ class RowOptimizer:
         if name in self._tables:
             # The layer refers to its TableState; a strong reference back would be a cycle.
             owner = weakref.proxy(self._tables[name])
-            return lambda: owner.weight
+            return lambda: owner.stored_weight
         # Other parameters are treated as one row, or as one row per entry if the rule has
         # one number per row.
         array, shape = self._parameters[name], (1, -1)
@@ -193,8 +193,8 @@ class RowOptimizer:
         row = state.first_stale(ids)
         if row is not None:
             raise ValueError(
-                f"row {row} was read before it was brought up to date; "
-                'look it up through its layer, call flush(), or use mode="lazy"'
+                f"row {row} has a gradient, but was not up to date when it was read; read "
+                "it through the layer, not from an array from before the last step"
             )
         return state, ids, values
 

@@ -218,7 +218,11 @@ def update_rows(
         >>> update_rows(np, rule, values, weight, gradient, [np.array(total)])[1]
         array([[12.5]])
     """
-    total = values.total_gradient(ops, weight, gradient)
+    total = gradient
+    # Numbers of compiled steps may be arrays.
+    is_plain = isinstance(values.sign, float) and isinstance(values.coupled_decay, float)
+    if not is_plain or values.sign != 1 or values.coupled_decay:
+        total = values.total_gradient(ops, weight, gradient)
     if not rule.is_row_wise:
         return values.update(ops, weight, total, *state)
     square = ops.mean(total * total, -1)[:, None]

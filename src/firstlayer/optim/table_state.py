@@ -208,6 +208,29 @@ class TableState:
             if self.is_caught_up:
                 self._restart(options)
 
+    def resize_rows(
+        self, kept: Int64[np.ndarray, " kept"], num_rows: int, options: Options
+    ) -> None:
+        """Follow a table whose rows were selected, reordered or added.
+
+        Kept rows keep their state and the steps they have missed.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            num_rows: Number of rows of the table, the rows after ``kept`` being new.
+            options: Options of the rule, for the state of new rows.
+        """
+        with held_interrupts(), self.lock:
+            initial = self.rule.initial_state(options)
+            self.state = {
+                name: _resized(array, kept, num_rows, initial.get(name, 0.0))
+                for name, array in self.state.items()
+            }
+            self.row_steps = _resized(self.row_steps, kept, num_rows, self.step_count)
+            self.has_state = _resized(self.has_state, kept, num_rows, False)
+            self.shape = num_rows, self.shape[1]
+            self.state_shape = num_rows, self.state_shape[1]
+
     def check_step(
         self,
         ids: np.ndarray | None,
@@ -374,6 +397,17 @@ def _chunks(
     for lo in range(0, len(gradient), CHUNK):
         part = gradient[lo : lo + CHUNK]
         yield np.arange(lo, lo + len(part)), part
+
+
+def _resized(
+    array: np.ndarray, kept: np.ndarray, num_rows: int, value: float
+) -> np.ndarray:
+    """Return the kept rows of ``array``, followed by rows of ``value``."""
+    out = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    out[: kept.size] = array[kept]
+    if value:
+        out[kept.size :] = value
+    return out
 
 
 def checked_step(name: str, value: Any) -> int:

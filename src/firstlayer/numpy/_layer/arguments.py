@@ -113,14 +113,14 @@ class LayerArguments:
             return TableRows(rows, np.arange(len(rows)))
         ids, token = np.ascontiguousarray(self.ids).reshape(-1), self.layer.token
         token.catch_up(ids)
-        return TableRows(check_table(token.weight), ids, token.padding_idx)
+        return TableRows(check_table(token.stored_weight), ids, token.padding_idx)
 
     def _segment(self) -> TableRows | None:
         if self.layer.segment is None or self.segments is None:
             return None
         self.layer.segment.catch_up(self.segments)
         rows = repeating(self.segments, self.shape[:-1])
-        return TableRows(check_table(self.layer.segment.weight), rows)
+        return TableRows(check_table(self.layer.segment.stored_weight), rows)
 
     def _position(self) -> TableRows | None:
         if self.positions is None:
@@ -135,7 +135,7 @@ class LayerArguments:
             rows = self.positions.astype(np.int64) + position.row_offset
             position.table.catch_up(rows)
             padding_idx = position.table.padding_idx
-            table = check_table(position.weight)
+            table = check_table(position.table.stored_weight)
             return TableRows(table, repeating(rows, lead), padding_idx)
         encoded = position.encode(self.positions, dtype=compute_dtype(self.layer.dtype))
         rows = np.arange(math.prod(encoded.shape[:-1])).reshape(encoded.shape[:-1])

@@ -24,6 +24,14 @@ from torch.nn.functional import embedding, embedding_bag
 without_catch_up = torch._C.DisableTorchFunctionSubclass
 
 
+def mark_as_own(*operators: Any) -> None:
+    """Let operators of ours catch up the rows they need themselves.
+
+    Compiled code passes them the parameter.
+    """
+    _WITHOUT_VALUES.update(operators)
+
+
 class RowTensor(Tensor):
     """Leaf tensor under a row optimizer. Instances become one by assigning ``__class__``.
 
@@ -163,7 +171,7 @@ def _named(owner: Any, names: tuple[str, ...]) -> list[Any]:
 
 
 #: Torch functions that neither read nor write the values of their arguments.
-_WITHOUT_VALUES = frozenset(
+_WITHOUT_VALUES = set(
     [each.__get__ for each in _named(Tensor, _PROPERTIES)]
     + [each.__set__ for each in _named(Tensor, _SETTABLE)]
     + [each.__delete__ for each in _named(Tensor, _SETTABLE)]

@@ -66,9 +66,9 @@ def warn_of_dense_gradient(parameter: Any, optimizer: str) -> None:
         mark.has_warned = True
     warnings.warn(
         f"the gradient of a table of {len(parameter)} rows is dense, as that of a tied "
-        f"output head is, so {optimizer} updates every row in every step; the result is "
-        "exact, but costs as much as a dense optimizer. A sampled softmax through the "
-        "table, F.linear(x, layer(sampled_ids)), keeps the gradient sparse",
+        f"output head is, so {optimizer} updates every row. This is exact, but costs as "
+        "much as a dense optimizer. A sampled softmax through the table, "
+        "F.linear(x, layer(sampled_ids)), keeps the gradient sparse and the result exact",
         stacklevel=2,
     )
 

@@ -1,12 +1,13 @@
 """Base class of the row optimizers; see :mod:`firstlayer.torch.optim`.
 
-A parameter is a table from its first sparse gradient on, and is updated by
-:mod:`firstlayer.optim`. All other parameters are updated by torch's own optimizer, with the
+A parameter is a table from its first sparse gradient on. Kernels update contiguous tables on
+the CPU (:mod:`firstlayer.optim.table_state`), torch operators all others
+(:mod:`firstlayer.torch.optim.operator_state`). All other parameters are updated by torch's own optimizer, with the
 same parameter groups. The state has torch's names and shapes, and saving it brings every
 row up to date, so checkpoints are interchangeable with those of torch's optimizer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,21 +17,26 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import kernels
-from ..._check import one_of
+from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
 from ...optim.table_state import check_names, checked_step
-from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name
+from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .model_hooks import add_hooks, warn_of_dense_gradient
+from .operator_state import OperatorState, resized_rows, stale_row_message
+from .row_operators import sum_by_id
+from .row_step import RowStep
 from .sparse_gradient import rows_of
 from .table_state import ParameterState, detach
 
 Params = nn.Module | Iterable[Any]
+#: State of a table.
+State = ParameterState | OperatorState
 #: State of a table, ids and values of its gradient, and its parameter group.
-TableStep = tuple[ParameterState, np.ndarray | None, np.ndarray, dict[str, Any]]
+TableStep = tuple[State, Any, Any, dict[str, Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -76,7 +82,8 @@ class RowOptimizer(torch.optim.Optimizer):
         # torch requires a parameter here; _step_dense passes the real ones.
         placeholder = torch.zeros(0, device="cpu")
         self._dense = type(self)._torch_class([placeholder], **options)
-        self._table_states: dict[Tensor, ParameterState] = {}
+        self._table_states: dict[Tensor, State] = {}
+        self._row_steps: dict[Tensor, RowStep] = {}
         parameters = params.parameters() if isinstance(params, nn.Module) else params
         own = {"mode": mode, "stochastic_rounding": stochastic_rounding}
         super().__init__(parameters, {**self._dense.defaults, **own})
@@ -184,6 +191,92 @@ class RowOptimizer(torch.optim.Optimizer):
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
             self._restore_float32(state_dict)
+            for parameter in self._row_steps:
+                self.row_step(parameter)
+
+    def row_step(self, parameter: Tensor) -> RowStep:
+        """Return a function that takes a step of one table in compiled code.
+
+        It takes the ids and values of the gradient instead of ``parameter.grad``, and may
+        be called in a function that is compiled with ``fullgraph=True``. The table is
+        updated by operators from now on, by ``step`` too.
+
+        Args:
+            parameter: Table.
+
+        Returns:
+            Function of ids and values; see :class:`firstlayer.torch.optim.RowStep`. It
+            stays valid when a state is loaded.
+        """
+        group = self._group_of(parameter)
+        known = self._row_steps.get(parameter)
+        if known is None:
+            # Decides that the state is an OperatorState.
+            self._row_steps[parameter] = known = RowStep.__new__(RowStep)
+        state = self._table_state(parameter, group)
+        assert isinstance(state, OperatorState)
+        with held_interrupts():
+            self._adopt(state)
+            state.group, state.published = group, self.state[parameter]
+            state.publish(state.published)
+        RowStep.__init__(known, parameter, state)
+        # Learning rate schedulers warn if no step was taken, and do not see these steps.
+        self._opt_called = True
+        return known
+
+    def resize_rows(
+        self, parameter: Tensor, kept_ids: Sequence[int] | Tensor, new_rows: int = 0
+    ) -> None:
+        """Make the state of a table follow a change of its rows.
+
+        Call it after the table was resized, pruned or reordered, as by ``layer.resize``.
+        Kept rows keep their state and the steps they have missed; new rows start with the
+        initial state, like the rows of a new table.
+
+        Args:
+            parameter: Table, with ``len(kept_ids) + new_rows`` rows.
+            kept_ids: For each of the first rows, its number before the change.
+            new_rows: Number of rows after these.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> layer = Embedding(4, 2, sparse=True)
+            >>> optimizer = RowAdamW(layer.parameters())
+            >>> layer(torch.tensor([3])).sum().backward()
+            >>> optimizer.step()
+            >>> changes = layer.resize(6)
+            >>> optimizer.resize_rows(layer.weight, changes.kept, len(changes.added))
+        """
+        group, saved = self._group_of(parameter), self.state.get(parameter) or {}
+        arrays = {n: x for n, x in saved.items() if n != "step" and isinstance(x, Tensor)}
+        known = self._table_states.get(parameter)
+        kept = torch.as_tensor(kept_ids, dtype=torch.int64, device="cpu").reshape(-1)
+        num_rows = kept.numel() + not_negative("new_rows", new_rows)
+        if parameter.shape[0] != num_rows:
+            raise ValueError(
+                f"kept_ids and new_rows must add up to the {parameter.shape[0]} rows of "
+                f"the table, got {kept.numel()} + {new_rows}"
+            )
+        old_rows = next((len(x) for x in arrays.values()), num_rows)
+        if known is not None:
+            old_rows = known.shape[0]
+        with torch_errors():
+            if kept.numel() and not all_in_range(kept.numpy(), old_rows):
+                bound = "the number of rows before"
+                raise out_of_range(kept.numpy(), old_rows, name="kept_ids", bound=bound)
+        with held_interrupts(), torch.no_grad():
+            if known is not None:
+                rows = kept if isinstance(known, OperatorState) else kept.numpy()
+                known.resize_rows(rows, num_rows, group)
+                known.publish(self.state[parameter])
+            else:
+                initial = self._new_rule(group).initial_state(group)
+                for name, x in arrays.items():
+                    value = initial.get(name, 0.0)
+                    saved[name] = resized_rows(x, kept.to(x.device), num_rows, value)
+        if parameter in self._row_steps:
+            self.row_step(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
@@ -202,73 +295,91 @@ class RowOptimizer(torch.optim.Optimizer):
                     _saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
         self._table_states = {}
+        # A copy has no compiled steps; an optimizer that loads a state keeps its own.
+        self._row_steps = vars(self).get("_row_steps", {})
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
         mode = one_of("mode", options["mode"], MODES)
         return self._options_class.rule_class(lazy=mode == "lazy")
 
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(each is parameter for each in group["params"]):
+                return group
+        raise ValueError("parameter must be one that this optimizer trains, got another")
+
     def _gradient(
-        self, state: ParameterState, grad: Tensor, group: dict[str, Any]
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return the ids and values of a gradient; ids are None if it is dense."""
-        if grad.is_sparse:
+        self, state: State, grad: Tensor, group: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the ids and values of a gradient; ids are None if it is dense.
+
+        They are tensors for an OperatorState, and arrays otherwise.
+        """
+        if isinstance(state, OperatorState):
+            ids, values = _summed(grad) if grad.is_sparse else (None, grad)
+        elif grad.is_sparse:
             rows = rows_of(grad)
             # A copy: another thread may change the ids after the check.
             ids, values = rows.ids.astype(np.int64), rows.values
         else:
             ids, values = None, array_of(grad.contiguous())
         with torch_errors():
-            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")
+            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")  # pyright: ignore
         self._check_read(state, ids)
         return ids, values
 
-    def _check_read(self, state: ParameterState, ids: np.ndarray | None) -> None:
+    def _check_read(self, state: State, ids: Any) -> None:
         """Raise if a row was read while stale; in distributed runs, catch up instead."""
-        row = state.first_stale(ids)
-        if row is None:
-            return
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if in_group and state.has_stale_weights:
             # Other processes may have read these rows.
-            state.catch_up(ids)
-            return
-        raise RuntimeError(
-            f"row {row} has a gradient, but was not up to date when it was read; read it "
-            "through the parameter, not through an alias from before the last step"
-        )
+            if isinstance(state, OperatorState):
+                state.catch_up_rows(ids)
+            else:
+                state.catch_up(ids)
+        row = state.first_stale(ids)
+        if row is not None:
+            raise RuntimeError(stale_row_message(row))
 
-    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
+    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
         """Return the state of a table, a new one at the table's first sparse gradient.
 
         A new state takes effect in :meth:`_adopt`.
         """
-        known = self._table_states.get(parameter)
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+        by_kernels = parameter not in self._row_steps and trains_by_kernels(parameter)
         if known is not None:
-            if known.is_published(self.state[parameter]):
+            if not known.is_published(saved):
+                # The state was replaced; missed steps belong to the old one.
+                known.catch_up()
+                known = None
+            elif by_kernels and isinstance(known, ParameterState):
                 return known
-            # The state in ``self.state`` was replaced; missed steps belong to the old one.
-            known.catch_up()
+            elif isinstance(known, OperatorState) and known.device == parameter.device:
+                if not by_kernels:
+                    return known
         if parameter.dtype not in FLOATS or parameter.dim() != 2:
             raise ValueError(
                 f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
                 f"{tuple(parameter.shape)}"
             )
-        rule, saved = self._new_rule(group), self.state.get(parameter) or {}
+        rule = self._new_rule(group)
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
-        copies = {
-            name: array_of(
-                value.detach().to(
-                    "cpu",
-                    compute_dtype(parameter.dtype),
-                    copy=True,
-                    memory_format=torch.contiguous_format,
-                )
+        copies: dict[str, Any] = {
+            name: value.detach().to(
+                "cpu" if by_kernels else parameter.device,
+                compute_dtype(parameter.dtype),
+                copy=known is None,
+                memory_format=torch.contiguous_format,
             )
             for name, value in arrays.items()
         }
+        if by_kernels:
+            copies = {name: array_of(value) for name, value in copies.items()}
         is_bfloat16 = parameter.dtype == torch.bfloat16
         with torch_errors():
-            return ParameterState(
+            state = (ParameterState if by_kernels else OperatorState)(
                 parameter,
                 rule,
                 options=group,
@@ -276,10 +387,18 @@ class RowOptimizer(torch.optim.Optimizer):
                 state=copies or None,
                 step=checked_step("step", saved.get("step", int(bool(arrays)))),
             )
+        if known is not None:
+            # The table was moved to another device or layout with its stale rows.
+            state.continue_from(known)
+        return state
 
-    def _adopt(self, state: ParameterState) -> None:
+    def _adopt(self, state: State) -> None:
         """Use a state of a table from now on."""
         parameter = state.parameter
+        previous = self._table_states.get(parameter)
+        if previous is not None and previous is not state:
+            # The new state has its missed steps.
+            previous.base_step = previous.step_count
         self._table_states[parameter] = state
         # Another optimizer of the parameter may have detached the state.
         if not state.rule.lazy and vars(parameter).get("table_state") is not state:
@@ -298,7 +417,24 @@ class RowOptimizer(torch.optim.Optimizer):
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 if parameter.dtype in HALF and isinstance(value, Tensor):
-                    self.state[parameter][name] = value.clone()
+                    device = "cpu" if name == "step" else parameter.device
+                    self.state[parameter][name] = value.to(device, copy=True)
+
+
+def trains_by_kernels(parameter: Tensor) -> bool:
+    """Return whether kernels update the rows of a table, not torch operators."""
+    return parameter.is_cpu and parameter.is_contiguous()
+
+
+def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids of a sparse gradient, each once, and the sum of the values of each.
+
+    Waits for the device if the gradient is not coalesced.
+    """
+    ids, values = grad._indices(), upcast(grad._values())
+    if ids.shape[0] != 1:
+        raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
+    return (ids[0], values) if grad.is_coalesced() else sum_by_id(ids[0], values)
 
 
 # Module state: a hook that torch calls before the step of every optimizer. It is installed

@@ -218,9 +218,37 @@ class ParameterState(TableState, AttachedState):
         with self.lock:
             return super().first_stale(ids)
 
+    def continue_from(self, other: Any) -> None:
+        """Take over which rows of the table are stale, and the steps they missed.
+
+        Args:
+            other: State of the same table, a :class:`ParameterState` or a
+                :class:`firstlayer.torch.optim.operator_state.OperatorState`.
+        """
+        row_steps = other.row_steps
+        if isinstance(row_steps, Tensor):
+            row_steps = array_of(row_steps.cpu())
+        self.row_steps = row_steps
+        self.step_count, self.base_step = other.step_count, other.base_step
+        self.missed, self._missed_moves = other.missed, other._missed_moves
+        if isinstance(other, ParameterState):
+            self.deferred_ids = other.deferred_ids
+
+    def resize_rows(self, kept: np.ndarray, num_rows: int, options: Options) -> None:
+        """Follow a table whose rows were selected, reordered or added."""
+        super().resize_rows(kept, num_rows, options)
+        self.tensors.clear()
+        # All rows were up to date when the table was resized.
+        self.deferred_ids.clear()
+
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
             super()._catch_up(table, ids)
+
+
+def find_state(number: int) -> AttachedState | None:
+    """Return the state that has this number, or None if it no longer exists."""
+    return _by_number.get(number)
 
 
 def detach(parameter: Tensor) -> None:
