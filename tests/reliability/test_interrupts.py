@@ -31,8 +31,8 @@ def test_interrupted_calls_are_done_completely_or_not_at_all(name):
     output = run_alone(
         f"""
         from tests.support.reliability_interrupts import check_interrupts
-        results = check_interrupts({name!r}, count=250)
-        assert sum(results.values()) == 250 and min(results.values()) > 0, results
+        results = check_interrupts({name!r}, count=500)
+        assert sum(results.values()) == 500 and min(results.values()) > 0, results
         print("checked")
         """
     )
