@@ -314,15 +314,17 @@ def results(case: Case, layer: Any, args: Any) -> tuple[Any, Any]:
     return out, gradients
 
 
-_REFERENCES: dict[int, Any] = {}
+_REFERENCES: dict[Any, Any] = {}
 
 
 def on_one_device(case: Case) -> tuple[Any, Any]:
-    """Return the results without a mesh; explicit and automatic meshes share them."""
-    if id(case) not in _REFERENCES:
+    """Return the results without a mesh; cases that differ in shardings share them."""
+    key = id(case.layer), case.call, *map(id, case.args)
+    if key not in _REFERENCES:
         args = [jnp.asarray(x) for x in case.args]
-        _REFERENCES[id(case)] = results(case, case.layer, args)
-    return _REFERENCES[id(case)]
+        # The arguments are kept, so that their numbers are not those of others.
+        _REFERENCES[key] = results(case, case.layer, args), case
+    return _REFERENCES[key][0]
 
 
 def check(case: Case, *, explicit: bool, ambient: bool = False) -> None:

@@ -207,8 +207,8 @@ def positions() -> dict[str, Any]:
 
 
 GROUPS = {"tables": tables, "positions": positions}
-# The default exporter of ONNX takes a second per layer. These record every operator.
-ONNX_POSITIONS = ("fourier", "t5_real", "shaw", "xpos_keys", "transformer_xl", "cope")
+# The default exporter of ONNX takes seconds per layer. These record every operator.
+ONNX_POSITIONS = ("xpos_keys", "transformer_xl", "cope")
 # Layers with phases have other constants in float64.
 FLOAT64_POSITIONS = ("YaRN", "sinusoidal_axes", "rotary_real", "fourier")
 
@@ -278,7 +278,9 @@ def dynamic_shapes() -> tuple[Any, ...]:
 )
 def test_traced_layers_equal_eager(group, names, dtype):
     model = built(group, names, dtype)
-    traced: Any = torch.jit.trace(model, tuple(inputs_of(2, 7, dtype)))
+    # Torch's check traces again without gradients, which only tables depend on.
+    inputs, check = tuple(inputs_of(2, 7, dtype)), group == "tables"
+    traced: Any = torch.jit.trace(model, inputs, check_trace=check)
     other = inputs_of(3, 5, dtype)
     agree(model, traced(*other), other, atol=1e-14 if dtype.itemsize == 8 else 2e-6)
 
@@ -309,7 +311,8 @@ def test_recorded_float64_phases_are_accurate_at_large_positions(positions):
                 fourier(pair.double()),
             )
 
-    traced: Any = torch.jit.trace(Calls(), (x, at[:1].expand(2), pair[:, :1].expand(2, 2)))
+    inputs = x, at[:1].expand(2), pair[:, :1].expand(2, 2)
+    traced: Any = torch.jit.trace(Calls(), inputs, check_trace=False)
     for got, want in zip(traced(x, at, pair), Calls()(x, at, pair), strict=True):
         torch.testing.assert_close(got, want, atol=3e-14, rtol=0)
 

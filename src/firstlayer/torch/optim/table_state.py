@@ -224,7 +224,7 @@ class ParameterState(TableState, AttachedState):
         self.event_count = other.event_count
         self.missed, self._missed_moves = other.missed, other._missed_moves
         if isinstance(other, ParameterState):
-            self.averages = other.averages
+            self.averages, self.deferred_ids = other.averages, other.deferred_ids
 
     def on_restored(self) -> None:
         """Publish the number of steps again after a store has returned to a commit."""
@@ -235,6 +235,8 @@ class ParameterState(TableState, AttachedState):
         """Follow a table whose rows were selected, reordered or added."""
         super().resize_rows(kept, num_rows, options)
         self.tensors.clear()
+        # All rows were up to date when the table was resized.
+        self.deferred_ids.clear()
 
     def defer_catch_up(self, ids: np.ndarray) -> None:
         """Catch up rows that were read from a copy later, but before the next step.
