@@ -82,6 +82,7 @@ NAMES = {
         "from_hf",
     ],
     "firstlayer.optim": OPTIMIZERS,
+    "firstlayer.equinox.optim": OPTIMIZERS,
     "firstlayer.torch.optim": [*OPTIMIZERS, "clip_grad_norm_"],
 }
 # These keep the whole signature of torch's classes, which starts with the same names.

@@ -53,9 +53,10 @@ class DetachedTable(eqx.Module):
         """Number of axes of the table."""
         return 2
 
-    @property
-    def at(self) -> NoReturn:
-        self._raise()
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            self._raise()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __jax_array__(self) -> NoReturn:
         self._raise()
