@@ -37,6 +37,7 @@ OPTIMIZERS = [
     "RowRMSprop",
     "RowSGD",
     "RowWiseAdagrad",
+    "RowWiseRMSprop",
 ]
 NAMES = {
     "firstlayer": [

@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RowAdam": {"lr": 0.1, "amsgrad": True},
     "RowAdamW": {"lr": 0.1, "weight_decay": 0.1},
     "RowRMSprop": {"lr": 0.1, "momentum": 0.9, "centered": True},
+    "RowWiseRMSprop": {"lr": 0.1, "alpha": 0.9},
     "RowLion": {"lr": 0.1, "weight_decay": 0.1},
 }
 NEEDS_STEP = ("RowAdagrad", "RowWiseAdagrad", "RowAdam", "RowAdamW")

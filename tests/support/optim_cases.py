@@ -44,6 +44,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "WiseAdagrad": [
         {"lr": 0.3, "lr_decay": 0.01, "eps": 1e-2, "initial_accumulator_value": 0.1}
     ],
+    "WiseRMSprop": [{"lr": 0.01, "alpha": 0.9, "eps": 1e-2, "maximize": True}],
 }
 
 
@@ -87,7 +88,30 @@ class WiseAdagrad(torch.optim.Optimizer):
                 p.sub_(lr * p.grad / (total.sqrt() + group["eps"]))
 
 
-DENSE: dict[str, Any] = {"Lion": Lion, "WiseAdagrad": WiseAdagrad}
+class WiseRMSprop(torch.optim.Optimizer):
+    """Dense RMSprop with the average of the mean squares of each row's gradients."""
+
+    def __init__(self, params, lr, alpha=0.99, eps=1e-8, maximize=False):
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                zeros = torch.zeros((len(p), 1), dtype=p.dtype)
+                average = self.state[p].setdefault("square_avg", zeros)
+                g = -p.grad if group["maximize"] else p.grad
+                square = (g**2).mean(1, keepdim=True)
+                average.mul_(group["alpha"]).add_((1 - group["alpha"]) * square)
+                p.sub_(group["lr"] * g / (average.sqrt() + group["eps"]))
+
+
+DENSE: dict[str, Any] = {
+    "Lion": Lion,
+    "WiseAdagrad": WiseAdagrad,
+    "WiseRMSprop": WiseRMSprop,
+}
 
 
 def dense(name: str, params: Any, **options: Any) -> Any:

@@ -130,26 +130,24 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
     replays: ClassVar[bool] = True
 
     def advance(self, ops: Any, step: AdamNumbers) -> Any:
-        decayed = self.decayed(step)
-        mean_factor = decayed.mean_factor
-        ratio = ops.sqrt(decayed.kept_square()) * step.unbias / decayed.root_scale
-        # β₂ = 0 has no polynomial: it gets NaN, which is not accurate.
-        terms = step.size * mean_factor / (ratio * (1 - POINTS) + POINTS)
-        terms = ops.where(ops.isinf(terms), np.nan, terms)
-        terms = ops.where(mean_factor >= NEGLIGIBLE, terms, 0.0)
-        polynomial = ops.stack(decayed[5:]) + BASIS @ terms
+        factors = self.factors(step)
+        decayed = type(self)(*(a * b for a, b in zip(factors, self, strict=True)))
+        polynomial = ops.stack(decayed[5:]) + decayed.moved(ops, step)
         return type(self)(*decayed[:5], *polynomial)
 
-    def decayed(self, step: AdamNumbers) -> Any:
-        """Return the coefficients after a step in which the moments move no weight."""
-        return type(self)(
-            step.weight_factor * self.weight_factor,
-            step.beta1 * self.mean_factor,
-            step.beta2 * self.square_factor,
-            self.root_scale,
-            self.eps,
-            *(step.weight_factor * number for number in self[5:]),
-        )
+    @staticmethod
+    def factors(step: AdamNumbers) -> tuple[Any, ...]:
+        """Return the factor of each coefficient in one more step."""
+        decay = step.weight_factor
+        return decay, step.beta1, step.beta2, 1.0, 1.0, *NUM_POINTS * (decay,)
+
+    def moved(self, ops: Any, step: AdamNumbers) -> Any:
+        """Return the polynomial of the last missed step."""
+        ratio = ops.sqrt(self.kept_square()) * step.unbias / self.root_scale
+        # β₂ = 0 has no polynomial: it gets NaN, which is not accurate.
+        terms = step.size * self.mean_factor / (ratio * (1 - POINTS) + POINTS)
+        terms = ops.where(ops.isinf(terms), np.nan, terms)
+        return BASIS @ ops.where(self.mean_factor >= NEGLIGIBLE, terms, 0.0)
 
     def kept_square(self) -> Any:
         """Return the factor of the second moment that weights are divided by."""
@@ -157,11 +155,11 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
 
     @classmethod
     def advance_columns(cls, columns: np.ndarray, step: Any) -> None:
+        columns *= np.array(cls.factors(step))[:, None]
         # The first moments of rows last updated before these steps are negligible.
-        first = np.searchsorted(cls(*columns).mean_factor * step.beta1, NEGLIGIBLE)
-        old, new = columns[:, :first], columns[:, first:]
-        old[:] = np.stack(cls(*old).decayed(step))
-        new[:] = np.stack(cls(*new).advance(np, step))
+        first = np.searchsorted(cls(*columns).mean_factor, NEGLIGIBLE)
+        active = columns[:, first:]
+        active[5:] += cls(*active).moved(np, step)
 
     def is_accurate(self, ops: Any) -> Any:
         # False for NaN too.
