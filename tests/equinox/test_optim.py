@@ -248,7 +248,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_equal_those_of_the_dense_optimizer(name):
+def test_steps_equal_those_of_the_dense_optimizer_in_float64(name):
     optimizer, dense = CASES[name]
     # Every row catches up 8 times within the compiled steps.
     optimizer.tables, optimizer.max_missed_steps = embed_of, 64
@@ -257,11 +257,16 @@ def test_steps_equal_those_of_the_dense_optimizer(name):
     def loss(model, ids, targets):
         return sign * distance(model, ids, targets)
 
-    batches = IDS, TARGETS
-    model, state, losses = trained(optimizer, new_model(), batches, loss=loss)
-    want, dense_losses = trained_densely(dense, new_model(), batches, loss=loss)
-    np.testing.assert_allclose(losses, dense_losses, rtol=2e-5, atol=1e-6)
-    assert_same_trees(optimizer.flush(model, state), want)
+    start = new_model()
+    model, state, losses = trained(optimizer, start, (IDS, TARGETS), loss=loss)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda array: jnp.asarray(array, jnp.float64), start)
+        batches = IDS, TARGETS.astype("float64")
+        want, exact_losses = trained_densely(dense, exact, batches, loss=loss)
+    np.testing.assert_allclose(losses, exact_losses, rtol=2e-5, atol=1e-6)
+    # Dense updates in float32 differ from those in float64 by as much or more.
+    atol = 2e-5 if name == "RMSprop" else 5e-6
+    assert_same_trees(optimizer.flush(model, state), want, atol=atol)
     assert int(state.step) == STEPS
     if state.missed is not None:
         assert int(state.missed.start) == STEPS - STEPS % 64
