@@ -207,17 +207,13 @@ CASES = {
         ),
         formula(["sum"], partial(row_wise, adagrad)),
     ),
-    "Adam": (
-        optim.RowAdam(SCHEDULE, betas=(0.8, 0.95), eps=1e-3),
-        optax.adam(SCHEDULE, 0.8, 0.95, eps=1e-3),
+    "Adam, replayed": (
+        optim.RowAdam(SCHEDULE, betas=(0.95, 0.6), eps=1e-3),
+        optax.adam(SCHEDULE, 0.95, 0.6, eps=1e-3),
     ),
     "AdamW": (
         optim.RowAdamW(SCHEDULE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.3),
         optax.adamw(SCHEDULE, 0.9, 0.95, eps=1e-3, weight_decay=0.3),
-    ),
-    "AdamW, replayed": (
-        optim.RowAdamW(SCHEDULE, betas=(0.95, 0.6), eps=1e-3, weight_decay=0.3),
-        optax.adamw(SCHEDULE, 0.95, 0.6, eps=1e-3, weight_decay=0.3),
     ),
     "AdamW, amsgrad": (
         optim.RowAdamW(
@@ -503,8 +499,7 @@ def test_ids_that_fill_up_a_batch_move_nothing():
     np.testing.assert_array_equal(other.tables[0].row_steps, state.tables[0].row_steps)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.05), ("float16", 0.01)])
-def test_half_precision_tables_have_a_float32_state(dtype, atol):
+def test_bfloat16_tables_have_a_float32_state():
     def model_of(dtype):
         embed = Embedding(weight=TABLE, dtype=dtype)
         return Model(embed, eqx.nn.Linear(WIDTH, WIDTH, key=KEY))
@@ -513,18 +508,16 @@ def test_half_precision_tables_have_a_float32_state(dtype, atol):
         return distance(model, ids, targets).astype(jnp.float32)
 
     optimizer, batches = sgd(tables=embed_of), (IDS[SHORT], TARGETS[SHORT])
-    got, state, _ = trained(optimizer, model_of(dtype), batches, loss=loss)
+    got, state, _ = trained(optimizer, model_of("bfloat16"), batches, loss=loss)
     want, _ = trained_densely(DENSE_SGD, new_model(), batches)
     weight = optimizer.flush(got, state).embed.weight
-    assert (
-        weight.dtype == dtype
-        and state.tables[0].arrays["momentum_buffer"].dtype == "float32"
-    )
+    assert weight.dtype == jnp.bfloat16
+    assert state.tables[0].arrays["momentum_buffer"].dtype == jnp.float32
     np.testing.assert_allclose(
-        np.asarray(weight, "float32"), want.embed.weight, rtol=0, atol=atol
+        np.asarray(weight, "float32"), want.embed.weight, rtol=0, atol=0.05
     )
     moved = np.abs(np.asarray(want.embed.weight) - TABLE)
-    assert np.median(moved) > 2 * atol
+    assert np.median(moved) > 0.1
 
 
 def test_float64_tables_are_computed_in_float64():
@@ -698,6 +691,53 @@ def test_models_that_do_not_fit_are_refused():
         ValueError, match=r"must be those of the model, of shape \(6, 4\) for"
     ):
         optimizer.update(gradients, state, rows)
+
+
+def _replaced(where: Callable[[Any], Any], value: Any) -> Callable[[Any], Any]:
+    return lambda state: eqx.tree_at(where, state, value)
+
+
+def _buffer(state: Any) -> Any:
+    return state.tables[0].arrays["momentum_buffer"]
+
+
+FORGED = {
+    "fewer rows": (
+        _replaced(_buffer, jnp.zeros((5, WIDTH))),
+        r"momentum_buffer must be \(60, 4\) in float32, got \(5, 4\) in float32",
+    ),
+    "integers": (
+        _replaced(_buffer, jnp.zeros((ROWS, WIDTH), jnp.int32)),
+        r"momentum_buffer must be \(60, 4\) in float32, got \(60, 4\) in int32",
+    ),
+    "row steps": (
+        _replaced(lambda state: state.tables[0].row_steps, jnp.zeros(3, jnp.int32)),
+        r"row_steps must be \(60,\) in int32, got \(3,\) in int32",
+    ),
+    "another rule": (
+        lambda _: optim.RowLion(tables=embed_of).init(new_model())[1],
+        r"state must have the arrays \['momentum_buffer'\] .*, got \['exp_avg'\]",
+    ),
+    "missed steps": (
+        _replaced(
+            lambda state: state.missed.coefficients, jnp.zeros((3, 17, 2), jnp.uint32)
+        ),
+        r"coefficients must be \(4, 17, 2\) in uint32, got \(3, 17, 2\) in uint32",
+    ),
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", FORGED)
+def test_a_state_that_does_not_fit_is_refused(name):
+    optimizer = sgd(tables=embed_of)
+    model, state = optimizer.init(new_model())
+    change, message = FORGED[name]
+    with pytest.raises(ValueError, match=message):
+        eqx.filter_eval_shape(optimizer.gather, model, change(state), IDS[0])
+    rows = eqx.filter_eval_shape(optimizer.gather, model, state, IDS[0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(eqx.filter(rows, eqx.is_array), change(state), rows)
 
 
 @pytest.mark.rejects

@@ -134,6 +134,7 @@ class RowOptimizer:
                 batches of a fixed size.
         """
         modules = self._modules(model)
+        self._check_state(state)
         _check_detached(modules, state)
         ids = self._ids_of_modules(model, ids)
         weights = [module.weight for module in modules]
@@ -155,6 +156,7 @@ class RowOptimizer:
             state: The state that ``model`` was gathered from.
             model: From :meth:`gather` or :meth:`flush`.
         """
+        self._check_state(state)
         execution, step, missed = self.execution, state.step, state.missed
         values = execution.step_values(step + 1)
         modules, slopes = self._modules(model), self._modules(gradients)
@@ -198,6 +200,15 @@ class RowOptimizer:
         """
         nothing = jax.tree.map(lambda _: None, self.tables(model), is_leaf=_is_module)
         return self.gather(model, state, nothing)
+
+    def _check_state(self, state: OptimizerState) -> None:
+        """Raise an error unless a state is one of this optimizer."""
+        if not isinstance(state, OptimizerState):
+            raise TypeError(f"state must be that of init, got {type(state).__name__}")
+        for table in state.tables:
+            table.check(self.execution)
+        if state.missed is not None:
+            state.missed.check(self.execution)
 
     def _gather_table(
         self,
