@@ -91,6 +91,7 @@ NAMES = {
         "from_hf",
     ],
     "firstlayer.optim": OPTIMIZERS,
+    "firstlayer.equinox.optim": [name for name in OPTIMIZERS if name != "AveragedRows"],
     "firstlayer.torch.optim": [*OPTIMIZERS, "RowStep", "clip_grad_norm_"],
 }
 # These keep the whole signature of torch's classes, which starts with the same names.

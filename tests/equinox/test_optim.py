@@ -51,7 +51,7 @@ def trained(
     batches: Any,
     *,
     loss: Callable[..., Any] = distance,
-    ids_of: Callable[[Any], Any] = lambda ids, *others: ids,
+    ids_of: Callable[..., Any] = lambda ids, *others: ids,
     transform: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> tuple[Any, Any, Any]:
     """Return the model without its tables, the state and the loss of each step."""
@@ -92,7 +92,7 @@ def trained_densely(
 
 
 def assert_same_trees(got: Any, want: Any, *, atol: float = 1e-5) -> None:
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    got, want = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (got, want))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
@@ -207,17 +207,13 @@ CASES = {
         ),
         formula(["sum"], partial(row_wise, adagrad)),
     ),
-    "Adam": (
-        optim.RowAdam(SCHEDULE, betas=(0.8, 0.95), eps=1e-3),
-        optax.adam(SCHEDULE, 0.8, 0.95, eps=1e-3),
+    "Adam, replayed": (
+        optim.RowAdam(SCHEDULE, betas=(0.95, 0.6), eps=1e-3),
+        optax.adam(SCHEDULE, 0.95, 0.6, eps=1e-3),
     ),
     "AdamW": (
         optim.RowAdamW(SCHEDULE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.3),
         optax.adamw(SCHEDULE, 0.9, 0.95, eps=1e-3, weight_decay=0.3),
-    ),
-    "AdamW, replayed": (
-        optim.RowAdamW(SCHEDULE, betas=(0.95, 0.6), eps=1e-3, weight_decay=0.3),
-        optax.adamw(SCHEDULE, 0.95, 0.6, eps=1e-3, weight_decay=0.3),
     ),
     "AdamW, amsgrad": (
         optim.RowAdamW(
@@ -248,7 +244,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_equal_those_of_the_dense_optimizer(name):
+def test_steps_equal_those_of_the_dense_optimizer_in_float64(name):
     optimizer, dense = CASES[name]
     # Every row catches up 8 times within the compiled steps.
     optimizer.tables, optimizer.max_missed_steps = embed_of, 64
@@ -257,11 +253,16 @@ def test_steps_equal_those_of_the_dense_optimizer(name):
     def loss(model, ids, targets):
         return sign * distance(model, ids, targets)
 
-    batches = IDS, TARGETS
-    model, state, losses = trained(optimizer, new_model(), batches, loss=loss)
-    want, dense_losses = trained_densely(dense, new_model(), batches, loss=loss)
-    np.testing.assert_allclose(losses, dense_losses, rtol=2e-5, atol=1e-6)
-    assert_same_trees(optimizer.flush(model, state), want)
+    start = new_model()
+    model, state, losses = trained(optimizer, start, (IDS, TARGETS), loss=loss)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda array: jnp.asarray(array, jnp.float64), start)
+        batches = IDS, TARGETS.astype("float64")
+        want, exact_losses = trained_densely(dense, exact, batches, loss=loss)
+    np.testing.assert_allclose(losses, exact_losses, rtol=2e-5, atol=1e-6)
+    # Dense updates in float32 differ from those in float64 by as much or more.
+    atol = 2e-5 if name == "RMSprop" else 5e-6
+    assert_same_trees(optimizer.flush(model, state), want, atol=atol)
     assert int(state.step) == STEPS
     if state.missed is not None:
         assert int(state.missed.start) == STEPS - STEPS % 64
@@ -272,12 +273,13 @@ def test_steps_equal_those_of_the_dense_optimizer(name):
 
 
 SHORT = slice(0, 40)
-ADAMW: Any = {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}
-DENSE_ADAMW = optax.adamw(0.02, 0.8, 0.95, eps=1e-3, weight_decay=0.3)
+# SGD moves rows without a gradient as others do, and compiles faster than Adam.
+DENSE_SGD: Any = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.8))
 
 
-def adamw(**options: Any) -> optim.RowAdamW:
-    return optim.RowAdamW(0.02, max_missed_steps=16, **ADAMW, **options)
+def sgd(**options: Any) -> optim.RowSGD:
+    more: Any = {"max_missed_steps": 16, **options}
+    return optim.RowSGD(0.1, momentum=0.8, weight_decay=0.1, **more)
 
 
 class Towers(eqx.Module):
@@ -313,13 +315,13 @@ def test_several_tables_shared_tables_padding_and_bags_equal_dense_updates():
     bags = np.minimum(IDS[SHORT, 0, ::-1, None] + np.arange(2), ROWS // 2 - 1)
     ids = IDS[SHORT, 0], IDS[SHORT, 1], bags
     batches = ids, TARGETS[SHORT, 0]
-    optimizer = adamw(tables=lambda model: {"a": model.bag, "b": (model.left, model.right)})
+    optimizer = sgd(tables=lambda model: {"a": model.bag, "b": (model.left, model.right)})
 
     def ids_of(ids, targets):
         return {"a": ids[2], "b": (ids[0], ids[1])}
 
     model, state, losses = trained(optimizer, towers(), batches, loss=loss, ids_of=ids_of)
-    want, dense_losses = trained_densely(DENSE_ADAMW, towers(), batches, loss=dense_loss)
+    want, dense_losses = trained_densely(DENSE_SGD, towers(), batches, loss=dense_loss)
     assert len(state.tables) == 2
     np.testing.assert_allclose(losses, dense_losses, rtol=1e-5)
     got = optimizer.flush(model, state)
@@ -339,10 +341,10 @@ def test_embeddings_in_equinox_shared_have_one_table():
         first, second = model()
         return ((first(ids[0]) + second(ids[1]) - targets[0]) ** 2).mean()
 
-    optimizer = adamw(tables=lambda model: model.pytree[0])
+    optimizer = sgd(tables=lambda model: model.pytree[0])
     batches = IDS[SHORT], TARGETS[SHORT]
     got, state, losses = trained(optimizer, model, batches, loss=loss)
-    want, dense_losses = trained_densely(DENSE_ADAMW, model, batches, loss=loss)
+    want, dense_losses = trained_densely(DENSE_SGD, model, batches, loss=loss)
     np.testing.assert_allclose(losses, dense_losses, rtol=1e-5)
     assert_same_trees(optimizer.flush(got, state), want)
 
@@ -351,10 +353,10 @@ def test_layers_with_learned_positions_and_normalisation_equal_dense_updates():
     layer = EmbeddingLayer(
         ROWS, WIDTH, max_positions=3, layer_norm=True, padding_idx=2, key=KEY
     )
-    optimizer = adamw(tables=lambda layer: layer.token)
+    optimizer = sgd(tables=lambda layer: layer.token)
     batches = IDS[SHORT], TARGETS[SHORT]
     got, state, losses = trained(optimizer, layer, batches)
-    want, dense_losses = trained_densely(DENSE_ADAMW, layer, batches)
+    want, dense_losses = trained_densely(DENSE_SGD, layer, batches)
     np.testing.assert_allclose(losses, dense_losses, rtol=1e-5)
     assert_same_trees(optimizer.flush(got, state), want)
 
@@ -363,60 +365,64 @@ def test_layers_with_learned_positions_and_normalisation_equal_dense_updates():
 
 
 def test_gradients_clip_as_dense_gradients_do():
-    clip = optax.clip_by_global_norm(0.2)
+    clip: Any = optax.clip_by_global_norm(0.2)
     batches = IDS[SHORT], TARGETS[SHORT]
-    optimizer = adamw(tables=embed_of)
+    optimizer = sgd(tables=embed_of)
     got, state, _ = trained(
         optimizer, new_model(), batches, transform=lambda g: clip.update(g, None)[0]
     )
-    want, _ = trained_densely(optax.chain(clip, DENSE_ADAMW), new_model(), batches)
+    want, _ = trained_densely(optax.chain(clip, DENSE_SGD), new_model(), batches)
     assert_same_trees(optimizer.flush(got, state), want)
-    free, _ = trained_densely(DENSE_ADAMW, new_model(), batches)
+    free, _ = trained_densely(DENSE_SGD, new_model(), batches)
     assert np.abs(np.asarray(free.embed.weight) - want.embed.weight).max() > 1e-3
 
 
 def test_gradients_of_micro_batches_add_up_to_those_of_the_batch():
-    optimizer = adamw(tables=embed_of)
-    model, state = optimizer.init(new_model())
-    rows = optimizer.gather(model, state, IDS[:4])
-    total = jax.tree.map(jnp.zeros_like, eqx.filter(rows, eqx.is_inexact_array))
-    for ids, targets in zip(IDS[:4], TARGETS[:4], strict=True):
-        gradients = eqx.filter_grad(distance)(rows, ids, targets)
-        total = jax.tree.map(lambda a, b: a + b / 4, total, gradients)
-    want = eqx.filter_grad(distance)(
-        rows, IDS[:4].reshape(8, 3), TARGETS[:4].reshape(8, 3, -1)
-    )
-    assert_same_trees(total, want, atol=1e-7)
-    model, state = optimizer.update(total, state, rows)
-    rows = optimizer.gather(model, state, IDS[:4])
-    assert float(distance(rows, IDS[0], TARGETS[0])) < float(
-        distance(new_model(), IDS[0], TARGETS[0])
-    )
+    optimizer = sgd(tables=embed_of)
+    ids, targets = IDS[:40].reshape(10, 4, 2, 3), TARGETS[:40].reshape(10, 4, 2, 3, WIDTH)
+    arrays, static = eqx.partition(optimizer.init(new_model()), eqx.is_array)
+
+    def step(arrays, batch):
+        model, state = eqx.combine(arrays, static)
+        rows = optimizer.gather(model, state, batch[0])
+        total = jax.tree.map(jnp.zeros_like, eqx.filter(rows, eqx.is_inexact_array))
+
+        def add(total, micro_batch):
+            gradients = eqx.filter_grad(distance)(rows, *micro_batch)
+            return jax.tree.map(lambda a, b: a + b / 4, total, gradients), None
+
+        gradients, _ = jax.lax.scan(add, total, batch)
+        return eqx.filter(optimizer.update(gradients, state, rows), eqx.is_array), None
+
+    arrays, _ = jax.jit(partial(jax.lax.scan, step))(arrays, (ids, targets))
+    got = optimizer.flush(*eqx.combine(arrays, static))
+    batches = ids.reshape(10, 8, 3), targets.reshape(10, 8, 3, WIDTH)
+    want, _ = trained_densely(DENSE_SGD, new_model(), batches)
+    assert_same_trees(got, want)
 
 
 def test_other_parameters_may_have_their_own_optimizer_and_masks():
-    mask = eqx.tree_at(embed_of, jax.tree.map(lambda _: True, new_model()), True)
+    mask = jax.tree.map(lambda _: True, new_model())
     mask = eqx.tree_at(lambda mask: mask.head.bias, mask, False)
-    batches, rest = (IDS[SHORT], TARGETS[SHORT]), optax.sgd(0.1, momentum=0.5)
-    labels = Model(
-        "rows",
-        eqx.tree_at(  # pyright: ignore
-            lambda head: (head.weight, head.bias), new_model().head, ("rest", "none")
-        ),
+    batches, rest = (IDS[SHORT], TARGETS[SHORT]), optax.adam(0.01)
+    labels = eqx.tree_at(
+        lambda model: (model.embed, model.head.weight, model.head.bias),
+        new_model(),
+        ("rows", "rest", "none"),
     )
     dense = optax.multi_transform(
-        {"rows": DENSE_ADAMW, "rest": rest, "none": optax.set_to_zero()}, lambda _: labels
+        {"rows": DENSE_SGD, "rest": rest, "none": optax.set_to_zero()}, lambda _: labels
     )
     want, _ = trained_densely(dense, new_model(), batches)
-    for given in (mask, lambda model: eqx.tree_at(lambda m: m.head.bias, mask, False)):
-        optimizer = adamw(tables=embed_of, rest=rest, mask=given)
+    for given in (mask, lambda model: mask):
+        optimizer = sgd(tables=embed_of, rest=rest, mask=given)
         got, state, _ = trained(optimizer, new_model(), batches)
         assert_same_trees(optimizer.flush(got, state), want)
 
 
 def test_a_masked_table_stays_in_the_model():
-    mask = Model(False, True)  # pyright: ignore
-    optimizer = adamw(tables=embed_of, mask=mask)
+    mask = Model(*(False, True))  # pyright: ignore
+    optimizer = sgd(tables=embed_of, mask=mask)
     model, state, losses = trained(optimizer, new_model(), (IDS[SHORT], TARGETS[SHORT]))
     assert state.tables == () and bits(model.embed.weight) == bits(TABLE)
     assert (np.asarray(model.head.weight) != np.asarray(new_model().head.weight)).all()
@@ -432,7 +438,7 @@ def test_a_tied_head_makes_steps_dense_with_a_warning():
             model.logits(hidden), (ids + 1) % ROWS
         ).mean()
 
-    optimizer, batches = adamw(), (IDS[SHORT], TARGETS[SHORT])
+    optimizer, batches = sgd(), (IDS[SHORT], TARGETS[SHORT])
     with pytest.warns(
         UserWarning, match=r"table of shape \(60, 4\) has a gradient for every"
     ):
@@ -440,7 +446,7 @@ def test_a_tied_head_makes_steps_dense_with_a_warning():
             optimizer, Embedding(weight=TABLE), batches, loss=loss, ids_of=lambda *_: None
         )
     want, dense_losses = trained_densely(
-        DENSE_ADAMW, Embedding(weight=TABLE), batches, loss=loss
+        DENSE_SGD, Embedding(weight=TABLE), batches, loss=loss
     )
     np.testing.assert_allclose(losses, dense_losses, rtol=1e-5)
     assert_same_trees(optimizer.flush(got, state), want)
@@ -448,10 +454,10 @@ def test_a_tied_head_makes_steps_dense_with_a_warning():
 
 @pytest.mark.filterwarnings("ignore:a table of shape")
 def test_dense_steps_and_row_steps_may_alternate():
-    optimizer = adamw(tables=embed_of)
-    dense_model, dense_state = new_model(), None
+    optimizer = sgd(tables=embed_of)
+    dense_model = new_model()
     model, state = optimizer.init(new_model())
-    dense_state = DENSE_ADAMW.init(eqx.filter(dense_model, eqx.is_inexact_array))
+    dense_state = DENSE_SGD.init(eqx.filter(dense_model, eqx.is_inexact_array))
 
     @eqx.filter_jit
     def step(model, state, batch, is_dense):
@@ -462,7 +468,7 @@ def test_dense_steps_and_row_steps_may_alternate():
     def dense_step(model, state, batch):
         gradients = eqx.filter_grad(distance)(model, *batch)
         params = eqx.filter(model, eqx.is_inexact_array)
-        updates, state = DENSE_ADAMW.update(gradients, state, params)
+        updates, state = DENSE_SGD.update(gradients, state, params)
         return eqx.apply_updates(model, updates), state
 
     for i in range(40):
@@ -476,7 +482,7 @@ def test_dense_steps_and_row_steps_may_alternate():
 
 
 def test_ids_that_fill_up_a_batch_move_nothing():
-    optimizer = adamw(tables=embed_of)
+    optimizer = sgd(tables=embed_of)
     filled = np.concatenate(
         [np.full((40, 1, 3), -1), IDS[SHORT], np.full((40, 1, 3), 99)], 1
     )
@@ -493,8 +499,7 @@ def test_ids_that_fill_up_a_batch_move_nothing():
     np.testing.assert_array_equal(other.tables[0].row_steps, state.tables[0].row_steps)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.05), ("float16", 0.01)])
-def test_half_precision_tables_have_a_float32_state(dtype, atol):
+def test_bfloat16_tables_have_a_float32_state():
     def model_of(dtype):
         embed = Embedding(weight=TABLE, dtype=dtype)
         return Model(embed, eqx.nn.Linear(WIDTH, WIDTH, key=KEY))
@@ -502,29 +507,29 @@ def test_half_precision_tables_have_a_float32_state(dtype, atol):
     def loss(model, ids, targets):
         return distance(model, ids, targets).astype(jnp.float32)
 
-    optimizer, batches = adamw(tables=embed_of), (IDS[SHORT], TARGETS[SHORT])
-    got, state, _ = trained(optimizer, model_of(dtype), batches, loss=loss)
-    want, _ = trained_densely(DENSE_ADAMW, new_model(), batches)
+    optimizer, batches = sgd(tables=embed_of), (IDS[SHORT], TARGETS[SHORT])
+    got, state, _ = trained(optimizer, model_of("bfloat16"), batches, loss=loss)
+    want, _ = trained_densely(DENSE_SGD, new_model(), batches)
     weight = optimizer.flush(got, state).embed.weight
-    assert weight.dtype == dtype and state.tables[0].arrays["exp_avg"].dtype == jnp.float32
+    assert weight.dtype == jnp.bfloat16
+    assert state.tables[0].arrays["momentum_buffer"].dtype == jnp.float32
     np.testing.assert_allclose(
-        np.asarray(weight, "float32"), want.embed.weight, rtol=0, atol=atol
+        np.asarray(weight, "float32"), want.embed.weight, rtol=0, atol=0.05
     )
     moved = np.abs(np.asarray(want.embed.weight) - TABLE)
-    assert np.median(moved) > 2 * atol
+    assert np.median(moved) > 0.1
 
 
 def test_float64_tables_are_computed_in_float64():
     with jax.enable_x64(True):
         table = jnp.asarray(TABLE, jnp.float64)
-        optimizer = adamw()
+        optimizer = sgd()
         batches = IDS[SHORT], TARGETS[SHORT].astype("float64")
         got, state, losses = trained(optimizer, Embedding(weight=table), batches)
-        want, dense_losses = trained_densely(DENSE_ADAMW, Embedding(weight=table), batches)
+        want, dense_losses = trained_densely(DENSE_SGD, Embedding(weight=table), batches)
         assert got.weight.dtype == jnp.float64
-        np.testing.assert_allclose(losses, dense_losses, rtol=1e-10)
-        # The polynomial of Adam is the largest error.
-        assert_same_trees(optimizer.flush(got, state), want, atol=1e-8)
+        np.testing.assert_allclose(losses, dense_losses, rtol=1e-12)
+        assert_same_trees(optimizer.flush(got, state), want, atol=1e-12)
 
 
 # Reading
@@ -533,8 +538,8 @@ def test_float64_tables_are_computed_in_float64():
 def test_stale_rows_cannot_be_read():
     bag = EmbeddingBag(weight=TABLE)
     layer = EmbeddingLayer(ROWS, WIDTH, max_positions=3, layer_norm=True, key=KEY)
-    optimizer = adamw(tables=lambda model: (model[0].embed, model[1], model[2].token))
-    (model, bag, layer), _ = optimizer.init((new_model(), bag, layer))
+    optimizer = sgd(tables=lambda model: (model[0].embed, model[1], model[2].token))
+    (model, bag, layer), _ = optimizer.init((new_model(max_norm=1.0), bag, layer))
     reads = {
         "lookup": lambda: model.embed([3]),
         "compiled lookup": lambda: eqx.filter_jit(model)(jnp.asarray(IDS[0])),
@@ -542,9 +547,7 @@ def test_stale_rows_cannot_be_read():
         "head": lambda: model.embed.logits(jnp.ones(WIDTH)),
         "bag": lambda: bag([[1, 2]]),
         "layer": lambda: layer([[1, 2]]),
-        "projection": lambda: eqx.tree_at(
-            lambda one: one.max_norm, model.embed, 1.0, is_leaf=lambda node: node is None
-        ).projected(),
+        "projection": lambda: model.embed.projected(),
         "resizing": lambda: model.embed.resize(70),
         "saving": lambda: np.asarray(model.embed.weight),
         "index": lambda: model.embed.weight[3],
@@ -562,10 +565,10 @@ def test_stale_rows_cannot_be_read():
 
 
 def test_gather_and_flush_return_caught_up_rows_and_change_nothing():
-    optimizer = adamw(tables=embed_of)
+    optimizer = sgd(tables=embed_of)
     batches = IDS[SHORT], TARGETS[SHORT]
     model, state, _ = trained(optimizer, new_model(), batches)
-    want, _ = trained_densely(DENSE_ADAMW, new_model(), batches)
+    want, _ = trained_densely(DENSE_SGD, new_model(), batches)
     before = jax.tree.map(np.array, state)
     ids = np.arange(ROWS)[::-1].reshape(3, 20)
     rows = optimizer.gather(model, state, ids[:2])
@@ -585,22 +588,25 @@ def test_gather_and_flush_return_caught_up_rows_and_change_nothing():
 
 
 def test_training_goes_on_from_a_checkpoint_with_stale_rows(tmp_path):
-    optimizer = adamw(tables=embed_of)
+    optimizer = optim.RowAdamW(
+        0.02, betas=(0.95, 0.6), max_missed_steps=16, tables=embed_of
+    )
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, state):
         rows = optimizer.gather(model, state, batch[0])
         return optimizer.update(eqx.filter_grad(distance)(rows, *batch), state, rows)
 
-    def run(model, state, steps):
+    def run(start, steps) -> Any:
+        model, state = start
         for i in steps:
             batch = jnp.asarray(IDS[i]), jnp.asarray(TARGETS[i])
             model, state = step(batch, model, state)
         return model, state
 
-    first = run(*optimizer.init(new_model()), range(25))
+    first = run(optimizer.init(new_model()), range(25))
     assert int(first[1].missed.start) == 16
-    arrays = eqx.filter(first, eqx.is_array)
+    arrays: Any = eqx.filter(first, eqx.is_array)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", arrays)
         checkpointer.wait_until_finished()
@@ -609,10 +615,11 @@ def test_training_goes_on_from_a_checkpoint_with_stale_rows(tmp_path):
         restored = checkpointer.restore(tmp_path / "orbax", shapes)
     eqx.tree_serialise_leaves(tmp_path / "equinox", first)
     own = eqx.tree_deserialise_leaves(tmp_path / "equinox", like)
-    want = run(*first, range(25, 40))
+    want = run(first, range(25, 40))
     static = eqx.filter(like, eqx.is_array, inverse=True)
-    for start in (eqx.combine(restored, static), own):
-        got = run(*start, range(25, 40))
+    starts: Any = eqx.combine(restored, static), own
+    for start in starts:
+        got = run(start, range(25, 40))
         assert jax.tree.map(bits, got) == jax.tree.map(bits, want)
 
 
@@ -621,7 +628,7 @@ def test_training_goes_on_from_a_checkpoint_with_stale_rows(tmp_path):
 
 @pytest.mark.parametrize("kind", [optim.RowAdamW, optim.RowSGD, optim.RowWiseAdagrad])
 def test_steps_write_in_place_and_compile_once(kind):
-    rows, width, traces = 40_000, 32, []
+    rows, width, traces = 200_000, 32, []
     optimizer = kind(0.01, max_missed_steps=3)
 
     @eqx.filter_jit(donate="all-except-first")
@@ -641,10 +648,9 @@ def test_steps_write_in_place_and_compile_once(kind):
     )
     assert memory.alias_size_in_bytes >= tables * table
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000
-    assert memory.temp_size_in_bytes < table / 2
+    assert memory.temp_size_in_bytes < table / 4
     copies = [line for line in compiled.as_text().splitlines() if " copy(" in line]
     assert copies and not any(f"[{rows},{width}]" in line for line in copies)
-    del traces[:]
     for _ in range(7):
         place = state.tables[0].weight.unsafe_buffer_pointer()
         old = state.tables[0].weight
@@ -658,7 +664,7 @@ def test_steps_write_in_place_and_compile_once(kind):
 
 @pytest.mark.rejects
 def test_models_that_do_not_fit_are_refused():
-    optimizer = adamw(tables=embed_of)
+    optimizer = sgd(tables=embed_of)
     model, state = optimizer.init(new_model())
     with pytest.raises(ValueError, match=r"model must be the one that init .* got .*None"):
         optimizer.gather(new_model(), state, IDS[0])
@@ -667,9 +673,9 @@ def test_models_that_do_not_fit_are_refused():
     with pytest.raises(
         TypeError, match="tables must return an Embedding or .*, got Linear"
     ):
-        adamw(tables=lambda model: model.head).init(new_model())
+        sgd(tables=lambda model: model.head).init(new_model())
     with pytest.raises(ValueError, match="ids must have the structure that tables returns"):
-        several = adamw(tables=lambda model: {"a": model.embed})
+        several = sgd(tables=lambda model: {"a": model.embed})
         several.gather(*several.init(new_model()), {"b": IDS[0]})
     tied = eqx.tree_at(
         lambda model: model.head.weight, new_model(), new_model().embed.weight
@@ -685,6 +691,53 @@ def test_models_that_do_not_fit_are_refused():
         ValueError, match=r"must be those of the model, of shape \(6, 4\) for"
     ):
         optimizer.update(gradients, state, rows)
+
+
+def _replaced(where: Callable[[Any], Any], value: Any) -> Callable[[Any], Any]:
+    return lambda state: eqx.tree_at(where, state, value)
+
+
+def _buffer(state: Any) -> Any:
+    return state.tables[0].arrays["momentum_buffer"]
+
+
+FORGED = {
+    "fewer rows": (
+        _replaced(_buffer, jnp.zeros((5, WIDTH))),
+        r"momentum_buffer must be \(60, 4\) in float32, got \(5, 4\) in float32",
+    ),
+    "integers": (
+        _replaced(_buffer, jnp.zeros((ROWS, WIDTH), jnp.int32)),
+        r"momentum_buffer must be \(60, 4\) in float32, got \(60, 4\) in int32",
+    ),
+    "row steps": (
+        _replaced(lambda state: state.tables[0].row_steps, jnp.zeros(3, jnp.int32)),
+        r"row_steps must be \(60,\) in int32, got \(3,\) in int32",
+    ),
+    "another rule": (
+        lambda _: optim.RowLion(tables=embed_of).init(new_model())[1],
+        r"state must have the arrays \['momentum_buffer'\] .*, got \['exp_avg'\]",
+    ),
+    "missed steps": (
+        _replaced(
+            lambda state: state.missed.coefficients, jnp.zeros((3, 17, 2), jnp.uint32)
+        ),
+        r"coefficients must be \(4, 17, 2\) in uint32, got \(3, 17, 2\) in uint32",
+    ),
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", FORGED)
+def test_a_state_that_does_not_fit_is_refused(name):
+    optimizer = sgd(tables=embed_of)
+    model, state = optimizer.init(new_model())
+    change, message = FORGED[name]
+    with pytest.raises(ValueError, match=message):
+        eqx.filter_eval_shape(optimizer.gather, model, change(state), IDS[0])
+    rows = eqx.filter_eval_shape(optimizer.gather, model, state, IDS[0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(eqx.filter(rows, eqx.is_array), change(state), rows)
 
 
 @pytest.mark.rejects

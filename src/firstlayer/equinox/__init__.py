@@ -1,8 +1,8 @@
 """Equinox front end: layers as ``eqx.Module``s, for JAX.
 
 Ids may have any shape, including a single id under ``jax.vmap``. Methods that change a
-layer return a new one. :mod:`firstlayer.equinox.rows` updates only the rows of a large
-table that a batch uses.
+layer return a new one. :mod:`firstlayer.equinox.optim` trains large tables at the cost of a
+batch, exactly; :mod:`firstlayer.equinox.rows` does so lazily, with any optax optimizer.
 """
 
 try:

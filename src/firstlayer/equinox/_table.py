@@ -92,7 +92,10 @@ class TableModule(Module):
         check_real(x, name="x", whole=False)
         x = x if isinstance(x, jax.Array) else native(np.asarray(x))
         if isinstance(self.weight, RowSubset):
-            raise TypeError("logits needs every row of the table, got those of a batch")
+            raise TypeError(
+                "logits needs every row of the table, got those of a batch; for a dense "
+                "step of firstlayer.equinox.optim, gather None instead of ids"
+            )
         if x.shape[-1:] != (self.embedding_dim,):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"

@@ -51,6 +51,15 @@ class MissedSteps(eqx.Module):
             None if steps is None else _columns(steps, size + 1),
         )
 
+    def check(self, execution: Execution) -> None:
+        """Raise ValueError unless the arrays are those of the rule."""
+        kind, columns = execution.coefficients_class, self.coefficients.shape[1]
+        shape = len(kind._fields), columns, 2
+        check_array("coefficients", self.coefficients, shape, "uint32")
+        if self.steps is not None:
+            shape = len(execution.step_class._fields), columns, 2
+            check_array("steps", self.steps, shape, "uint32")
+
     def is_full(self, step: Int32[Array, ""]) -> Bool[Array, ""]:
         """Return whether no further step can be recorded after ``step``."""
         return step - self.start == self.coefficients.shape[1] - 1
@@ -144,6 +153,14 @@ class MissedSteps(eqx.Module):
 
         return jax.lax.while_loop(
             lambda carry: is_behind(carry[0]).any(), replay, (column, rows)
+        )
+
+
+def check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise ValueError unless an array of the state has this shape and dtype."""
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {shape} in {dtype}, got {array.shape} in {array.dtype}"
         )
 
 

@@ -134,6 +134,7 @@ class RowOptimizer:
                 batches of a fixed size.
         """
         modules = self._modules(model)
+        self._check_state(state)
         _check_detached(modules, state)
         ids = self._ids_of_modules(model, ids)
         weights = [module.weight for module in modules]
@@ -155,6 +156,7 @@ class RowOptimizer:
             state: The state that ``model`` was gathered from.
             model: From :meth:`gather` or :meth:`flush`.
         """
+        self._check_state(state)
         execution, step, missed = self.execution, state.step, state.missed
         values = execution.step_values(step + 1)
         modules, slopes = self._modules(model), self._modules(gradients)
@@ -196,8 +198,17 @@ class RowOptimizer:
             model: From :meth:`init` or :meth:`update`.
             state: The state that was returned with it.
         """
-        nothing = jax.tree.map(lambda _: None, self.tables(model), is_leaf=_is_table)
+        nothing = jax.tree.map(lambda _: None, self.tables(model), is_leaf=_is_module)
         return self.gather(model, state, nothing)
+
+    def _check_state(self, state: OptimizerState) -> None:
+        """Raise an error unless a state is one of this optimizer."""
+        if not isinstance(state, OptimizerState):
+            raise TypeError(f"state must be that of init, got {type(state).__name__}")
+        for table in state.tables:
+            table.check(self.execution)
+        if state.missed is not None:
+            state.missed.check(self.execution)
 
     def _gather_table(
         self,
@@ -246,9 +257,9 @@ class RowOptimizer:
 
     def _modules(self, model: PyTree) -> list[Any]:
         """Return the modules with a table, each of them once for each place."""
-        modules = jax.tree.leaves(self.tables(model), is_leaf=_is_table)
+        modules = jax.tree.leaves(self.tables(model), is_leaf=_is_module)
         for module in modules:
-            if not _is_table(module):
+            if not isinstance(module, TableModule):
                 raise TypeError(
                     "tables must return an Embedding or EmbeddingBag, or a list, tuple or "
                     f"dictionary of them, got {type(module).__name__}"
@@ -262,7 +273,7 @@ class RowOptimizer:
         return eqx.tree_at(where, model, weights, is_leaf=lambda node: node is None)
 
     def _ids_of_modules(self, model: PyTree, ids: Any) -> list[Any]:
-        structure = jax.tree.structure(self.tables(model), is_leaf=_is_table)
+        structure = jax.tree.structure(self.tables(model), is_leaf=_is_module)
         try:
             return structure.flatten_up_to(ids)
         except ValueError as error:
@@ -276,13 +287,17 @@ class RowOptimizer:
 
     def _masked(self, model: PyTree) -> PyTree:
         """Return a tree of the model's structure without the arrays that are masked."""
-        if self.mask is None:
+        mask = self.mask
+        if mask is None:
             return model
-        return eqx.filter(model, self.mask(model) if callable(self.mask) else self.mask)
+        # A module of booleans may be callable too.
+        if callable(mask) and not isinstance(mask, eqx.Module):
+            mask = mask(model)
+        return eqx.filter(model, mask)
 
 
-def _is_table(node: Any) -> bool:
-    return isinstance(node, TableModule)
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
 
 
 def _index_of(weight: Any, weights: list[Any]) -> int | None:

@@ -22,7 +22,7 @@ from ..._array import compute_dtype
 from .._lookup import RowSubset
 from .._module import upcast
 from .execution import Execution, RowsAndState
-from .missed_steps import MissedSteps
+from .missed_steps import MissedSteps, check_array
 
 # Rows per pass when every row is caught up: no temporary array is as large as the table.
 CHUNK = 1 << 12
@@ -53,9 +53,10 @@ class DetachedTable(eqx.Module):
         """Number of axes of the table."""
         return 2
 
-    @property
-    def at(self) -> NoReturn:
-        self._raise()
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            self._raise()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __jax_array__(self) -> NoReturn:
         self._raise()
@@ -100,6 +101,19 @@ class TableState(eqx.Module):
         }
         row_steps = jnp.full(rows, -1, jnp.int32)
         return cls(weight, arrays, row_steps, jnp.zeros((), jnp.int32))
+
+    def check(self, execution: Execution) -> None:
+        """Raise ValueError unless the arrays are those of the rule and fit the table."""
+        rows, width = self.weight.shape
+        if sorted(self.arrays) != sorted(execution.initial_state):
+            raise ValueError(
+                f"the state must have the arrays {sorted(execution.initial_state)} of this "
+                f"rule, got {sorted(self.arrays)}"
+            )
+        shape = rows, execution.rule.state_width(width)
+        for name, array in self.arrays.items():
+            check_array(name, array, shape, compute_dtype(self.weight.dtype))
+        check_array("row_steps", self.row_steps, (rows,), "int32")
 
     def rows(
         self,
