@@ -27,6 +27,9 @@ ROWS, WIDTH = 250_000, 256
 #: Different batches; each call takes the next one.
 POOL = 96
 MEMORY = "in memory"
+#: Steps before the first result: pages of the files are then mapped, and segments of the
+#: journal overwrite older ones.
+WARM_UP = 3 * POOL
 #: Steps between commits, and the required time in memory over that on disk.
 INTERVALS = {POOL: {MEMORY: 1 / 1.5}, 8: {}}
 
@@ -48,6 +51,11 @@ class Training:
         """Take a step and return the output of its forward."""
         if self.layer is None:
             self._build()
+            for _ in range(WARM_UP):
+                self._step()
+        return self._step()
+
+    def _step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
         y = self.layer(self.ids[self.steps % POOL])  # pyright: ignore
         y.backward(self.dy)
