@@ -306,7 +306,7 @@ def test_an_id_out_of_range_is_an_index_error(ids, tmp_path):
 @pytest.mark.parametrize(
     "tensors, arguments, message",
     [
-        ({"a": ("F64", (1, 2), bytes(16))}, {}, "dtype F64, which no format of rows has"),
+        ({"a": ("F64", (1, 2), bytes(16))}, {}, "dtype .F64., which no format of rows has"),
         ({"a": ("F32", (4,), bytes(16))}, {}, r"shape \(4,\), but a table has 2 axes"),
         ({"a": ("F32", (4, 0), b"")}, {}, "a table of width 0"),
         ({"a": ("F32", (1, 4), bytes(16))}, {"tensor": "b"}, "no tensor 'b': it has a"),
@@ -334,7 +334,7 @@ def test_an_id_out_of_range_is_an_index_error(ids, tmp_path):
                 "a.shard_1.weight": ("F32", (1, 2), bytes(8)),
             },
             {},
-            "shards of width 1 in F32 and of width 2",
+            "shards of width 1 and dtype .F32., and of width 2",
         ),
         ({"a.weight": ("F8_E4M3", (1, 4), bytes(4))}, {}, "no scales of 'a.weight'"),
         (
