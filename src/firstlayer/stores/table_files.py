@@ -244,7 +244,9 @@ class _Safetensors:
                     f"{self.path} has a store of version {version}, but this version of "
                     f"Firstlayer reads up to {VERSION}: install a newer one"
                 )
-            case {"version": 1, "format": str(name), "width": int(width)} if width > 0:
+            case {"version": 1, "format": str(name), "width": int(width)} if (
+                width > 0 and len(name) <= MAX_NAME_IN_ERROR
+            ):
                 format = format_by_name(name)
             case _:
                 raise ValueError(
