@@ -48,9 +48,8 @@ from .memory import ArrayStore, MemoryStore
 from .row_store import RowStore, checked_mode
 
 try:
-    import fcntl
-
     import _posixshmem
+    import fcntl
 except ImportError:
     # Windows has neither.
     fcntl = _posixshmem = None
@@ -221,9 +220,7 @@ class _Locks:
                 os.close(descriptor)
 
 
-def _opened(
-    name: str, source: Any, format: RowFormat | None
-) -> tuple[_Locks, mmap.mmap]:
+def _opened(name: str, source: Any, format: RowFormat | None) -> tuple[_Locks, mmap.mmap]:
     """Return the locks and the memory of a table, created if this process is alone."""
     while True:
         descriptor = _open_lock(_lock(name), create=True)

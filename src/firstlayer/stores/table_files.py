@@ -70,9 +70,7 @@ class TableFile:
     def __post_init__(self) -> None:
         shapes = self.format.part_shapes(self.width)
         if self.is_interleaved:
-            shapes = {
-                INTERLEAVED: (np.dtype(np.uint8), self.format.row_bytes(self.width))
-            }
+            shapes = {INTERLEAVED: (np.dtype(np.uint8), self.format.row_bytes(self.width))}
         for name, (dtype, columns) in shapes.items():
             if name not in self.parts:
                 raise ValueError(f"{self.path} has no {name} of format {self.format.name}")
@@ -280,9 +278,7 @@ class _Safetensors:
                 format = format_by_name("fp8")
                 _check_wanted(self.path, format, wanted)
                 shared = {"scale": scale.read()}
-                return TableFile(
-                    self.path, format, rows.columns, {"weight": rows}, shared
-                )
+                return TableFile(self.path, format, rows.columns, {"weight": rows}, shared)
         scales = self._companions("scale", dtypes=("F8_E8M0", "U8"))
         if scales is None:
             raise ValueError(
