@@ -28,7 +28,7 @@ ALLOWED = {
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "ngram": ({"kernels"}, ARRAYS),
     "embeddings": ({"kernels"}, ARRAYS),
-    "optim": ({"kernels", "embeddings"}, ARRAYS),
+    "optim": ({"kernels", "embeddings", "stores"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),
     "stores": ({"files", "kernels"}, ARRAYS),
     "numpy": ({*CORE, "kernels"}, ARRAYS),

@@ -25,17 +25,11 @@ if TYPE_CHECKING:
     from .mapped_rows import request_rows as request_rows
     from .mapped_rows import rows_missing as rows_missing
     from .mapped_rows import write_rows_at as write_rows_at
-    from .optim.adam import adam_catch_up as adam_catch_up
-    from .optim.adam import adam_update as adam_update
-    from .optim.linear import linear_catch_up as linear_catch_up
-    from .optim.linear import sgd_update as sgd_update
-    from .optim.lion import lion_catch_up as lion_catch_up
-    from .optim.lion import lion_update as lion_update
+    from .optim.drivers import catch_up_rows as catch_up_rows
+    from .optim.drivers import update_rows as update_rows
     from .optim.rows import mark_rows as mark_rows
     from .optim.rows import stale_range as stale_range
     from .optim.rows import stale_rows as stale_rows
-    from .optim.scaled import adagrad_update as adagrad_update
-    from .optim.scaled import rmsprop_update as rmsprop_update
     from .phases import digit_phases as digit_phases
     from .phases import sinusoid_features as sinusoid_features
     from .quantized import gather_quantized as gather_quantized
@@ -67,11 +61,8 @@ _NAMES = {
         "rows_missing",
         "write_rows_at",
     ),
-    "optim.adam": ("adam_catch_up", "adam_update"),
-    "optim.linear": ("linear_catch_up", "sgd_update"),
-    "optim.lion": ("lion_catch_up", "lion_update"),
+    "optim.drivers": ("catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
-    "optim.scaled": ("adagrad_update", "rmsprop_update"),
     "phases": ("digit_phases", "sinusoid_features"),
     "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),

@@ -177,13 +177,13 @@ class AffineRows(_Rows):
     def take(self, ids: Int[np.ndarray, " ids"]) -> Float32[np.ndarray, "ids width"]:
         """Return the rows of ``ids``, which must be in range."""
         bits = np.unpackbits(self.weight[ids], axis=1, bitorder="little")
-        bits = bits.reshape(len(bits), -1, self.group_size, self.bits)
+        bits = bits.reshape(len(bits), self.scale.shape[1], self.group_size, self.bits)
         values = np.packbits(bits, axis=-1, bitorder="little")[..., 0]
         scale, bias = (
             x[ids].astype(np.float32)[..., None] for x in (self.scale, self.bias)
         )
         rows = _multiply_add(scale, values, bias)
-        return rows.reshape(len(bits), -1)[:, : self.width]
+        return rows.reshape(len(bits), bits.shape[1] * self.group_size)[:, : self.width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +280,7 @@ class Q8Rows(_Rows):
 
     def take(self, ids: Int[np.ndarray, " ids"]) -> Float32[np.ndarray, "ids width"]:
         """Return the rows of ``ids``, which must be in range."""
-        blocks = self.weight[ids].reshape(len(ids), -1, 34)
+        blocks = self.weight[ids].reshape(len(ids), self.width // 32, 34)
         rows = _float16(blocks[..., :2]) * blocks[..., 2:].view(np.int8)
         return rows.reshape(len(ids), self.width)
 
@@ -314,7 +314,7 @@ class Q4Rows(_Rows):
 
     def take(self, ids: Int[np.ndarray, " ids"]) -> Float32[np.ndarray, "ids width"]:
         """Return the rows of ``ids``, which must be in range."""
-        blocks = self.weight[ids].reshape(len(ids), -1, 18)
+        blocks = self.weight[ids].reshape(len(ids), self.width // 32, 18)
         values = np.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], axis=-1)
         rows = _float16(blocks[..., :2]) * (values.astype(np.float32) - np.float32(8))
         return rows.reshape(len(ids), self.width)
@@ -351,7 +351,7 @@ class Q4KRows(_Rows):
 
     def take(self, ids: Int[np.ndarray, " ids"]) -> Float32[np.ndarray, "ids width"]:
         """Return the rows of ``ids``, which must be in range."""
-        blocks = self.weight[ids].reshape(len(ids), -1, 144)
+        blocks = self.weight[ids].reshape(len(ids), self.width // 256, 144)
         d, dmin = _float16(blocks[..., :2]), _float16(blocks[..., 2:4])
         first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
         scales = [first & 63, (third & 15) | first >> 6 << 4]

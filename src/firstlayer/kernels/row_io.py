@@ -17,7 +17,12 @@ def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def store_rows(
-    values: np.ndarray, table: np.ndarray, rows: np.ndarray, *, noise: int | None
+    values: np.ndarray,
+    table: np.ndarray,
+    rows: np.ndarray,
+    *,
+    noise: int | None,
+    noise_rows: np.ndarray | None = None,
 ) -> None:
     """Write ``values`` to ``table[rows]`` in the dtype of the table.
 
@@ -27,6 +32,8 @@ def store_rows(
         rows: Row numbers in range, each once. No other thread may change them.
         noise: Seed of stochastic rounding from float32 to bfloat16, which also depends on
             row and column. None rounds to nearest.
+        noise_rows: Numbers that the noise depends on instead of ``rows``, for rows that
+            were copied from another table.
     """
     if noise is None:
         run(_store_rows, rows.size, values, rows, bits_of(table), grain=grain_of(table))
@@ -37,6 +44,7 @@ def store_rows(
         rows.size,
         bits,
         seed,
+        rows if noise_rows is None else noise_rows,
         rows,
         bits_of(table),
         grain=grain_of(table),
@@ -75,11 +83,11 @@ def _hash(x):
 
 
 @kernel()
-def _store_rows_stochastically(ticket, bits, seed, rows, table):
+def _store_rows_stochastically(ticket, bits, seed, noise_rows, rows, table):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             row = rows[i]
-            start = _hash(np.uint32(row) ^ _hash(seed))
+            start = _hash(np.uint32(noise_rows[i]) ^ _hash(seed))
             for d in range(bits.shape[1]):
                 noise = _hash(np.uint32(start + np.uint32(d))) & np.uint32(0xFFFF)
                 x = bits[i, d]

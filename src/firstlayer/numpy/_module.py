@@ -10,6 +10,7 @@ from .._array import compute_dtype
 from .._check import check_real, float_dtype, host_array, positions_array
 from ..files.layer_configs import config_of
 from ..positions.ids import plain_offset, resolve
+from ._disk import REFERENCE, checked_references, references_of, stores_of
 
 
 class Module:
@@ -17,6 +18,13 @@ class Module:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the trainable arrays by name, not copied."""
+        return {}
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        """Return the arrays that are saved but not trained, by name, not copied.
+
+        These are the rows of a quantized table.
+        """
         return {}
 
     def embeddings(self) -> dict[str, Any]:
@@ -33,17 +41,38 @@ class Module:
         return config_of(self)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return a copy of every parameter, by name."""
-        return {name: value.copy() for name, value in self.parameters().items()}
+        """Return a copy of every parameter and buffer, by name.
+
+        For a table on disk, ``"{name}.store"`` is the path of its store and the commit that
+        this call makes, as JSON in an array of uint8.
+        """
+        references = references_of(self)
+        own = {**self.parameters(), **self.buffers()}.items()
+        copies = {
+            name: value.copy() for name, value in own if name + REFERENCE not in references
+        }
+        return copies | references
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Copy ``state`` into the parameters, or change nothing if it does not fit.
+        """Copy ``state`` into parameters and buffers, or change nothing if it does not fit.
+
+        A table on disk returns to the commit that ``state`` refers to.
 
         Args:
             state: An array of the same shape for each name in :meth:`parameters`. It is
                 cast to the parameter's dtype.
         """
-        own = self.parameters()
+        references = checked_references(self, state)
+        state = {
+            name: value
+            for name, value in state.items()
+            if name.removesuffix(REFERENCE) not in references
+        }
+        own = {
+            name: value
+            for name, value in {**self.parameters(), **self.buffers()}.items()
+            if name not in references
+        }
         missing, unknown = sorted(own.keys() - state), sorted(state.keys() - own)
         if missing or unknown:
             raise ValueError(
@@ -57,6 +86,13 @@ class Module:
                     f"got {np.shape(state[name])}"
                 )
             check_real(state[name], name=f"state[{name!r}]")
+            if value.dtype == np.uint8 and np.asarray(state[name]).dtype != np.uint8:
+                raise TypeError(f"state[{name!r}] must be uint8, got another dtype")
+        for name, store in stores_of(self).items():
+            if name in own:
+                store.before_write()
+        for store, tag in references.values():
+            store.return_to(tag)
         for name, value in own.items():
             value[...] = state[name]
 

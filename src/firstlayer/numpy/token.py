@@ -1,7 +1,7 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -23,7 +23,10 @@ from ..embeddings.resize import Resized, resize_table
 from ..embeddings.row_gradient import RowGradient, sum_by_id
 from ..embeddings.token import check_norm, clip_norms, table_sizes
 from ..files.layer_configs import config_of
+from ..stores.row_store import RowStore
+from ..stores.training import TrainingStore
 from ._bias import gradient_like
+from ._disk import layer_on_disk, refuse_copy
 from ._module import Module, as_parameter, native_byte_order, upcast
 
 if TYPE_CHECKING:
@@ -73,6 +76,10 @@ class Embedding(Module):
     #: Optimizer state that stale rows are caught up from; see :mod:`firstlayer.optim`.
     #: Neither copied nor pickled.
     table_state: "TableState | None" = None
+    #: Whether rows are read from a store, so that there is no ``weight``.
+    is_stored = False
+    #: Store of the table if it is trained on disk.
+    store: TrainingStore | None = None
 
     def __init__(
         self,
@@ -100,6 +107,39 @@ class Embedding(Module):
         else:
             self.weight = as_parameter(weight, shape, dtype=dtype)
 
+    @classmethod
+    def from_store(cls, store: RowStore, **options: Any) -> Self:
+        """Return a layer over the table of a store.
+
+        Rows of a :class:`~firstlayer.stores.TrainingStore` are trained on disk: row
+        optimizers put their state into the store, ``store.commit()`` makes a step
+        permanent, and :meth:`state_dict` has the commit instead of the values.
+
+        Rows of any other store are read and not trained. Reading ``weight`` is a TypeError,
+        and :meth:`parameters` is empty.
+
+        Args:
+            store: The table.
+            options: Further arguments of the layer: ``padding_idx``, ``max_norm``,
+                ``norm_type``, ``dtype``, and those of a bag.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> Embedding.from_store(MemoryStore(table, format="int8"))([3]).tolist()
+            [[6.0, 7.0]]
+        """
+        if isinstance(store, TrainingStore):
+            return layer_on_disk(cls, store, **options)
+        from ._stored import stored_layer
+
+        return stored_layer(cls, store, **options)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the table and of the output."""
+        return self.weight.dtype
+
     @property
     def num_embeddings(self) -> int:
         """Number of rows of ``weight``."""
@@ -121,6 +161,10 @@ class Embedding(Module):
         if self.max_norm is not None:
             rows = self._clipped(rows, self.max_norm)
         return rows.reshape(*ids.shape, weight.shape[1])
+
+    def upcast_rows(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        """Return rows that are not yet rounded to the dtype of the layer."""
+        return self(ids)
 
     def vjp(
         self, ids: Ids
@@ -202,6 +246,8 @@ class Embedding(Module):
         if ids is not None:
             rows = ids = np.unique(ids_in_range(ids, self.num_embeddings))
         self.catch_up(ids)
+        if self.store is not None:
+            self.store.before_write(ids)
         self.weight[rows] = self._clipped(self.weight[rows], self.max_norm)
 
     def resize(
@@ -216,6 +262,7 @@ class Embedding(Module):
             init: Values of new rows; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for drawn rows.
         """
+        refuse_copy(self.store)
         self.catch_up()
         self.weight, changes = resize_table(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
@@ -230,7 +277,10 @@ class Embedding(Module):
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         # First, so that a later catch-up does not change what is written here.
         row = not_masked(value, name="value")
-        self.catch_up(np.array([self.padding_idx]))
+        index = np.array([self.padding_idx])
+        self.catch_up(index)
+        if self.store is not None:
+            self.store.before_write(index)
         self.weight[self.padding_idx] = row
 
     def mask(self, ids: Ids) -> np.ndarray:
@@ -250,7 +300,9 @@ class Embedding(Module):
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:
-        self.catch_up()
+        # Every row of a table on disk would be read.
+        if self.store is None:
+            self.catch_up()
         return {"weight": self.weight}
 
     def embeddings(self) -> dict[str, Any]:
@@ -258,10 +310,11 @@ class Embedding(Module):
         return {"weight": self}
 
     def config(self) -> dict[str, Any]:
-        return config_of(self, dtype=self.weight.dtype.name)
+        return config_of(self, dtype=self.dtype.name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer to catch its rows up later.
+        refuse_copy(self.store)
         self.catch_up()
         return {**self.__dict__, "table_state": None}
 

@@ -39,6 +39,7 @@ from .adam import RowAdam as RowAdam
 from .adam import RowAdamW as RowAdamW
 from .lion import RowLion as RowLion
 from .rmsprop import RowRMSprop as RowRMSprop
+from .rmsprop import RowWiseRMSprop as RowWiseRMSprop
 from .row_optimizer import RowOptimizer as RowOptimizer
 from .sgd import RowSGD as RowSGD
 
@@ -51,4 +52,5 @@ __all__ = [
     "RowRMSprop",
     "RowSGD",
     "RowWiseAdagrad",
+    "RowWiseRMSprop",
 ]

@@ -1,15 +1,34 @@
 """Adagrad on rows (Duchi et al. 2011), with a sum of squares for each entry or each row."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from .. import kernels
 from .._check import not_negative_number
-from ..kernels.optim.row_slice import RowSlice
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, Rule, gradient_sign, refuse_coupled_decay
+from .rule import Options, RowOptions, Rule, Step, gradient_sign, refuse_coupled_decay
+
+
+class AdagradNumbers(NamedTuple):
+    """Numbers of a step of Adagrad; ``lr`` with its decay."""
+
+    sign: Any
+    coupled_decay: Any
+    lr: Any
+    eps: Any
+
+
+class AdagradStep(AdagradNumbers, Step):
+    """Step of Adagrad."""
+
+    def accumulate(self, ops: Any, square: Any, total: Any) -> Any:
+        return total + square
+
+    def move(self, ops: Any, weight: Any, gradient: Any, total: Any) -> Any:
+        return weight - self.lr * gradient / (ops.sqrt(total) + self.eps)
+
+    def update(self, ops: Any, weight: Any, gradient: Any, total: Any) -> Any:
+        total = self.accumulate(ops, gradient * gradient, total)
+        return self.move(ops, weight, gradient, total), total
 
 
 class Adagrad(Rule):
@@ -28,19 +47,19 @@ class Adagrad(Rule):
     def initial_state(self, options: Options) -> dict[str, float]:
         return {"sum": float(options["initial_accumulator_value"])}
 
-    def update(
-        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
-    ) -> None:
-        lr = float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"]))
-        decay, eps = float(options["weight_decay"]), float(options["eps"])
-        kernels.adagrad_update(rows, gradient, gradient_sign(options), decay, lr, eps)
+    def step_values(self, ops: Any, options: Options, step: Any) -> AdagradStep:
+        return AdagradStep(
+            sign=gradient_sign(options),
+            coupled_decay=float(options["weight_decay"]),
+            lr=options["lr"] / (1 + (step - 1) * float(options["lr_decay"])),
+            eps=float(options["eps"]),
+        )
 
 
 class WiseAdagrad(Adagrad):
     """Adagrad with one sum per row, of the mean squares of its gradients."""
 
-    def state_width(self, width: int) -> int:
-        return 1
+    is_row_wise: ClassVar[bool] = True
 
 
 @dataclass

@@ -1,29 +1,33 @@
-"""Adam and AdamW on rows (Kingma and Ba 2015, Loshchilov and Hutter 2019)."""
+"""Adam and AdamW on rows (Kingma and Ba 2015, Loshchilov and Hutter 2019).
+
+After missed steps, a weight is
+
+    w · Π decayᵢ  −  m · Σᵢ aᵢ / (bᵢ √v + ε)
+
+with ``aᵢ`` and ``bᵢ`` the same for every column. The sum has no closed form, but as a
+function of ``u = ε / (ε + scale · √v)`` it is ``u / ε`` times a function that is smooth on
+[0, 1]. A polynomial of degree 11 through Chebyshev points approximates that function to
+1e-8, usually to rounding. Polynomials add up, so the coefficients of each step contain one,
+and catching up a row is one pass over it. Where the polynomial's highest terms show that it
+is not accurate enough (β₁² > β₂, or the first steps with a large β₁), the missed steps are
+replayed one by one.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .. import kernels
-from ..kernels.optim.coefficients import (
-    FIRST_DECAY,
-    NUM_ADAM,
-    NUM_POINTS,
-    POLYNOMIAL,
-    ROOT_SCALE,
-    SECOND_DECAY,
-    WEIGHT_DECAY,
-)
-from ..kernels.optim.row_slice import RowSlice, StaleRows
-from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
 from .rule import (
+    TINY,
+    MissedCoefficients,
     Options,
     RowOptions,
     Rule,
-    State,
+    Step,
     check_fractions,
     gradient_sign,
     refuse_coupled_decay,
@@ -31,16 +35,174 @@ from .rule import (
 
 # A first moment that has decayed this far moves weights by less than rounding does.
 NEGLIGIBLE = 1e-24
+# Largest accurate size of a polynomial's highest terms, relative to its constant term.
+ACCURATE = 1e-5
+# Number of points through which the polynomial is interpolated.
+NUM_POINTS = 12
+
+
+def interpolation() -> tuple[np.ndarray, np.ndarray]:
+    """Return Chebyshev points on [0, 1] and the Lagrange polynomial of each.
+
+    The points are a column and include both ends. Column ``k`` of the second array has the
+    coefficients, in powers of ``2 u − 1``, of the polynomial that is 1 at point ``k`` and 0
+    at the others.
+    """
+    z = -np.cos(np.pi * np.arange(NUM_POINTS) / (NUM_POINTS - 1))
+    return (1 + z[:, None]) / 2, np.linalg.inv(np.vander(z, increasing=True))
+
+
+POINTS, BASIS = interpolation()
+
+
+class AdamNumbers(NamedTuple):
+    """Numbers of step t of Adam.
+
+    ``weight_factor`` is that of decoupled weight decay, ``share`` is 1 − β, ``size`` is
+    lr / (1 − β₁ᵗ) and ``unbias`` is 1 / √(1 − β₂ᵗ).
+    """
+
+    sign: Any
+    coupled_decay: Any
+    weight_factor: Any
+    beta1: Any
+    share1: Any
+    beta2: Any
+    share2: Any
+    size: Any
+    unbias: Any
+    eps: Any
+
+
+class AdamStep(AdamNumbers, Step):
+    """Step of Adam."""
+
+    def update(self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any) -> Any:
+        mean = mean + self.share1 * (gradient - mean)
+        square = self.beta2 * square + self.share2 * gradient * gradient
+        root = ops.sqrt(square) * self.unbias + self.eps
+        return self.weight_factor * weight - self.size * mean / root, mean, square
+
+
+class AmsgradStep(AdamNumbers, Step):
+    """Step that divides by the largest second moment so far."""
+
+    def update(
+        self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any, largest: Any
+    ) -> Any:
+        mean = mean + self.share1 * (gradient - mean)
+        square = self.beta2 * square + self.share2 * gradient * gradient
+        largest = ops.maximum(largest, square)
+        root = ops.sqrt(largest) * self.unbias + self.eps
+        weight = self.weight_factor * weight - self.size * mean / root
+        return weight, mean, square, largest
+
+
+class AdamMissedNumbers(NamedTuple):
+    """Coefficients of missed steps of Adam.
+
+    ``mean_factor`` is a product of β₁, ``square_factor`` of β₂, and ``root_scale`` the
+    scale of √v in ``u``. ``p0`` to ``p11`` are the polynomial in ``2 u − 1``.
+    """
+
+    weight_factor: Any
+    mean_factor: Any
+    square_factor: Any
+    root_scale: Any
+    eps: Any
+    p0: Any
+    p1: Any
+    p2: Any
+    p3: Any
+    p4: Any
+    p5: Any
+    p6: Any
+    p7: Any
+    p8: Any
+    p9: Any
+    p10: Any
+    p11: Any
+
+
+class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
+    """Missed steps of Adam."""
+
+    replays: ClassVar[bool] = True
+
+    def advance(self, ops: Any, step: AdamNumbers) -> Any:
+        decayed = self.decayed(step)
+        mean_factor = decayed.mean_factor
+        ratio = ops.sqrt(decayed.kept_square()) * step.unbias / decayed.root_scale
+        # β₂ = 0 has no polynomial: it gets NaN, which is not accurate.
+        terms = step.size * mean_factor / (ratio * (1 - POINTS) + POINTS)
+        terms = ops.where(ops.isinf(terms), np.nan, terms)
+        terms = ops.where(mean_factor >= NEGLIGIBLE, terms, 0.0)
+        polynomial = ops.stack(decayed[5:]) + BASIS @ terms
+        return type(self)(*decayed[:5], *polynomial)
+
+    def decayed(self, step: AdamNumbers) -> Any:
+        """Return the coefficients after a step in which the moments move no weight."""
+        return type(self)(
+            step.weight_factor * self.weight_factor,
+            step.beta1 * self.mean_factor,
+            step.beta2 * self.square_factor,
+            self.root_scale,
+            self.eps,
+            *(step.weight_factor * number for number in self[5:]),
+        )
+
+    def kept_square(self) -> Any:
+        """Return the factor of the second moment that weights are divided by."""
+        return self.square_factor
+
+    @classmethod
+    def advance_columns(cls, columns: np.ndarray, step: Any) -> None:
+        # The first moments of rows last updated before these steps are negligible.
+        first = np.searchsorted(cls(*columns).mean_factor * step.beta1, NEGLIGIBLE)
+        old, new = columns[:, :first], columns[:, first:]
+        old[:] = np.stack(cls(*old).decayed(step))
+        new[:] = np.stack(cls(*new).advance(np, step))
+
+    def is_accurate(self, ops: Any) -> Any:
+        # False for NaN too.
+        error = ops.absolute(self.p11) / 1024 + ops.absolute(self.p10) / 512
+        return error <= ACCURATE * ops.absolute(self.p0)
+
+    def move_missed(self, ops: Any, weight: Any, mean: Any, square: Any) -> Any:
+        """Return the weight after the missed steps."""
+        root = self.root_scale * ops.sqrt(square)
+        # 2 u − 1
+        z = (self.eps - root) / (self.eps + root)
+        y = ((((self.p11 * z + self.p10) * z + self.p9) * z + self.p8) * z + self.p7) * z
+        y = ((((y + self.p6) * z + self.p5) * z + self.p4) * z + self.p3) * z + self.p2
+        y = (y * z + self.p1) * z + self.p0
+        return self.weight_factor * weight - mean * y / (self.eps + root)
+
+    def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
+        mean, square = state
+        weight = self.move_missed(ops, weight, mean, square)
+        return weight, self.mean_factor * mean, self.square_factor * square
+
+
+class AmsgradCoefficients(AdamCoefficients):
+    """Missed steps that divide by the largest second moment, which does not change."""
+
+    def kept_square(self) -> Any:
+        return 0.0 * self.square_factor + 1.0
+
+    def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
+        mean, square, largest = state
+        weight = self.move_missed(ops, weight, mean, largest)
+        return weight, self.mean_factor * mean, self.square_factor * square, largest
 
 
 class Adam(Rule):
-    """Adam; see :mod:`firstlayer.kernels.optim.adam` for how missed steps add up.
+    """Adam.
 
     In lazy mode ε is added to the root before its bias correction, not after it, as in
     ``SparseAdam`` and TensorFlow.
     """
 
-    num_coefficients: ClassVar[int] = NUM_ADAM
     array_names: ClassVar[frozenset[str]] = frozenset((
         "exp_avg",
         "exp_avg_sq",
@@ -49,10 +211,6 @@ class Adam(Rule):
     depends_on_step: ClassVar[bool] = True
     #: Whether weight decay is decoupled, not added to the gradient.
     decoupled: ClassVar[bool] = False
-
-    def __init__(self, *, lazy: bool = False) -> None:
-        super().__init__(lazy=lazy)
-        self._points, self._basis = interpolation()
 
     def check(self, options: Options) -> None:
         super().check(options)
@@ -65,13 +223,16 @@ class Adam(Rule):
         return names | ({"max_exp_avg_sq": 0.0} if options["amsgrad"] else {})
 
     def frozen_options(self, options: Options) -> tuple[Any, ...]:
-        return float(options["eps"]), bool(options["amsgrad"])
+        return *super().frozen_options(options), float(options["eps"])
 
-    def adapt_state(self, state: State, options: Options) -> None:
+    def adapted_state(
+        self, ops: Any, options: Options, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if not options["amsgrad"]:
+            return {}
         # The next step would take this maximum for every row.
-        if options["amsgrad"]:
-            largest, beta2 = state["max_exp_avg_sq"], float(options["betas"][1])
-            np.maximum(largest, beta2 * state["exp_avg_sq"], out=largest)
+        least = float(options["betas"][1]) * state["exp_avg_sq"]
+        return {"max_exp_avg_sq": ops.maximum(state["max_exp_avg_sq"], least)}
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         return False
@@ -79,73 +240,56 @@ class Adam(Rule):
     def moves_without_gradient(self, options: Options) -> bool:
         return True
 
-    def caught_up_coefficients(self, options: Options, step: int) -> Any:
-        coefficients = np.zeros(NUM_ADAM)
-        coefficients[[WEIGHT_DECAY, FIRST_DECAY, SECOND_DECAY]] = 1.0
-        coefficients[ROOT_SCALE] = _root_scale(options, step)
-        return coefficients
-
-    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
-        beta1, beta2 = map(float, options["betas"])
-        size, unbias = float(options["lr"]) / (1 - beta1**step), 1 / (1 - beta2**step)
-        decay, coefficients = self._weight_decay(options), missed.coefficients
-        factors = [decay, beta1, beta2, 1.0] + NUM_POINTS * [decay]
-        coefficients *= np.array(factors)[:, None]
-        # The first moments of rows last updated before these steps are negligible.
-        first = np.searchsorted(coefficients[FIRST_DECAY], NEGLIGIBLE)
-        coefficients = coefficients[:, first:]
-        second_decay = 1.0 if options["amsgrad"] else coefficients[SECOND_DECAY]
-        ratio = np.sqrt(second_decay * unbias) / coefficients[ROOT_SCALE]
-        # β₂ = 0 has no polynomial; the kernel replays such steps one by one.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            denominator = ratio * (1 - self._points) + self._points
-            terms = size * coefficients[FIRST_DECAY] / denominator
-            # The kernel's test of accuracy rejects NaN, but would accept infinity.
-            terms[np.isinf(terms)] = np.nan
-            coefficients[POLYNOMIAL:] += self._basis @ terms
-        step_values = size, beta1, beta2, unbias
-        missed.append(self.caught_up_coefficients(options, step), step_values)
-
-    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        kernels.adam_catch_up(
-            rows,
-            missed.all_coefficients,
-            steps=missed.all_steps,
-            count=missed.count,
-            eps=missed.frozen_options[0],
-            amsgrad=missed.frozen_options[1],
+    def step_values(self, ops: Any, options: Options, step: Any) -> Any:
+        lr, (beta1, beta2) = options["lr"], map(float, options["betas"])
+        decay, eps = float(options["weight_decay"]), float(options["eps"])
+        unbias = 1 / ops.sqrt(1 - beta2**step)
+        return (AmsgradStep if options["amsgrad"] else AdamStep)(
+            sign=gradient_sign(options),
+            coupled_decay=0.0 if self.decoupled else decay,
+            weight_factor=1 - lr * (decay if self.decoupled else 0.0),
+            beta1=beta1,
+            share1=1 - beta1,
+            beta2=beta2,
+            share2=1 - beta2,
+            size=lr / (1 - beta1**step),
+            unbias=unbias,
+            eps=eps * unbias if self.lazy else eps,
         )
 
-    def update(
-        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
-    ) -> None:
-        beta1, beta2 = map(float, options["betas"])
-        unbias, eps = 1 / math.sqrt(1 - beta2**step), float(options["eps"])
-        kernels.adam_update(
-            rows,
-            gradient,
-            gradient_sign(options),
-            0.0 if self.decoupled else float(options["weight_decay"]),
-            self._weight_decay(options),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            float(options["lr"]) / (1 - beta1**step),
-            unbias,
-            eps * unbias if self.lazy else eps,
-            amsgrad=bool(options["amsgrad"]),
-        )
+    def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
+        return AmsgradCoefficients if options["amsgrad"] else AdamCoefficients
 
-    def _weight_decay(self, options: Options) -> float:
-        """Return the factor that decoupled weight decay multiplies weights by."""
-        decay = float(options["weight_decay"]) if self.decoupled else 0.0
-        return 1 - float(options["lr"]) * decay
+    def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
+        eps = float(options["eps"])
+        return (AmsgradCoefficients if options["amsgrad"] else AdamCoefficients)(
+            1.0,
+            1.0,
+            1.0,
+            _root_scale(ops, options, step),
+            # Smaller coefficients count as zero.
+            max(eps, TINY) if eps else 0.0,
+            *NUM_POINTS * (0.0,),
+        )
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay."""
 
     decoupled: ClassVar[bool] = True
+
+
+def _root_scale(ops: Any, options: Options, step: Any) -> Any:
+    """Return a typical factor of √v in the missed steps that matter most.
+
+    It determines where the polynomial is most accurate, so an estimate is enough.
+    """
+    beta1, beta2 = map(float, options["betas"])
+    second_decay = 1.0 if options["amsgrad"] else beta2
+    # Each missed step's term is this much smaller than the one before.
+    ratio = beta1 / math.sqrt(second_decay) if second_decay else 1.0
+    ahead = min(1 / (1 - ratio), 1000.0) if ratio < 1 else 50.0
+    return ops.maximum(ops.sqrt(second_decay**ahead / (1 - beta2 ** (step + ahead))), 1e-6)
 
 
 @dataclass
@@ -226,27 +370,3 @@ class RowAdamW(RowOptimizer):
     @with_options(AdamWOptions)
     def __init__(self, layer: Any, options: AdamWOptions) -> None:
         super().__init__(layer, options)
-
-
-def interpolation() -> tuple[np.ndarray, np.ndarray]:
-    """Return Chebyshev points on [0, 1] and the Lagrange polynomial of each.
-
-    The points are a column and include both ends. Column ``k`` of the second array has the
-    coefficients, in powers of ``2 u − 1``, of the polynomial that is 1 at point ``k`` and 0
-    at the others.
-    """
-    z = -np.cos(np.pi * np.arange(NUM_POINTS) / (NUM_POINTS - 1))
-    return (1 + z[:, None]) / 2, np.linalg.inv(np.vander(z, increasing=True))
-
-
-def _root_scale(options: Options, step: int) -> float:
-    """Return a typical factor of √v in the missed steps that matter most.
-
-    It determines where the polynomial is most accurate, so an estimate is enough.
-    """
-    beta1, beta2 = map(float, options["betas"])
-    second_decay = 1.0 if options["amsgrad"] else beta2
-    # Each missed step's term is this much smaller than the one before.
-    ratio = beta1 / math.sqrt(second_decay) if second_decay else 1.0
-    ahead = min(1 / (1 - ratio), 1000.0) if ratio < 1 else 50.0
-    return max(math.sqrt(second_decay**ahead / (1 - beta2 ** (step + ahead))), 1e-6)

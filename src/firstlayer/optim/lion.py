@@ -1,22 +1,89 @@
-"""Lion on rows (Chen et al. 2023, https://arxiv.org/abs/2302.06675)."""
+"""Lion on rows (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
+
+Without a gradient the average of gradients only shrinks. Its sign, which determines the
+update, does not change, so missed steps add up to one.
+"""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from .. import kernels
-from ..kernels.optim.coefficients import NUM_LION, SIGN_STEP
-from ..kernels.optim.row_slice import RowSlice, StaleRows
-from .missed_steps import MissedSteps
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, Rule, check_fractions, gradient_sign
+from .rule import (
+    MissedCoefficients,
+    Options,
+    RowOptions,
+    Rule,
+    Step,
+    check_fractions,
+    gradient_sign,
+)
+
+# Lower bound of a shrinking average: at zero it would lose its sign.
+SMALLEST = 1e-29
+
+
+class LionNumbers(NamedTuple):
+    """Numbers of a step of Lion: β and 1 − β of the update and of the stored average."""
+
+    sign: Any
+    coupled_decay: Any
+    weight_factor: Any
+    lr: Any
+    beta1: Any
+    share1: Any
+    beta2: Any
+    share2: Any
+
+
+class LionStep(LionNumbers, Step):
+    """Step of Lion."""
+
+    def total_gradient(self, ops: Any, weight: Any, gradient: Any) -> Any:
+        return self.sign * gradient
+
+    def update(self, ops: Any, weight: Any, gradient: Any, mean: Any) -> Any:
+        direction = ops.sign(self.beta1 * mean + self.share1 * gradient)
+        weight = self.weight_factor * weight - self.lr * direction
+        return weight, self.beta2 * mean + self.share2 * gradient
+
+
+class LionMissedNumbers(NamedTuple):
+    """Coefficients of missed steps of Lion.
+
+    ``sign_step`` is the sum of the learning rates, each times the weight decay of the steps
+    after it.
+    """
+
+    weight_factor: Any
+    sign_step: Any
+    mean_factor: Any
+    smallest: Any
+
+
+class LionCoefficients(LionMissedNumbers, MissedCoefficients):
+    """Missed steps of Lion."""
+
+    def advance(self, ops: Any, step: LionNumbers) -> Any:
+        moved = ops.where(step.beta1 > 0, step.lr, 0.0)
+        return LionCoefficients(
+            weight_factor=step.weight_factor * self.weight_factor,
+            sign_step=step.weight_factor * self.sign_step + moved,
+            mean_factor=step.beta2 * self.mean_factor,
+            smallest=self.smallest,
+        )
+
+    def catch_up(self, ops: Any, weight: Any, mean: Any) -> Any:
+        direction = ops.sign(mean)
+        size = ops.maximum(ops.absolute(mean) * self.mean_factor, self.smallest)
+        return (
+            self.weight_factor * weight - self.sign_step * direction,
+            direction * size,
+        )
 
 
 class Lion(Rule):
     """Lion: updates weights by the sign of an average of gradients."""
 
-    num_coefficients: ClassVar[int] = NUM_LION
     array_names: ClassVar[frozenset[str]] = frozenset(("exp_avg",))
 
     def check(self, options: Options) -> None:
@@ -37,27 +104,24 @@ class Lion(Rule):
     def moves_without_gradient(self, options: Options) -> bool:
         return True
 
-    def caught_up_coefficients(self, options: Options, step: int) -> Any:
-        return 1.0, 0.0, 1.0
+    def step_values(self, ops: Any, options: Options, step: Any) -> LionStep:
+        lr, (beta1, beta2) = options["lr"], map(float, options["betas"])
+        return LionStep(
+            sign=gradient_sign(options),
+            coupled_decay=0.0,
+            weight_factor=1 - lr * float(options["weight_decay"]),
+            lr=lr,
+            beta1=beta1,
+            share1=1 - beta1,
+            beta2=beta2,
+            share2=1 - beta2,
+        )
 
-    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
-        lr, (beta1, beta2) = float(options["lr"]), map(float, options["betas"])
-        decay = 1 - lr * float(options["weight_decay"])
-        coefficients = missed.coefficients
-        coefficients *= [[decay], [decay], [beta2]]
-        coefficients[SIGN_STEP] += lr if beta1 else 0.0
-        missed.append(self.caught_up_coefficients(options, step))
+    def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
+        return LionCoefficients
 
-    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        kernels.lion_catch_up(rows, missed.all_coefficients)
-
-    def update(
-        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
-    ) -> None:
-        lr, (beta1, beta2) = float(options["lr"]), map(float, options["betas"])
-        decay = 1 - lr * float(options["weight_decay"])
-        sign = gradient_sign(options)
-        kernels.lion_update(rows, gradient, sign, decay, lr, beta1, beta2)
+    def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
+        return LionCoefficients(1.0, 0.0, 1.0, SMALLEST)
 
 
 @dataclass

@@ -4,23 +4,15 @@ Without a gradient, many steps of most rules have the effect of one: a few coeff
 same for every column, that depend only on the step at which the row was last updated.
 :class:`MissedSteps` stores these coefficients for every such step, and each recorded step
 advances all of them, so that schedules of learning rate, momentum and decay are followed
-exactly. Lipton and Elkan 2015 (https://arxiv.org/abs/1505.06449) do so for SGD with decay.
+exactly.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
-from ..kernels.optim.coefficients import (
-    AVERAGE_DECAY,
-    BUFFER_FROM_BUFFER,
-    BUFFER_FROM_WEIGHT,
-    NUM_STEP_VALUES,
-    WEIGHT_FROM_BUFFER,
-    WEIGHT_FROM_WEIGHT,
-)
+from .rule import MissedCoefficients, Options, Rule
 
 # Every row catches up after this many steps. Advancing the coefficients of as many steps
 # takes microseconds, and the cost of catching up is amortized over them.
@@ -34,18 +26,37 @@ class MissedSteps:
     step ``k``; column 0 is for rows not updated since then.
 
     Args:
-        num_coefficients: Number of coefficients per step.
+        rule: Update rule.
+        options: Options of the rule. The frozen ones do not change in the recorded steps.
+        step: Number of steps taken before.
     """
 
-    def __init__(self, num_coefficients: int) -> None:
-        #: Coefficients, allocated for the maximum number of steps.
-        self.all_coefficients = np.empty((num_coefficients, MAX_STEPS + 1))
-        #: Hyperparameters of each step, for rules that replay steps one by one.
-        self.all_steps = np.empty((NUM_STEP_VALUES, MAX_STEPS + 1))
+    def __init__(self, rule: Rule, options: Options, step: int) -> None:
+        self.rule = rule
+        #: Options that the steps were recorded with at the beginning.
+        self.options = {name: options[name] for name in options if name != "params"}
+        #: Named tuple of the coefficients.
+        self.kind: type[MissedCoefficients] = rule.coefficients_class(options)
+        #: Names of the arrays that missed steps change, in the rule's order.
+        self.names = tuple(rule.initial_state(options))
+        #: Options that are the same in all recorded steps; see ``Rule.frozen_options``.
+        self.frozen_options = rule.frozen_options(options)
         #: Number of recorded steps.
         self.count = 0
-        #: Options that are the same in all recorded steps; see ``Rule.frozen_options``.
-        self.frozen_options: tuple[Any, ...] = ()
+        #: Numbers of a step, for their types; of the options at the beginning.
+        self.step_values: Any = host_values(rule, options, step + 1)
+        num_coefficients = len(getattr(self.kind, "_fields", ()))
+        #: Coefficients, allocated for the maximum number of steps.
+        self.all_coefficients = np.empty((num_coefficients, MAX_STEPS + 1))
+        num_values = len(self.step_values) if self.replays else 0
+        #: Numbers of each step, for rules that replay steps one by one.
+        self.all_steps = np.empty((num_values, MAX_STEPS + 1))
+        self._set_column(options, step)
+
+    @property
+    def replays(self) -> bool:
+        """Whether some missed steps may have to be replayed one by one."""
+        return self.kind.replays
 
     @property
     def coefficients(self) -> Float64[np.ndarray, "num_coefficients steps"]:
@@ -57,37 +68,45 @@ class MissedSteps:
         """Whether no further step can be recorded."""
         return self.count == MAX_STEPS
 
-    def restart(self, coefficients: Any, frozen_options: tuple[Any, ...]) -> None:
-        """Discard all steps.
+    def restart(self, options: Options, step: int) -> None:
+        """Discard all steps; the frozen options stay the same."""
+        self.count = 0
+        self._set_column(options, step)
+
+    def record(self, values: Any, options: Options, step: int) -> None:
+        """Record a step that rows without a gradient miss.
 
         Args:
-            coefficients: Coefficients of a row that is up to date.
-            frozen_options: Options that will not change in the recorded steps.
+            values: Numbers of the step, as floats.
+            options: Options of the step.
+            step: Number of the step, from 1.
         """
-        self.count, self.frozen_options = 0, frozen_options
-        self.all_coefficients[:, 0] = coefficients
-
-    def append(self, coefficients: Any, step: Any = 0.0) -> None:
-        """Record one more step.
-
-        Args:
-            coefficients: Coefficients of a row that is up to date after this step.
-            step: Hyperparameters of this step.
-        """
+        recorded = self.coefficients
         if self.count % 256 == 255:
             # Arithmetic on denormals is slow.
-            recorded = self.coefficients
             recorded[np.abs(recorded) < 1e-200] = 0.0
+        # A warning that is turned into an error must not end a recording.
+        with np.errstate(all="ignore"):
+            self.kind.advance_columns(recorded, values)
         self.count += 1
-        self.all_coefficients[:, self.count] = coefficients
-        self.all_steps[:, self.count] = step
+        self._set_column(options, step)
+        if self.replays:
+            self.all_steps[:, self.count] = values
+
+    def _set_column(self, options: Options, step: int) -> None:
+        """Set the last column to the coefficients of a row that is up to date."""
+        caught_up = self.rule.caught_up_coefficients(np, options, step)
+        self.all_coefficients[:, self.count] = caught_up
 
 
-def advance_linear(coefficients: np.ndarray, step: Sequence[float]) -> None:
-    """Multiply linear coefficients (SGD, RMSprop) in place by those of one more step."""
-    bb, bw, wb, ww, average = step
-    buffer = coefficients[[BUFFER_FROM_BUFFER, BUFFER_FROM_WEIGHT]]
-    weight = coefficients[[WEIGHT_FROM_BUFFER, WEIGHT_FROM_WEIGHT]]
-    coefficients[[BUFFER_FROM_BUFFER, BUFFER_FROM_WEIGHT]] = bb * buffer + bw * weight
-    coefficients[[WEIGHT_FROM_BUFFER, WEIGHT_FROM_WEIGHT]] = wb * buffer + ww * weight
-    coefficients[AVERAGE_DECAY] *= average
+def host_values(rule: Rule, options: Options, step: int) -> Any:
+    """Return the numbers of a step as Python floats.
+
+    Example:
+        >>> from firstlayer.optim.adagrad import Adagrad, AdagradOptions
+        >>> host_values(Adagrad(), AdagradOptions(lr=0.5).hyperparameters(), 1)
+        AdagradStep(sign=1.0, coupled_decay=0.0, lr=0.5, eps=1e-10)
+    """
+    options = {**options, "lr": float(options["lr"])}
+    values = rule.step_values(np, options, step)
+    return type(values)(*map(float, values))

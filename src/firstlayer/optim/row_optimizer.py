@@ -12,7 +12,7 @@ from .._check import check_real, integers, not_masked, one_of
 from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
-from .table_state import TableState, checked_step
+from .table_state import TableState, check_stored_step, checked_step
 
 # Names in a layer's gradients that are inputs, not parameters.
 INPUTS = ("x", "inputs_embeds", "per_sample_weights")
@@ -110,12 +110,15 @@ class RowOptimizer:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Bring every row up to date and return copies of the state's arrays.
 
-        Keys are ``"{parameter}.{array}"`` and ``"{parameter}.step"``.
+        Keys are ``"{parameter}.{array}"`` and ``"{parameter}.step"``. The state of a table
+        on disk is in its store: only its step is returned, and its rows may stay stale.
         """
-        self.flush()
         arrays = {}
         for name, state in self.table_states.items():
             arrays[f"{name}.step"] = np.array(state.step_count)
+            if state.stored is not None:
+                continue
+            state.catch_up()
             for key, array in state.state.items():
                 arrays[f"{name}.{key}"] = array.copy()
         return arrays
@@ -124,7 +127,9 @@ class RowOptimizer:
         """Continue from a state. Nothing changes if it does not fit."""
         loaded = {name: self._loaded(name, state) for name in self.table_states}
         with held_interrupts():
-            self.flush()
+            for name, table_state in self.table_states.items():
+                if loaded[name] is not table_state:
+                    table_state.catch_up()
             self.table_states |= loaded
             self._attach()
 
@@ -139,6 +144,7 @@ class RowOptimizer:
             stochastic_rounding=self.stochastic_rounding and is_bfloat16,
             state=state,
             step=step,
+            store=getattr(self._tables.get(name), "store", None),
         )
 
     def _table(self, name: str) -> Callable[[], np.ndarray]:
@@ -156,8 +162,9 @@ class RowOptimizer:
     def _attach(self) -> None:
         """Put the states on the layers, which catch up with them before they read rows."""
         for name, owner in self._tables.items():
-            if owner.table_state is not None:
-                owner.table_state.catch_up()
+            known = owner.table_state
+            if known is not None and known is not self.table_states[name]:
+                known.catch_up()
             owner.table_state = None if self.rule.lazy else self.table_states[name]
 
     def _checked_gradient(
@@ -206,6 +213,10 @@ class RowOptimizer:
             if key.startswith(prefix) and "." not in key.removeprefix(prefix)
         }
         required = self.rule.initial_state(self.options).keys() | current.keys()
+        if saved == {"step"} and self.table_states[name].stored is not None:
+            table_state = self.table_states[name]
+            check_stored_step(table_state, state[f"{name}.step"], name=f"{name}.step")
+            return table_state
         if "step" not in saved or saved - {"step"} != required:
             expected = sorted(prefix + key for key in ("step", *required))
             got = sorted(prefix + key for key in saved)

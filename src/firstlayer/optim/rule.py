@@ -1,9 +1,23 @@
-"""Interface between a row optimizer and an update rule such as SGD or Adam.
+"""Specification of an update rule such as SGD or Adam.
 
-A rule updates rows that have a gradient (:meth:`Rule.update`), records what a step does to
-rows without one (:meth:`Rule.record_step`), and applies the recorded steps to stale rows
-(:meth:`Rule.catch_up`). A :class:`RowOptions` dataclass per optimizer holds its arguments
-and their defaults, for NumPy and for torch.
+A rule is written once, as pure functions of numbers or arrays, and executed three ways:
+compiled into kernels for tables on the CPU (:mod:`firstlayer.kernels.optim.drivers`), with
+torch operators on any device, and in JAX under jit. Each rule is one file with
+
+- a subclass of :class:`Step` per variant (with or without momentum, say): a named tuple of
+  the numbers of one step, whose :meth:`Step.update` changes a weight that has a gradient;
+- a subclass of :class:`MissedCoefficients` per variant: a named tuple of the coefficients
+  that catch up a row which had no gradient in some steps;
+- a :class:`Rule`, which chooses the variant and computes its numbers from the options;
+- a :class:`RowOptions` dataclass with the arguments and their defaults, for all front ends.
+
+A step without a gradient is, by definition, an update with a gradient of zero.
+
+``ops`` is the array namespace: ``numpy``, ``torch``, ``jax.numpy``, or the scalar functions
+of :mod:`firstlayer.kernels.optim.scalars`. Methods that kernels compile
+(:data:`firstlayer.kernels.optim.drivers.METHODS`) use operators and ``ops.sqrt``, ``sign``,
+``absolute`` and ``maximum`` only, and no number literals: a literal would make float32
+kernels compute in float64.
 """
 
 import inspect
@@ -15,13 +29,91 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from .._check import not_negative_number, number
-from ..kernels.optim.row_slice import RowSlice, StaleRows
-from .missed_steps import MissedSteps
 
 Mode = Literal["exact", "lazy"]
 MODES = ("exact", "lazy")
 Options = Mapping[str, Any]
 State = dict[str, np.ndarray]
+
+# Coefficients below this count as zero: arithmetic on float32 denormals is slow.
+TINY = 1e-30
+
+
+class Step:
+    """Numbers of one step; base of the named tuples.
+
+    Methods take a weight and its state, in the order of :meth:`Rule.initial_state`, as
+    numbers or as arrays that broadcast, and return new values.
+    """
+
+    #: Fields that every named tuple has: the factor of the gradient (−1 to maximize), and
+    #: weight decay that is added to the gradient.
+    sign: Any
+    coupled_decay: Any
+
+    def total_gradient(self, ops: Any, weight: Any, gradient: Any) -> Any:
+        """Return the gradient that :meth:`update` takes, with sign and weight decay."""
+        return self.sign * gradient + self.coupled_decay * weight
+
+    def accumulate(self, ops: Any, square: Any, total: Any) -> Any:
+        """Return the accumulated squares of gradients after one more square.
+
+        In row-wise rules ``square`` is the mean square of the row's total gradient.
+        """
+        raise NotImplementedError
+
+    def move(self, ops: Any, weight: Any, gradient: Any, total: Any) -> Any:
+        """Return the weight after a step, given its accumulated squares."""
+        raise NotImplementedError
+
+    def update(self, ops: Any, weight: Any, gradient: Any, *state: Any) -> Any:
+        """Return ``(weight, *state)`` after a step with a total gradient."""
+        raise NotImplementedError
+
+
+class MissedCoefficients:
+    """Coefficients of missed steps; base of the named tuples.
+
+    A recorded step ``k`` has one number per field, which catches up a row that was last
+    updated at step ``k``. :class:`firstlayer.optim.missed_steps.MissedSteps` stores the
+    numbers of all recorded steps as columns of a float64 array.
+    """
+
+    #: Whether steps are replayed where :meth:`is_accurate` is False.
+    replays: ClassVar[bool] = False
+    #: Field that every named tuple has: the factor of the weight. It is all that rows whose
+    #: state is zero need if :meth:`keeps_zero_state`.
+    weight_factor: Any
+
+    def advance(self, ops: Any, step: Any) -> Any:
+        """Return the coefficients after one more missed step; fields are vectors.
+
+        Args:
+            ops: Array namespace of float64 arrays.
+            step: Numbers of the step, a :class:`Step`.
+        """
+        raise NotImplementedError
+
+    def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
+        """Return ``(weight, *state)`` after the missed steps."""
+        raise NotImplementedError
+
+    def keeps_zero_state(self) -> Any:
+        """Return whether a state of zeros stays zero in the missed steps."""
+        return True
+
+    def is_accurate(self, ops: Any) -> Any:
+        """Return whether :meth:`catch_up` is accurate.
+
+        Otherwise steps are replayed, as updates with a gradient of zero, up to the next
+        recorded step whose coefficients are accurate. Those of the last step always are.
+        """
+        return True
+
+    @classmethod
+    def advance_columns(cls, columns: np.ndarray, step: Any) -> None:
+        """Advance all recorded columns by one more missed step, in place."""
+        columns[:] = np.stack(cls(*columns).advance(np, step))
 
 
 class Rule:
@@ -33,12 +125,12 @@ class Rule:
         lazy: Whether rows without a gradient stay unchanged.
     """
 
-    #: Number of coefficients stored for a missed step.
-    num_coefficients: ClassVar[int] = 0
     #: Names of the arrays that the state may have, under any options.
     array_names: ClassVar[frozenset[str]] = frozenset()
     #: Whether an update depends on the number of steps taken before.
     depends_on_step: ClassVar[bool] = False
+    #: Whether the state has one number per row, changed by :meth:`Step.accumulate`.
+    is_row_wise: ClassVar[bool] = False
 
     def __init__(self, *, lazy: bool = False) -> None:
         self.lazy = lazy
@@ -50,7 +142,7 @@ class Rule:
                 not_negative_number(name, options[name])
 
     def initial_state(self, options: Options) -> dict[str, float]:
-        """Return the name and initial value of each array of the state."""
+        """Return the name and initial value of each array of the state, in order."""
         raise NotImplementedError
 
     def required_arrays(self, options: Options) -> set[str]:
@@ -59,14 +151,23 @@ class Rule:
 
     def state_width(self, width: int) -> int:
         """Return the width of the state's arrays for rows of ``width``."""
-        return width
+        return 1 if self.is_row_wise else width
 
     def frozen_options(self, options: Options) -> tuple[Any, ...]:
-        """Return the options that must not change while rows are stale."""
-        return ()
+        """Return the options that must not change while rows are stale.
 
-    def adapt_state(self, state: State, options: Options) -> None:
-        """Adjust a state in place to frozen options that may be new; no row is stale."""
+        Among them are the names of the arrays, which determine the variant of the rule.
+        """
+        return tuple(self.initial_state(options))
+
+    def adapted_state(
+        self, ops: Any, options: Options, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arrays to replace when frozen options may be new.
+
+        No row is stale. ``state`` may hold some of the rows.
+        """
+        return {}
 
     def is_noop_without_gradient(self, options: Options) -> bool:
         """Return whether a step without a gradient changes neither weight nor state."""
@@ -76,21 +177,53 @@ class Rule:
         """Return whether a step without a gradient changes weights."""
         return False
 
-    def caught_up_coefficients(self, options: Options, step: int) -> Any:
+    def step_values(self, ops: Any, options: Options, step: Any) -> Any:
+        """Return the numbers of a step, a :class:`Step`.
+
+        Args:
+            ops: Array namespace.
+            options: Options of this step. Under JAX ``lr`` may be traced; options that
+                choose a variant, ``betas`` and ``eps`` are Python numbers.
+            step: Number of the step, from 1; under JAX it may be traced.
+        """
+        raise NotImplementedError
+
+    def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
+        """Return the named tuple of coefficients; the base if missed steps are no-ops."""
+        return MissedCoefficients
+
+    def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
         """Return the coefficients of a row that is up to date after ``step``."""
         return ()
 
-    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
-        """Advance ``missed`` by one step. Steps count from 1."""
 
-    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        """Apply the missed steps to stale rows, in place."""
+def update_rows(
+    ops: Any, rule: Rule, values: Any, weight: Any, gradient: Any, state: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return ``(weight, *state)`` of rows after a step with a gradient.
 
-    def update(
-        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
-    ) -> None:
-        """Update rows that are up to date and have a gradient, in place."""
-        raise NotImplementedError
+    Args:
+        ops: Array namespace.
+        rule: Update rule.
+        values: Numbers of the step, of :meth:`Rule.step_values`.
+        weight: Rows, ``(n, width)``.
+        gradient: Gradient of each row, without sign and weight decay.
+        state: Rows of each array of the state.
+
+    Example:
+        >>> from firstlayer.optim.adagrad import AdagradOptions, WiseAdagrad
+        >>> rule = WiseAdagrad()
+        >>> values = rule.step_values(np, AdagradOptions(lr=0.5).hyperparameters(), 1)
+        >>> weight, gradient, total = np.ones((1, 2)), np.array([[3.0, 4.0]]), [[0.0]]
+        >>> update_rows(np, rule, values, weight, gradient, [np.array(total)])[1]
+        array([[12.5]])
+    """
+    total = values.total_gradient(ops, weight, gradient)
+    if not rule.is_row_wise:
+        return values.update(ops, weight, total, *state)
+    square = ops.mean(total * total, -1)[:, None]
+    sums = values.accumulate(ops, square, state[0])
+    return values.move(ops, weight, total, sums), sums
 
 
 @dataclass(kw_only=True)

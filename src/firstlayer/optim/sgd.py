@@ -1,27 +1,105 @@
-"""SGD on rows, with momentum and weight decay."""
+"""SGD on rows, with momentum and weight decay.
+
+Without a gradient, a step replaces a row's momentum buffer and weight by linear
+combinations of the two, the same for every column, so missed steps are applied exactly.
+Lipton and Elkan 2015 (https://arxiv.org/abs/1505.06449) do so for decay.
+"""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from .. import kernels
 from .._check import number
-from ..kernels.optim.coefficients import NUM_LINEAR
-from ..kernels.optim.row_slice import RowSlice, StaleRows
-from .missed_steps import MissedSteps, advance_linear
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, Rule, gradient_sign
+from .rule import MissedCoefficients, Options, RowOptions, Rule, Step, gradient_sign
+
+
+class SGDNumbers(NamedTuple):
+    """Numbers of a step of SGD.
+
+    The buffer becomes ``momentum · buffer + gain · gradient``, and the weight moves by
+    ``lr`` times ``direct · gradient + through · buffer``.
+    """
+
+    sign: Any
+    coupled_decay: Any
+    lr: Any
+    momentum: Any
+    gain: Any
+    direct: Any
+    through: Any
+
+
+class SGDStep(SGDNumbers, Step):
+    """Step without momentum."""
+
+    def update(self, ops: Any, weight: Any, gradient: Any) -> Any:
+        return (weight - self.lr * gradient,)
+
+
+class MomentumStep(SGDNumbers, Step):
+    """Step with momentum."""
+
+    def update(self, ops: Any, weight: Any, gradient: Any, buffer: Any) -> Any:
+        buffer = self.momentum * buffer + self.gain * gradient
+        return weight - self.lr * (self.direct * gradient + self.through * buffer), buffer
+
+
+class DecayNumbers(NamedTuple):
+    """Coefficients of missed steps without momentum."""
+
+    weight_factor: Any
+
+
+class DecayCoefficients(DecayNumbers, MissedCoefficients):
+    """Missed steps without momentum: weight decay."""
+
+    def advance(self, ops: Any, step: SGDNumbers) -> Any:
+        return DecayCoefficients(self.weight_factor * (1 - step.lr * step.coupled_decay))
+
+    def catch_up(self, ops: Any, weight: Any) -> Any:
+        return (self.weight_factor * weight,)
+
+
+class MomentumNumbers(NamedTuple):
+    """Coefficients of missed steps with momentum: a 2 × 2 matrix."""
+
+    weight_factor: Any
+    weight_from_buffer: Any
+    buffer_factor: Any
+    buffer_from_weight: Any
+
+
+class MomentumCoefficients(MomentumNumbers, MissedCoefficients):
+    """Missed steps with momentum, which weight decay enters."""
+
+    def advance(self, ops: Any, step: SGDNumbers) -> Any:
+        decay, gain = step.coupled_decay, step.gain
+        weight_factor = 1 - step.lr * (step.direct + step.through * gain) * decay
+        weight_from_buffer = -step.lr * step.through * step.momentum
+        ww, wb, bb, bw = self
+        return MomentumCoefficients(
+            weight_factor=weight_from_buffer * bw + weight_factor * ww,
+            weight_from_buffer=weight_from_buffer * bb + weight_factor * wb,
+            buffer_factor=step.momentum * bb + gain * decay * wb,
+            buffer_from_weight=step.momentum * bw + gain * decay * ww,
+        )
+
+    def catch_up(self, ops: Any, weight: Any, buffer: Any) -> Any:
+        return (
+            self.weight_factor * weight + self.weight_from_buffer * buffer,
+            self.buffer_from_weight * weight + self.buffer_factor * buffer,
+        )
+
+    def keeps_zero_state(self) -> Any:
+        return self.buffer_from_weight == 0
 
 
 class SGD(Rule):
     """SGD with momentum, Nesterov or not, and weight decay.
 
-    The decay is added to the gradient and enters the momentum. Both are linear in weight
-    and buffer, so missed steps are applied exactly.
+    The decay is added to the gradient and enters the momentum.
     """
 
-    num_coefficients: ClassVar[int] = NUM_LINEAR
     array_names: ClassVar[frozenset[str]] = frozenset(("momentum_buffer",))
 
     def check(self, options: Options) -> None:
@@ -46,34 +124,27 @@ class SGD(Rule):
     def moves_without_gradient(self, options: Options) -> bool:
         return not self.is_noop_without_gradient(options)
 
-    def caught_up_coefficients(self, options: Options, step: int) -> Any:
-        return 1.0, 0.0, 0.0, 1.0, 1.0
-
-    def record_step(self, missed: MissedSteps, options: Options, step: int) -> None:
-        decay, lr, momentum, gain, direct, through = self._hyperparameters(options, step)
-        moved = lr * (direct + through * gain) * decay
-        effect = [momentum, gain * decay, -lr * through * momentum, 1 - moved, 1.0]
-        if not momentum:
-            effect = [1.0, 0.0, 0.0, 1 - lr * decay, 1.0]
-        advance_linear(missed.coefficients, effect)
-        missed.append(self.caught_up_coefficients(options, step))
-
-    def catch_up(self, rows: StaleRows, missed: MissedSteps) -> None:
-        kernels.linear_catch_up(rows, missed.all_coefficients)
-
-    def update(
-        self, rows: RowSlice, gradient: np.ndarray, *, options: Options, step: int
-    ) -> None:
-        values = gradient_sign(options), *self._hyperparameters(options, step)
-        kernels.sgd_update(rows, gradient, *values, has_momentum=bool(options["momentum"]))
-
-    def _hyperparameters(self, options: Options, step: int) -> tuple[float, ...]:
+    def step_values(self, ops: Any, options: Options, step: Any) -> Any:
         momentum = float(options["momentum"])
-        # torch initializes the buffer with the gradient itself.
-        gain = 1.0 if step == 1 else 1 - float(options["dampening"])
         direct, through = (1.0, momentum) if options["nesterov"] else (0.0, 1.0)
-        decay, lr = float(options["weight_decay"]), float(options["lr"])
-        return decay, lr, momentum, gain, direct, through
+        return (MomentumStep if momentum else SGDStep)(
+            sign=gradient_sign(options),
+            coupled_decay=float(options["weight_decay"]),
+            lr=options["lr"],
+            momentum=momentum,
+            # torch initializes the buffer with the gradient itself.
+            gain=ops.where(step == 1, 1.0, 1 - float(options["dampening"])),
+            direct=direct,
+            through=through,
+        )
+
+    def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
+        return MomentumCoefficients if options["momentum"] else DecayCoefficients
+
+    def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
+        if options["momentum"]:
+            return MomentumCoefficients(1.0, 0.0, 1.0, 0.0)
+        return DecayCoefficients(1.0)
 
 
 @dataclass

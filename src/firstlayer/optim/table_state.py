@@ -23,8 +23,10 @@ from .._array import compute_dtype
 from .._check import is_float, out_of_range
 from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
-from .missed_steps import MissedSteps
+from ..stores.training import TrainingStore
+from .missed_steps import MissedSteps, host_values
 from .rule import Options, Rule, State
+from .stored_state import RetiredState, StoredState
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14
@@ -45,6 +47,8 @@ class TableState:
         stochastic_rounding: Round a bfloat16 table up or down at random.
         state: Arrays to continue from.
         step: Number of steps taken before ``state`` was saved.
+        store: Store of the table if it is trained on disk. The arrays are then files of the
+            store, and the state continues from the one that the store has.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TableState:
         stochastic_rounding: bool = False,
         state: State | None = None,
         step: int = 0,
+        store: TrainingStore | None = None,
     ) -> None:
         rule.check(options)
         self.rule, self.table = rule, table
@@ -75,13 +80,23 @@ class TableState:
         self.row_steps = np.zeros(self.shape[0], np.int64)
         #: Step at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
-        self.missed = MissedSteps(rule.num_coefficients)
+        #: Whether a recorded step moves the weights of rows without a gradient.
+        self._missed_moves = False
+        self.missed = MissedSteps(rule, options, step)
+        self.lock = threading.RLock()
+        #: Journals rows before they change, if the table is trained on disk.
+        self.stored: StoredState | RetiredState | None = None
+        if store is not None:
+            self.stored = StoredState(self, store, state, step)
         self._add_missing_arrays(options)
         self._check_arrays()
         if state is not None:
-            rule.adapt_state(self.state, options)
-        self._restart(options)
-        self.lock = threading.RLock()
+            self._adapt_state(options)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether no other optimizer has taken over a table on disk."""
+        return not isinstance(self.stored, RetiredState)
 
     @property
     def is_caught_up(self) -> bool:
@@ -116,6 +131,48 @@ class TableState:
             self._check_arrays()
             self._catch_up(table, ids)
 
+    def caught_up_rows(
+        self,
+        ids: Int64[np.ndarray, " n"],
+        *,
+        table: Float[np.ndarray, "rows width"] | None = None,
+    ) -> Float[np.ndarray, "n width"]:
+        """Return rows as they are after their missed steps; nothing is written.
+
+        Args:
+            ids: Rows to return, possibly repeated. An id out of range is an IndexError.
+            table: Copy of the table to read from.
+        """
+        # A copy: another thread may change the ids.
+        ids = np.array(ids, np.int64)
+        with self.lock:
+            table = self.table() if table is None else table
+            table = self._checked(table, writable=False)
+            self._check_arrays()
+            rows = kernels.gather_rows(table, ids)
+            if rows is None:
+                raise out_of_range(ids, self.shape[0])
+            if self.has_stale_weights:
+                row_steps = self.row_steps[ids]
+                places = np.flatnonzero(row_steps != self.step_count)
+                self._correct(rows, places, ids[places], row_steps[places])
+            return rows
+
+    def _correct(
+        self,
+        copies: np.ndarray,
+        places: np.ndarray,
+        rows: np.ndarray,
+        row_steps: np.ndarray,
+    ) -> None:
+        """Apply the missed steps to copies of ``rows`` at ``places``, not to the state."""
+        if places.size:
+            weight, weight_rows = self._upcast(copies, places)
+            stale = self._stale_rows(weight, weight_rows, rows, row_steps)
+            kernels.catch_up_rows(stale, self.missed, writes_state=False)
+            if weight is not copies:
+                kernels.store_rows(weight, copies, places, noise=None)
+
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
         """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
         if not self.has_stale_weights:
@@ -148,11 +205,10 @@ class TableState:
             gradient = np.ascontiguousarray(gradient, self.dtype)
             self._prepare_step(table, ids, options)
             step = self.step_count + 1
+            values = host_values(self.rule, options, step)
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
             if ids is not None and not self.rule.lazy and not is_noop:
-                # A warning that is turned into an error must not end a recording.
-                with np.errstate(all="ignore"):
-                    self.rule.record_step(self.missed, options, step)
+                self.missed.record(values, options, step)
                 if self.rule.moves_without_gradient(options):
                     self._missed_moves = True
             else:
@@ -160,9 +216,34 @@ class TableState:
                 self.base_step = step
             self.step_count = step
             for rows, part in _chunks(ids, gradient):
-                self._update_rows(table, rows, part, options=options)
+                self._update_rows(table, rows, part, values)
             if self.is_caught_up:
                 self._restart(options)
+
+    def resize_rows(
+        self, kept: Int64[np.ndarray, " kept"], num_rows: int, options: Options
+    ) -> None:
+        """Follow a table whose rows were selected, reordered or added.
+
+        Kept rows keep their state and the steps they have missed.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            num_rows: Number of rows of the table, the rows after ``kept`` being new.
+            options: Options of the rule, for the state of new rows.
+        """
+        if self.stored is not None:
+            raise TypeError("the rows of a table on disk cannot be resized or reordered")
+        with held_interrupts(), self.lock:
+            initial = self.rule.initial_state(options)
+            self.state = {
+                name: _resized(array, kept, num_rows, initial.get(name, 0.0))
+                for name, array in self.state.items()
+            }
+            self.row_steps = _resized(self.row_steps, kept, num_rows, self.step_count)
+            self.has_state = _resized(self.has_state, kept, num_rows, False)
+            self.shape = num_rows, self.shape[1]
+            self.state_shape = num_rows, self.state_shape[1]
 
     def check_step(
         self,
@@ -174,7 +255,7 @@ class TableState:
     ) -> None:
         """Raise an error unless :meth:`step` can run to its end; change nothing.
 
-        Kernels write to the rows unchecked.
+        Kernels write to the rows unchecked. The rows of a table on disk are journalled.
 
         Args:
             ids: As in :meth:`step`, contiguous int64.
@@ -194,28 +275,50 @@ class TableState:
             rows = self.shape[0]
             if ids[0] < 0 or ids[-1] >= rows:
                 raise out_of_range(ids, rows, name=ids_name, bound="the number of rows")
+        if self.stored is not None:
+            # Now, since a full disk must not end a step halfway.
+            every_row = ids is None or self._must_catch_up_all(options)
+            self.stored.before_write(None if every_row else ids)
 
     def _prepare_step(
         self, table: np.ndarray, ids: np.ndarray | None, options: Options
     ) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
-        frozen = self.rule.frozen_options(options)
-        is_changed = frozen != self.missed.frozen_options
-        if self.missed.is_full or is_changed or ids is None:
+        is_changed = self.rule.frozen_options(options) != self.missed.frozen_options
+        if ids is None or self._must_catch_up_all(options):
             self._catch_up(table, None)
         self._add_missing_arrays(options)
         if is_changed:
-            self.rule.adapt_state(self.state, options)
+            self.missed = MissedSteps(self.rule, options, self.step_count)
+            self._adapt_state(options)
         if self.is_caught_up:
             self._restart(options)
         # Rows with a stale state may have been read without catching up.
         self._catch_up(table, ids)
 
+    def _must_catch_up_all(self, options: Options) -> bool:
+        """Return whether every row has to be up to date before a step."""
+        frozen = self.rule.frozen_options(options)
+        return self.missed.is_full or frozen != self.missed.frozen_options
+
+    def _before_write(self, rows: np.ndarray | None) -> None:
+        if self.stored is not None:
+            self.stored.before_write(rows)
+
+    def on_restored(self) -> None:
+        """Adapt to a store that has returned to an earlier commit."""
+
     def _restart(self, options: Options) -> None:
-        coefficients = self.rule.caught_up_coefficients(options, self.step_count)
-        self.missed.restart(coefficients, self.rule.frozen_options(options))
-        #: Whether a recorded step moves the weights of rows without a gradient.
+        self.missed.restart(options, self.step_count)
         self._missed_moves = False
+
+    def _adapt_state(self, options: Options) -> None:
+        """Adjust the state to frozen options that may be new; no row is stale."""
+        self._before_write(None)
+        for lo in range(0, self.shape[0], CHUNK):
+            part = {name: array[lo : lo + CHUNK] for name, array in self.state.items()}
+            for name, new in self.rule.adapted_state(np, options, part).items():
+                part[name][:] = new
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         """Apply the missed steps to the stale rows among ``ids``, or to all."""
@@ -236,25 +339,34 @@ class TableState:
     ) -> None:
         if not rows.size:
             return
-        from_step = np.maximum(row_steps - self.base_step, 0)
+        self._before_write(rows)
         weight, weight_rows = self._upcast(table, rows)
-        stale = StaleRows(weight, weight_rows, rows, self.state, from_step, self.has_state)
-        self.rule.catch_up(stale, self.missed)
+        stale = self._stale_rows(weight, weight_rows, rows, row_steps)
+        kernels.catch_up_rows(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
         kernels.mark_rows(rows, self.row_steps, self.step_count)
 
+    def _stale_rows(
+        self,
+        weight: np.ndarray,
+        weight_rows: np.ndarray,
+        state_rows: np.ndarray,
+        row_steps: np.ndarray,
+    ) -> StaleRows:
+        """Return rows and the steps they missed, as the kernels take them."""
+        state = tuple(self.state[name] for name in self.missed.names)
+        from_step = np.maximum(row_steps - self.base_step, 0)
+        return StaleRows(weight, weight_rows, state_rows, state, from_step, self.has_state)
+
     def _update_rows(
-        self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, *, options: Options
+        self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
+        self._before_write(rows)
         self.has_state[rows] = True
         self.row_steps[rows] = self.step_count
         weight, weight_rows = self._upcast(table, rows)
-        self.rule.update(
-            RowSlice(weight, weight_rows, rows, self.state),
-            gradient,
-            options=options,
-            step=self.step_count,
-        )
+        state = tuple(self.state[name] for name in self.missed.names)
+        kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
 
     def _upcast(self, table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -271,7 +383,7 @@ class TableState:
             seed = rounding_seed if self.stochastic_rounding else None
             kernels.store_rows(weight, table, rows, noise=seed)
 
-    def _checked(self, weight: np.ndarray) -> np.ndarray:
+    def _checked(self, weight: np.ndarray, *, writable: bool = True) -> np.ndarray:
         """Return the table if it still fits the state and can be written."""
         dtype = weight.dtype
         fits = dtype == self._table_dtype or (
@@ -282,7 +394,7 @@ class TableState:
                 f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
                 f"got {weight.shape} in {dtype.name}; make a new optimizer"
             )
-        if not weight.flags.writeable:
+        if writable and not weight.flags.writeable:
             raise ValueError("the table must be writable to be trained, got it read-only")
         return weight
 
@@ -302,7 +414,11 @@ class TableState:
 
     def _add_missing_arrays(self, options: Options) -> None:
         for name, value in self.rule.initial_state(options).items():
-            if name not in self.state:
+            if name in self.state:
+                continue
+            if self.stored is not None:
+                self.state[name] = self.stored.new_array(name, value)
+            else:
                 zeros = np.zeros(self.state_shape, self.dtype)
                 self.state[name] = np.full_like(zeros, value) if value else zeros
 
@@ -317,6 +433,17 @@ def _chunks(
     for lo in range(0, len(gradient), CHUNK):
         part = gradient[lo : lo + CHUNK]
         yield np.arange(lo, lo + len(part)), part
+
+
+def _resized(
+    array: np.ndarray, kept: np.ndarray, num_rows: int, value: float
+) -> np.ndarray:
+    """Return the kept rows of ``array``, followed by rows of ``value``."""
+    out = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    out[: kept.size] = array[kept]
+    if value:
+        out[kept.size :] = value
+    return out
 
 
 def checked_step(name: str, value: Any) -> int:
@@ -340,6 +467,21 @@ def checked_step(name: str, value: Any) -> int:
             if number == int(number):
                 return int(number)
     raise ValueError(f"{name} must be a whole number from 0 to 2**62, got {value}")
+
+
+def check_stored_step(state: TableState, value: Any, *, name: str) -> None:
+    """Raise ValueError unless a table on disk is at the step of a saved optimizer.
+
+    Args:
+        state: State of the table.
+        value: Saved number of steps.
+        name: Name of the number in the error message.
+    """
+    if checked_step(name, value) != state.step_count:
+        raise ValueError(
+            f"{name} must be {state.step_count} as in the store of the table, got {value}; "
+            "open the store at the commit of that step first"
+        )
 
 
 def check_names(

@@ -184,6 +184,24 @@ class FileStore(RowStore):
             else:
                 self._decode(mapped, addresses, rows)
 
+    def _sum_bags(
+        self,
+        ids: np.ndarray,
+        bounds: np.ndarray,
+        weights: np.ndarray | None,
+        divisors: np.ndarray | None,
+    ) -> np.ndarray:
+        mapped, bound = self._mapped, self._bound
+        if bound is None or self._cache is not None:
+            return super()._sum_bags(ids, bounds, weights, divisors)
+        self._prefetcher.raise_error()
+        for lo in range(0, ids.size, BLOCK_ROWS):
+            _requested(mapped, ids[lo : lo + BLOCK_ROWS])
+        sums = bound.sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        if sums is None:
+            raise changed_ids(self._shape[0])
+        return sums
+
     def _decode(
         self,
         mapped: dict[str, MappedRows],

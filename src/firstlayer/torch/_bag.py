@@ -37,6 +37,7 @@ from ._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from ._tensors.row_parameter import is_row_tensor, without_catch_up
 
 # Up to this size (ids times width), torch's handling of padding costs less than a kernel
 # call.
@@ -74,7 +75,24 @@ def pool_bags(
     weights: Tensor | None,
     options: BagOptions,
 ) -> Float[Tensor, "bags embedding_dim"]:
-    """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`."""
+    """Return a row for each bag; see :func:`firstlayer.torch.functional.embedding_bag`.
+
+    Stale rows must have been caught up.
+    """
+    if is_row_tensor(weight):
+        with without_catch_up():
+            return _pool(ids, weight, offsets=offsets, weights=weights, options=options)
+    return _pool(ids, weight, offsets=offsets, weights=weights, options=options)
+
+
+def _pool(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    options: BagOptions,
+) -> Tensor:
     if is_plain_cpu(ids, offsets, weights):
         stock = offsets is None and weights is None and _is_stock(ids, weight, options)
         kernels_run = (
@@ -151,7 +169,9 @@ class _KernelBags(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         weights, table, _ = ctx.saved_tensors
         trained = ctx.needs_input_grad[0]
-        gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
+        # The rows read here were read, and up to date, in the forward.
+        with without_catch_up():
+            gradients = ctx.bags.gradients(grads[0], weights, table=table, trained=trained)
         return *gradients, None, None, None
 
 

@@ -1,13 +1,18 @@
 """Bags on torch: the sum, mean or maximum of rows by id."""
 
-from typing import Any
+from typing import Any, Self
 
+import torch
 from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
+from ..stores.training import TrainingStore
+from ._table.disk import layer_on_disk
+from ._table.lookup import as_index
 from ._table.module import TableModule, check_arguments
 from .functional import checked_mode, embedding_bag
+from .optim.table_state import caught_up_rows
 
 
 class EmbeddingBag(TableModule, TorchEmbeddingBag):
@@ -91,6 +96,18 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
         )
         self._bind()
 
+    @classmethod
+    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
+        """Return a layer that trains the table of a store on disk.
+
+        See :meth:`firstlayer.torch.Embedding.from_store`.
+
+        Args:
+            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            options: Further arguments of the layer.
+        """
+        return layer_on_disk(cls, store, **options)
+
     def forward(
         self,
         input: Integer[Tensor, "*batch"],
@@ -104,9 +121,12 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             offsets: Start of each bag in 1-D ids.
             per_sample_weights: Factor for the row of each id; None is 1.
         """
-        weight = self.weight
-        # embedding_bag catches up the rows.
-        self._install_grad_hook(weight)
+        weight, padding_idx = self.weight, self.padding_idx
+        if not self.training and self.reads_out_of_place(input):
+            input, weight, padding_idx = self._caught_up_table(input)
+        else:
+            # embedding_bag catches up the rows.
+            self._install_grad_hook(weight)
         return embedding_bag(
             input,
             weight,
@@ -118,8 +138,20 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
             self.sparse,
             per_sample_weights,
             self.include_last_offset,
-            self.padding_idx,
+            padding_idx,
         )
+
+    def _caught_up_table(
+        self, ids: Integer[Tensor, "*batch"]
+    ) -> tuple[Tensor, Tensor, int | None]:
+        """Return ids into a table with a row for each id, the table, and padding's id."""
+        ids = as_index(ids)
+        rows = caught_up_rows(self.weight, ids).reshape(-1, self.embedding_dim)
+        index = torch.arange(ids.numel(), device=ids.device).reshape(ids.shape)
+        if self.padding_idx is None:
+            return index, rows, None
+        index = torch.where(ids == self.padding_idx, ids.numel(), index)
+        return index, torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.numel()
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript cannot compile this forward, so it gets torch's layer.

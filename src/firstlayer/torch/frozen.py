@@ -35,8 +35,9 @@ from ._table.module import (
     write_padding_row,
 )
 from ._tensors.errors import torch_errors
+from ._tensors.dtypes import upcast
 from ._tensors.memory import is_eager
-from .optim.table_state import catch_up
+from .optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 
 
 class PartlyFrozenEmbedding(nn.Module):
@@ -140,7 +141,6 @@ class PartlyFrozenEmbedding(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "num_embeddings embedding_dim"]:
         """The whole table; only trained rows get a gradient."""
-        catch_up(self.trained_rows)
         index = torch.where(self.place < 0, ~self.place, self.place + len(self.frozen_rows))
         trained: Any = self.trained_rows
         if hasattr(trained, "device_mesh"):
@@ -158,7 +158,8 @@ class PartlyFrozenEmbedding(nn.Module):
         place = lookup(input, self.place[:, None])[..., 0]
         if not len(self.trained_rows):
             return lookup(-1 - place, self.frozen_rows)
-        self._prepare_lookup(place)
+        if not reads_out_of_place(self.trained_rows, place, training=self.training):
+            self._prepare_lookup(place)
         if not self.scale_grad_by_freq:
             return self._rows(place)
         rows = self._rows(place, upcast_output=True)
@@ -172,22 +173,25 @@ class PartlyFrozenEmbedding(nn.Module):
             install_grad_hook(self, self.trained_rows)
 
     def _rows(self, place: Tensor, *, upcast_output: bool = False) -> Tensor:
-        trained, sparse = self.trained_rows, self.sparse
         if not len(self.frozen_rows):
-            return lookup(place, trained, sparse=sparse, upcast_output=upcast_output)
+            return self._trained(place, upcast_output=upcast_output)
         frozen = lookup(
             (-1 - place).clamp(min=0), self.frozen_rows, upcast_output=upcast_output
         )
-        if sparse and is_eager():
+        if self.sparse and is_eager():
             # A sparse gradient must not contain rows that were not looked up.
             is_trained = place >= 0
-            rows = lookup(
-                place[is_trained], trained, sparse=True, upcast_output=upcast_output
-            )
+            rows = self._trained(place[is_trained], upcast_output=upcast_output)
             return frozen.index_put((is_trained,), rows)
-        index = place.clamp(min=0)
-        rows = lookup(index, trained, sparse=sparse, upcast_output=upcast_output)
+        rows = self._trained(place.clamp(min=0), upcast_output=upcast_output)
         return torch.where((place < 0)[..., None], frozen, rows)
+
+    def _trained(self, index: Tensor, *, upcast_output: bool) -> Tensor:
+        trained = self.trained_rows
+        if reads_out_of_place(trained, index, training=self.training):
+            rows = caught_up_rows(trained, index)
+            return upcast(rows) if upcast_output else rows
+        return lookup(index, trained, sparse=self.sparse, upcast_output=upcast_output)
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
@@ -235,7 +239,6 @@ class PartlyFrozenEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all rows, including the frozen ones; the padding row becomes zero."""
-        catch_up(self.trained_rows)
         nn.init.normal_(self.trained_rows)
         nn.init.normal_(self.frozen_rows)
         if self.padding_idx is not None:
@@ -260,7 +263,6 @@ class PartlyFrozenEmbedding(nn.Module):
         self.register_buffer("place", torch.from_numpy(place).to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        catch_up(self.trained_rows)
         super()._apply(fn, recurse)
         # to_empty() leaves buffers uninitialized.
         self._build(self.frozen_rows.device)
@@ -286,7 +288,6 @@ class PartlyFrozenEmbedding(nn.Module):
             want = (self.num_embeddings, self.embedding_dim)
             error_msgs.append(f"{name} must have shape {want}, got {tuple(whole.shape)}")
             return
-        catch_up(self.trained_rows)
         trained, frozen = self._split(whole)
         current: Any = self.trained_rows
         if hasattr(current, "device_mesh"):

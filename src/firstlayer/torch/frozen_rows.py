@@ -28,6 +28,7 @@ from ._tensors.errors import WrongType
 from ._tensors.memory import is_eager
 from .frozen import bool_mask
 from .optim.sparse_gradient import RowGradientTensor
+from ._tensors.row_parameter import RowParameter, without_catch_up
 from .optim.table_state import catch_up
 from .token import Embedding
 
@@ -279,7 +280,7 @@ class FrozenRowsEmbedding(Embedding):
 
 def _check_parameter(weight: Any) -> None:
     """Raise if a torch optimizer cannot step this table, and so not put rows back."""
-    if type(weight) is not Parameter and is_eager():
+    if type(weight) not in (Parameter, RowParameter) and is_eager():
         raise WrongType(
             "the weight of FrozenRowsEmbedding must be a plain torch.nn.Parameter in "
             f"training, got {type(weight).__name__}; use PartlyFrozenEmbedding"
@@ -304,7 +305,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     copies = []
     for weight, index in _frozen_tables(optimizer):
         catch_up(weight, index)
-        copies.append((weight, index, weight[index]))
+        with without_catch_up():
+            copies.append((weight, index, weight[index]))
     # A stack, because the step of a subclass may call that of its base class. Its size is
     # limited, because steps that raise leave their copies behind.
     stack = vars(optimizer).setdefault("_frozen_row_copies", [])
@@ -321,7 +323,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for weight, index, rows in stack.pop():
         # Otherwise a later catch-up would apply missed steps to the rows.
         catch_up(weight, index)
-        weight[index] = rows
+        with without_catch_up():
+            weight[index] = rows
 
 
 def _frozen_tables(optimizer: Any) -> list[tuple[Tensor, Tensor]]:

@@ -22,8 +22,8 @@ from ._positions.arguments import Offset, Positions, check_width
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
 from ._tensors.memory import request_large_pages
+from ._tensors.row_parameter import without_catch_up
 from .learned import LearnedPositions
-from .optim.table_state import catch_up
 from .sinusoidal import SinusoidalPositions
 from .token import Embedding
 
@@ -213,14 +213,18 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        self._prepare_lookups(arguments)
+        arguments = self._prepare_lookups(arguments)
         dropout = self.dropout
         # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
         # dropout in training mode during evaluation.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
         dropping = not idle or has_hooks(dropout)
-        inputs = kernel_inputs(self, arguments, upcast_output=dropping)
-        out = self._by_modules(arguments) if inputs is None else fused_layer(*inputs)
+        # Stale rows of this call have been caught up.
+        with without_catch_up():
+            inputs = kernel_inputs(self, arguments, upcast_output=dropping)
+            out = None if inputs is None else fused_layer(*inputs)
+        if out is None:
+            out = self._by_modules(arguments)
         if inputs is None or dropping:
             out = (dropout(out) if dropping else out).to(self.token.weight.dtype)
         return out if arguments.mask is None else mask_rows(out, arguments.mask)
@@ -263,20 +267,25 @@ class EmbeddingLayer(nn.Module):
     def extra_repr(self) -> str:
         return f"scale={self.scale}, zero_padding={self.zero_padding}"
 
-    def _prepare_lookups(self, arguments: LayerArguments) -> None:
+    def _prepare_lookups(self, arguments: LayerArguments) -> LayerArguments:
         """Catch up the rows that this call reads, and install gradient hooks.
 
-        In compiled code the modules do this in their forward.
+        If the token table is read out of place, the arguments returned have its rows. In
+        compiled code the modules do this in their forward.
         """
         if is_compiling():
-            return
+            return arguments
         ids, segments = arguments.ids, arguments.segments
         if ids is not None and arguments.embeds is None:
             token = self._modules.get("token")  # faster than the attribute
             if isinstance(token, TableModule):
-                token.prepare_lookup(ids)
+                if token.training or not token.reads_out_of_place(ids):
+                    token.prepare_lookup(ids)
+                elif type(token) is Embedding and not has_hooks(token):
+                    arguments = arguments._replace(embeds=token.caught_up_rows(ids))
         if segments is not None and isinstance(self.segment, TableModule):
             self.segment.prepare_lookup(segments)
+        return arguments
 
     def _by_modules(self, arguments: LayerArguments) -> Tensor:
         """Return the normalized sum in the compute dtype, by calling the submodules."""
@@ -302,7 +311,6 @@ class EmbeddingLayer(nn.Module):
         std = self.embedding_dim**-0.5 if self.scale else 0.02
         for table in (self.token, self.segment):
             if table is not None:
-                catch_up(table.weight)
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)

@@ -1,11 +1,13 @@
 """Token embeddings on torch: rows of a table by id."""
 
-from typing import Any
+from typing import Any, Self
 
 from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
+from ..stores.training import TrainingStore
+from ._table.disk import layer_on_disk
 from ._table.lookup import lookup
 from ._table.module import TableModule, check_arguments
 
@@ -91,6 +93,35 @@ class Embedding(TableModule, TorchEmbedding):
         )
         self._bind()
 
+    @classmethod
+    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
+        """Return a layer that trains the table of a store on disk.
+
+        ``weight`` is a Parameter over the mapped file, with sparse gradients. The row
+        optimizers of :mod:`firstlayer.torch.optim` put their state into the store, and
+        journal rows before they change. ``store.commit()`` makes a step permanent. ``state_dict`` makes
+        a commit and has its name instead of the values, and ``load_state_dict`` returns to
+        it. Copies, casts and moves to another device are errors.
+
+        Args:
+            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            options: Further arguments of the layer.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from firstlayer.stores import create_training_store
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> folder = tempfile.mkdtemp()
+            >>> with create_training_store(folder + "/table", (1000, 4)) as store:
+            ...     embedding = Embedding.from_store(store, padding_idx=0)
+            ...     optimizer = RowAdamW(embedding.parameters(), lr=0.1)
+            ...     embedding(torch.tensor([3, 5])).sum().backward()
+            ...     optimizer.step()
+            ...     store.commit("step-1")
+            2
+        """
+        return layer_on_disk(cls, store, **options)
+
     def forward(
         self, input: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
@@ -99,6 +130,8 @@ class Embedding(TableModule, TorchEmbedding):
         Args:
             input: Ids of any shape and any integer dtype.
         """
+        if not self.training and self.reads_out_of_place(input):
+            return self.caught_up_rows(input)
         self.prepare_lookup(input)
         return lookup(
             input,

@@ -1,6 +1,7 @@
 """Rows that the kernels of the row optimizers update."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,23 +14,13 @@ class RowSlice:
         weight: Array that contains the rows, float32 or float64.
         weight_rows: Indices (int64) of the rows in ``weight``.
         state_rows: Indices (int64) of the same rows in the arrays of the state.
-        state: Arrays of the optimizer state, under torch's names.
+        state: Arrays of the optimizer state, in the order of the rule.
     """
 
     weight: np.ndarray
     weight_rows: np.ndarray
     state_rows: np.ndarray
-    state: dict[str, np.ndarray]
-
-    def array(self, name: str, *, used: bool = True) -> np.ndarray:
-        """Return an array of the state, or an empty one if it is absent or not used."""
-        array = self.state.get(name) if used else None
-        return np.empty((0, 0), self.weight.dtype) if array is None else array
-
-    def scalars(self, *values: float) -> tuple[np.floating, ...]:
-        """Return numbers in the compute dtype."""
-        dtype = self.weight.dtype.type
-        return tuple(dtype(value) for value in values)
+    state: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +29,27 @@ class StaleRows(RowSlice):
 
     Args:
         from_step: For each row, the recorded step at which it was last updated: its column
-            of the coefficients; see :mod:`firstlayer.kernels.optim.coefficients`.
+            of the coefficients.
         has_state: For each row of the table, whether its state may be nonzero.
     """
 
     from_step: np.ndarray
     has_state: np.ndarray
+
+
+class RecordedSteps(Protocol):
+    """Recorded steps that rows missed; see ``firstlayer.optim.missed_steps``."""
+
+    #: Named tuple of the coefficients.
+    kind: Any
+    #: Numbers of a step, for their types.
+    step_values: Any
+    #: Coefficients of each recorded step, a column each.
+    all_coefficients: np.ndarray
+    #: Numbers of each recorded step, a column each, for steps that are replayed.
+    all_steps: np.ndarray
+
+    @property
+    def replays(self) -> bool:
+        """Whether some missed steps may have to be replayed one by one."""
+        ...

@@ -6,7 +6,7 @@ a digest of its content. A file that fails the check is ignored and overwritten.
 cannot be read or written, kernels are compiled in memory, with one warning per process.
 
 Numba compiles a kernel again if its own file changed. Here a change of any file of
-``kernels`` counts, because kernels contain the functions that they call.
+``kernels`` and ``optim`` counts, because kernels contain the functions that they call.
 """
 
 import functools
@@ -78,9 +78,11 @@ class _KernelCache(FunctionCache):
 
 @functools.cache
 def _source_stamps() -> tuple[tuple[str, int, int], ...]:
-    """Return the name, size and time of change of every file of ``kernels``."""
-    folder = Path(__file__).parents[1]
-    found = ((path.name, path.stat()) for path in sorted(folder.rglob("*.py")))
+    """Return the name, size and time of change of all files that kernels come from."""
+    package = Path(__file__).parents[2]
+    folders = package / "kernels", package / "optim"
+    paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+    found = ((path.name, path.stat()) for path in paths)
     return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
 

@@ -28,6 +28,7 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from .._tensors.row_parameter import without_catch_up
 
 T = TypeVar("T")
 
@@ -117,7 +118,9 @@ class _FusedLayer(torch.autograd.Function):
         dy = grads[0].reshape(-1, options.shape[-1])
         by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
         backward = _backward_by_kernels if by_kernels else _backward_by_operators
-        return None, *backward(tensors, options, dy=dy, needed=needed)
+        # The rows read here were read, and up to date, in the forward.
+        with without_catch_up():
+            return None, *backward(tensors, options, dy=dy, needed=needed)
 
 
 def _tables_without_values(

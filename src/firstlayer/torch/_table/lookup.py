@@ -38,6 +38,7 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from .._tensors.row_parameter import is_row_tensor, without_catch_up
 from .max_norm import renormalized
 
 #: Dtypes of ids that torch's lookup accepts.
@@ -62,6 +63,8 @@ def lookup(
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return rows of a table, as :func:`firstlayer.torch.functional.embedding` does.
 
+    Stale rows must have been caught up.
+
     Args:
         ids: Row ids.
         weight: The table.
@@ -80,6 +83,24 @@ def lookup(
         return torch_embedding(
             ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
+    options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, upcast_output
+    if is_row_tensor(weight):
+        # The caller has caught up the rows of these ids.
+        with without_catch_up():
+            return _lookup(ids, weight, *options)
+    return _lookup(ids, weight, *options)
+
+
+def _lookup(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    upcast_output: bool,
+) -> Tensor:
     if is_recorded():
         # ONNX counts negative ids from the end. The new id is out of range everywhere.
         ids = torch.where(as_index(ids) < 0, weight.shape[0], as_index(ids))

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...embeddings.token import clip_norms
 from .._tensors.dtypes import compute_dtype, upcast
 from .._tensors.memory import is_eager
+from .disk import before_write
 
 
 def renormalized(
@@ -51,6 +52,7 @@ def renormalize_rows(
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, dtype=dtype)
         index = (rows & (norms > max_norm)).nonzero()[:, 0]
     if index.numel():
+        before_write(weight, index)
         weight[index] = renormalized(weight[index], max_norm, norm_type=norm_type)
 
 

@@ -1,7 +1,9 @@
 """Base class of the layers with one table: stale rows, gradient hooks, padding, tied head.
 
-A row optimizer leaves rows without a gradient stale (:mod:`firstlayer.torch.optim`). A
-:class:`TableModule` catches them up before it reads, saves, loads or moves them.
+A row optimizer leaves rows without a gradient stale (:mod:`firstlayer.torch.optim`). Their
+parameter catches them up before any operation on it. A :class:`TableModule` needs to catch
+up only the rows that it looks up. In evaluation it corrects the rows that it returns and
+leaves the table as it is.
 
 ``max_norm``: lookups return renormalized rows and do not write to the table. Stored rows
 are renormalized once their gradient is accumulated, before the optimizer steps. A tied
@@ -12,6 +14,8 @@ that share a graph and call backward once: a second backward would raise an erro
 """
 
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -36,13 +40,22 @@ from .._tensors.errors import (
     torch_errors,
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
+from .._tensors.row_parameter import RowParameter, without_catch_up
 from ..optim.sparse_gradient import RowGradientTensor, coalesced
-from ..optim.table_state import catch_up
+from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
+from .disk import (
+    before_write,
+    is_left_in_place,
+    load_reference,
+    refuse_resize,
+    save_reference,
+)
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (
     is_distributed,
     renormalize_rows,
     renormalize_shard,
+    renormalized,
     rows_with_gradient,
 )
 
@@ -60,15 +73,32 @@ class TableModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the table as torch does; the padding row becomes zero."""
-        self._catch_up()
+        before_write(self.weight)
         request_large_pages(self.weight)
         super().reset_parameters()  # pyright: ignore
 
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
-        """Catch up the rows of ``ids`` and install the gradient hook if one is needed."""
+        """Catch up the rows of ``ids`` and install the gradient hook if one is needed.
+
+        Not for lookups that read out of place.
+        """
         weight = self.weight
         catch_up(weight, ids)
         self._install_grad_hook(weight)
+
+    def reads_out_of_place(self, ids: Any) -> bool:
+        """Return whether a lookup corrects what it returns and leaves stale rows alone."""
+        weight = self._parameters.get("weight")
+        return reads_out_of_place(weight, ids, training=self.training)
+
+    def caught_up_rows(
+        self, ids: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return the rows of ``ids`` for a lookup that reads out of place."""
+        rows = caught_up_rows(self.weight, as_index(ids))
+        if self.max_norm is None:
+            return rows
+        return renormalized(rows, self.max_norm, norm_type=self.norm_type)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
@@ -88,8 +118,9 @@ class TableModule(nn.Module):
         If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
         gradient of the table is averaged over the ranks, as in data-parallel training.
         """
-        catch_up(self.weight)
-        return tied_logits(x, self.weight)
+        weight = self.weight
+        catch_up(weight)
+        return tied_logits(x, weight)
 
     def project(self, ids: Integer[Tensor, "*batch"] | None = None) -> None:
         """Scale stored rows down to ``max_norm``: those of ``ids``, or all.
@@ -102,7 +133,8 @@ class TableModule(nn.Module):
                 rows = as_index(ids).reshape(-1).unique()
                 check_ids(ids, self.num_embeddings)
             catch_up(self.weight, rows)
-            self._renormalize(rows)
+            with without_catch_up():
+                self._renormalize(rows)
 
     def resize(
         self,
@@ -122,8 +154,8 @@ class TableModule(nn.Module):
                 :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for random values; None follows torch's seed.
         """
-        self._catch_up()
         weight = self.weight
+        refuse_resize(weight)
         table, changes = resized_tensor(
             weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )
@@ -134,27 +166,16 @@ class TableModule(nn.Module):
         return changes
 
     def _release(self) -> None:
-        """Catch up every row and remove the gradient hook, so that torch can take over."""
-        self._catch_up()
+        """Remove the gradient hook, so that torch can take over."""
         hooks: Any = getattr(self.weight, "_post_accumulate_grad_hooks", None) or {}
         for key, hook in list(hooks.items()):
             if type(hook) is GradHook and hook.layer() is self:
                 del hooks[key]
 
-    def train(self, mode: bool = True) -> Self:
-        if not mode:
-            self._catch_up()
-        return super().train(mode)
-
-    def _catch_up(self) -> None:
-        """Catch up every stale row."""
-        weight = self._parameters.get("weight")
-        if weight is not None:
-            catch_up(weight)
-
     def _twin(self, cls: Any) -> Any:
         """Return a layer of torch's class ``cls`` with the same options and parameter."""
-        self._catch_up()
+        # TorchScript reads the memory of the parameter.
+        catch_up(self.weight)
         layer = cls.__new__(cls)
         # Not the constructor of cls, which may build our layers.
         nn.Module.__init__(layer)
@@ -209,19 +230,41 @@ class TableModule(nn.Module):
             renormalize_shard(weight, max_norm=self.max_norm, norm_type=self.norm_type)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._catch_up()
+        weight = self._parameters.get("weight")
+        if is_left_in_place(weight, fn):
+            with self._without_weight():
+                return super()._apply(fn, recurse)
         super()._apply(fn, recurse)
         self._bind()
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self._catch_up()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if save_reference(self._parameters.get("weight"), destination, f"{prefix}weight"):
+            with self._without_weight():
+                super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._catch_up()
-        super()._load_from_state_dict(*args)
-        self._bind()
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        weight, errors = self._parameters.get("weight"), args[-1]
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if not load_reference(
+            weight, state_dict, f"{prefix}weight", errors, is_assigned=is_assigned
+        ):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+            self._bind()
+
+    @contextmanager
+    def _without_weight(self) -> Generator[None, None, None]:
+        """Hide the table from torch during the block."""
+        weight = self._parameters["weight"]
+        self._parameters["weight"] = None
+        try:
+            yield
+        finally:
+            self._parameters["weight"] = weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -239,7 +282,10 @@ class GradHook:
 
     def __call__(self, parameter: Tensor) -> None:
         layer = self.layer()
-        if layer is not None:
+        if layer is None:
+            return
+        # Only rows with a gradient are read, and they are up to date.
+        with without_catch_up():
             layer._on_grad_accumulated(parameter)
 
 
@@ -252,7 +298,15 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
         reattach: Whether the parameter may have been swapped with another tensor. Swapping
             keeps the list of hooks but detaches it from autograd.
     """
-    if type(parameter) is not Parameter or not parameter.requires_grad:
+    if type(parameter) is RowParameter:
+        with without_catch_up():
+            _install_grad_hook(layer, parameter, reattach=reattach)
+    elif type(parameter) is Parameter:
+        _install_grad_hook(layer, parameter, reattach=reattach)
+
+
+def _install_grad_hook(layer: Any, parameter: Parameter, *, reattach: bool) -> None:
+    if not parameter.requires_grad:
         return
     hooks = parameter._post_accumulate_grad_hooks
     if hooks:
@@ -326,8 +380,10 @@ def write_padding_row(
         return
     # Otherwise a later catch-up would apply missed steps to the new value.
     catch_up(weight, torch.tensor([index], device="cpu"))
+    before_write(weight, index)
     if not hasattr(weight, "device_mesh"):
-        weight[index] = row
+        with without_catch_up():
+            weight[index] = row
         return
     # Assigning to a row of a sharded DTensor would write to a copy.
     from torch.distributed.tensor import DTensor, Replicate

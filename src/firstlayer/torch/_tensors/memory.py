@@ -24,12 +24,12 @@ from torch._C import _get_tracing_state
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
-from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..._check import float_dtype
 from ...kernels.runtime.threads import on_threads
 from .dtypes import FLOATS
+from .row_parameter import PLAIN_CLASSES, RowTensor
 
 _BFLOAT16 = float_dtype("bfloat16")
 NUMPY_DTYPES = {
@@ -81,8 +81,7 @@ def is_plain_cpu(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is None:
             continue
-        cls = type(x)
-        if cls is not Tensor and cls is not Parameter:
+        if type(x) not in PLAIN_CLASSES:
             return False
         # The vmap of autograd.grad(is_grads_batched=True) wraps tensors in plain ones.
         if not x.is_cpu or is_legacy_batchedtensor(x):
@@ -108,12 +107,16 @@ def kernel_eligible(*tensors: Tensor) -> bool:
 
 
 def overrides_torch_functions(x: Any) -> bool:
-    """Return whether the class of ``x`` has a ``__torch_function__`` of its own."""
+    """Return whether the class of ``x`` has a ``__torch_function__`` of its own.
+
+    That of :class:`RowTensor` only catches up.
+    """
     handler = getattr(type(x), "__torch_function__", None)
     default = (
         None,
         torch._C._disabled_torch_function_impl,
         Tensor.__torch_function__.__func__,
+        RowTensor.__torch_function__.__func__,
     )
     return getattr(handler, "__func__", handler) not in default
 

@@ -50,6 +50,7 @@ from ...optim.sgd import SGDOptions
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .lion import Lion
 from .row_optimizer import RowOptimizer as RowOptimizer
+from .row_step import RowStep as RowStep
 from .table_state import step_tensor
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "RowOptimizer",
     "RowRMSprop",
     "RowSGD",
+    "RowStep",
     "RowWiseAdagrad",
     "clip_grad_norm_",
 ]

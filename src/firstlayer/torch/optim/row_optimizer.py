@@ -1,12 +1,13 @@
 """Base class of the row optimizers; see :mod:`firstlayer.torch.optim`.
 
-A parameter is a table from its first sparse gradient on, and is updated by
-:mod:`firstlayer.optim`. All other parameters are updated by torch's own optimizer, with the
+A parameter is a table from its first sparse gradient on. Kernels update contiguous tables on
+the CPU (:mod:`firstlayer.optim.table_state`), torch operators all others
+(:mod:`firstlayer.torch.optim.operator_state`). All other parameters are updated by torch's own optimizer, with the
 same parameter groups. The state has torch's names and shapes, and saving it brings every
 row up to date, so checkpoints are interchangeable with those of torch's optimizer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,21 +16,28 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import kernels
-from ..._check import one_of
+from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_names, checked_step
-from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name
+from ...optim.table_state import check_names, check_stored_step, checked_step
+from ...stores.training import TrainingStore
+from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .model_hooks import add_hooks
+from .operator_state import OperatorState, resized_rows, stale_row_message
+from .row_operators import sum_by_id
+from .row_step import RowStep
 from .sparse_gradient import rows_of
+from .stored import store_of
 from .table_state import ParameterState, detach
 
 Params = nn.Module | Iterable[Any]
+#: State of a table.
+State = ParameterState | OperatorState
 #: State of a table, ids and values of its gradient, and its parameter group.
-TableStep = tuple[ParameterState, np.ndarray | None, np.ndarray, dict[str, Any]]
+TableStep = tuple[State, Any, Any, dict[str, Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -75,7 +83,8 @@ class RowOptimizer(torch.optim.Optimizer):
         # torch requires a parameter here; _step_dense passes the real ones.
         placeholder = torch.zeros(0, device="cpu")
         self._dense = type(self)._torch_class([placeholder], **options)
-        self._table_states: dict[Tensor, ParameterState] = {}
+        self._table_states: dict[Tensor, State] = {}
+        self._row_steps: dict[Tensor, RowStep] = {}
         parameters = params.parameters() if isinstance(params, nn.Module) else params
         own = {"mode": mode, "stochastic_rounding": stochastic_rounding}
         super().__init__(parameters, {**self._dense.defaults, **own})
@@ -94,7 +103,11 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch_errors():
                 check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
-            detach(parameter)
+            if store_of(parameter) is None:
+                detach(parameter)
+            else:
+                # Rows may be stale from an earlier run; lookups bring them up to date.
+                self._adopt_stored(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
@@ -139,7 +152,8 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"a gradient must have the shape {tuple(parameter.shape)} of its "
                         f"parameter, got {tuple(grad.shape)}"
                     )
-                if parameter in self._table_states or grad.is_sparse:
+                is_table = grad.is_sparse or store_of(parameter) is not None
+                if parameter in self._table_states or is_table:
                     state = self._table_state(parameter, group)
                     steps.append((state, *self._gradient(state, grad, group), group))
                 else:
@@ -148,13 +162,21 @@ class RowOptimizer(torch.optim.Optimizer):
         return steps, dense_groups
 
     def flush(self) -> None:
-        """Bring every row up to date; call before using ``weight`` directly."""
+        """Bring every row up to date.
+
+        Operations on a parameter do this themselves. Call it before code that reads the
+        memory of a parameter behind torch's back; see :mod:`firstlayer.torch.optim`.
+        """
         for state in self._table_states.values():
             state.catch_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring every row up to date and return the state."""
-        self.flush()
+        """Bring every row up to date and return the state.
+
+        The state of a table on disk is in its store: only its step is returned, and its
+        rows may stay stale.
+        """
+        self._flush_in_memory()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,19 +185,108 @@ class RowOptimizer(torch.optim.Optimizer):
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
         _check_tensors(state_dict)
+        self._check_stored_steps(state_dict)
         with held_interrupts():
-            self.flush()
+            self._flush_in_memory()
             replaced = self._table_states
             super().load_state_dict(state_dict)
-            for parameter in replaced:
-                detach(parameter)
+            for parameter, state in replaced.items():
+                if state.stored is None:
+                    detach(parameter)
+                else:
+                    self._table_states[parameter] = state
+                    self._adopt_stored(parameter, self._group_of(parameter))
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
             self._restore_float32(state_dict)
+            for parameter in self._row_steps:
+                self.row_step(parameter)
+
+    def row_step(self, parameter: Tensor) -> RowStep:
+        """Return a function that takes a step of one table in compiled code.
+
+        It takes the ids and values of the gradient instead of ``parameter.grad``, and may
+        be called in a function that is compiled with ``fullgraph=True``. The table is
+        updated by operators from now on, by ``step`` too.
+
+        Args:
+            parameter: Table.
+
+        Returns:
+            Function of ids and values; see :class:`firstlayer.torch.optim.RowStep`. It
+            stays valid when a state is loaded.
+        """
+        group = self._group_of(parameter)
+        known = self._row_steps.get(parameter)
+        if known is None:
+            # Decides that the state is an OperatorState.
+            self._row_steps[parameter] = known = RowStep.__new__(RowStep)
+        state = self._table_state(parameter, group)
+        assert isinstance(state, OperatorState)
+        with held_interrupts():
+            self._adopt(state)
+            state.group, state.published = group, self.state[parameter]
+            state.publish(state.published)
+        RowStep.__init__(known, parameter, state)
+        return known
+
+    def resize_rows(
+        self, parameter: Tensor, kept_ids: Sequence[int] | Tensor, new_rows: int = 0
+    ) -> None:
+        """Make the state of a table follow a change of its rows.
+
+        Call it after the table was resized, pruned or reordered, as by ``layer.resize``.
+        Kept rows keep their state and the steps they have missed; new rows start with the
+        initial state, like the rows of a new table.
+
+        Args:
+            parameter: Table, with ``len(kept_ids) + new_rows`` rows.
+            kept_ids: For each of the first rows, its number before the change.
+            new_rows: Number of rows after these.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> layer = Embedding(4, 2, sparse=True)
+            >>> optimizer = RowAdamW(layer.parameters())
+            >>> layer(torch.tensor([3])).sum().backward()
+            >>> optimizer.step()
+            >>> changes = layer.resize(6)
+            >>> optimizer.resize_rows(layer.weight, changes.kept, len(changes.added))
+        """
+        group, saved = self._group_of(parameter), self.state.get(parameter) or {}
+        arrays = {n: x for n, x in saved.items() if n != "step" and isinstance(x, Tensor)}
+        known = self._table_states.get(parameter)
+        kept = torch.as_tensor(kept_ids, dtype=torch.int64, device="cpu").reshape(-1)
+        num_rows = kept.numel() + not_negative("new_rows", new_rows)
+        if parameter.shape[0] != num_rows:
+            raise ValueError(
+                f"kept_ids and new_rows must add up to the {parameter.shape[0]} rows of "
+                f"the table, got {kept.numel()} + {new_rows}"
+            )
+        old_rows = next((len(x) for x in arrays.values()), num_rows)
+        if known is not None:
+            old_rows = known.shape[0]
+        with torch_errors():
+            if kept.numel() and not all_in_range(kept.numpy(), old_rows):
+                bound = "the number of rows before"
+                raise out_of_range(kept.numpy(), old_rows, name="kept_ids", bound=bound)
+        with held_interrupts(), torch.no_grad():
+            if known is not None:
+                rows = kept if isinstance(known, OperatorState) else kept.numpy()
+                known.resize_rows(rows, num_rows, group)
+                known.publish(self.state[parameter])
+            else:
+                initial = self._new_rule(group).initial_state(group)
+                for name, x in arrays.items():
+                    value = initial.get(name, 0.0)
+                    saved[name] = resized_rows(x, kept.to(x.device), num_rows, value)
+        if parameter in self._row_steps:
+            self.row_step(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
+        self._flush_in_memory()
         return {**super().__getstate__(), "_dense": self._dense}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,78 +297,99 @@ class RowOptimizer(torch.optim.Optimizer):
             required = rule.required_arrays({**defaults, **group})
             for number, parameter in enumerate(group["params"]):
                 saved = state["state"].get(parameter)
-                if saved:
+                if saved and not (store_of(parameter) and saved.keys() == {"step"}):
                     owner = f"parameter {number} of its group"
                     _saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
         self._table_states = {}
+        # A copy has no compiled steps; an optimizer that loads a state keeps its own.
+        self._row_steps = vars(self).get("_row_steps", {})
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
         mode = one_of("mode", options["mode"], MODES)
         return self._options_class.rule_class(lazy=mode == "lazy")
 
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(each is parameter for each in group["params"]):
+                return group
+        raise ValueError("parameter must be one that this optimizer trains, got another")
+
     def _gradient(
-        self, state: ParameterState, grad: Tensor, group: dict[str, Any]
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return the ids and values of a gradient; ids are None if it is dense."""
-        if grad.is_sparse:
+        self, state: State, grad: Tensor, group: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the ids and values of a gradient; ids are None if it is dense.
+
+        They are tensors for an OperatorState, and arrays otherwise.
+        """
+        if isinstance(state, OperatorState):
+            ids, values = _summed(grad) if grad.is_sparse else (None, grad)
+        elif grad.is_sparse:
             rows = rows_of(grad)
             # A copy: another thread may change the ids after the check.
             ids, values = rows.ids.astype(np.int64), rows.values
         else:
             ids, values = None, array_of(grad.contiguous())
         with torch_errors():
-            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")
+            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")  # pyright: ignore
         self._check_read(state, ids)
         return ids, values
 
-    def _check_read(self, state: ParameterState, ids: np.ndarray | None) -> None:
+    def _check_read(self, state: State, ids: Any) -> None:
         """Raise if a row was read while stale; in distributed runs, catch up instead."""
-        row = state.first_stale(ids)
-        if row is None:
-            return
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if in_group and state.has_stale_weights:
             # Other processes may have read these rows.
-            state.catch_up(ids)
-            return
-        raise RuntimeError(
-            f"row {row} was read before it was brought up to date; look it up through "
-            'firstlayer.torch.Embedding, pass the model, or use mode="lazy"'
-        )
+            if isinstance(state, OperatorState):
+                state.catch_up_rows(ids)
+            else:
+                state.catch_up(ids)
+        row = state.first_stale(ids)
+        if row is not None:
+            raise RuntimeError(stale_row_message(row))
 
-    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> ParameterState:
+    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
         """Return the state of a table, a new one at the table's first sparse gradient.
 
         A new state takes effect in :meth:`_adopt`.
         """
-        known = self._table_states.get(parameter)
+        store = store_of(parameter)
+        if store is not None:
+            return self._stored_state(parameter, group, store)
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+        by_kernels = parameter not in self._row_steps and trains_by_kernels(parameter)
         if known is not None:
-            if known.is_published(self.state[parameter]):
+            if not known.is_published(saved):
+                # The state was replaced; missed steps belong to the old one.
+                known.catch_up()
+                known = None
+            elif by_kernels and isinstance(known, ParameterState):
                 return known
-            # The state in ``self.state`` was replaced; missed steps belong to the old one.
-            known.catch_up()
+            elif isinstance(known, OperatorState) and known.device == parameter.device:
+                if not by_kernels:
+                    return known
         if parameter.dtype not in FLOATS or parameter.dim() != 2:
             raise ValueError(
                 f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
                 f"{tuple(parameter.shape)}"
             )
-        rule, saved = self._new_rule(group), self.state.get(parameter) or {}
+        rule = self._new_rule(group)
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
-        copies = {
-            name: array_of(
-                value.detach().to(
-                    "cpu",
-                    compute_dtype(parameter.dtype),
-                    copy=True,
-                    memory_format=torch.contiguous_format,
-                )
+        copies: dict[str, Any] = {
+            name: value.detach().to(
+                "cpu" if by_kernels else parameter.device,
+                compute_dtype(parameter.dtype),
+                copy=known is None,
+                memory_format=torch.contiguous_format,
             )
             for name, value in arrays.items()
         }
+        if by_kernels:
+            copies = {name: array_of(value) for name, value in copies.items()}
         is_bfloat16 = parameter.dtype == torch.bfloat16
         with torch_errors():
-            return ParameterState(
+            state = (ParameterState if by_kernels else OperatorState)(
                 parameter,
                 rule,
                 options=group,
@@ -265,14 +397,74 @@ class RowOptimizer(torch.optim.Optimizer):
                 state=copies or None,
                 step=checked_step("step", saved.get("step", int(bool(arrays)))),
             )
+        if known is not None:
+            # The table was moved to another device or layout with its stale rows.
+            state.continue_from(known)
+        return state
 
-    def _adopt(self, state: ParameterState) -> None:
-        """Use a new state of a table from now on."""
+    def _stored_state(
+        self, parameter: Tensor, group: dict[str, Any], store: TrainingStore
+    ) -> ParameterState:
+        """Return the state of a table on disk, which continues from its store."""
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+        if parameter in self._row_steps:
+            raise TypeError("a table on disk cannot be trained in compiled code")
+        rule = self._new_rule(group)
+        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
+            # Arrays of a table in memory, which are copied to the store.
+            given = {name: array_of(upcast(array)) for name, array in arrays.items()}
+            is_bfloat16 = parameter.dtype == torch.bfloat16
+            with torch_errors():
+                known = ParameterState(
+                    parameter,
+                    rule,
+                    options=group,
+                    stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
+                    state=given or None,
+                    step=checked_step("step", saved.get("step", int(bool(arrays)))),
+                    store=store,
+                )
+        if "step" in saved:
+            check_stored_step(known, saved["step"], name="step")
+        return known
+
+    def _adopt_stored(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        with held_interrupts(), torch.no_grad():
+            state = self._table_state(parameter, group)
+            self._adopt(state)
+            state.publish(self.state[parameter])
+
+    def _check_stored_steps(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a table on disk is at another step than a saved state."""
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            saved, state = (
+                state_dict["state"].get(number),
+                self._table_states.get(parameter),
+            )
+            if saved and saved.keys() == {"step"} and isinstance(state, ParameterState):
+                if state.stored is not None:
+                    check_stored_step(state, saved["step"], name="step")
+
+    def _flush_in_memory(self) -> None:
+        """Bring every row up to date, but not those of tables on disk."""
+        for state in self._table_states.values():
+            if state.stored is None:
+                state.catch_up()
+
+    def _adopt(self, state: State) -> None:
+        """Use a state of a table from now on."""
         parameter = state.parameter
-        if self._table_states.get(parameter) is not state:
-            if not state.rule.lazy:
-                state.attach()
-            self._table_states[parameter] = state
+        previous = self._table_states.get(parameter)
+        if previous is not None and previous is not state:
+            # The new state has its missed steps.
+            previous.base_step = previous.step_count
+        self._table_states[parameter] = state
+        # Another optimizer of the parameter may have detached the state.
+        if not state.rule.lazy and vars(parameter).get("table_state") is not state:
+            state.attach()
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters that are not tables with torch's optimizer."""
@@ -287,7 +479,24 @@ class RowOptimizer(torch.optim.Optimizer):
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 if parameter.dtype in HALF and isinstance(value, Tensor):
-                    self.state[parameter][name] = value.clone()
+                    device = "cpu" if name == "step" else parameter.device
+                    self.state[parameter][name] = value.to(device, copy=True)
+
+
+def trains_by_kernels(parameter: Tensor) -> bool:
+    """Return whether kernels update the rows of a table, not torch operators."""
+    return parameter.is_cpu and parameter.is_contiguous()
+
+
+def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids of a sparse gradient, each once, and the sum of the values of each.
+
+    Waits for the device if the gradient is not coalesced.
+    """
+    ids, values = grad._indices(), upcast(grad._values())
+    if ids.shape[0] != 1:
+        raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
+    return (ids[0], values) if grad.is_coalesced() else sum_by_id(ids[0], values)
 
 
 # Module state: a hook that torch calls before the step of every optimizer. It is installed

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import upcast
 from .._tensors.memory import array_of, tensor_of, threads_of_torch
+from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
 
 # Torch's type stubs do not export the functions of lists of tensors.
 _torch: Any = torch
@@ -81,9 +82,13 @@ class RowGradientTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not all(issubclass(cls, other) for other in types):
-            return NotImplemented
         kwargs = kwargs or {}
+        if not all(issubclass(cls, other) for other in types):
+            others = [other for other in types if not issubclass(cls, other)]
+            if not all(issubclass(other, RowTensor) for other in others):
+                return NotImplemented
+            with without_catch_up():
+                catch_up_arguments(func, args, kwargs)
         on_values = _ON_VALUES.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             result = NotImplemented

@@ -1,9 +1,11 @@
 """State of a row optimizer on the parameter that it trains.
 
-While a row optimizer in ``mode="exact"`` trains a table, ``parameter.table_state`` is a
-:class:`ParameterState`. Code that is about to read rows calls :func:`catch_up`. Copying or
-pickling the parameter catches up first, and the copy has no ``table_state``. In compiled
-code, catching up is one operator that mutates the table.
+While a row optimizer in ``mode="exact"`` trains a table, ``parameter.table_state`` is an
+:class:`AttachedState`, and the class of the parameter is
+:class:`firstlayer.torch._tensors.row_parameter.RowParameter`, which catches up before any
+operation reads or writes values. Firstlayer's lookups catch up only the rows that they
+read, by :func:`catch_up`; in evaluation they leave the table as it is and get corrected
+rows from :func:`caught_up_rows`. In compiled code, either is one operator.
 """
 
 import itertools
@@ -13,52 +15,47 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...optim.rule import Options, Rule
 from ...optim.table_state import TableState
+from .._tensors.errors import check_ids
 from .._tensors.memory import (
     array_of,
     array_of_table,
+    is_eager,
     is_plain_cpu,
     tensor_of,
     threads_of_torch,
 )
-
-#: Instance attributes of a parameter that is trained by rows: ``table_state`` is its
-#: ParameterState; ``copy`` and ``pickle`` find the other two on the instance before they
-#: look at its class.
-NAMES = ("table_state", "__deepcopy__", "__reduce_ex__")
+from .._tensors.row_parameter import ROW_CLASSES, is_row_tensor, without_catch_up
 
 # Larger whole numbers are rounded in float32.
 EXACT_IN_FLOAT32 = 1 << 24
 
-# Module state: every living ParameterState by number. A compiled operator takes only
+# Module state: every living AttachedState by number. A compiled operator takes only
 # tensors and numbers as arguments, so it finds the state by its number. The references are
 # weak: an entry disappears with its state.
-_by_number: "weakref.WeakValueDictionary[int, ParameterState]"
+_by_number: "weakref.WeakValueDictionary[int, AttachedState]"
 _by_number = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class ParameterState(TableState):
-    """State of a parameter under a row optimizer.
+class AttachedState:
+    """State of a row optimizer that can be attached to the parameter it belongs to.
 
     Args:
         parameter: Table. Only a weak reference to it is kept.
-        rule: Update rule.
-        options: Current options of the rule.
-        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
     """
 
-    def __init__(
-        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
-    ) -> None:
-        # The closure refers to the weak reference, not to ``self``: no reference cycle.
-        owner = self._owner = weakref.ref(parameter)
-        super().__init__(
-            rule, lambda: _array_of(_alive(owner)), options=options, **arguments
-        )
+    step_count: int
+    state: dict[str, Any]
+    state_shape: tuple[int, int]
+    #: Connection to the store of a table on disk.
+    stored: Any = None
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._owner = weakref.ref(parameter)
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
@@ -70,11 +67,40 @@ class ParameterState(TableState):
         """Table."""
         return _alive(self._owner)
 
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date."""
+        raise NotImplementedError
+
+    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+        """Apply the missed steps to stale rows of ``ids``, or to all, in place.
+
+        Args:
+            ids: Rows, of any shape and possibly repeated; None for all.
+            table: Copy of the table to write to, which will replace the table.
+        """
+        raise NotImplementedError
+
+    def gather_caught_up(self, ids: Tensor, *, table: Tensor | None = None) -> Tensor:
+        """Return rows as they are after the missed steps; change nothing.
+
+        Args:
+            ids: Rows, of any shape and in range.
+            table: Copy of the table to read from.
+        """
+        raise NotImplementedError
+
     def publish(self, state: dict[str, Any]) -> None:
-        """Write the arrays and the number of steps to a parameter's torch state."""
-        for name, array in self.state.items():
+        """Write the arrays and the number of steps to a parameter's torch state.
+
+        The arrays of a table on disk are files of its store.
+        """
+        if self.stored is not None:
+            state.clear()
+        arrays = self.state if self.stored is None else {}
+        for name, array in arrays.items():
             if name not in self.tensors:
-                tensor = tensor_of(array)
+                tensor = array if isinstance(array, Tensor) else tensor_of(array)
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
         step = self._step_tensor
@@ -109,37 +135,104 @@ class ParameterState(TableState):
         """Put this state on the parameter, in place of a previous one."""
         parameter = self.parameter
         detach(parameter)
-        values = self, self._deepcopy, self._reduce
-        vars(parameter).update(zip(NAMES, values, strict=True))
+        parameter.__class__ = ROW_CLASSES[type(parameter)]
+        vars(parameter)["table_state"] = self
+
+    def before_access(self, weight: Tensor, ids: Tensor | None = None) -> None:
+        """Bring stale rows up to date before they are read or written.
+
+        Args:
+            weight: The parameter that this state is attached to.
+            ids: Rows; None for all.
+        """
+        # Not is_compiling(): the compiler itself reads the parameter eagerly.
+        if is_dynamo_compiling():
+            # An exported program has no optimizer.
+            if not is_exporting():
+                with torch.no_grad():
+                    torch.ops.firstlayer.catch_up(weight, ids, self.number)
+        elif self.has_stale_weights:
+            self.catch_up_rows(ids)
+
+
+class ParameterState(TableState, AttachedState):
+    """State of a contiguous table on the CPU, whose rows kernels update.
+
+    Args:
+        parameter: Table. Only a weak reference to it is kept.
+        rule: Update rule.
+        options: Current options of the rule.
+        arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
+    """
+
+    def __init__(
+        self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
+    ) -> None:
+        AttachedState.__init__(self, parameter)
+        # The closure refers to the weak reference, not to ``self``: no reference cycle.
+        owner = self._owner
+        TableState.__init__(
+            self, rule, lambda: _array_of(_alive(owner)), options=options, **arguments
+        )
+        if not rule.lazy:
+            check_class(parameter)
+
+    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+        """Apply the missed steps to stale rows; see :class:`AttachedState`."""
+        self.catch_up(_index(ids), table=None if table is None else _array_of(table))
+
+    def gather_caught_up(self, ids: Tensor, *, table: Tensor | None = None) -> Tensor:
+        """Return rows after the missed steps; see :class:`AttachedState`."""
+        array = None if table is None else _array_of(table)
+        index = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
+        with threads_of_torch():
+            rows = self.caught_up_rows(index, table=array)
+        return tensor_of(rows).view(*ids.shape, self.shape[1])
+
+    def continue_from(self, other: Any) -> None:
+        """Take over which rows of the table are stale, and the steps they missed.
+
+        Args:
+            other: State of the same table, a :class:`ParameterState` or a
+                :class:`firstlayer.torch.optim.operator_state.OperatorState`.
+        """
+        row_steps = other.row_steps
+        if isinstance(row_steps, Tensor):
+            row_steps = array_of(row_steps.cpu())
+        self.row_steps = row_steps
+        self.step_count, self.base_step = other.step_count, other.base_step
+        self.missed, self._missed_moves = other.missed, other._missed_moves
+
+    def on_restored(self) -> None:
+        """Publish the number of steps again after a store has returned to a commit."""
+        if self._step_tensor is not None:
+            self._step_tensor.fill_(self.step_count)
+
+    def resize_rows(self, kept: np.ndarray, num_rows: int, options: Options) -> None:
+        """Follow a table whose rows were selected, reordered or added."""
+        super().resize_rows(kept, num_rows, options)
+        self.tensors.clear()
 
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
             super()._catch_up(table, ids)
 
-    def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        self.catch_up()
-        parameter = self.parameter
-        return type(parameter).__deepcopy__(parameter, memo)
 
-    def _reduce(self, protocol: Any) -> Any:
-        self.catch_up()
-        parameter = self.parameter
-        plain = Parameter(parameter.data, parameter.requires_grad)
-        others = {key: value for key, value in vars(parameter).items() if key not in NAMES}
-        vars(plain).update(others)
-        return plain.__reduce_ex__(protocol)
+def find_state(number: int) -> AttachedState | None:
+    """Return the state that has this number, or None if it no longer exists."""
+    return _by_number.get(number)
 
 
 def detach(parameter: Tensor) -> None:
     """Bring every row up to date and remove the state from the parameter."""
-    table_state = getattr(parameter, "table_state", None)
-    if isinstance(table_state, ParameterState):
-        table_state.catch_up()
-        for name in NAMES:
-            vars(parameter).pop(name, None)
+    if is_row_tensor(parameter):
+        vars(parameter)["table_state"].catch_up_rows(None)
+        del vars(parameter)["table_state"]
+        plain = {row: plain for plain, row in ROW_CLASSES.items()}
+        parameter.__class__ = plain[type(parameter)]
 
 
-def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
+def catch_up(weight: Any, ids: Tensor | None = None) -> None:
     """Bring stale rows of a table up to date before they are read, in place.
 
     Does nothing if no row optimizer trains the table.
@@ -148,17 +241,52 @@ def catch_up(weight: Tensor, ids: Tensor | None = None) -> None:
         weight: Table.
         ids: Rows that will be read; None for all.
     """
-    table_state = getattr(weight, "table_state", None)
-    # Not a test for None: a traced proxy of a table has every attribute.
-    if not isinstance(table_state, ParameterState):
-        return
-    if torch.compiler.is_compiling():
-        # An exported program has no optimizer.
-        if not torch.compiler.is_exporting():
-            with torch.no_grad():
-                torch.ops.firstlayer.catch_up(weight, ids, table_state.number)
-    elif table_state.has_stale_weights:
-        table_state.catch_up(_index(ids))
+    if is_row_tensor(weight):
+        weight.table_state.before_access(weight, ids)
+    elif not is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+        inner = _unwrapped(weight)
+        if is_row_tensor(inner):
+            inner.table_state.before_access(inner)
+
+
+def reads_out_of_place(weight: Any, ids: Any, *, training: bool) -> bool:
+    """Return whether a lookup leaves stale rows as they are and corrects what it returns.
+
+    That is a lookup in evaluation. If it records a gradient, the rows catch up in place: a
+    step updates only rows that are up to date.
+
+    Args:
+        weight: Table.
+        ids: Ids of the lookup.
+        training: Whether the layer is in training mode.
+    """
+    if training or not is_row_tensor(weight) or is_exporting():
+        return False
+    if not isinstance(ids, Tensor) or ids.is_nested:
+        return False
+    with without_catch_up():
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return False
+    # Compiled code cannot depend on whether rows are stale at the time.
+    if is_dynamo_compiling():
+        return True
+    is_plain = is_eager() and type(ids) is Tensor
+    return is_plain and weight.table_state.has_stale_weights
+
+
+def caught_up_rows(weight: Any, ids: Tensor) -> Tensor:
+    """Return rows as they are after the steps that they missed; the table stays as it is.
+
+    Args:
+        weight: Table for which :func:`reads_out_of_place` is true.
+        ids: Rows, int64 or int32 of any shape.
+    """
+    state = weight.table_state
+    if is_dynamo_compiling():
+        return torch.ops.firstlayer.caught_up_rows(weight, ids, state.number)
+    with without_catch_up():
+        check_ids(ids, weight.shape[0])
+    return state.gather_caught_up(ids)
 
 
 def step_tensor(steps: int) -> Tensor:
@@ -178,21 +306,40 @@ def _alive(owner: "weakref.ref[Tensor]") -> Tensor:
     return parameter
 
 
+def check_class(parameter: Tensor) -> None:
+    """Raise TypeError if operations on the parameter cannot be made to catch up."""
+    cls = type(parameter)
+    if cls not in ROW_CLASSES and cls not in ROW_CLASSES.values():
+        raise TypeError(
+            f'a table must be a torch.nn.Parameter in mode="exact", got {cls.__name__}'
+        )
+
+
+def _unwrapped(x: Any) -> Any:
+    """Return the tensor that transforms of ``torch.func`` have wrapped in ``x``."""
+    functorch = torch._C._functorch
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
 def _array_of(weight: Tensor) -> np.ndarray:
     """Return a table as an array of the same memory, or raise if it has none."""
-    if not weight.is_cpu or not weight.is_contiguous():
-        raise ValueError(
-            "a table must be on the CPU and contiguous, "
-            f"got one on {weight.device} with strides {weight.stride()}"
-        )
-    # The memory can be freed, as FSDP does.
-    needed = weight.storage_offset() + weight.numel()
-    if weight.untyped_storage().nbytes() < needed * weight.itemsize:
-        raise ValueError(
-            f"a table must have its memory to be trained, which takes "
-            f"{needed * weight.itemsize} bytes, got {weight.untyped_storage().nbytes()}"
-        )
-    return array_of_table(weight)
+    with without_catch_up():
+        if not weight.is_cpu or not weight.is_contiguous():
+            raise ValueError(
+                "a table must be on the CPU and contiguous, "
+                f"got one on {weight.device} with strides {weight.stride()}"
+            )
+        # The memory can be freed, as FSDP does.
+        needed = weight.storage_offset() + weight.numel()
+        if weight.untyped_storage().nbytes() < needed * weight.itemsize:
+            raise ValueError(
+                f"a table must have its memory to be trained, which takes "
+                f"{needed * weight.itemsize} bytes, "
+                f"got {weight.untyped_storage().nbytes()}"
+            )
+        return array_of_table(weight)
 
 
 def _index(ids: Tensor | None) -> np.ndarray | None:
@@ -204,13 +351,27 @@ def _index(ids: Tensor | None) -> np.ndarray | None:
 
 @torch.library.custom_op("firstlayer::catch_up", mutates_args=("weight",))
 def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
-    table_state = _by_number.get(number)
-    if table_state is not None and table_state.has_stale_weights:
+    state = _by_number.get(number)
+    if state is not None and state.has_stale_weights:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
-        table_state.catch_up(_index(ids), table=_array_of(weight))
+        state.catch_up_rows(ids, table=weight)
 
 
 @_catch_up_operator.register_fake
 def _(weight: Tensor, ids: Tensor | None, number: int) -> None:
     return None
+
+
+@torch.library.custom_op("firstlayer::caught_up_rows", mutates_args=())
+def _caught_up_rows_operator(weight: Tensor, ids: Tensor, number: int) -> Tensor:
+    state = _by_number.get(number)
+    if state is None or not state.has_stale_weights:
+        return torch.embedding(weight, ids)
+    check_ids(ids, weight.shape[0])
+    return state.gather_caught_up(ids, table=weight)
+
+
+@_caught_up_rows_operator.register_fake
+def _(weight: Tensor, ids: Tensor, number: int) -> Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))

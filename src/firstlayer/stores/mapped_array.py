@@ -1,0 +1,146 @@
+"""Arrays over mapped files: memory follows the rows in use, writes go to the file."""
+
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from .journal import ArrayFile
+
+#: Codes of safetensors for the dtypes of the arrays.
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "bool": "BOOL",
+}
+#: First byte of an array in its file. Rows that divide a page do not straddle two.
+ARRAY_START = 4096
+#: Rows of fewer bytes are gathered by NumPy, which has a smaller overhead.
+MIN_KERNEL_BYTES = 64
+
+
+class MappedArray:
+    """Array over a mapped file, writable.
+
+    Args:
+        folder: Folder of the store.
+        file: The array.
+    """
+
+    def __init__(self, folder: Path, file: ArrayFile) -> None:
+        self.file, path = file, folder / file.file
+        if not path.is_file() or os.path.getsize(path) < file.start + file.nbytes:
+            raise ValueError(
+                f"{path} must have {file.start + file.nbytes} bytes for {file.name}, but "
+                "it is missing or shorter"
+            )
+        self._map: mmap.mmap | None = None
+        #: The array.
+        self.array = np.empty(file.shape, file.numpy_dtype)
+        if file.nbytes:
+            self._map = _mapping(path, file.start + file.nbytes)
+            flat = np.frombuffer(self._map, np.uint8, file.nbytes, file.start)
+            self.array = flat.view(file.numpy_dtype).reshape(file.shape)
+        self._bytes = self.array.reshape(-1).view(np.uint8)
+        self._bytes = self._bytes.reshape(file.shape[0], file.row_bytes)
+        self._path = path
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return a copy of rows."""
+        if self.array.ndim == 2 and self.file.row_bytes >= MIN_KERNEL_BYTES:
+            rows = kernels.gather_rows(self.array, ids)
+            if rows is None:
+                raise IndexError(f"rows must be smaller than {len(self.array)}")
+            return rows
+        return self._bytes[ids]
+
+    def write_bytes(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Write rows that are given as bytes."""
+        self._bytes[ids] = rows
+
+    def will_need(self, rows: np.ndarray) -> None:
+        """Ask the system to read rows, given in order."""
+        if self._map is None or not rows.size:
+            return
+        page = mmap.ALLOCATIONGRANULARITY
+        start = self.file.start + rows * self.file.row_bytes
+        first, last = start // page, (start + max(1, self.file.row_bytes) - 1) // page
+        # Neighbouring pages are requested together.
+        breaks = np.flatnonzero(first[1:] > last[:-1] + 1) + 1
+        begins = first[np.concatenate([[0], breaks])]
+        ends = np.maximum.accumulate(last)[np.concatenate([breaks - 1, [rows.size - 1]])]
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            length = min((end + 1) * page, len(self._map)) - begin * page
+            self._map.madvise(mmap.MADV_WILLNEED, begin * page, length)
+
+    def sync(self) -> None:
+        """Write changed pages to the disk and wait for it."""
+        if self._map is not None:
+            self._map.flush()
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def create_array(
+    folder: Path,
+    name: str,
+    file: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    fill: float = 0.0,
+) -> ArrayFile:
+    """Create the safetensors file of an array, with all of its disk space allocated.
+
+    Writing to a mapped page for which the disk has no space would end the process.
+    """
+    dtype = np.dtype(dtype)
+    array = ArrayFile(name, file, ARRAY_START, dtype.name, shape)
+    entry = {"dtype": CODES[dtype.name], "shape": shape, "data_offsets": [0, array.nbytes]}
+    text = json.dumps({name: entry}).encode().ljust(ARRAY_START - 8)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(folder / file, flags, 0o666)
+    try:
+        os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        if array.nbytes:
+            _allocate(descriptor, ARRAY_START + array.nbytes)
+    except BaseException:
+        os.unlink(folder / file)
+        raise
+    finally:
+        os.close(descriptor)
+    if fill:
+        mapped = MappedArray(folder, array)
+        mapped.array[...] = fill
+    return array
+
+
+def _mapping(path: Path, length: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapping = mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
+    if hasattr(mmap, "MADV_RANDOM"):
+        # Rows are read in no order; reading ahead would fill memory with other rows.
+        mapping.madvise(mmap.MADV_RANDOM)
+    return mapping
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    zeros = bytes(1 << 20)
+    for position in range(os.fstat(descriptor).st_size, size, len(zeros)):
+        os.pwrite(descriptor, zeros[: size - position], position)

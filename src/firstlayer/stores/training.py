@@ -1,0 +1,710 @@
+"""Tables that are trained on disk: rows and optimizer state in mapped files, crash-safe.
+
+A training store is a folder with the arrays of a table, one file each: ``weight``, the
+arrays of the optimizer state under torch's names, ``row_steps`` and ``has_state``. A table
+in a safetensors or ``.npy`` file stays in that file, and the folder ``<file>.training``
+has the rest. The files are mapped, so memory use follows the rows in use, and the system
+writes changed pages back.
+
+Between two commits every changed row is in an undo journal; see
+:mod:`firstlayer.stores.journal` for the files, the protocol and the proof. After a kill
+at any instant, opening the store returns to the last commit.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+from jaxtyping import Float, Int, Int64
+
+from .._check import changed_ids, float_dtype, host_array, not_negative, one_of, positive
+from .._interrupts import held_interrupts
+from ..files.checkpoint import StoredTensor, open_checkpoint
+from .folder_lock import LOCK, FolderLock
+from .formats import format_by_name
+from .journal import (
+    PREFIX,
+    RECORD_BYTES,
+    ArrayFile,
+    Commit,
+    SavedState,
+    UndoJournal,
+    segment_numbers,
+)
+from .mapped_array import MappedArray, create_array
+from .row_store import RowStore
+
+Sync = Literal["off", "full"]
+SYNCS = ("off", "full")
+#: Dtypes that a table can be trained in.
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Trainer(Protocol):
+    """Optimizer state of the table of a store."""
+
+    lock: Any
+
+    def catch_up(self, ids: np.ndarray | None = None) -> None:
+        """Apply the missed steps to stale rows."""
+        ...
+
+    def save(self) -> SavedState:
+        """Return what is not stored per row."""
+        ...
+
+    def restore(self) -> None:
+        """Continue from the store after it has returned to a commit."""
+        ...
+
+    def retire(self) -> None:
+        """Refuse to be used from now on."""
+        ...
+
+
+class TrainingStore(RowStore):
+    """Table that is trained on disk. Made by :func:`open_training_store`.
+
+    Layers made from the store look rows up in :attr:`array`, row optimizers put their state
+    into its folder, and all of them journal rows before they change them. Code that writes
+    to ``array`` directly calls :meth:`before_write` first.
+
+    One process at a time has the store open. A process forked from it can read.
+
+    ``with`` commits at the end of the block, unless an exception is raised.
+
+    Args:
+        path: Path that was opened, for messages.
+        folder: Folder of the store.
+        journal: Its journal, recovered.
+        arrays: Its arrays by name, mapped.
+        lock: Lock of the folder.
+        keep: Number of tags that the store can return to.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        journal: UndoJournal,
+        arrays: dict[str, MappedArray],
+        *,
+        lock: FolderLock,
+        keep: int,
+    ) -> None:
+        weight = arrays["weight"].array
+        rows, width = weight.shape
+        super().__init__((rows, width), format_by_name(weight.dtype.name), "r+")
+        self.path, self.folder, self.keep = path, folder, keep
+        self._journal, self._mapped, self._file_lock = journal, arrays, lock
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._trainer: Trainer | None = None
+        self._is_journalled = np.zeros(self.shape[0], bool)
+        self._start_commit()
+
+    @property
+    def array(self) -> Float[np.ndarray, "rows width"]:
+        """Table, a writable array over the mapped file."""
+        return self._mapped["weight"].array
+
+    @property
+    def parts(self) -> dict[str, np.ndarray]:
+        """The table as its format stores it, not copied."""
+        return {"weight": self.array}
+
+    @property
+    def last_commit(self) -> Commit:
+        """Commit that the store opens at after a kill."""
+        return self._journal.commits[-1]
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags that the store can return to, in order."""
+        return [commit.tag for commit in self._journal.commits if commit.tag is not None]
+
+    def __repr__(self) -> str:
+        rows, width = self.shape
+        return f"TrainingStore({self.path.name}: {rows} × {width}, {self.format.name})"
+
+    def prefetch(self, ids: Any) -> None:
+        """Ask the system to read the rows of ``ids`` and their state, without waiting.
+
+        Args:
+            ids: Row numbers of any shape.
+        """
+        rows = np.unique(self._checked_ids(ids))
+        for mapped in self._mapped.values():
+            mapped.will_need(rows)
+
+    def before_write(self, rows: Int64[np.ndarray, " n"] | None = None) -> None:
+        """Journal rows that are about to change: weight, state and counters.
+
+        An error, as on a full disk, means that the rows must not be written.
+
+        Args:
+            rows: Row numbers in range; None for all.
+        """
+        with self._lock:
+            self._check_usable()
+            if rows is None:
+                chunks = self._rows_to_journal()
+            else:
+                fresh = rows[~self._is_journalled[rows]]
+                if not fresh.size:
+                    return
+                chunks = self._chunks(fresh)
+            for ids in chunks:
+                self._journal.append(ids, [array.rows(ids) for array in self._committed])
+                self._journal.sync()
+                self._is_journalled[ids] = True
+
+    def commit(self, tag: str | None = None) -> int:
+        """Make all changes so far permanent, and return the number of the commit.
+
+        With a tag the store can return to this commit later: the journal keeps what is
+        needed for the last ``keep`` tags. Commit when the rest of a model is saved, under a
+        tag that is saved with it, so that table and model can be restored together.
+
+        Args:
+            tag: Name of the commit, not used before.
+        """
+        with held_interrupts(), self._exclusive():
+            self._check_usable()
+            if tag is not None and not isinstance(tag, str):
+                raise TypeError(f"tag must be a string, got {type(tag).__name__}")
+            if tag is not None and tag in self.tags:
+                raise ValueError(f"tag must be new, got {tag!r}, which is kept already")
+            if self._journal.is_synced:
+                self._sync_arrays()
+            commit = self._journal.commit(
+                tag=tag,
+                arrays=tuple(mapped.file for mapped in self._mapped.values()),
+                state=self._saved_state(),
+            )
+            self._start_commit()
+            self._prune()
+            return commit.number
+
+    def return_to(self, at: str | int) -> None:
+        """Return to a commit in place; later commits are removed.
+
+        A kill before the end leaves the store at this commit or at a later one.
+
+        Args:
+            at: Tag or number of the commit.
+        """
+        with held_interrupts(), self._exclusive():
+            self._check_usable()
+            number = self._number_of(at)
+            self._mapped = _return_to(self._journal, self._mapped, number)
+            self._start_commit()
+            remove_unlisted(self.folder, self._journal)
+            if self._trainer is not None:
+                self._trainer.restore()
+
+    def flush(self) -> None:
+        """Write changed pages to the disk. This is not a commit."""
+        self._check_usable()
+        self._sync_arrays()
+
+    def close(self) -> None:
+        """Close the store. Changes since the last commit are undone when it is opened."""
+        with self._lock:
+            super().close()
+            self._journal.close()
+            self._file_lock.release()
+            if self._trainer is not None:
+                self._trainer.retire()
+                self._trainer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        try:
+            if kind is None and not self.closed:
+                self.commit()
+        finally:
+            self.close()
+
+    # -- For row optimizers
+
+    @property
+    def saved_state(self) -> SavedState | None:
+        """Optimizer state to continue from, as far as it is not stored per row."""
+        return self._saved_state()
+
+    @property
+    def saved_state_at_commit(self) -> SavedState | None:
+        """:attr:`saved_state` of the last commit."""
+        return self._journal.newest.commit.state
+
+    def bind(self, trainer: Trainer) -> None:
+        """Make a trainer that continues from :attr:`saved_state` the one of this store."""
+        with self._lock:
+            self._check_usable()
+            if self._trainer is not None:
+                self._trainer.retire()
+            self._trainer = trainer
+
+    def state_array(
+        self, name: str, shape: tuple[int, ...], dtype: Any, *, fill: float = 0.0
+    ) -> np.ndarray:
+        """Return an array of the optimizer state, which is created if there is none.
+
+        Args:
+            name: Name of the array.
+            shape: Shape.
+            dtype: Dtype.
+            fill: Value of a new array.
+        """
+        with self._lock:
+            self._check_usable()
+            known = self._mapped.get(name)
+            if known is None:
+                file = f"{name}.{self.last_commit.number}.safetensors"
+                array = create_array(self.folder, name, file, shape, dtype, fill=fill)
+                known = self._mapped[name] = MappedArray(self.folder, array)
+            elif known.array.shape != shape or known.array.dtype != np.dtype(dtype):
+                raise ValueError(
+                    f"{name} in {self.folder} must be {shape} in {np.dtype(dtype).name}, "
+                    f"got {known.array.shape} in {known.array.dtype.name}"
+                )
+            return known.array
+
+    def discard_state(self) -> None:
+        """Bring every row up to date and discard the optimizer state.
+
+        The next optimizer starts with a new one. Like any change, this takes effect with
+        the next commit.
+        """
+        with held_interrupts(), self._exclusive():
+            self._check_usable()
+            if self._trainer is not None:
+                self._trainer.catch_up()
+                self._trainer.retire()
+                self._trainer = None
+            elif self._saved_state() is not None:
+                raise ValueError(
+                    f"the rows of {self.path} may be stale; make an optimizer of the kind "
+                    "that trained it, then discard its state"
+                )
+            self._mapped = {"weight": self._mapped["weight"]}
+
+    # -- For state dicts
+
+    def reference(self) -> Int[np.ndarray, " bytes"]:
+        """Return the path and the commit as JSON in an array of uint8, for a state dict.
+
+        Commits first, under a tag of its own, so that the state dict and the table are of
+        the same step.
+        """
+        tag = f"state_dict-{uuid.uuid4().hex[:12]}"
+        number = self.commit(tag)
+        about = {
+            "store": self.last_commit.store,
+            "path": str(self.path),
+            "commit": number,
+            "tag": tag,
+        }
+        return np.frombuffer(json.dumps(about).encode(), np.uint8).copy()
+
+    def load_reference(self, value: Any, *, name: str) -> None:
+        """Return to the commit that a state dict refers to.
+
+        Args:
+            value: Array that :meth:`reference` returned.
+            name: Name of the entry, for error messages.
+        """
+        self.return_to(self.check_reference(value, name=name))
+
+    def check_reference(self, value: Any, *, name: str) -> str:
+        """Return the tag that a state dict refers to, or raise if it is not kept."""
+        array = np.asarray(value)
+        try:
+            if array.dtype != np.uint8:
+                raise ValueError(f"it has dtype {array.dtype.name}")
+            about = json.loads(array.tobytes())
+            store, path, tag = about["store"], about["path"], about["tag"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name} must refer to a training store: {error}") from None
+        if store != self.last_commit.store:
+            raise ValueError(
+                f"{name} refers to the store at {path}, which is not {self.path}"
+            )
+        if tag not in self.tags:
+            raise ValueError(
+                f"{name} refers to {tag!r}, which {self.path} does not keep; "
+                f"it keeps {self.tags}"
+            )
+        return tag
+
+    def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
+        self._catch_up(ids)
+        if not self.format.gather(self.parts, ids, out):
+            raise changed_ids(len(self))
+
+    def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        self._catch_up(ids)
+        return {"weight": self.array[ids]}
+
+    def _write(self, ids: np.ndarray, parts: dict[str, np.ndarray]) -> None:
+        with held_interrupts():
+            # A later catch-up would apply missed steps to the new values.
+            self._catch_up(ids)
+            self.before_write(ids)
+            self.array[ids] = parts["weight"]
+
+    def _catch_up(self, ids: np.ndarray) -> None:
+        """Bring rows up to date before they are read or written."""
+        if self._trainer is not None:
+            self._trainer.catch_up(ids)
+            return
+        saved = self._saved_state()
+        if saved is not None and saved.numbers["base_step"] != saved.numbers["step_count"]:
+            raise ValueError(
+                f"rows of {self.path} are stale; make a layer from the store, which brings "
+                "them up to date"
+            )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the store at {self.path} was opened by process {self._process}; "
+                "a process forked from it can only read"
+            )
+        self._check_open()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Generator[None, None, None]:
+        """Keep other threads from stepping, catching up and committing."""
+        trainer_lock = contextlib.nullcontext()
+        if self._trainer is not None:
+            trainer_lock = self._trainer.lock
+        # The same order as in a step, which journals rows under its own lock.
+        with trainer_lock, self._lock:
+            yield
+
+    def _start_commit(self) -> None:
+        """Journal every row from now on, in the arrays of the last commit.
+
+        Arrays created later are removed in a recovery.
+        """
+        self._committed = list(self._mapped.values())
+        self._is_journalled[:] = False
+
+    def _saved_state(self) -> SavedState | None:
+        if self._trainer is not None:
+            return self._trainer.save()
+        if len(self._mapped) == 1:
+            return None
+        return self._journal.newest.commit.state
+
+    def _number_of(self, at: str | int) -> int:
+        for commit in self._journal.commits:
+            if at in (commit.tag, commit.number):
+                return commit.number
+        raise ValueError(
+            f"at must be a tag that {self.path} keeps, one of {self.tags}, got {at!r}"
+        )
+
+    def _row_bytes(self) -> int:
+        return self._journal.newest.commit.record_row_bytes
+
+    def _chunks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        step = max(1, RECORD_BYTES // self._row_bytes())
+        for lo in range(0, rows.size, step):
+            yield np.ascontiguousarray(rows[lo : lo + step])
+
+    def _rows_to_journal(self) -> Iterator[np.ndarray]:
+        """Yield all rows that are not journalled, in chunks."""
+        step = max(1, RECORD_BYTES // self._row_bytes())
+        for lo in range(0, len(self), step):
+            fresh = np.flatnonzero(~self._is_journalled[lo : lo + step])
+            if fresh.size:
+                yield fresh + lo
+
+    def _sync_arrays(self) -> None:
+        for mapped in self._mapped.values():
+            mapped.sync()
+
+    def _prune(self) -> None:
+        """Remove the commits that no kept tag needs, and files that no commit lists."""
+        tagged = [c.number for c in self._journal.commits if c.tag is not None]
+        self._journal.prune(min([*tagged[-self.keep :], self.last_commit.number]))
+        remove_unlisted(self.folder, self._journal)
+
+
+def open_training_store(
+    path: str | os.PathLike[str],
+    tensor: str | None = None,
+    *,
+    at: str | int | None = None,
+    sync: Sync = "off",
+    keep: int = 2,
+) -> TrainingStore:
+    """Open a table to train it on disk, at its last commit or an earlier one.
+
+    Args:
+        path: Folder made by :func:`create_training_store`, or a safetensors file, a folder
+            with one, or a ``.npy`` file with a table in float32, float16 or bfloat16, which
+            is then trained in place.
+        tensor: Name of the table in a safetensors file; None for its only or its token
+            table.
+        at: Tag or number of a commit to return to. Later commits are removed.
+        sync: ``"off"`` survives a kill of the process at any instant, ``"full"`` also the
+            loss of power, and waits for the disk before rows first change after a commit.
+        keep: Number of tags that the store can return to.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with create_training_store(folder + "/table", (5, 2)) as store:
+        ...     store.write([3], [[1.0, 2.0]])
+        ...     store.commit("first"), store.write([3], [[9.0, 9.0]])
+        (2, None)
+        >>> with open_training_store(folder + "/table", at="first") as store:
+        ...     store.read([3]).tolist()
+        [[1.0, 2.0]]
+    """
+    is_synced = one_of("sync", sync, SYNCS) == "full"
+    keep, path = positive("keep", keep), Path(path)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"no file or folder {path}")
+    folder = path
+    if not path.is_dir() or not segment_numbers(path):
+        weight = _table_in(path, tensor)
+        folder = Path(f"{weight.path}.training")
+        folder.mkdir(exist_ok=True)
+    with _locked(folder, path) as lock:
+        if not segment_numbers(folder):
+            weight = _table_in(path, tensor)
+            arrays = (_listed(weight, folder),)
+            journal = UndoJournal.create(
+                folder, store=uuid.uuid4().hex, arrays=arrays, is_synced=is_synced
+            )
+        else:
+            journal = UndoJournal.open(folder, is_synced=is_synced)
+            if folder is not path:
+                _check_same_table(journal, _listed(_table_in(path, tensor), folder))
+        try:
+            mapped = _recovered(folder, journal)
+            store = TrainingStore(path, folder, journal, mapped, lock=lock, keep=keep)
+            if at is not None:
+                store.return_to(at)
+        except BaseException:
+            journal.close()
+            raise
+    return store
+
+
+def create_training_store(
+    path: str | os.PathLike[str],
+    shape: tuple[int, int],
+    *,
+    dtype: Any = "float32",
+    rows: Float[Any, "rows width"] | Callable[[int, int], Any] | None = None,
+    sync: Sync = "off",
+    keep: int = 2,
+) -> TrainingStore:
+    """Create a table to train on disk.
+
+    Args:
+        path: Folder to create. It must not exist, or be empty.
+        shape: Number of rows and width.
+        dtype: float32, float16 or bfloat16.
+        rows: Initial values: an array of that shape, or a function that returns the rows
+            from its first argument up to its second, so that a table larger than memory is
+            drawn in parts. None is zeros.
+        sync: See :func:`open_training_store`.
+        keep: See :func:`open_training_store`.
+    """
+    is_synced = one_of("sync", sync, SYNCS) == "full"
+    keep, folder = positive("keep", keep), Path(path)
+    num_rows, width = shape
+    shape = not_negative("shape[0]", num_rows), not_negative("shape[1]", width)
+    dtype = float_dtype(dtype)
+    _check_dtype(dtype.name, "dtype")
+    if not callable(rows) and rows is not None and np.shape(rows) != shape:
+        raise ValueError(f"rows must have shape {shape}, got {np.shape(rows)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, folder) as lock:
+        # Left by a creation that was killed.
+        known = {LOCK, "weight.0.safetensors", f"{PREFIX}{1:010d}.tmp"}
+        if others := sorted(set(os.listdir(folder)) - known):
+            raise FileExistsError(f"{folder} must be empty, but it has {others[0]}")
+        file = create_array(folder, "weight", "weight.0.safetensors", shape, dtype)
+        mapped = MappedArray(folder, file)
+        if rows is not None:
+            _fill(mapped.array, rows)
+        if is_synced:
+            mapped.sync()
+        journal = UndoJournal.create(
+            folder, store=uuid.uuid4().hex, arrays=(file,), is_synced=is_synced
+        )
+        arrays = {"weight": mapped}
+        return TrainingStore(folder, folder, journal, arrays, lock=lock, keep=keep)
+
+
+def remove_unlisted(folder: Path, journal: UndoJournal) -> None:
+    """Remove the files of arrays that no commit lists."""
+    listed = {array.file for commit in journal.commits for array in commit.arrays}
+    for name in os.listdir(folder):
+        is_array = name.endswith(".safetensors") and name not in listed
+        if is_array or (name.startswith(PREFIX) and name.endswith(".tmp")):
+            os.unlink(folder / name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, path: Path) -> Generator[FolderLock, None, None]:
+    """Yield the lock of a store, which an exception releases."""
+    lock = FolderLock(folder, path)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _check_dtype(dtype: str, name: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} must be one of {DTYPES} to be trained, got {dtype}")
+
+
+def _table_in(path: Path, tensor: str | None) -> StoredTensor:
+    """Return the table in a safetensors or ``.npy`` file."""
+    if path.suffix == ".npy":
+        if tensor is not None:
+            raise ValueError(f"tensor must be None for a .npy file, got {tensor!r}")
+        table = _npy_table(path)
+    else:
+        checkpoint = open_checkpoint(path, names=None if tensor is None else [tensor])
+        if tensor is not None:
+            if tensor not in checkpoint.tensors:
+                raise KeyError(f"{path} has no tensor {tensor!r}")
+            table = checkpoint.tensors[tensor]
+        elif len(checkpoint.tensors) == 1:
+            (table,) = checkpoint.tensors.values()
+        else:
+            table = checkpoint.token_table()
+    if len(table.shape) != 2:
+        raise ValueError(f"{table.name} must have 2 axes, got shape {table.shape}")
+    _check_dtype(table.numpy_dtype.name, table.name)
+    if table.start % table.numpy_dtype.itemsize:
+        raise ValueError(
+            f"{table.name} must start at a multiple of {table.numpy_dtype.itemsize} bytes "
+            f"to be trained in place, got {table.start}; save it again first"
+        )
+    return table
+
+
+def _npy_table(path: Path) -> StoredTensor:
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a .npy file: {error}") from None
+        start, size = file.tell(), os.fstat(file.fileno()).st_size
+    codes = {"float32": "F32", "float16": "F16"}
+    if fortran or not dtype.isnative or dtype.name not in codes:
+        raise ValueError(
+            f"{path} must be float32 or float16 in C order to be trained, got {dtype.str}"
+            + (" in Fortran order" if fortran else "")
+        )
+    nbytes = dtype.itemsize * int(np.prod(shape, dtype=object))
+    if start + nbytes > size:
+        raise ValueError(f"{path} is cut short: {start + nbytes} bytes, got {size}")
+    return StoredTensor("weight", codes[dtype.name], shape, path, start, nbytes)
+
+
+def _listed(table: StoredTensor, folder: Path) -> ArrayFile:
+    file = os.path.relpath(os.path.realpath(table.path), os.path.realpath(folder))
+    return ArrayFile("weight", file, table.start, table.numpy_dtype.name, table.shape)
+
+
+def _check_same_table(journal: UndoJournal, table: ArrayFile) -> None:
+    known = next(a for a in journal.newest.commit.arrays if a.name == "weight")
+    if known != table:
+        raise ValueError(
+            f"{journal.folder} is of another table, {known.shape} {known.dtype} at byte "
+            f"{known.start}, got {table.shape} {table.dtype} at byte {table.start}; "
+            "remove that folder if the table was replaced"
+        )
+
+
+def _recovered(folder: Path, journal: UndoJournal) -> dict[str, MappedArray]:
+    """Return the arrays of the last commit, after returning to it."""
+    mapped = {
+        array.name: MappedArray(folder, array) for array in journal.newest.commit.arrays
+    }
+    _write_back(journal, mapped, journal.recover)
+    remove_unlisted(folder, journal)
+    return mapped
+
+
+def _return_to(
+    journal: UndoJournal, mapped: dict[str, MappedArray], number: int
+) -> dict[str, MappedArray]:
+    """Return to a commit, one commit after the other, and return its arrays."""
+    arrays = _with_listed(journal, mapped, journal.commits[-1])
+    _write_back(journal, arrays, journal.recover)
+    while journal.commits[-1].number > number:
+        arrays = _with_listed(journal, arrays, journal.commits[-2])
+        _write_back(journal, arrays, journal.go_back)
+    return arrays
+
+
+def _with_listed(
+    journal: UndoJournal, mapped: dict[str, MappedArray], commit: Commit
+) -> dict[str, MappedArray]:
+    """Return the arrays that a commit lists, mapped."""
+    arrays = {}
+    for file in commit.arrays:
+        known = mapped.get(file.name)
+        if known is None or known.file != file:
+            known = MappedArray(journal.folder, file)
+        arrays[file.name] = known
+    return arrays
+
+
+def _write_back(
+    journal: UndoJournal, mapped: dict[str, MappedArray], recover: Callable[[Any], Any]
+) -> None:
+    arrays = list(mapped.values())
+
+    def write(ids: np.ndarray, rows: list[np.ndarray]) -> None:
+        if ids.min() < 0 or ids.max() >= arrays[0].file.shape[0]:
+            raise ValueError(f"{journal.newest.path} is damaged: it has unknown rows")
+        for array, part in zip(arrays, rows, strict=True):
+            array.write_bytes(ids, part)
+
+    recover(write)
+    if journal.is_synced:
+        for array in arrays:
+            array.sync()
+    journal.clear()
+
+
+def _fill(array: np.ndarray, rows: Any) -> None:
+    step = max(1, RECORD_BYTES // max(1, array[:1].nbytes))
+    for lo in range(0, len(array), step):
+        hi = min(lo + step, len(array))
+        part = rows(lo, hi) if callable(rows) else rows[lo:hi]
+        part = host_array(part, name="rows")
+        if part.shape != (hi - lo, array.shape[1]):
+            raise ValueError(
+                f"rows({lo}, {hi}) must have shape {(hi - lo, array.shape[1])}, "
+                f"got {part.shape}"
+            )
+        array[lo:hi] = part.astype(array.dtype)

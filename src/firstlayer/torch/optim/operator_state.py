@@ -1,0 +1,634 @@
+"""Optimizer state of a table on any device, updated by torch operators.
+
+Does what :class:`firstlayer.optim.table_state.TableState` does with kernels: a step updates
+the rows that have a gradient, and the other rows become stale until they catch up. Rows and
+state are gathered, changed as the rule specifies, and written back. Apart from the table,
+its state and the step that each row is at, no tensor has as many rows as the table.
+
+The host records the steps and computes the coefficients of missed steps in float64; the
+device has a copy. Which rows are stale is decided on the device, so neither a step nor
+catching up waits for it: all rows of a batch are computed, and those that are up to date
+keep their values. There are two exceptions. Missed steps are replayed one by one where the
+polynomial of Adam is not accurate, and their number is read from the device. On the CPU,
+where reading a value costs nothing, only stale rows are computed, in chunks that stay in
+the cache.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._check import out_of_range
+from ..._interrupts import held_interrupts
+from ...optim.missed_steps import MissedSteps, host_values
+from ...optim.rule import TINY, Options, Rule, update_rows
+from .._tensors.dtypes import compute_dtype, dtype_name
+from .._tensors.memory import is_plain_cpu, tensor_of
+from .._tensors.row_parameter import without_catch_up
+from .row_operators import (
+    Rows,
+    read_rows,
+    round_to_bfloat16,
+    sum_by_id_static,
+    write_rows,
+)
+from .table_state import AttachedState, check_class
+
+# Entries of a table that operators process at a time, for each thread on the CPU: their
+# temporary tensors stay in the cache.
+CPU_CHUNK = 1 << 16
+# The same on other devices, where it bounds the memory of temporary tensors.
+DEVICE_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class RowTensors:
+    """Tensors with a row for each row of the table, which change together.
+
+    Args:
+        table: Table.
+        row_steps: For each row, the step it is at.
+        state: Tensors of the optimizer state, in the order of the rule.
+    """
+
+    table: Tensor
+    row_steps: Tensor
+    state: tuple[Tensor, ...]
+
+    def as_list(self) -> list[Tensor]:
+        """Return all tensors, as the constructor takes them."""
+        return [self.table, self.row_steps, *self.state]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTensors:
+    """Numbers of a step on the device of the table, for compiled code.
+
+    Args:
+        columns: Coefficients of missed steps, a column for each recorded step.
+        values: Numbers of the step, in the order of the rule.
+        steps: ``base_step`` and ``step_count``.
+    """
+
+    columns: Tensor
+    values: Tensor
+    steps: Tensor
+
+    def as_list(self) -> list[Tensor]:
+        """Return all tensors, as the constructor takes them."""
+        return [self.columns, self.values, self.steps]
+
+
+class OperatorState(AttachedState):
+    """State of a table under a row optimizer, updated by torch operators.
+
+    Args:
+        parameter: Table. Only a weak reference to it is kept.
+        rule: Update rule.
+        options: Current options of the rule.
+        stochastic_rounding: Round a bfloat16 table up or down at random.
+        state: Tensors to continue from, on the device of the table.
+        step: Number of steps taken before ``state`` was saved.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        rule: Rule,
+        *,
+        options: Options,
+        stochastic_rounding: bool = False,
+        state: dict[str, Tensor] | None = None,
+        step: int = 0,
+    ) -> None:
+        super().__init__(parameter)
+        rule.check(options)
+        self.rule, self.stochastic_rounding = rule, stochastic_rounding
+        self.shape, self.device = tuple(parameter.shape), parameter.device
+        self.dtype = compute_dtype(parameter.dtype)
+        #: Shape of each tensor of the state.
+        self.state_shape = self.shape[0], rule.state_width(self.shape[1])
+        #: Tensors of the optimizer state, by name.
+        self.state: dict[str, Tensor] = {} if state is None else state
+        #: Number of steps taken.
+        self.step_count = step
+        #: For each row, the step it is at; smaller values stand for ``base_step``.
+        self.row_steps = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
+        #: Step at which every row was last up to date. ``missed`` counts from here.
+        self.base_step = step
+        #: Whether a recorded step moves the weights of rows without a gradient.
+        self._missed_moves = False
+        self.missed = MissedSteps(rule, options, step)
+        self._bind_missed()
+        # Largest row that got a gradient although it was read while stale, or −1.
+        self._stale_read = torch.full((), -1, dtype=torch.int64, device=self.device)
+        #: Parameter group and torch state of the table, for steps in compiled code.
+        self.group: dict[str, Any] | None = None
+        self.published: dict[str, Any] = {}
+        self._add_missing_tensors(options)
+        self._check(self.row_tensors())
+        if state is not None:
+            self._adapt_state(options)
+        if not rule.lazy:
+            check_class(parameter)
+        self.lock = threading.RLock()
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether weight and state of every row are up to date."""
+        return self.base_step == self.step_count
+
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date."""
+        return self.base_step != self.step_count and self._missed_moves
+
+    def row_tensors(self, table: Tensor | None = None) -> RowTensors:
+        """Return the table, or a copy that will replace it, and what changes with it."""
+        if table is None:
+            with without_catch_up():
+                table = self.parameter.detach()
+        state = tuple(self.state[name] for name in self.missed.names)
+        return RowTensors(table, self.row_steps, state)
+
+    def catch_up(self) -> None:
+        """Apply the missed steps to every stale row, in place."""
+        self.catch_up_rows(None)
+
+    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
+        """Apply the missed steps to stale rows of ``ids``, or to all, in place.
+
+        Args:
+            ids: Rows, of any shape and possibly repeated; None for all.
+            table: Copy of the table to write to, which will replace the table.
+        """
+        if self.is_caught_up:
+            return
+        with held_interrupts(), self.lock, torch.no_grad():
+            tensors = self.row_tensors(table)
+            self._check(tensors)
+            self._catch_up(tensors, None if ids is None else self._as_rows(ids))
+        if ids is None:
+            self._check_stale_read()
+
+    def gather_caught_up(self, ids: Tensor, *, table: Tensor | None = None) -> Tensor:
+        """Return rows as they are after the missed steps; change nothing.
+
+        Args:
+            ids: Rows, of any shape and in range.
+            table: Copy of the table to read from.
+        """
+        with self.lock, torch.no_grad():
+            tensors, rows = self.row_tensors(table), self._as_rows(ids)
+            if self.has_stale_weights:
+                self._check(tensors)
+                self._copy_columns()
+                weight = self._caught_up(tensors, rows)[0].to(tensors.table.dtype)
+            else:
+                weight = tensors.table.index_select(0, rows)
+            return weight.view(*ids.shape, self.shape[1])
+
+    def check_step(
+        self,
+        ids: Tensor | None,
+        gradient: Tensor,
+        *,
+        options: Options,
+        ids_name: str = "ids",
+    ) -> None:
+        """Raise an error unless :meth:`step` can run to its end; change nothing.
+
+        Values of ids are checked on the CPU only. Other devices check them on access.
+
+        Args:
+            ids: As in :meth:`step`.
+            gradient: As in :meth:`step`.
+            options: As in :meth:`step`.
+            ids_name: Name of the ids in error messages.
+        """
+        self.rule.check(options)
+        self._check(self.row_tensors())
+        shape = self.shape if ids is None else (ids.shape[0], self.shape[1])
+        if tuple(gradient.shape) != shape:
+            raise ValueError(
+                f"the gradient must have shape {shape}, got {tuple(gradient.shape)}"
+            )
+        if ids is not None and ids.numel() and is_plain_cpu(ids):
+            if not bool((ids[1:] > ids[:-1]).all()):
+                raise ValueError(f"{ids_name} must be ascending, each once")
+            rows = self.shape[0]
+            if ids[0] < 0 or ids[-1] >= rows:
+                bound = "the number of rows"
+                raise out_of_range(ids.numpy(), rows, name=ids_name, bound=bound)
+
+    def first_stale(self, ids: Tensor | None = None) -> int | None:
+        """Return the first row of ``ids``, or of all, whose weight is stale, or None.
+
+        None on other devices than the CPU, which are not waited for. There the error is
+        raised when every row catches up.
+        """
+        if not self.has_stale_weights:
+            return None
+        row_steps = self.row_steps if ids is None else self.row_steps.index_select(0, ids)
+        is_stale = row_steps != self.step_count
+        if is_plain_cpu(is_stale):
+            stale = is_stale.nonzero().flatten()
+            if not stale.numel():
+                return None
+            return int(stale[0] if ids is None else ids[stale[0]])
+        if ids is not None and ids.numel():
+            found = torch.where(is_stale, ids, -1).amax()
+            self._stale_read = torch.maximum(self._stale_read, found)
+        return None
+
+    def step(self, ids: Tensor | None, gradient: Tensor, *, options: Options) -> None:
+        """Update the rows that have a gradient, in place; the others become stale.
+
+        The arguments have passed :meth:`check_step`, and the caller holds interrupts back.
+
+        Args:
+            ids: Rows that have a gradient, each once; None for all.
+            gradient: Gradient of each of these rows.
+            options: Options of the rule in this step.
+        """
+        with self.lock, torch.no_grad():
+            self._prepare_step(ids, options)
+            tensors = self.row_tensors()
+            values = self._record_step(options, every_row=ids is None)
+            generator = self._generator(2 * self.step_count + 1)
+            for rows, part in self._chunks(ids):
+                weight = read_rows(tensors.table, rows, self.dtype)
+                state = [read_rows(x, rows, self.dtype) for x in tensors.state]
+                part = gradient[part].to(self.dtype)
+                new = update_rows(torch, self.rule, values, weight, part, state)
+                self._write(tensors, rows, new, generator)
+                tensors.row_steps[rows] = self.step_count
+            if self.is_caught_up:
+                self._restart(options)
+
+    def new_step_tensors(self) -> StepTensors:
+        """Return memory for the numbers of a step of static size."""
+        count = len(self.missed.step_values)
+        return StepTensors(
+            self.columns,
+            torch.zeros(count, dtype=self.dtype, device=self.device),
+            torch.zeros(2, dtype=torch.int64, device=self.device),
+        )
+
+    def begin_step(
+        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, options: Options
+    ) -> None:
+        """Compute the numbers of a step of static size.
+
+        Every row catches up if no further step can be recorded, and the rows of ``ids`` if
+        steps have to be replayed.
+
+        Args:
+            tensors: Tensors of :meth:`row_tensors` or copies that will replace them.
+            numbers: Numbers to write.
+            ids: Rows that will be updated; negative ids are ignored.
+            options: Options of the rule in this step.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            self.rule.check(options)
+            frozen = self.rule.frozen_options(options)
+            if frozen != self.missed.frozen_options:
+                raise ValueError(
+                    f"options {self.missed.frozen_options} must not change between the "
+                    f"calls of a RowStep, got {frozen}; call row_step again"
+                )
+            self._check(tensors)
+            if self.missed.is_full:
+                self._catch_up(tensors, None)
+            if self.is_caught_up:
+                self._restart(options)
+            self._copy_columns()
+            if self._is_replayed is not None:
+                self._catch_up(tensors, self._as_rows(ids))
+            values = host_values(self.rule, options, self.step_count + 1)
+            self._send(torch.tensor(values, dtype=self.dtype, device="cpu"), numbers.values)
+            steps = torch.tensor([self.base_step, self.step_count], device="cpu")
+            self._send(steps, numbers.steps)
+            if numbers.columns is not self.columns:
+                numbers.columns.copy_(self.columns)
+
+    def static_step(
+        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, gradient: Tensor
+    ) -> None:
+        """Catch up and update rows. All sizes follow from the number of ids.
+
+        Args:
+            tensors: Tensors of :meth:`row_tensors`.
+            numbers: Numbers of the step, written by :meth:`begin_step`.
+            ids: Rows, possibly repeated; entries with a negative id are left out.
+            gradient: Gradient for each id.
+        """
+        rows, sums = sum_by_id_static(ids, gradient.to(self.dtype))
+        has_gradient, rows = rows >= 0, rows.clamp(min=0)
+        old = self._caught_up(tensors, rows, numbers)
+        values = type(self.missed.step_values)(*numbers.values.unbind())
+        new = update_rows(torch, self.rule, values, old[0], sums, old[1:])
+        self._write(tensors, rows, _where(has_gradient, new, old), None)
+        tensors.row_steps.index_copy_(0, rows, numbers.steps[1] + has_gradient)
+
+    def end_step(self, options: Options) -> None:
+        """Record a step of static size, after :meth:`static_step`."""
+        with held_interrupts(), self.lock:
+            self._record_step(options, every_row=False)
+            if self.is_caught_up:
+                self._restart(options)
+
+    def resize_rows(self, kept: Tensor, num_rows: int, options: Options) -> None:
+        """Follow a table whose rows were selected, reordered or added.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            num_rows: Number of rows of the table, the rows after ``kept`` being new.
+            options: Options of the rule, for the state of new rows.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            kept, initial = kept.to(self.device), self.rule.initial_state(options)
+            self.state = {
+                name: resized_rows(x, kept, num_rows, initial.get(name, 0.0))
+                for name, x in self.state.items()
+            }
+            self.row_steps = resized_rows(self.row_steps, kept, num_rows, self.step_count)
+            self.shape = num_rows, self.shape[1]
+            self.state_shape = num_rows, self.state_shape[1]
+            self.tensors.clear()
+
+    def continue_from(self, other: Any) -> None:
+        """Take over which rows of the table are stale, and the steps they missed.
+
+        Args:
+            other: State of the same table, an :class:`OperatorState` or a
+                :class:`firstlayer.torch.optim.table_state.ParameterState`.
+        """
+        row_steps = other.row_steps
+        if not isinstance(row_steps, Tensor):
+            row_steps = tensor_of(row_steps)
+        self.row_steps = row_steps.to(self.device)
+        self.step_count, self.base_step = other.step_count, other.base_step
+        self.missed, self._missed_moves = other.missed, other._missed_moves
+        self._bind_missed()
+
+    def _prepare_step(self, ids: Tensor | None, options: Options) -> None:
+        """Catch up the rows to be updated, and all rows if they cannot stay stale."""
+        tensors = self.row_tensors()
+        is_changed = self.rule.frozen_options(options) != self.missed.frozen_options
+        if self.missed.is_full or is_changed or ids is None:
+            self._catch_up(tensors, None)
+        self._add_missing_tensors(options)
+        if is_changed:
+            self.missed = MissedSteps(self.rule, options, self.step_count)
+            self._bind_missed()
+            self._adapt_state(options)
+        if self.is_caught_up:
+            self._restart(options)
+        elif not self._missed_moves:
+            # Rows with a stale state may have been read without catching up. All other
+            # rows have caught up when they were read.
+            self._catch_up(tensors, ids)
+
+    def _record_step(self, options: Options, *, every_row: bool) -> Any:
+        """Count a step, which other rows miss unless every row is updated.
+
+        Returns:
+            Numbers of the step.
+        """
+        step = self.step_count + 1
+        values = host_values(self.rule, options, step)
+        is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
+        if every_row or self.rule.lazy or is_noop:
+            # No row becomes stale.
+            self.base_step = step
+        else:
+            self.missed.record(values, options, step)
+            self._are_columns_current = False
+            if self.rule.moves_without_gradient(options):
+                self._missed_moves = True
+        self.step_count = step
+        return values
+
+    def _restart(self, options: Options) -> None:
+        self.missed.restart(options, self.step_count)
+        self._are_columns_current = self._missed_moves = False
+
+    def _catch_up(self, tensors: RowTensors, ids: Tensor | None) -> None:
+        """Apply the missed steps to the stale rows among ``ids``, or to all."""
+        if self.is_caught_up:
+            return
+        self._copy_columns()
+        generator = self._generator(2 * self.step_count)
+        row_steps, on_cpu = tensors.row_steps, is_plain_cpu(tensors.row_steps)
+        if on_cpu and ids is not None:
+            ids = ids[row_steps[ids] != self.step_count].unique()
+        for rows, _ in self._chunks(ids):
+            if on_cpu and isinstance(rows, slice):
+                stale = (row_steps[rows] != self.step_count).nonzero().flatten()
+                if not stale.numel():
+                    continue
+                rows = stale + rows.start
+            self._write(tensors, rows, self._caught_up(tensors, rows), generator)
+            row_steps[rows] = self.step_count
+        if ids is None:
+            self.base_step = self.step_count
+
+    def _caught_up(
+        self, tensors: RowTensors, rows: Rows, numbers: StepTensors | None = None
+    ) -> list[Tensor]:
+        """Return weight and state of rows after the missed steps.
+
+        Args:
+            tensors: Table and state.
+            rows: Rows to read.
+            numbers: Numbers of a step of static size; steps have been replayed.
+        """
+        old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
+        if self.rule.lazy or not self.columns.numel():
+            return old
+        row_steps = read_rows(tensors.row_steps, rows, torch.int64)
+        columns, base, step = self.columns, self.base_step, self.step_count
+        if numbers is not None:
+            columns, (base, step) = numbers.columns, numbers.steps.unbind()
+        start, reached = (row_steps - base).clamp(min=0), old
+        if numbers is None and self._is_replayed is not None:
+            start, reached = self._replayed(start, old)
+        numbers_of_rows = columns.index_select(1, start).to(self.dtype)
+        # Arithmetic on denormals is slow.
+        numbers_of_rows = torch.where(numbers_of_rows.abs() < TINY, 0.0, numbers_of_rows)
+        kind = self.missed.kind(*numbers_of_rows.unsqueeze(-1).unbind())
+        # Rows that are up to date keep their values bit for bit.
+        return _where(row_steps != step, kind.catch_up(torch, *reached), old)
+
+    def _replayed(
+        self, start: Tensor, old: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Replay missed steps up to a recorded step whose coefficients are accurate.
+
+        Waits for the device.
+
+        Args:
+            start: Recorded step that each row is at.
+            old: Weight and state of each row.
+        """
+        start, new = start.clone(), [x.clone() for x in old]
+        is_replayed, kind = self._is_replayed, type(self.missed.step_values)
+        assert is_replayed is not None
+        steps = torch.from_numpy(self.missed.all_steps).to(self.device, self.dtype)
+        while True:
+            rows = is_replayed.index_select(0, start).nonzero().flatten()
+            if not rows.numel():
+                return start, new
+            reached = start.index_select(0, rows) + 1
+            values = kind(*steps.index_select(1, reached).unsqueeze(-1).unbind())
+            part = [x.index_select(0, rows) for x in new]
+            part = update_rows(
+                torch, self.rule, values, part[0], torch.zeros_like(part[0]), part[1:]
+            )
+            for x, y in zip(new, part, strict=True):
+                x.index_copy_(0, rows, y)
+            start.index_copy_(0, rows, reached)
+
+    def _write(
+        self,
+        tensors: RowTensors,
+        rows: Rows,
+        new: Sequence[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        weight, *state = new
+        if self.stochastic_rounding:
+            weight = round_to_bfloat16(weight, generator)
+        write_rows(tensors.table, rows, weight)
+        for x, y in zip(tensors.state, state, strict=True):
+            write_rows(x, rows, y)
+
+    def _generator(self, seed: int) -> torch.Generator | None:
+        """Return a source of random numbers for rounding, if it is used."""
+        if not self.stochastic_rounding:
+            return None
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def _chunks(self, ids: Tensor | None) -> Iterator[tuple[Rows, slice]]:
+        """Yield rows of ``ids``, or all as ranges, and their places among ``ids``."""
+        size = DEVICE_CHUNK
+        if self.device.type == "cpu":
+            size = CPU_CHUNK * torch.get_num_threads()
+        chunk = max(1, size // max(1, self.shape[1]))
+        count = self.shape[0] if ids is None else ids.shape[0]
+        for lo in range(0, count, chunk):
+            part = slice(lo, min(lo + chunk, count))
+            yield part if ids is None else ids[part], part
+
+    def _as_rows(self, ids: Tensor) -> Tensor:
+        """Return ids as a vector of rows; an id out of range becomes some row.
+
+        The lookup reports it. Catching up another row changes nothing that is read.
+        """
+        rows = ids.reshape(-1).to(self.device, torch.int64, non_blocking=True)
+        return rows.clamp(0, max(0, self.shape[0] - 1))
+
+    def _bind_missed(self) -> None:
+        """Provide memory for the coefficients on the device."""
+        self.columns = torch.from_numpy(self.missed.all_coefficients)
+        if self.device.type != "cpu":
+            # MPS has no float64.
+            dtype = torch.float32 if self.device.type == "mps" else torch.float64
+            self.columns = torch.empty_like(self.columns, dtype=dtype, device=self.device)
+        self._are_columns_current = False
+        #: For each recorded step, whether rows at it replay a step; None if none does.
+        self._is_replayed: Tensor | None = None
+
+    def _copy_columns(self) -> None:
+        """Copy the coefficients to the device, if they have changed."""
+        if self._are_columns_current or not self.columns.numel():
+            return
+        count = self.missed.count + 1
+        if self.device.type != "cpu":
+            columns = torch.from_numpy(self.missed.coefficients.copy())
+            self._send(columns.to(self.columns.dtype), self.columns[:, :count])
+        self._is_replayed = None
+        if self.missed.replays:
+            kind = self.missed.kind(*torch.from_numpy(self.missed.coefficients))
+            is_replayed = kind.is_accurate(torch).logical_not()
+            if bool(is_replayed.any()):
+                self._is_replayed = is_replayed.to(self.device)
+        self._are_columns_current = True
+
+    def _send(self, host: Tensor, to: Tensor) -> None:
+        """Copy a tensor from the host without waiting for the device."""
+        if self.device.type != "cpu" and torch.accelerator.is_available():
+            host = host.pin_memory()
+        to.copy_(host, non_blocking=True)
+
+    def _adapt_state(self, options: Options) -> None:
+        """Adjust the state to frozen options that may be new; no row is stale."""
+        for rows, _ in self._chunks(None):
+            part = {name: x[rows] for name, x in self.state.items()}
+            for name, new in self.rule.adapted_state(torch, options, part).items():
+                part[name].copy_(new)
+
+    def _add_missing_tensors(self, options: Options) -> None:
+        for name, value in self.rule.initial_state(options).items():
+            if name not in self.state:
+                shape, device = self.state_shape, self.device
+                zeros = torch.zeros(shape, dtype=self.dtype, device=device)
+                self.state[name] = zeros.fill_(value) if value else zeros
+
+    def _check(self, tensors: RowTensors) -> None:
+        """Raise ValueError unless the table and its state fit together."""
+        table = tensors.table
+        if tuple(table.shape) != self.shape or compute_dtype(table.dtype) != self.dtype:
+            raise ValueError(
+                f"the table must stay {self.shape} in {dtype_name(self.dtype)} as its "
+                f"state is, got {tuple(table.shape)} in {dtype_name(table.dtype)}; "
+                "call resize_rows or make a new optimizer"
+            )
+        for name, x in self.state.items():
+            if tuple(x.shape) != self.state_shape or x.dtype != self.dtype:
+                raise ValueError(
+                    f"{name} must be {self.state_shape} in {dtype_name(self.dtype)} "
+                    f"as the table is, got {tuple(x.shape)} in {dtype_name(x.dtype)}"
+                )
+        if table.device != self.device:
+            raise ValueError(
+                f"the table must stay on {self.device} as its state is, "
+                f"got it on {table.device}"
+            )
+
+    def _check_stale_read(self) -> None:
+        """Raise if a row with a gradient was read while stale; waits for the device."""
+        if is_plain_cpu(self._stale_read) or self._stale_read.is_meta:
+            return
+        row = int(self._stale_read)
+        self._stale_read.fill_(-1)
+        if row >= 0:
+            raise RuntimeError(stale_row_message(row))
+
+
+def stale_row_message(row: int) -> str:
+    """Return the message of an error about a row that was read while stale."""
+    return (
+        f"row {row} has a gradient, but was not up to date when it was read; read it "
+        "through the parameter, not through an alias from before the last step"
+    )
+
+
+def resized_rows(x: Tensor, kept: Tensor, num_rows: int, value: float) -> Tensor:
+    """Return the kept rows of ``x``, followed by rows of ``value``."""
+    out = x.new_full((num_rows, *x.shape[1:]), value)
+    out[: kept.numel()] = x.index_select(0, kept)
+    return out
+
+
+def _where(
+    mask: Tensor, values: Sequence[Tensor], others: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return rows of ``values`` where ``mask`` is True, and of ``others`` elsewhere."""
+    mask = mask[:, None]
+    return [torch.where(mask, x, y) for x, y in zip(values, others, strict=True)]

@@ -1,0 +1,126 @@
+"""Step of one table for compiled code, from ids and values of a static size.
+
+``torch.compile(fullgraph=True)`` cannot build sparse tensors, and a row optimizer's own
+``step`` reads numbers that change in every call. A :class:`RowStep` takes ids and values
+instead. Everything of the table's device is traced. What the host computes, with the
+options at the time of the call, is in two operators around it.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from .._tensors.errors import WrongValue, check_ids
+from .._tensors.memory import is_plain_cpu
+from .._tensors.row_parameter import without_catch_up
+from .operator_state import OperatorState, RowTensors, StepTensors
+from .table_state import find_state
+
+
+class RowStep:
+    """Step of one table, callable in code that is compiled with ``fullgraph=True``.
+
+    Made by :meth:`firstlayer.torch.optim.RowOptimizer.row_step`. A call takes the step that
+    ``optimizer.step()`` would take for this table with the sparse gradient of these ids and
+    values. Options are read at each call, so schedules do not compile again. The options
+    that choose the form of the rule (``amsgrad``, ``centered``, ``eps``, momentum or none)
+    must stay the same.
+
+    Args:
+        parameter: Table.
+        state: State of the table.
+
+    Shape:
+        - ids: ``(*batch)``, integers. Entries with a negative id are left out, so batches
+          of different lengths can be padded to one size.
+        - values: ``(*batch, embedding_dim)``, the gradient of each looked up row. The
+          values of equal ids are added up.
+
+    Example:
+        >>> from firstlayer.torch import Embedding
+        >>> from firstlayer.torch.optim import RowAdamW
+        >>> layer = Embedding(9, 2, sparse=True)
+        >>> optimizer = RowAdamW(layer.parameters(), lr=0.1)
+        >>> step = optimizer.row_step(layer.weight)
+        >>> ids = torch.tensor([3, 7, 3, -1])
+        >>> rows = layer(ids.clamp(min=0)).detach().requires_grad_()
+        >>> rows.square().sum().backward()
+        >>> step(ids, rows.grad)
+    """
+
+    def __init__(self, parameter: Tensor, state: OperatorState) -> None:
+        self.parameter = parameter
+        self.bind(state)
+
+    def bind(self, state: OperatorState) -> None:
+        """Use another state of the table from now on."""
+        self._state, self._number = state, state.number
+        self._row_tensors = state.row_tensors()
+        self._numbers = state.new_step_tensors()
+
+    def __call__(
+        self,
+        ids: Integer[Tensor, "*batch"],
+        values: Float[Tensor, "*batch embedding_dim"],
+    ) -> None:
+        """Take a step."""
+        width = self.parameter.shape[1]
+        if values.shape != (*ids.shape, width):
+            raise WrongValue(
+                f"values must have shape {(*ids.shape, width)}, got {tuple(values.shape)}"
+            )
+        ids, numbers, state = ids.reshape(-1).long(), self._numbers, self._row_tensors
+        with torch.no_grad(), without_catch_up():
+            table = self.parameter.detach()
+            tensors = RowTensors(table, state.row_steps, state.state)
+            torch.ops.firstlayer.begin_row_step(
+                tensors.as_list(), numbers.as_list(), ids, self._number
+            )
+            if ids.shape[0]:
+                values = values.detach().reshape(-1, width)
+                self._state.static_step(tensors, numbers, ids, values)
+            torch.ops.firstlayer.end_row_step(numbers.as_list(), self._number)
+
+
+def _state(number: int) -> Any:
+    state = find_state(number)
+    if state is None or state.group is None:
+        raise RuntimeError("the optimizer of this RowStep no longer exists")
+    return state
+
+
+@torch.library.custom_op(
+    "firstlayer::begin_row_step", mutates_args=("tensors", "numbers")
+)
+def _begin(
+    tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
+) -> None:
+    state, (table, row_steps, *others) = _state(number), tensors
+    if not state.is_published(state.published):
+        raise RuntimeError(
+            "the optimizer's state of the table was replaced; call row_step again"
+        )
+    if is_plain_cpu(ids) and ids.numel():
+        check_ids(ids.clamp(min=0), table.shape[0])
+    row_tensors = RowTensors(table, row_steps, tuple(others))
+    state.begin_step(row_tensors, StepTensors(*numbers), ids, state.group)
+
+
+@_begin.register_fake
+def _(tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int) -> None:
+    return None
+
+
+# The numbers count as changed, so that the operator runs after the code that reads them.
+@torch.library.custom_op("firstlayer::end_row_step", mutates_args=("numbers",))
+def _end(numbers: list[Tensor], number: int) -> None:
+    state = _state(number)
+    state.end_step(state.group)
+    state.publish(state.published)
+
+
+@_end.register_fake
+def _(numbers: list[Tensor], number: int) -> None:
+    return None
