@@ -424,6 +424,23 @@ def test_written_rows_are_in_the_file(format, interleave, tmp_path):
         memory.write([1, 2], [[1], [2]])
 
 
+@pytest.mark.parametrize("format", ["float32", "int8", "fp8_block"])
+@pytest.mark.parametrize("cache_rows", [0, 8])
+def test_bags_are_summed_in_place(format, cache_rows, tmp_path):
+    memory = MemoryStore(random((30, 64)), format=format)
+    memory.save(tmp_path / "a.safetensors")
+    ids, bounds = rng.integers(0, 30, 50), np.array([0, 7, 7, 30, 50])
+    weights, divisors = random(50), np.array([2, 1, 4, 5], np.float32)
+    rows = memory.read(ids) * weights[:, None]
+    pairs = zip(bounds[:-1], bounds[1:], divisors, strict=True)
+    want = [rows[lo:hi].sum(0) / divisor for lo, hi, divisor in pairs]
+    with open_store(tmp_path / "a.safetensors", cache_rows=cache_rows) as store:
+        sums = store.sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        np.testing.assert_allclose(sums, want, atol=1e-5)
+        with pytest.raises(IndexError, match=r"ids\[1\] is 30, but num_embeddings is 30"):
+            store.sum_bags(np.array([0, 30]), np.array([0, 2]))
+
+
 def test_a_writable_array_is_the_file(tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
     with open_store(tmp_path / "a.npy", mode="r+") as store:
