@@ -2,7 +2,6 @@
 
 import copy
 import json
-import multiprocessing
 import os
 import pickle
 import stat
@@ -498,10 +497,10 @@ def test_prefetch_reads_on_another_thread(tmp_path, monkeypatch):
     store = open_store(tmp_path / "a.npy")
     threads, ids = [], np.array([[3, 4], [499, 0]])
 
-    def request(found):
+    def fetch(found):
         threads.append((threading.current_thread(), found.tolist()))
 
-    monkeypatch.setattr(store._prefetcher, "request", request)
+    monkeypatch.setattr(store._prefetcher, "fetch", fetch)
     store.prefetch(ids)
     ids[:] = 0
     store._prefetcher.wait()
@@ -513,11 +512,11 @@ def test_an_error_while_prefetching_is_raised_by_the_next_call(tmp_path, monkeyp
     np.save(tmp_path / "a.npy", random((5, 3)))
     store = open_store(tmp_path / "a.npy")
 
-    def request(ids):
+    def fetch(ids):
         raise OSError("disk on fire")
 
     for call in (lambda: store.read([0]), lambda: store.prefetch([0]), store.close):
-        monkeypatch.setattr(store._prefetcher, "request", request)
+        monkeypatch.setattr(store._prefetcher, "fetch", fetch)
         store.prefetch([1])
         store._prefetcher.wait()
         with pytest.raises(OSError, match="disk on fire"):
@@ -530,11 +529,11 @@ def test_prefetch_never_waits(tmp_path, monkeypatch):
     store, go = open_store(tmp_path / "a.npy"), threading.Event()
     seen = []
 
-    def request(ids):
+    def fetch(ids):
         seen.append(int(ids[0]))
         assert go.wait(20)
 
-    monkeypatch.setattr(store._prefetcher, "request", request)
+    monkeypatch.setattr(store._prefetcher, "fetch", fetch)
     for number in range(100):
         store.prefetch([number % 5])
     go.set()
@@ -563,10 +562,6 @@ def test_a_fork_can_prefetch_and_read(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def _rows_of(store, ids):
-    return store.read(ids)
-
-
 def test_a_pickled_store_is_opened_again(tmp_path, monkeypatch):
     table = random((50, 3))
     np.save(tmp_path / "a.npy", table)
@@ -576,8 +571,6 @@ def test_a_pickled_store_is_opened_again(tmp_path, monkeypatch):
     equal(other.read([4]), table[[4]])
     assert other.cache_info().maxsize == 16 and store.cache_info().misses == 0
     equal(copy.deepcopy(store).read([5]), table[[5]])
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        equal(pool.apply(_rows_of, (store, [7, 8])), table[[7, 8]])
 
 
 def test_threads_read_at_the_same_time(tmp_path):
@@ -628,7 +621,7 @@ def test_ids_that_another_thread_changes_never_crash(tmp_path):
 
 @pytest.mark.parametrize("format", ["float32", "fp8_block"])
 def test_memory_follows_the_rows_that_are_read(format, tmp_path):
-    rows, width = 400_000, 64
+    rows, width = 200_000, 64
     path = tmp_path / "a.safetensors"
     table = np.zeros((rows, width), np.float32)
     MemoryStore(table).convert(path, format=format, interleave=False).close()
@@ -649,7 +642,7 @@ def test_memory_follows_the_rows_that_are_read(format, tmp_path):
         store = open_store(path)
         ids = np.random.default_rng(0).integers(0, len(store), 1000)
         rows = store.read(ids)
-        assert resident("RssFile") - mapped < 40 << 20, resident("RssFile") - mapped
+        assert resident("RssFile") - mapped < 16 << 20, resident("RssFile") - mapped
         rows = store.read(np.arange(len(store)))
         growth = resident("RssAnon") - anonymous - rows.nbytes
         assert growth < 64 << 20, growth
