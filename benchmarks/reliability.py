@@ -53,6 +53,27 @@ def _damaged_files(count: int) -> Counts:
     )
 
 
+def _damaged_tables(count: int) -> Counts:
+    return _in_folder(
+        "from tests.support.damaged_tables import open_damaged_tables\n"
+        f"print(open_damaged_tables(folder, {count}))"
+    )
+
+
+def _killed_conversions(count: int) -> Counts:
+    return _in_folder(
+        "from tests.support.table_kills import kill_conversions\n"
+        f"print(kill_conversions(folder / 'a.safetensors', {count}))"
+    )
+
+
+def _killed_shared_stores(count: int) -> Counts:
+    return _alone(
+        "from tests.support.shared_stores import kill_processes\n"
+        f"print(kill_processes('reliability', {count}))"
+    )
+
+
 def _checkpoints(count: int) -> Counts:
     return _in_folder(
         "from tests.files.test_hf_embeddings import check_damaged_checkpoints\n"
@@ -137,6 +158,9 @@ def checks(scale: float) -> dict[str, Callable[[], Counts]]:
                 _writer, function, name, exchange=exchange, count=count
             )
     found["damaged files"] = partial(_damaged_files, times(100_000))
+    found["damaged tables"] = partial(_damaged_tables, times(20_000))
+    found["kills of conversions"] = partial(_killed_conversions, times(1_000))
+    found["kills of shared stores"] = partial(_killed_shared_stores, times(1_000))
     found["damaged checkpoints"] = partial(_checkpoints, times(100_000))
     found["mutated rope configs"] = partial(_rope_configs, times(100_000))
     found["kills of training on disk"] = partial(_store, "kill_training", times(1_000))

@@ -184,9 +184,7 @@ def _string(data: mmap.mmap, place: int, path: Path) -> tuple[bytes, int]:
     return data[place + 8 : min(end, place + 9 + MAX_NAME_BYTES)], end
 
 
-def _after_value(
-    data: mmap.mmap, place: int, kind: int, path: Path, *, depth: int
-) -> int:
+def _after_value(data: mmap.mmap, place: int, kind: int, path: Path, *, depth: int) -> int:
     """Return the offset after a value."""
     if kind in VALUE_BYTES:
         return place + VALUE_BYTES[kind]

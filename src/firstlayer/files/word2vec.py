@@ -102,9 +102,7 @@ def _is_text(line: bytes, width: int) -> bool:
         return False
 
 
-def _scan(
-    data: mmap.mmap, start: int, rows: int, width: int, path: Path
-) -> np.ndarray:
+def _scan(data: mmap.mmap, start: int, rows: int, width: int, path: Path) -> np.ndarray:
     """Return the offset of the numbers of each row."""
     if hasattr(mmap, "MADV_SEQUENTIAL"):
         data.madvise(mmap.MADV_SEQUENTIAL)

@@ -7,25 +7,27 @@ Another thread may change the ids during a call, so an id is read once, into a v
 is checked and then used.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba.extending import overload
 
 from .bags import sum_bags
+from .plain import gather_quantized as gather_by_numpy
 from .quantized_rows import (
     GROUP,
     UE8M0,
-    AffineRows,
-    BlockFp8Rows,
-    Fp8Rows,
-    Int8Rows,
-    Q4KRows,
-    Q4Rows,
-    Q8Rows,
+    AffineFields,
+    BlockFp8Fields,
+    Fp8Fields,
+    Int4Fields,
+    Int8Fields,
+    Q4Fields,
+    Q4KFields,
+    Q8Fields,
     QuantizedRows,
 )
-from .runtime.compile import LINE, inlined, is_row, kernel
+from .runtime.compile import LINE, inlined, internal, is_row, kernel
 from .runtime.encoded import (
     bfloat16_at,
     byte_at,
@@ -40,8 +42,9 @@ from .runtime.encoded import (
     signed_bytes,
     split_nibbles,
     unsigned_bytes,
+    zeros,
 )
-from .runtime.lanes import is_streamed, load, store, store_or_stream
+from .runtime.lanes import is_streamed, store, store_or_stream
 from .runtime.pool import grain_for, pieces, run
 
 # Number of bytes of output between the row that is decoded and the one that is prefetched.
@@ -50,6 +53,8 @@ AHEAD_BYTES = 1 << 13
 AHEAD = 16
 # Minimum number of bytes of output, and of values in bags, per thread.
 GRAIN, BAG_GRAIN = 1 << 18, 1 << 16
+# Stands for weights or divisors that are not given.
+_ABSENT = np.empty(0, np.float32)
 
 
 def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> bool:
@@ -58,27 +63,23 @@ def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> b
     If one is not, ``out`` is unspecified.
 
     Args:
-        rows: The table. The last axis of its arrays is contiguous.
+        rows: The table. The last axis of its arrays is contiguous. Rows that are too short
+            for the kernels are decoded by NumPy.
         ids: Rows of the table.
         out: Contiguous float32 array.
     """
-    fields = _fields_of(rows)
-    if fields is None:
-        ids = ids.copy()
-        if ids.size and not (ids.min() >= 0 and ids.max() < len(rows.weight)):
-            return False
-        out[:] = rows.take(ids)
-        return True
+    if rows.last_start < 0:
+        return gather_by_numpy(rows, ids, out)
     has_bad_id = np.zeros(1, np.int64)
     row_bytes = max(1, out.strides[0])
     run(
         _gather,
         ids.size,
-        fields,
+        rows.fields,
         len(rows.weight),
         ids,
         1 + AHEAD_BYTES // row_bytes,
-        _last_start(rows),
+        rows.last_start,
         out,
         is_streamed(out),
         has_bad_id,
@@ -104,138 +105,29 @@ def sum_quantized_bags(
         weights: Factor of each id, in float32.
         divisors: Divisor of each bag's sum, in float32.
     """
-    fields = _fields_of(rows)
-    if fields is None:
+    if rows.last_start < 0:
         looked_up = np.empty((ids.size, rows.width), np.float32)
         if not gather_quantized(rows, ids, looked_up):
             return None
         every = np.arange(ids.size)
         return sum_bags(looked_up, every, bounds, weights=weights, divisors=divisors)
-    out, absent = (
-        np.empty((bounds.size - 1, rows.width), np.float32),
-        np.empty(0, np.float32),
-    )
+    out = np.empty((bounds.size - 1, rows.width), np.float32)
     has_bad_id = np.zeros(1, np.int64)
     run(
         _sum,
         bounds.size - 1,
-        fields,
+        rows.fields,
         len(rows.weight),
         ids,
         bounds,
-        absent if weights is None else weights,
-        absent if divisors is None else divisors,
-        _last_start(rows),
+        _ABSENT if weights is None else weights,
+        _ABSENT if divisors is None else divisors,
+        rows.last_start,
         out,
         has_bad_id,
         grain=grain_for(BAG_GRAIN, max(ids.size * rows.width, out.size), len(out)),
     )
     return None if has_bad_id[0] else out
-
-
-class _Fields(NamedTuple):
-    """Addresses of a table's fields, and the distances in bytes between rows.
-
-    A subclass marks the format, so that kernels are compiled for it.
-    """
-
-    weight: int
-    weight_stride: int
-    weight_bytes: int
-    scale: int
-    scale_stride: int
-    bias: int
-    bias_stride: int
-    scale_kind: int
-    bits: int
-    group_size: int
-    table_scale: Any
-
-
-class _Int8(_Fields):
-    pass
-
-
-class _Affine(_Fields):
-    pass
-
-
-class _Int4(_Fields):
-    pass
-
-
-class _Fp8(_Fields):
-    pass
-
-
-class _BlockFp8(_Fields):
-    pass
-
-
-class _Q8(_Fields):
-    pass
-
-
-class _Q4(_Fields):
-    pass
-
-
-class _Q4K(_Fields):
-    pass
-
-
-_KINDS = {
-    Int8Rows: _Int8,
-    AffineRows: _Affine,
-    Fp8Rows: _Fp8,
-    BlockFp8Rows: _BlockFp8,
-    Q8Rows: _Q8,
-    Q4Rows: _Q4,
-    Q4KRows: _Q4K,
-}
-# Formats with an address for every value, whose last 32 values can be read at any start.
-_BY_VALUE = Int8Rows, Fp8Rows
-_SCALE_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-
-
-def _last_start(rows: QuantizedRows) -> int:
-    """Return the largest column at which 32 values can be decoded."""
-    return rows.width - GROUP if isinstance(rows, _BY_VALUE) else rows.width
-
-
-def _fields_of(rows: QuantizedRows) -> _Fields | None:
-    """Return the addresses of a table; None if its rows are too short for the kernels."""
-    if isinstance(rows, _BY_VALUE) and rows.width < GROUP:
-        return None
-    weight, weight_stride = _address(rows.weight)
-    # Formats without a scale or bias of their own get another valid address to prefetch.
-    scale = bias = weight, weight_stride
-    kind, scale_kind, bits, group_size, table_scale = _KINDS[type(rows)], 0, 8, GROUP, 1.0
-    if isinstance(rows, Fp8Rows):
-        table_scale = rows.scale
-    elif isinstance(rows, Int8Rows | AffineRows):
-        scale, bias = _address(rows.scale), _address(rows.bias)
-    elif isinstance(rows, BlockFp8Rows):
-        scale = _address(rows.scale)
-    if isinstance(rows, AffineRows):
-        kind = _Int4 if rows.bits == 4 else _Affine
-        scale_kind = _SCALE_KINDS[rows.scale.dtype.name]
-        bits, group_size = rows.bits, rows.group_size
-    return kind(
-        weight,
-        weight_stride,
-        rows.weight.shape[1],
-        *scale,
-        *bias,
-        scale_kind,
-        bits,
-        group_size,
-        np.float32(table_scale),
-    )
-
-
-def _address(array: np.ndarray) -> tuple[int, int]:
-    return array.__array_interface__["data"][0], array.strides[0]
 
 
 @inlined
@@ -246,9 +138,9 @@ def _decode_int8(rows, row, column):
     return multiply_add(values, scale, bias)
 
 
-@inlined
+@internal
 def _group_number(address, index, kind):
-    """Return the number at ``index`` of an array of ``_SCALE_KINDS[kind]``."""
+    """Return the number at ``index`` of an array of dtype ``SCALE_KINDS[kind]``."""
     if kind == 2:
         return bfloat16_at(address + 2 * index)
     if kind == 1:
@@ -297,31 +189,35 @@ def _decode_q4(rows, row, column):
     return (split_nibbles(block + 2) - np.float32(8)) * float16_at(block)
 
 
+@internal
+def _q4_k_numbers(address, group):
+    """Return the 6-bit scale and minimum of a group."""
+    if group < 4:
+        return byte_at(address + group) & 63, byte_at(address + group + 4) & 63
+    pair = byte_at(address + group + 4)
+    scale = (pair & 15) | (byte_at(address + group - 4) >> 6 << 4)
+    return scale, (pair >> 4) | (byte_at(address + group) >> 6 << 4)
+
+
 @inlined
 def _decode_q4_k(rows, row, column):
     block = rows.weight + row * rows.weight_stride + column // 256 * 144
     group = column % 256 // 32
-    numbers = block + 4
-    if group < 4:
-        scale, least = byte_at(numbers + group) & 63, byte_at(numbers + group + 4) & 63
-    else:
-        pair = byte_at(numbers + group + 4)
-        scale = (pair & 15) | (byte_at(numbers + group - 4) >> 6 << 4)
-        least = (pair >> 4) | (byte_at(numbers + group) >> 6 << 4)
+    scale, least = _q4_k_numbers(block + 4, group)
     values = shifted_nibbles(block + 16 + group // 2 * 32, group % 2 * 4)
     d, dmin = float16_at(block), float16_at(block + 2)
     return values * (d * np.float32(scale)) - dmin * np.float32(least)
 
 
 _DECODERS: dict[type, Any] = {
-    _Int8: _decode_int8,
-    _Affine: _decode_affine,
-    _Int4: _decode_int4,
-    _Fp8: _decode_fp8,
-    _BlockFp8: _decode_block_fp8,
-    _Q8: _decode_q8,
-    _Q4: _decode_q4,
-    _Q4K: _decode_q4_k,
+    Int8Fields: _decode_int8,
+    AffineFields: _decode_affine,
+    Int4Fields: _decode_int4,
+    Fp8Fields: _decode_fp8,
+    BlockFp8Fields: _decode_block_fp8,
+    Q8Fields: _decode_q8,
+    Q4Fields: _decode_q4,
+    Q4KFields: _decode_q4_k,
 }
 
 
@@ -370,28 +266,50 @@ def _gather(ticket, rows, num_rows, ids, ahead, last, out, streams, has_bad_id):
 
 @kernel()
 def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_bad_id):
-    width, end = out.shape[1], ids.size
-    total = np.empty(-(-width // GROUP) * GROUP, np.float32)
+    width = out.shape[1]
+    part, one = np.empty(GROUP, np.float32), np.float32(1)
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
-            total[:] = 0
-            for i in range(bounds[bag], bounds[bag + 1]):
-                if i + AHEAD < end:
-                    _prefetch(rows, ids[i + AHEAD])
-                row = ids[i]
-                if not is_row(row, num_rows):
-                    has_bad_id[0] = 1
-                    continue
-                for column in range(0, width, GROUP):
-                    lanes = _decode(rows, row, min(column, last))
-                    if weights.size:
-                        lanes = lanes * weights[i]
-                    store(load(lanes, total, column) + lanes, total, column)
-            if divisors.size:
-                divisor = divisors[bag]
-                for d in range(total.size):
-                    total[d] /= divisor
-            for column in range(0, width, GROUP):
+            divisor = divisors[bag] if divisors.size else one
+            first, end = bounds[bag], bounds[bag + 1]
+            # Four sums at a time stay in registers; each pass reads all ids of the bag.
+            wide = width // (4 * GROUP) * (4 * GROUP)
+            for column in range(0, wide, 4 * GROUP):
+                a = b = c = d = zeros()
+                for i in range(first, end):
+                    if column == 0 and i + AHEAD < ids.size:
+                        _prefetch(rows, ids[i + AHEAD])
+                    row = ids[i]
+                    if not is_row(row, num_rows):
+                        # Every thread that writes here writes the same value.
+                        has_bad_id[0] = 1
+                        continue
+                    factor = weights[i] if weights.size else one
+                    a = a + _decode(rows, row, column) * factor
+                    b = b + _decode(rows, row, column + GROUP) * factor
+                    c = c + _decode(rows, row, column + 2 * GROUP) * factor
+                    d = d + _decode(rows, row, column + 3 * GROUP) * factor
+                start = bag * width + column
+                store(a / divisor, out, start)
+                store(b / divisor, out, start + GROUP)
+                store(c / divisor, out, start + 2 * GROUP)
+                store(d / divisor, out, start + 3 * GROUP)
+            for column in range(wide, width, GROUP):
                 start = min(column, last)
-                for d in range(min(GROUP, width - start)):
-                    out[bag, start + d] = total[column + d]
+                total = zeros()
+                for i in range(first, end):
+                    if column == 0 and i + AHEAD < ids.size:
+                        _prefetch(rows, ids[i + AHEAD])
+                    row = ids[i]
+                    if not is_row(row, num_rows):
+                        has_bad_id[0] = 1
+                        continue
+                    factor = weights[i] if weights.size else one
+                    total = total + _decode(rows, row, start) * factor
+                total = total / divisor
+                if start + GROUP <= width:
+                    store(total, out, bag * width + start)
+                else:
+                    store(total, part, 0)
+                    for k in range(width - start):
+                        out[bag, start + k] = part[k]

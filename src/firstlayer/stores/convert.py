@@ -66,15 +66,14 @@ def convert(
         for name, part in shared.items():
             _write_at(file, len(header) + tensors[name].start, part)
         for lo, parts in encoded_chunks(store, target, shared):
-            if interleave:
-                parts = {INTERLEAVED: target.join(parts)}
-            for name, part in parts.items():
-                if name not in shared:
-                    row_bytes = tensors[name].nbytes // max(1, rows)
-                    start = len(header) + tensors[name].start
-                    _write_at(file, start + lo * row_bytes, part)
+            parts = {INTERLEAVED: target.join(parts)} if interleave else parts
+            done = lo
+            for name in tensors.keys() - shared.keys():
+                start, row_bytes = tensors[name].start, tensors[name].nbytes // rows
+                _write_at(file, len(header) + start + lo * row_bytes, parts[name])
+                done = lo + len(parts[name])
             if progress is not None:
-                progress(min(rows, lo + len(part)), rows)
+                progress(done, rows)
         # A table without rows ends with its header.
         file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
     return FileStore(path)

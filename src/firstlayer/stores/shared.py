@@ -33,6 +33,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 import tempfile
 import time
 import weakref
@@ -47,13 +48,9 @@ from .formats import RowFormat, format_by_name
 from .memory import ArrayStore, MemoryStore
 from .row_store import RowStore, checked_mode
 
-try:
-    import fcntl
-
+if sys.platform != "win32":
     import _posixshmem
-except ImportError:
-    # Windows has neither.
-    fcntl = _posixshmem = None
+    import fcntl
 
 MAGIC = b"firstlayer-shm-1"
 #: Bytes before the rows: the magic bytes, the length of a description in JSON, and that.
@@ -102,7 +99,7 @@ class SharedStore(ArrayStore):
         format: str | RowFormat | None = None,
         mode: str = "r",
     ) -> None:
-        if fcntl is None:
+        if sys.platform == "win32":
             raise RuntimeError("shared stores need POSIX shared memory")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
@@ -221,9 +218,7 @@ class _Locks:
                 os.close(descriptor)
 
 
-def _opened(
-    name: str, source: Any, format: RowFormat | None
-) -> tuple[_Locks, mmap.mmap]:
+def _opened(name: str, source: Any, format: RowFormat | None) -> tuple[_Locks, mmap.mmap]:
     """Return the locks and the memory of a table, created if this process is alone."""
     while True:
         descriptor = _open_lock(_lock(name), create=True)

@@ -23,6 +23,15 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 
 
+def _zeros(typingctx):
+    """Return 32 zeros."""
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(LANES), None)
+
+    return LANES(), codegen
+
+
 def _unsigned_bytes(typingctx, address):
     """Return 32 bytes as numbers from 0 to 255."""
 
@@ -217,6 +226,7 @@ def _unsigned(builder: Any, values: Any) -> Any:
 
 
 # Any: the declared signatures begin with the typing context that Numba passes itself.
+zeros: Any = intrinsic(_zeros)
 unsigned_bytes: Any = intrinsic(_unsigned_bytes)
 signed_bytes: Any = intrinsic(_signed_bytes)
 nibbles: Any = intrinsic(_nibbles)

@@ -3,7 +3,7 @@
 A loop that adds row after row to an array writes the sum back after every row, and one that
 adds up a single row waits for each addition before the next. ``Lanes`` is a value that a
 loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over the available
-registers. It supports ``+``, ``-`` and ``*`` with other lanes or a number.
+registers. It supports ``+``, ``-``, ``*`` and ``/`` with other lanes or a number.
 
 Contiguous arrays are read and written at a flat index. Half precision is upcast when it is
 read and rounded when it is written. Everything here also works on single numbers, so that
@@ -254,6 +254,7 @@ def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
 _define_operator(operator.add, "fadd")
 _define_operator(operator.sub, "fsub")
 _define_operator(operator.mul, "fmul")
+_define_operator(operator.truediv, "fdiv")
 
 # Any: the declared signatures begin with the typing context that Numba passes itself.
 zeros: Any = intrinsic(_zeros)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ... import kernels
 from ...kernels.quantized_rows import QuantizedRows
-from .row_format import Parts, RowFormat
+from .row_format import BoundTable, Parts, RowFormat
 
 #: Largest magnitude in rows with a scale and a bias: no sum on the way to it overflows.
 LARGEST = 2.0**126
@@ -21,20 +21,27 @@ class QuantizedFormat(RowFormat):
     def rows_of(self, parts: Parts, width: int) -> QuantizedRows:
         """Return the arrays that the kernels read, checked."""
 
-    def gather(self, parts: Parts, ids: np.ndarray, out: np.ndarray) -> bool:
-        return kernels.gather_quantized(self.rows_of(parts, out.shape[1]), ids, out)
+    def bind(self, parts: Parts, width: int) -> BoundTable:
+        return _QuantizedTable(self.rows_of(parts, width))
+
+
+class _QuantizedTable(BoundTable):
+    """A table that the kernels decode."""
+
+    def __init__(self, rows: QuantizedRows) -> None:
+        self._rows = rows
+
+    def gather(self, ids: np.ndarray, out: np.ndarray) -> bool:
+        return kernels.gather_quantized(self._rows, ids, out)
 
     def sum_bags(
         self,
-        parts: Parts,
         ids: np.ndarray,
         bounds: np.ndarray,
         *,
-        width: int,
         weights: np.ndarray | None = None,
         divisors: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        rows = self.rows_of(parts, width)
         return kernels.sum_quantized_bags(
-            rows, ids, bounds, weights=weights, divisors=divisors
+            self._rows, ids, bounds, weights=weights, divisors=divisors
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from ... import kernels
 from ..._check import float_dtype, host_array
-from .row_format import Parts, RowFormat, checked_rows
+from .row_format import BoundTable, Parts, RowFormat, checked_rows
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,14 @@ class Floats(RowFormat):
 
     @property
     def dtype(self) -> np.dtype:
-        return float_dtype(self.dtype_name)
+        is_native = self.dtype_name != "bfloat16"
+        return np.dtype(self.dtype_name) if is_native else float_dtype("bfloat16")
 
     def part_shapes(self, width: int) -> dict[str, tuple[np.dtype, int]]:
         return {"weight": (self.dtype, width)}
 
-    def gather(self, parts: Parts, ids: np.ndarray, out: np.ndarray) -> bool:
-        (weight,) = self.arrays_of(parts, out.shape[1])
-        return kernels.gather_rows(weight, ids, out=out) is not None
-
-    def sum_bags(
-        self,
-        parts: Parts,
-        ids: np.ndarray,
-        bounds: np.ndarray,
-        *,
-        width: int,
-        weights: np.ndarray | None = None,
-        divisors: np.ndarray | None = None,
-    ) -> np.ndarray | None:
-        (weight,) = self.arrays_of(parts, width)
-        return kernels.sum_bags(weight, ids, bounds, weights=weights, divisors=divisors)
+    def bind(self, parts: Parts, width: int) -> BoundTable:
+        return _FloatTable(*self.arrays_of(parts, width))
 
     def encode(self, rows: Any, shared: Parts | None = None) -> Parts:
         with np.errstate(over="ignore"):
@@ -59,3 +46,24 @@ class Floats(RowFormat):
             finite = np.where(np.isfinite(rows), rows, 0)
             checked_rows(finite, limit=limit, rule=f"{self.name} ends at {limit:g}")
         return {"weight": encoded}
+
+
+class _FloatTable(BoundTable):
+    """A table of numbers that are copied."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        self._weight = weight
+
+    def gather(self, ids: np.ndarray, out: np.ndarray) -> bool:
+        return kernels.gather_rows(self._weight, ids, out=out) is not None
+
+    def sum_bags(
+        self,
+        ids: np.ndarray,
+        bounds: np.ndarray,
+        *,
+        weights: np.ndarray | None = None,
+        divisors: np.ndarray | None = None,
+    ) -> np.ndarray | None:
+        table = np.ascontiguousarray(self._weight)
+        return kernels.sum_bags(table, ids, bounds, weights=weights, divisors=divisors)

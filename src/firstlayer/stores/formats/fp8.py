@@ -88,7 +88,7 @@ class Fp8Block(QuantizedFormat):
         rule = f"{self.name} holds finite numbers"
         rows = checked_rows(rows, limit=_FLOAT32_MAX, rule=rule).astype(np.float64)
         self.part_shapes(rows.shape[1])
-        blocks = rows.reshape(len(rows), -1, GROUP)
+        blocks = rows.reshape(len(rows), rows.shape[1] // GROUP, GROUP)
         largest = np.abs(blocks).max(axis=-1, initial=0)
         # The smallest power of two that brings the block's largest number to 448 or less.
         mantissa, exponent = np.frexp(largest / _LARGEST_CODE)

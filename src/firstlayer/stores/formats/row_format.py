@@ -52,43 +52,23 @@ class RowFormat(ABC):
         """
 
     @abstractmethod
+    def bind(self, parts: Parts, width: int) -> "BoundTable":
+        """Return a table whose rows can be read, with all checks done.
+
+        Args:
+            parts: The arrays, with shared ones if the format has any. They may be mapped
+                files; the last axis is contiguous.
+            width: Number of values in a row.
+        """
+
     def gather(
         self,
         parts: Parts,
         ids: Int64[np.ndarray, " ids"],
         out: Float[np.ndarray, "ids width"],
     ) -> bool:
-        """Write the rows of ``ids`` to ``out``, and return whether all are in range.
-
-        If one is not, ``out`` is unspecified.
-
-        Args:
-            parts: The table. Arrays may be mapped files; the last axis is contiguous.
-            ids: Rows to read.
-            out: Contiguous array of the vectors' dtype.
-        """
-
-    @abstractmethod
-    def sum_bags(
-        self,
-        parts: Parts,
-        ids: Int64[np.ndarray, " ids"],
-        bounds: Int64[np.ndarray, " bounds"],
-        *,
-        width: int,
-        weights: Float[np.ndarray, " ids"] | None = None,
-        divisors: Float[np.ndarray, " bags"] | None = None,
-    ) -> Float[np.ndarray, "bags width"] | None:
-        """Return the sum of each bag's rows, or None if an id is out of range.
-
-        Args:
-            parts: The table, as in :meth:`gather`.
-            ids: Rows of the table, bag after bag.
-            bounds: Start of each bag in ``ids``, and the end of the last.
-            width: Number of values in a row.
-            weights: Factor of each id, in float32.
-            divisors: Divisor of each bag's sum, in float32.
-        """
+        """Write the rows of ``ids`` to ``out``; see :meth:`BoundTable.gather`."""
+        return self.bind(parts, out.shape[1]).gather(ids, out)
 
     def encode(self, rows: Float[Any, "rows width"], shared: Parts | None = None) -> Parts:
         """Return the parts that hold ``rows``.
@@ -146,9 +126,14 @@ class RowFormat(ABC):
         return np.concatenate(arrays, axis=1)
 
     def encode_table(
-        self, table: Float[Any, "rows width"]
+        self, table: Float[Any, "rows width"], *, first_row: int = 0
     ) -> UInt8[np.ndarray, "rows row_bytes"]:
-        """Return the interleaved rows of a table, encoded in chunks of little memory."""
+        """Return the interleaved rows of a table, encoded in chunks of little memory.
+
+        Args:
+            table: The table, or some of its rows.
+            first_row: Number of the first row in error messages.
+        """
         if self.shared_parts:
             raise TypeError(
                 f"a table in format {self.name} has parts that rows do not hold"
@@ -160,7 +145,7 @@ class RowFormat(ABC):
             try:
                 encoded[lo : lo + step] = self.join(self.encode(table[lo : lo + step]))
             except _BadNumber as error:
-                raise error.at_row(lo) from None
+                raise error.at_row(first_row + lo) from None
         return encoded
 
     def arrays_of(self, parts: Parts, width: int) -> list[np.ndarray]:
@@ -186,10 +171,45 @@ class RowFormat(ABC):
                     f"part {name!r} of rows of {width} values in format {self.name} must "
                     f"have shape {(rows, columns)}, got {array.shape}"
                 )
-            if columns > 1 and array.strides[1] != array.itemsize:
+            if array.size and columns > 1 and array.strides[1] != array.itemsize:
                 raise ValueError(f"part {name!r} must be contiguous along its last axis")
             arrays.append(array)
         return arrays
+
+
+class BoundTable(ABC):
+    """A table in a format, ready to be read."""
+
+    @abstractmethod
+    def gather(
+        self, ids: Int64[np.ndarray, " ids"], out: Float[np.ndarray, "ids width"]
+    ) -> bool:
+        """Write the rows of ``ids`` to ``out``, and return whether all are in range.
+
+        If one is not, ``out`` is unspecified.
+
+        Args:
+            ids: Rows to read.
+            out: Contiguous array of the vectors' dtype.
+        """
+
+    @abstractmethod
+    def sum_bags(
+        self,
+        ids: Int64[np.ndarray, " ids"],
+        bounds: Int64[np.ndarray, " bounds"],
+        *,
+        weights: Float[np.ndarray, " ids"] | None = None,
+        divisors: Float[np.ndarray, " bags"] | None = None,
+    ) -> Float[np.ndarray, "bags width"] | None:
+        """Return the sum of each bag's rows, or None if an id is out of range.
+
+        Args:
+            ids: Rows of the table, bag after bag.
+            bounds: Start of each bag in ``ids``, and the end of the last.
+            weights: Factor of each id, in float32.
+            divisors: Divisor of each bag's sum, in float32.
+        """
 
 
 class _BadNumber(ValueError):
