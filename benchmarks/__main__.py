@@ -18,6 +18,7 @@ MODULES = (
     "torch_layers",
     "optim",
     "optim_operators",
+    "stores_training",
     "equinox_rows",
     "threads",
 )

@@ -1,7 +1,8 @@
 """Run long tests of reliability: ``python -m benchmarks.reliability``.
 
 The tests run the same checks with small counts. At full scale these are 1,000 kills per
-writer, 100,000 random inputs per front end, 100,000 damaged files and configs, and 10,000
+writer and of training on disk, 100,000 random inputs per front end, 100,000 damaged files
+and configs, and 10,000
 interrupts in every phase. Counts are printed as they are known. A failure is printed with
 its message, and the exit code is then 1.
 """
@@ -52,6 +53,27 @@ def _damaged_files(count: int) -> Counts:
     )
 
 
+def _damaged_tables(count: int) -> Counts:
+    return _in_folder(
+        "from tests.support.damaged_tables import open_damaged_tables\n"
+        f"print(open_damaged_tables(folder, {count}))"
+    )
+
+
+def _killed_conversions(count: int) -> Counts:
+    return _in_folder(
+        "from tests.support.table_kills import kill_conversions\n"
+        f"print(kill_conversions(folder / 'a.safetensors', {count}))"
+    )
+
+
+def _killed_shared_stores(count: int) -> Counts:
+    return _alone(
+        "from tests.support.shared_stores import kill_processes\n"
+        f"print(kill_processes('reliability', {count}))"
+    )
+
+
 def _checkpoints(count: int) -> Counts:
     return _in_folder(
         "from tests.files.test_hf_embeddings import check_damaged_checkpoints\n"
@@ -68,6 +90,13 @@ def _rope_configs(count: int) -> Counts:
         "    fault = fault_of(*config)\n"
         "    assert fault is None, f'{fault}: {config}'\n"
         f"print({{'configs': {count}}})"
+    )
+
+
+def _store(function: str, count: int) -> Counts:
+    return _in_folder(
+        "from tests.support import store_kills\n"
+        f"print(store_kills.{function}(folder, {count}))"
     )
 
 
@@ -129,8 +158,13 @@ def checks(scale: float) -> dict[str, Callable[[], Counts]]:
                 _writer, function, name, exchange=exchange, count=count
             )
     found["damaged files"] = partial(_damaged_files, times(100_000))
+    found["damaged tables"] = partial(_damaged_tables, times(20_000))
+    found["kills of conversions"] = partial(_killed_conversions, times(1_000))
+    found["kills of shared stores"] = partial(_killed_shared_stores, times(1_000))
     found["damaged checkpoints"] = partial(_checkpoints, times(100_000))
     found["mutated rope configs"] = partial(_rope_configs, times(100_000))
+    found["kills of training on disk"] = partial(_store, "kill_training", times(1_000))
+    found["power losses on disk"] = partial(_store, "lose_power", times(10_000))
     for training in ("numpy-adamw", "numpy-sgd", "torch-adamw"):
         found[f"interrupts of {training}"] = partial(_interrupts, training, times(10_000))
     for front_end in ("numpy", "torch", "equinox"):

@@ -14,8 +14,11 @@ from tests.support.table_files import gguf_bytes, gguf_string
 
 
 def test_damaged_tables_are_read_or_refused(tmp_path):
-    counts = open_damaged_tables(tmp_path, 1200)
-    assert counts["read"] > 100 and counts["refused"] > 300
+    counts = open_damaged_tables(tmp_path, 500)
+    assert counts["read"] > 50 and counts["refused"] > 150
+
+
+ALIGNMENT = gguf_string(b"general.alignment") + struct.pack("<I", 4)
 
 
 def pair(kind, value):
@@ -49,7 +52,11 @@ def pair(kind, value):
             gguf_bytes({}, values=(pair(9, struct.pack("<IQ", 9, 1) * 9),)),
             "nested deeper than 4",
         ),
-        (gguf_bytes({}, alignment=1 << 30), "an alignment in"),
+        (gguf_bytes({}, values=(ALIGNMENT + struct.pack("<I", 0),)), "an alignment in"),
+        (
+            gguf_bytes({}, values=(ALIGNMENT + struct.pack("<I", 1 << 30),)),
+            "an alignment in",
+        ),
         (gguf_bytes({"a": (0, (1,) * 5, b"")}), "at most 4 axes, got 5"),
         (gguf_bytes({"a" * 300: (0, (1,), b"")}), "names of at most 256 bytes"),
         (gguf_bytes({"a": (0, (4, 4), b"")}), "tensor 'a' would end at byte"),

@@ -111,7 +111,8 @@ def _with_header_length(content: bytes, changed: bytes) -> bytes:
     length = int.from_bytes(content[:8], "little")
     if not 0 < length < len(content) or content[8:9] != b"{":
         return changed
-    return (length + len(changed) - len(content)).to_bytes(8, "little") + changed[8:]
+    length = max(0, length + len(changed) - len(content))
+    return length.to_bytes(8, "little") + changed[8:]
 
 
 def open_damaged_files(folder: Path, count: int, *, seed: int = 0) -> dict[str, int]:

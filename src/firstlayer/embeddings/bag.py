@@ -101,7 +101,7 @@ def pool_ragged(
     flat = bags.ids, bags.bounds
     if mode == "max":
         return _if_in_range(kernels.max_bags(table, *flat, weights=bags.weights), table)
-    divisors = _divisors(bags, table.dtype) if mode == "mean" else None
+    divisors = mean_divisors(bags, table.dtype) if mode == "mean" else None
     sums = kernels.sum_bags(table, *flat, weights=bags.weights, divisors=divisors)
     return _if_in_range(sums, table), None
 
@@ -128,7 +128,7 @@ def table_gradient(
     order, groups, unique = kernels.group_by_id(bags.ids)
     if winners is None:
         if mode == "mean":
-            dy = dy / _divisors(bags, dy.dtype)[:, None]
+            dy = dy / mean_divisors(bags, dy.dtype)[:, None]
         weights = None if bags.weights is None else bags.weights[order]
         bag = _bag_of_each_id(bags)[order]
         sums = _if_in_range(kernels.sum_bags(dy, bag, groups, weights=weights), dy)
@@ -168,7 +168,7 @@ def weights_gradient(
         return np.bincount(won.ravel(), terms.ravel(), minlength=bags.ids.size)
     if mode == "sum":
         return _if_in_range(kernels.dot_bags(table, *flat, others=dy), table)
-    divisors, bag = _divisors(bags, dy.dtype), _bag_of_each_id(bags)
+    divisors, bag = mean_divisors(bags, dy.dtype), _bag_of_each_id(bags)
     others = dy / divisors[:, None]
     dots = _if_in_range(kernels.dot_bags(table, *flat, others=others), table)
     # The quotient rule for Σ w x / Σ w: each weight is also part of the divisor.
@@ -187,7 +187,7 @@ def _bag_of_each_id(bags: Bags) -> np.ndarray:
     return bag_indices(bags.bounds, np.arange(bags.ids.size))
 
 
-def _divisors(bags: Bags, dtype: Any) -> np.ndarray:
+def mean_divisors(bags: Bags, dtype: Any) -> Float[np.ndarray, " bags"]:
     """Return the divisors of a mean, with infinity in place of zero."""
     totals = np.diff(bags.bounds)
     if bags.weights is not None:

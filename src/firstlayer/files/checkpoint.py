@@ -305,7 +305,7 @@ def _shards(
     for shard in map(str, shard_of.values()):
         if shard != os.path.basename(shard) or shard in ("", ".", ".."):
             raise ValueError(
-                f"{index} must name files in its folder, got {_shortened(shard)}"
+                f"{index} must name files in its folder, got {shortened(shard)}"
             )
     if names is not None:
         shard_of = {name: shard_of[name] for name in names if name in shard_of}
@@ -313,7 +313,7 @@ def _shards(
     for file in files:
         if not _is_file(file, opener):
             raise FileNotFoundError(
-                f"{index} names {_shortened(file.name)}, which does not exist"
+                f"{index} names {shortened(file.name)}, which does not exist"
             )
     return files
 
@@ -404,22 +404,23 @@ def _checked_tensor(
             )
         case _:
             raise ValueError(
-                f"{path} has a tensor {_shortened(name)} with a malformed entry"
+                f"{path} has a tensor {shortened(name)} with a malformed entry"
             )
     if first > end or start + end > size:
         raise ValueError(
-            f"{path} is cut short: tensor {_shortened(name)} would end at byte "
+            f"{path} is cut short: tensor {shortened(name)} would end at byte "
             f"{start + end}, but it has {size}"
         )
     if dtype in DTYPES and math.prod(shape) * tensor.numpy_dtype.itemsize != tensor.nbytes:
         raise ValueError(
-            f"{path} has a tensor {_shortened(name)} of shape {tuple(shape)} and dtype "
+            f"{path} has a tensor {shortened(name)} of shape {tuple(shape)} and dtype "
             f"{dtype} in {tensor.nbytes} bytes"
         )
     return tensor
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
+    """Return a text from a file as an error message repeats it: quoted, not too long."""
     shortener = reprlib.Repr()
     shortener.maxstring = MAX_NAME_IN_ERROR
     return shortener.repr(name)

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .._check import integer
+from .._check import float_dtype, integer, padding_index
 from .layer_configs import LAYER_KINDS, check_options, not_in_config, parameters_in
 from .safetensors import Path, Tensors, read, write
+
+#: Name of the rows of a quantized table in a file, and of their format in its config.
+ENCODED, QUANTIZED = "token.encoded", "quantized"
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,15 @@ class FrontEnd:
         package: Package of the layer classes.
         arrays: Returns the parameters of a layer by name, as NumPy arrays.
         build: Returns a layer of a class with these options and these parameters.
+        with_quantized: Returns a complete layer with these bytes as its token table, given
+            the name of their format, ``padding_idx`` and the dtype of the output.
         config: Returns the constructor arguments of a layer.
     """
 
     package: str
     arrays: Callable[[Any], Tensors]
     build: Callable[[Any, dict[str, Any], Tensors], Any]
+    with_quantized: Callable[..., Any]
     config: Callable[[Any], dict[str, Any]] = operator.methodcaller("config")
 
     def layer_class(self, name: Any) -> Any:
@@ -55,6 +61,8 @@ def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     config = front_end.config(layer)
     config = {option: value for option, value in config.items() if option not in skipped}
     check_options(layer_class, config, tensors)
+    if ENCODED in tensors:
+        config[QUANTIZED] = layer.token.format_name
     write(path, tensors, {"class": layer_class.__name__, **config})
 
 
@@ -63,7 +71,7 @@ def load_layer(path: Path, front_end: FrontEnd) -> Any:
     tensors, config = read(path)
     # Building a layer from a forged config can raise anything; the file is at fault.
     try:
-        return _build(config, tensors, front_end, file_tensors=tensors)
+        return _build_quantized(config, tensors, front_end)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} does not hold a layer: {reason}") from error
@@ -75,6 +83,37 @@ def array_of_shape(arrays: Tensors, shape: tuple[int, ...]) -> np.ndarray:
         if array.shape == shape:
             return array
     raise ValueError(f"no tensor has the shape {shape} of the config")
+
+
+def _build_quantized(config: dict[str, Any], tensors: Tensors, front_end: FrontEnd) -> Any:
+    """Return the layer of a file, whose token table may be quantized."""
+    for name, tensor in tensors.items():
+        if (tensor.dtype == np.uint8) != (name == ENCODED):
+            raise ValueError(f"{name} must not have dtype {tensor.dtype}")
+    if QUANTIZED not in config and ENCODED not in tensors:
+        return _build(config, tensors, front_end, file_tensors=tensors)
+    options, file_tensors = dict(config), dict(tensors)
+    format_name, encoded = options.pop(QUANTIZED, None), file_tensors.pop(ENCODED, None)
+    if not isinstance(format_name, str) or encoded is None:
+        raise ValueError(f"a quantized layer needs {QUANTIZED!r} and {ENCODED!r}")
+    if options.get("class") != "EmbeddingLayer":
+        raise ValueError("only an EmbeddingLayer can be quantized")
+    rows, width = (
+        integer(name, options.get(name, "none"))
+        for name in ("num_embeddings", "embedding_dim")
+    )
+    if encoded.ndim != 2 or len(encoded) != rows:
+        raise ValueError(f"{ENCODED} must have {rows} rows, got shape {encoded.shape}")
+    padding_idx = padding_index(options.get("padding_idx"), rows)
+    # A table of one row, replaced below: the numbers of the table itself never exist.
+    options["num_embeddings"] = 1
+    options["padding_idx"] = None if padding_idx is None else 0
+    dtype = float_dtype(options.get("dtype"))
+    file_tensors["token.weight"] = np.zeros((1, min(width, encoded.shape[1] * 2)), dtype)
+    layer = _build(options, file_tensors, front_end, file_tensors=tensors)
+    return front_end.with_quantized(
+        layer, encoded, format_name, padding_idx=padding_idx, dtype=dtype.name
+    )
 
 
 def _build(

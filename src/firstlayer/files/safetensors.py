@@ -28,7 +28,13 @@ KEY = "firstlayer"
 OLD_KEY = "inlay"
 FORMAT = 1
 MAX_CONFIG_LENGTH = 2**17
-CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint8": "U8",  # rows of quantized tables
+}
 
 
 def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
@@ -36,7 +42,7 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
-        tensors: Arrays of float64, float32, float16 or bfloat16, kept bit for bit.
+        tensors: Arrays of float64, float32, float16, bfloat16 or uint8, kept bit for bit.
         config: Options of the layer, as values that JSON can represent.
 
     Example:
@@ -79,6 +85,8 @@ def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str
 
 
 def _contiguous(tensor: np.ndarray) -> np.ndarray:
+    if tensor.dtype == np.uint8:
+        return np.ascontiguousarray(tensor)
     # By name, because a byte-swapped dtype has the same name as the native one.
     return np.asarray(tensor, float_dtype(tensor.dtype.name), order="C")
 

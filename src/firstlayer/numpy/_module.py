@@ -20,6 +20,13 @@ class Module:
         """Return the trainable arrays by name, not copied."""
         return {}
 
+    def buffers(self) -> dict[str, np.ndarray]:
+        """Return the arrays that are saved but not trained, by name, not copied.
+
+        These are the rows of a quantized table.
+        """
+        return {}
+
     def embeddings(self) -> dict[str, Any]:
         """Return the layers that look rows up by id, by the name of their parameter."""
         return {
@@ -34,20 +41,20 @@ class Module:
         return config_of(self)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return a copy of every parameter, by name.
+        """Return a copy of every parameter and buffer, by name.
 
         For a table on disk, ``"{name}.store"`` is the path of its store and the commit that
         this call makes, as JSON in an array of uint8.
         """
         references = references_of(self)
-        own = self.parameters().items()
+        own = {**self.parameters(), **self.buffers()}.items()
         copies = {
             name: value.copy() for name, value in own if name + REFERENCE not in references
         }
         return copies | references
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Copy ``state`` into the parameters, or change nothing if it does not fit.
+        """Copy ``state`` into parameters and buffers, or change nothing if it does not fit.
 
         A table on disk returns to the commit that ``state`` refers to.
 
@@ -63,7 +70,7 @@ class Module:
         }
         own = {
             name: value
-            for name, value in self.parameters().items()
+            for name, value in {**self.parameters(), **self.buffers()}.items()
             if name not in references
         }
         missing, unknown = sorted(own.keys() - state), sorted(state.keys() - own)
@@ -79,6 +86,8 @@ class Module:
                     f"got {np.shape(state[name])}"
                 )
             check_real(state[name], name=f"state[{name!r}]")
+            if value.dtype == np.uint8 and np.asarray(state[name]).dtype != np.uint8:
+                raise TypeError(f"state[{name!r}] must be uint8, got another dtype")
         for name, store in stores_of(self).items():
             if name in own:
                 store.before_write()

@@ -95,7 +95,7 @@ class EmbeddingBag(Embedding):
         bags = self._bags(ids, offsets, per_sample_weights)
         table, pooled = self._rows_of(bags, copy=False)
         y, _ = pool_ragged(table, pooled, mode=self.mode)
-        return y.astype(self.stored_weight.dtype, copy=False)
+        return y.astype(self.dtype, copy=False)
 
     def vjp(
         self,
@@ -140,7 +140,7 @@ class EmbeddingBag(Embedding):
             dweights = _expand_gradient(flat, bags, like=weights)
             return {"weight": dtable, "per_sample_weights": dweights}
 
-        return y.astype(self.stored_weight.dtype, copy=False), pull
+        return y.astype(self.dtype, copy=False), pull
 
     def _bags(self, ids: Any, offsets: Any, weights: Any) -> Bags:
         bags = flatten_bags(
@@ -150,7 +150,7 @@ class EmbeddingBag(Embedding):
             weights=weights,
             padding_idx=self.padding_idx,
             include_last_offset=self.include_last_offset,
-            dtype=self.stored_weight.dtype,
+            dtype=self.dtype,
         )
         self.catch_up(bags.ids)
         return bags
@@ -175,7 +175,7 @@ class EmbeddingBag(Embedding):
         d = host_array(dy, name="dy")
         if d.shape != shape:
             raise ValueError(f"dy must have shape {shape}, got {d.shape}")
-        return np.ascontiguousarray(d, dtype=compute_dtype(self.stored_weight.dtype))
+        return np.ascontiguousarray(d, dtype=compute_dtype(self.dtype))
 
 
 def _expand_gradient(gradient: np.ndarray, bags: Bags, *, like: np.ndarray) -> np.ndarray:

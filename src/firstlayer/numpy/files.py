@@ -5,7 +5,6 @@ other has saved.
 """
 
 import inspect
-import operator
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._module import Module
+from ._stored import quantized_embedding
 
 
 def save(path: Path, layer: Module) -> None:
@@ -58,4 +58,13 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer
 
 
-FRONT_END = FrontEnd("firstlayer.numpy", operator.methodcaller("parameters"), _build)
+def _arrays(layer: Module) -> Tensors:
+    return {**layer.parameters(), **layer.buffers()}
+
+
+def _with_quantized(layer: Any, encoded: Any, format: str, **options: Any) -> Any:
+    layer.token = quantized_embedding(encoded, layer.embedding_dim, format, **options)
+    return layer
+
+
+FRONT_END = FrontEnd("firstlayer.numpy", _arrays, _build, _with_quantized)

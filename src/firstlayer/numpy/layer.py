@@ -1,5 +1,6 @@
 """The complete layer on NumPy: ids in, position-aware vectors out."""
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any, Self
@@ -88,7 +89,7 @@ class EmbeddingLayer(Module):
         self.rng = np.random.default_rng(rng)
         init = init or (_unit_when_scaled if scale else small_normal)
         options = {"init": init, "dtype": dtype, "rng": self.rng}
-        self.token = Embedding(
+        self.token: Embedding = Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, **options
         )
         self.position = position_layer(
@@ -217,7 +218,10 @@ class EmbeddingLayer(Module):
             dy = gradient_of(y, dy).astype(compute_dtype(y.dtype), copy=False)
             if dropout_factors is not None:
                 dy = _drop(dy, dropout_factors)
-            return arguments.gradients(saved, dy, norm=norm)
+            gradients = arguments.gradients(saved, dy, norm=norm)
+            if inputs_embeds is None:
+                gradients.pop("inputs_embeds", None)  # rows of a store are constants
+            return gradients
 
         return y, pull
 
@@ -229,7 +233,7 @@ class EmbeddingLayer(Module):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the tables and of the output."""
-        return self.token.stored_weight.dtype
+        return self.token.dtype
 
     @property
     def padding_idx(self) -> int | None:
@@ -265,6 +269,32 @@ class EmbeddingLayer(Module):
         if self.norm is not None:
             parameters["norm.weight"], parameters["norm.bias"] = self.norm
         return parameters
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        return {f"token.{name}": value for name, value in self.token.buffers().items()}
+
+    def quantized(self, format: str = "int8") -> Self:
+        """Return a layer whose token table has 8 or 4 bits for each number.
+
+        Everything else is shared with this layer: positions, segments and the norm. The
+        rows of the token table are decoded when they are looked up, and not trained. The
+        dtype of the output stays. ``token.quantization`` has the size and the error.
+
+        Args:
+            format: ``"int8"``, a scale and a bias for each row; or ``"int4"``, for each 32
+                numbers of a row.
+
+        Example:
+            >>> layer = EmbeddingLayer(1000, 64, position=None, rng=0)
+            >>> small = layer.quantized("int4")
+            >>> small.buffers()["token.encoded"].nbytes, layer.token.weight.nbytes
+            (40000, 256000)
+        """
+        from ._stored import quantize_embedding
+
+        layer = copy.copy(self)
+        layer.token = quantize_embedding(self.token, format)
+        return layer
 
     def config(self) -> dict[str, Any]:
         position = self.position

@@ -23,6 +23,7 @@ from ..embeddings.resize import Resized, resize_table
 from ..embeddings.row_gradient import RowGradient, sum_by_id
 from ..embeddings.token import check_norm, clip_norms, table_sizes
 from ..files.layer_configs import config_of
+from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._bias import gradient_like
 from ._disk import layer_on_disk, refuse_copy
@@ -75,6 +76,8 @@ class Embedding(Module):
     #: Optimizer state that stale rows are caught up from; see :mod:`firstlayer.optim`.
     #: Neither copied nor pickled.
     table_state: "TableState | None" = None
+    #: Whether rows are read from a store, so that there is no ``weight``.
+    is_stored = False
     #: Store of the table if it is trained on disk.
     store: TrainingStore | None = None
 
@@ -105,17 +108,37 @@ class Embedding(Module):
             self.weight = as_parameter(weight, shape, dtype=dtype)
 
     @classmethod
-    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
-        """Return a layer that trains the table of a store on disk.
+    def from_store(cls, store: RowStore, **options: Any) -> Self:
+        """Return a layer over the table of a store.
 
-        Row optimizers put their state into the store. ``store.commit()`` makes a step
+        Rows of a :class:`~firstlayer.stores.TrainingStore` are trained on disk: row
+        optimizers put their state into the store, ``store.commit()`` makes a step
         permanent, and :meth:`state_dict` has the commit instead of the values.
 
+        Rows of any other store are read and not trained. Reading ``weight`` is a TypeError,
+        and :meth:`parameters` is empty.
+
         Args:
-            store: Store made by :func:`firstlayer.stores.training.open_training_store`.
-            options: Further arguments of the layer.
+            store: The table.
+            options: Further arguments of the layer: ``padding_idx``, ``max_norm``,
+                ``norm_type``, ``dtype``, and those of a bag.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> Embedding.from_store(MemoryStore(table, format="int8"))([3]).tolist()
+            [[6.0, 7.0]]
         """
-        return layer_on_disk(cls, store, **options)
+        if isinstance(store, TrainingStore):
+            return layer_on_disk(cls, store, **options)
+        from ._stored import stored_layer
+
+        return stored_layer(cls, store, **options)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the table and of the output."""
+        return self.stored_weight.dtype
 
     @property
     def weight(self) -> Float[np.ndarray, "num_embeddings embedding_dim"]:
@@ -158,6 +181,10 @@ class Embedding(Module):
         if self.max_norm is not None:
             rows = self._clipped(rows, self.max_norm)
         return rows.reshape(*ids.shape, weight.shape[1])
+
+    def upcast_rows(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        """Return rows that are not yet rounded to the dtype of the layer."""
+        return self(ids)
 
     def vjp(
         self, ids: Ids
@@ -303,7 +330,7 @@ class Embedding(Module):
         return {"weight": self}
 
     def config(self) -> dict[str, Any]:
-        return config_of(self, dtype=self.stored_weight.dtype.name)
+        return config_of(self, dtype=self.dtype.name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer to catch its rows up later.

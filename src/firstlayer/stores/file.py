@@ -79,7 +79,7 @@ class FileStore(RowStore):
     def _start_over(self) -> None:
         """Create what a forked child does not share with its parent."""
         width = self._shape[1]
-        self._prefetcher = Prefetcher(self._request)
+        self._prefetcher = Prefetcher(self._fetch)
         self._cache = (
             RowCache(self._cache_rows, width, self.dtype) if self._cache_rows else None
         )
@@ -184,6 +184,24 @@ class FileStore(RowStore):
             else:
                 self._decode(mapped, addresses, rows)
 
+    def _sum_bags(
+        self,
+        ids: np.ndarray,
+        bounds: np.ndarray,
+        weights: np.ndarray | None,
+        divisors: np.ndarray | None,
+    ) -> np.ndarray:
+        mapped, bound = self._mapped, self._bound
+        if bound is None or self._cache is not None:
+            return super()._sum_bags(ids, bounds, weights, divisors)
+        self._prefetcher.raise_error()
+        for lo in range(0, ids.size, BLOCK_ROWS):
+            _requested(mapped, ids[lo : lo + BLOCK_ROWS])
+        sums = bound.sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        if sums is None:
+            raise changed_ids(self._shape[0])
+        return sums
+
     def _decode(
         self,
         mapped: dict[str, MappedRows],
@@ -226,10 +244,10 @@ class FileStore(RowStore):
         if self._cache is not None:
             self._cache.remove(ids)
 
-    def _request(self, ids: np.ndarray) -> None:
-        mapped = self._mapped
+    def _fetch(self, ids: np.ndarray) -> None:
         for lo in range(0, ids.size, BLOCK_ROWS):
-            _requested(mapped, ids[lo : lo + BLOCK_ROWS], check=False)
+            for part in self._mapped.values():
+                part.fetch(part.locate(ids[lo : lo + BLOCK_ROWS]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
@@ -246,13 +264,11 @@ def _opened(
     return FileStore(path, tensor, mode=mode, format=format, cache_rows=cache_rows)
 
 
-def _requested(
-    mapped: dict[str, MappedRows], ids: np.ndarray, *, check: bool = True
-) -> dict[str, np.ndarray]:
+def _requested(mapped: dict[str, MappedRows], ids: np.ndarray) -> dict[str, np.ndarray]:
     """Return the addresses of rows, by part, after requesting those not in memory."""
     addresses = {name: part.locate(ids) for name, part in mapped.items()}
     for name, part in mapped.items():
-        part.request(addresses[name], check=check)
+        part.request(addresses[name])
     return addresses
 
 

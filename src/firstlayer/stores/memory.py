@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from .._check import changed_ids, check_table
 from .formats import RowFormat, format_by_name
+from .formats.row_format import BoundTable
 from .row_store import RowStore, checked_mode
 
 
@@ -26,7 +27,7 @@ class ArrayStore(RowStore):
         rows = len(parts[next(iter(format.part_shapes(width)))])
         super().__init__((rows, width), format, checked_mode(mode))
         self._parts = dict(parts)
-        self._table = format.bind(self._parts, width)
+        self._bound: BoundTable | None = format.bind(self._parts, width)
 
     @property
     def parts(self) -> dict[str, np.ndarray]:
@@ -40,8 +41,28 @@ class ArrayStore(RowStore):
         return {name: self._parts[name] for name in names} or None
 
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
-        if not self._table.gather(ids, out):
+        if not self._open_table().gather(ids, out):
             raise changed_ids(self._shape[0])
+
+    def _sum_bags(
+        self,
+        ids: np.ndarray,
+        bounds: np.ndarray,
+        weights: np.ndarray | None,
+        divisors: np.ndarray | None,
+    ) -> np.ndarray:
+        table = self._open_table()
+        sums = table.sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        if sums is None:
+            raise changed_ids(self._shape[0])
+        return sums
+
+    def _open_table(self) -> BoundTable:
+        # Read once: another thread may close the store.
+        table = self._bound
+        if table is None:
+            raise ValueError(f"{self} is closed")
+        return table
 
     def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         return {
@@ -56,17 +77,16 @@ class ArrayStore(RowStore):
     def close(self) -> None:
         """Release the arrays. Those that were handed out stay valid."""
         super().close()
-        self._parts = {}
-        del self._table
+        self._parts, self._bound = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()
-        return {key: value for key, value in self.__dict__.items() if key != "_table"}
+        return {key: value for key, value in self.__dict__.items() if key != "_bound"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # Of these arrays: a pickled view of them would be a second copy.
-        self._table = self._format.bind(self._parts, self._shape[1])
+        self._bound = self._format.bind(self._parts, self._shape[1])
 
 
 class MemoryStore(ArrayStore):

@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Int64, Shaped
 
-from .._check import ids_in_range
+from .. import kernels
+from .._check import changed_ids, ids_in_range
 from .formats import RowFormat
 
 if TYPE_CHECKING:
@@ -99,6 +100,30 @@ class RowStore:
         if checked.size:
             self._read(np.ascontiguousarray(checked).reshape(-1), out)
         return out.reshape(*checked.shape, self._shape[1])
+
+    def sum_bags(
+        self,
+        ids: Int64[np.ndarray, " ids"],
+        bounds: Int64[np.ndarray, " bounds"],
+        *,
+        weights: Float[np.ndarray, " ids"] | None = None,
+        divisors: Float[np.ndarray, " bags"] | None = None,
+    ) -> Float[np.ndarray, "bags d"]:
+        """Return the sum of the rows of each bag, in the dtype of the store.
+
+        Args:
+            ids: Rows to add up, bag after bag.
+            bounds: Start of each bag in ``ids``, and the end of the last.
+            weights: Factor of each row, in float32.
+            divisors: Divisor of each sum, in float32.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.eye(3, 2, dtype=np.float32))
+            >>> store.sum_bags(np.array([0, 1, 1]), np.array([0, 2, 3])).tolist()
+            [[1.0, 1.0], [0.0, 1.0]]
+        """
+        return self._sum_bags(self._checked_ids(ids), bounds, weights, divisors)
 
     def write(self, ids: Int[np.ndarray, "*batch"] | Any, rows: Any) -> None:
         """Replace the rows of ``ids``. The last row for a repeated id stays.
@@ -205,6 +230,21 @@ class RowStore:
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Write the rows of flat int64 ids, checked but perhaps changing, to ``out``."""
         raise NotImplementedError
+
+    def _sum_bags(
+        self,
+        ids: np.ndarray,
+        bounds: np.ndarray,
+        weights: np.ndarray | None,
+        divisors: np.ndarray | None,
+    ) -> np.ndarray:
+        """Return the sums of the rows of flat int64 ids, checked but perhaps changing."""
+        unique, index = np.unique(ids, return_inverse=True)
+        rows = self.read(unique)
+        sums = kernels.sum_bags(rows, index, bounds, weights=weights, divisors=divisors)
+        if sums is None:
+            raise changed_ids(self._shape[0])
+        return sums
 
     def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Return the stored rows of flat int64 ids."""

@@ -21,6 +21,7 @@ from ..files.checkpoint import (
     open_regular,
     read_json_object,
     role_of,
+    shortened,
     tensor_names,
 )
 from ..files.gguf import MAGIC as GGUF_MAGIC
@@ -134,7 +135,7 @@ def _in_safetensors(path: Path, tensor: str | None, wanted: RowFormat | None) ->
     found = open_checkpoint(path, names={*weights} | (candidates & {*names}))
     missing = [name for name in weights if name not in found.tensors]
     if missing:
-        raise ValueError(f"{path} lists a tensor {missing[0]!r} that no file has")
+        raise ValueError(f"{path} lists a tensor {shortened(missing[0])} that no file has")
     source = _Safetensors(path, found.tensors, weights, stems, prefix)
     description = found.metadata.get(METADATA_KEY)
     if description is not None and weights[0] in ("weight", INTERLEAVED):
@@ -179,12 +180,12 @@ def _weights_of(
     prefix = tensor.removesuffix(".weight")
     if prefix not in shards:
         raise ValueError(
-            f"{path} has no tensor {tensor[:MAX_NAME_IN_ERROR]!r}: it has {_listed(names)}"
+            f"{path} has no tensor {shortened(tensor)}: it has {_listed(names)}"
         )
     shard_of = shards[prefix]
     if sorted(shard_of) != list(range(len(shard_of))):
         absent = next(k for k in range(len(shard_of)) if k not in shard_of)
-        raise ValueError(f"{path} has no shard {absent} of {prefix!r}")
+        raise ValueError(f"{path} has no shard {absent} of {shortened(prefix)}")
     return [shard_of[number] for number in range(len(shard_of))], f"{prefix}."
 
 
@@ -227,11 +228,12 @@ class _Safetensors:
                 return self._bytes(wanted)
             case "U8":
                 raise ValueError(
-                    f"{self.path} has rows of bytes in {weight.name!r}: pass format="
+                    f"{self.path} has rows of bytes in {shortened(weight.name)}: pass "
+                    "format="
                 )
         raise ValueError(
-            f"{self.path} has a tensor {weight.name!r} of dtype "
-            f"{weight.dtype[:MAX_NAME_IN_ERROR]}, which no format of rows has"
+            f"{self.path} has a tensor {shortened(weight.name)} of dtype "
+            f"{shortened(weight.dtype)}, which no format of rows has"
         )
 
     def converted(self, description: dict[str, Any], wanted: RowFormat | None) -> TableFile:
@@ -242,7 +244,9 @@ class _Safetensors:
                     f"{self.path} has a store of version {version}, but this version of "
                     f"Firstlayer reads up to {VERSION}: install a newer one"
                 )
-            case {"version": 1, "format": str(name), "width": int(width)} if width > 0:
+            case {"version": 1, "format": str(name), "width": int(width)} if (
+                width > 0 and len(name) <= MAX_NAME_IN_ERROR
+            ):
                 format = format_by_name(name)
             case _:
                 raise ValueError(
@@ -282,8 +286,8 @@ class _Safetensors:
         scales = self._companions("scale", dtypes=("F8_E8M0", "U8"))
         if scales is None:
             raise ValueError(
-                f"{self.path} has no scales of {self.weights[0]!r}: expected a tensor "
-                f"{self.prefix}scale or {self.prefix}weight_scale"
+                f"{self.path} has no scales of {shortened(self.weights[0])}: expected "
+                f"{shortened(self.prefix + 'scale')} or one that ends in weight_scale"
             )
         format = format_by_name("fp8_block")
         _check_wanted(self.path, format, wanted)
@@ -296,8 +300,8 @@ class _Safetensors:
         biases = self._companions("biases", dtypes=tuple(FLOATS))
         if scales is None or biases is None:
             raise ValueError(
-                f"{self.path} has no scales or biases of {self.weights[0]!r}, which rows "
-                "packed in words need"
+                f"{self.path} has no scales or biases of {shortened(self.weights[0])}, "
+                "which rows packed in words need"
             )
         if wanted is None:
             bits, group_size = self._mlx_options(words, scales)
@@ -354,13 +358,14 @@ class _Safetensors:
             tensor = self.tensors[name]
             if len(tensor.shape) != 2:
                 raise ValueError(
-                    f"{self.path} has a tensor {name[:MAX_NAME_IN_ERROR]!r} of shape "
+                    f"{self.path} has a tensor {shortened(name)} of shape "
                     f"{tensor.shape}, but a table has 2 axes"
                 )
             if (tensor.shape[1], tensor.dtype) != (first.shape[1], first.dtype):
                 raise ValueError(
-                    f"{self.path} has shards of width {first.shape[1]} in {first.dtype} "
-                    f"and of width {tensor.shape[1]} in {tensor.dtype}"
+                    f"{self.path} has shards of width {first.shape[1]} and dtype "
+                    f"{shortened(first.dtype)}, and of width {tensor.shape[1]} and dtype "
+                    f"{shortened(tensor.dtype)}"
                 )
             segments.append(Segment(tensor.path, tensor.start, tensor.shape[0]))
         return _checked_rows(
@@ -375,8 +380,7 @@ def _in_gguf(path: Path, tensor: str | None, wanted: RowFormat | None) -> TableF
     found = tensors.get(tensor, tensors.get(f"{tensor}.weight"))
     if found is None:
         raise ValueError(
-            f"{path} has no tensor {tensor[:MAX_NAME_IN_ERROR]!r}: it has "
-            f"{_listed(tensors)}"
+            f"{path} has no tensor {shortened(tensor)}: it has {_listed(tensors)}"
         )
     if len(found.shape) != 2:
         raise ValueError(

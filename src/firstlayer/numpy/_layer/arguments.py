@@ -174,6 +174,8 @@ def check_arguments(
     if ids is not None:
         ids = ids_in_range(ids, layer.token.num_embeddings).copy()
     lead = leading_shape(ids, embeds, has_positions=layer.position is not None)
+    if embeds is None and layer.token.is_stored:
+        embeds = layer.token.upcast_rows(ids)
     return LayerArguments(
         layer,
         (*lead, layer.embedding_dim),

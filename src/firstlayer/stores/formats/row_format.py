@@ -126,9 +126,14 @@ class RowFormat(ABC):
         return np.concatenate(arrays, axis=1)
 
     def encode_table(
-        self, table: Float[Any, "rows width"]
+        self, table: Float[Any, "rows width"], *, first_row: int = 0
     ) -> UInt8[np.ndarray, "rows row_bytes"]:
-        """Return the interleaved rows of a table, encoded in chunks of little memory."""
+        """Return the interleaved rows of a table, encoded in chunks of little memory.
+
+        Args:
+            table: The table, or some of its rows.
+            first_row: Number of the first row in error messages.
+        """
         if self.shared_parts:
             raise TypeError(
                 f"a table in format {self.name} has parts that rows do not hold"
@@ -140,7 +145,7 @@ class RowFormat(ABC):
             try:
                 encoded[lo : lo + step] = self.join(self.encode(table[lo : lo + step]))
             except _BadNumber as error:
-                raise error.at_row(lo) from None
+                raise error.at_row(first_row + lo) from None
         return encoded
 
     def arrays_of(self, parts: Parts, width: int) -> list[np.ndarray]:
