@@ -19,6 +19,7 @@ MODULES = (
     "optim",
     "equinox_rows",
     "threads",
+    "stores",
 )
 
 
