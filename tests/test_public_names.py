@@ -81,6 +81,16 @@ NAMES = {
         "canonical_ids",
         "from_hf",
     ],
+    "firstlayer.stores": [
+        "FileStore",
+        "MemoryStore",
+        "RowStore",
+        "SharedStore",
+        "TrainingStore",
+        "create_training_store",
+        "open_store",
+        "open_training_store",
+    ],
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.torch.optim": [*OPTIMIZERS, "clip_grad_norm_"],
 }

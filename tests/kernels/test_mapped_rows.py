@@ -85,6 +85,7 @@ def test_missing_pages_are_noticed_and_requested(tmp_path):
         assert not kernels.rows_missing(addresses, 100)
         # Few rows are requested right away.
         assert kernels.rows_missing(addresses[:5], 100)
+        kernels.request_rows(addresses, 100, wait=True)
         untouched = start + np.arange(910, 999) * page
         many = np.concatenate([addresses, untouched, untouched])
         assert kernels.rows_missing(many, 1)

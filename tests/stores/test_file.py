@@ -2,7 +2,6 @@
 
 import copy
 import json
-import multiprocessing
 import os
 import pickle
 import stat
@@ -424,6 +423,23 @@ def test_written_rows_are_in_the_file(format, interleave, tmp_path):
         memory.write([1, 2], [[1], [2]])
 
 
+@pytest.mark.parametrize("format", ["float32", "int8", "fp8_block"])
+@pytest.mark.parametrize("cache_rows", [0, 8])
+def test_bags_are_summed_in_place(format, cache_rows, tmp_path):
+    memory = MemoryStore(random((30, 64)), format=format)
+    memory.save(tmp_path / "a.safetensors")
+    ids, bounds = rng.integers(0, 30, 50), np.array([0, 7, 7, 30, 50])
+    weights, divisors = random(50), np.array([2, 1, 4, 5], np.float32)
+    rows = memory.read(ids) * weights[:, None]
+    pairs = zip(bounds[:-1], bounds[1:], divisors, strict=True)
+    want = [rows[lo:hi].sum(0) / divisor for lo, hi, divisor in pairs]
+    with open_store(tmp_path / "a.safetensors", cache_rows=cache_rows) as store:
+        sums = store.sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        np.testing.assert_allclose(sums, want, atol=1e-5)
+        with pytest.raises(IndexError, match=r"ids\[1\] is 30, but num_embeddings is 30"):
+            store.sum_bags(np.array([0, 30]), np.array([0, 2]))
+
+
 def test_a_writable_array_is_the_file(tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
     with open_store(tmp_path / "a.npy", mode="r+") as store:
@@ -481,10 +497,10 @@ def test_prefetch_reads_on_another_thread(tmp_path, monkeypatch):
     store = open_store(tmp_path / "a.npy")
     threads, ids = [], np.array([[3, 4], [499, 0]])
 
-    def request(found):
+    def fetch(found):
         threads.append((threading.current_thread(), found.tolist()))
 
-    monkeypatch.setattr(store._prefetcher, "request", request)
+    monkeypatch.setattr(store._prefetcher, "fetch", fetch)
     store.prefetch(ids)
     ids[:] = 0
     store._prefetcher.wait()
@@ -496,11 +512,11 @@ def test_an_error_while_prefetching_is_raised_by_the_next_call(tmp_path, monkeyp
     np.save(tmp_path / "a.npy", random((5, 3)))
     store = open_store(tmp_path / "a.npy")
 
-    def request(ids):
+    def fetch(ids):
         raise OSError("disk on fire")
 
     for call in (lambda: store.read([0]), lambda: store.prefetch([0]), store.close):
-        monkeypatch.setattr(store._prefetcher, "request", request)
+        monkeypatch.setattr(store._prefetcher, "fetch", fetch)
         store.prefetch([1])
         store._prefetcher.wait()
         with pytest.raises(OSError, match="disk on fire"):
@@ -513,11 +529,11 @@ def test_prefetch_never_waits(tmp_path, monkeypatch):
     store, go = open_store(tmp_path / "a.npy"), threading.Event()
     seen = []
 
-    def request(ids):
+    def fetch(ids):
         seen.append(int(ids[0]))
         assert go.wait(20)
 
-    monkeypatch.setattr(store._prefetcher, "request", request)
+    monkeypatch.setattr(store._prefetcher, "fetch", fetch)
     for number in range(100):
         store.prefetch([number % 5])
     go.set()
@@ -546,10 +562,6 @@ def test_a_fork_can_prefetch_and_read(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def _rows_of(store, ids):
-    return store.read(ids)
-
-
 def test_a_pickled_store_is_opened_again(tmp_path, monkeypatch):
     table = random((50, 3))
     np.save(tmp_path / "a.npy", table)
@@ -559,8 +571,6 @@ def test_a_pickled_store_is_opened_again(tmp_path, monkeypatch):
     equal(other.read([4]), table[[4]])
     assert other.cache_info().maxsize == 16 and store.cache_info().misses == 0
     equal(copy.deepcopy(store).read([5]), table[[5]])
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        equal(pool.apply(_rows_of, (store, [7, 8])), table[[7, 8]])
 
 
 def test_threads_read_at_the_same_time(tmp_path):
@@ -611,7 +621,7 @@ def test_ids_that_another_thread_changes_never_crash(tmp_path):
 
 @pytest.mark.parametrize("format", ["float32", "fp8_block"])
 def test_memory_follows_the_rows_that_are_read(format, tmp_path):
-    rows, width = 400_000, 64
+    rows, width = 200_000, 64
     path = tmp_path / "a.safetensors"
     table = np.zeros((rows, width), np.float32)
     MemoryStore(table).convert(path, format=format, interleave=False).close()
@@ -632,7 +642,7 @@ def test_memory_follows_the_rows_that_are_read(format, tmp_path):
         store = open_store(path)
         ids = np.random.default_rng(0).integers(0, len(store), 1000)
         rows = store.read(ids)
-        assert resident("RssFile") - mapped < 40 << 20, resident("RssFile") - mapped
+        assert resident("RssFile") - mapped < 16 << 20, resident("RssFile") - mapped
         rows = store.read(np.arange(len(store)))
         growth = resident("RssAnon") - anonymous - rows.nbytes
         assert growth < 64 << 20, growth

@@ -64,7 +64,7 @@ def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
     return False
 
 
-def request_rows(addresses: np.ndarray, row_bytes: int) -> None:
+def request_rows(addresses: np.ndarray, row_bytes: int, *, wait: bool = False) -> None:
     """Do nothing: see :func:`rows_missing`."""
 
 

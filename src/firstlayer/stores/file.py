@@ -79,7 +79,7 @@ class FileStore(RowStore):
     def _start_over(self) -> None:
         """Create what a forked child does not share with its parent."""
         width = self._shape[1]
-        self._prefetcher = Prefetcher(self._request)
+        self._prefetcher = Prefetcher(self._fetch)
         self._cache = (
             RowCache(self._cache_rows, width, self.dtype) if self._cache_rows else None
         )
@@ -244,10 +244,10 @@ class FileStore(RowStore):
         if self._cache is not None:
             self._cache.remove(ids)
 
-    def _request(self, ids: np.ndarray) -> None:
-        mapped = self._mapped
+    def _fetch(self, ids: np.ndarray) -> None:
         for lo in range(0, ids.size, BLOCK_ROWS):
-            _requested(mapped, ids[lo : lo + BLOCK_ROWS], check=False)
+            for part in self._mapped.values():
+                part.fetch(part.locate(ids[lo : lo + BLOCK_ROWS]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
@@ -264,13 +264,11 @@ def _opened(
     return FileStore(path, tensor, mode=mode, format=format, cache_rows=cache_rows)
 
 
-def _requested(
-    mapped: dict[str, MappedRows], ids: np.ndarray, *, check: bool = True
-) -> dict[str, np.ndarray]:
+def _requested(mapped: dict[str, MappedRows], ids: np.ndarray) -> dict[str, np.ndarray]:
     """Return the addresses of rows, by part, after requesting those not in memory."""
     addresses = {name: part.locate(ids) for name, part in mapped.items()}
     for name, part in mapped.items():
-        part.request(addresses[name], check=check)
+        part.request(addresses[name])
     return addresses
 
 

@@ -1,4 +1,4 @@
-"""A thread that starts reading rows, so that a later read finds them in memory."""
+"""A thread that reads rows into memory, so that a later read finds them in memory."""
 
 import threading
 from collections import deque
@@ -14,14 +14,14 @@ IDLE_SECONDS = 10.0
 
 
 class Prefetcher:
-    """Calls ``request(ids)`` on a thread of its own, which starts with the first call.
+    """Calls ``fetch(ids)`` on a thread of its own, which starts with the first call.
 
     Args:
-        request: Starts reading rows.
+        fetch: Reads rows into memory.
     """
 
-    def __init__(self, request: Callable[[np.ndarray], None]) -> None:
-        self.request = request
+    def __init__(self, fetch: Callable[[np.ndarray], None]) -> None:
+        self.fetch = fetch
         self.waiting: deque[np.ndarray] = deque(maxlen=MAX_WAITING)
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
@@ -74,7 +74,7 @@ class Prefetcher:
                 ids, self.is_busy = self.waiting.popleft(), True
             error = None
             try:
-                self.request(ids)
+                self.fetch(ids)
             # Raised again by the next call of the store.
             except BaseException as caught:
                 error = caught

@@ -155,19 +155,14 @@ class MappedRows:
             raise changed_ids(int(self.starts[-1]))
         return addresses
 
-    def request(self, addresses: np.ndarray, *, check: bool = True) -> None:
-        """Start reading rows, unless a sample of them is in memory.
-
-        Args:
-            addresses: Addresses of the rows.
-            check: Whether to look at a sample first.
-        """
-        if (
-            not check
-            or not self.shows_residency
-            or kernels.rows_missing(addresses, self.row_bytes)
-        ):
+    def request(self, addresses: np.ndarray) -> None:
+        """Start reading rows, unless a sample of them is in memory."""
+        if not self.shows_residency or kernels.rows_missing(addresses, self.row_bytes):
             kernels.request_rows(addresses, self.row_bytes)
+
+    def fetch(self, addresses: np.ndarray) -> None:
+        """Read the pages of rows, and map them."""
+        kernels.request_rows(addresses, self.row_bytes, wait=True)
 
     def copy(self, addresses: np.ndarray, out: np.ndarray) -> None:
         """Copy rows from their addresses to ``out``."""
