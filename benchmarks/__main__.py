@@ -17,6 +17,7 @@ MODULES = (
     "bag",
     "torch_layers",
     "optim",
+    "stores_training",
     "equinox_rows",
     "threads",
     "stores",
