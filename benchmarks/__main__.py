@@ -21,6 +21,7 @@ MODULES = (
     "stores_training",
     "equinox_rows",
     "threads",
+    "stores",
 )
 
 
