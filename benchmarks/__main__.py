@@ -17,8 +17,10 @@ MODULES = (
     "bag",
     "torch_layers",
     "optim",
+    "stores_training",
     "equinox_rows",
     "threads",
+    "stores",
 )
 
 

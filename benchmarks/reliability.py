@@ -1,7 +1,8 @@
 """Run long tests of reliability: ``python -m benchmarks.reliability``.
 
 The tests run the same checks with small counts. At full scale these are 1,000 kills per
-writer, 100,000 random inputs per front end, 100,000 damaged files and configs, and 10,000
+writer and of training on disk, 100,000 random inputs per front end, 100,000 damaged files
+and configs, and 10,000
 interrupts in every phase. Counts are printed as they are known. A failure is printed with
 its message, and the exit code is then 1.
 """
@@ -92,6 +93,13 @@ def _rope_configs(count: int) -> Counts:
     )
 
 
+def _store(function: str, count: int) -> Counts:
+    return _in_folder(
+        "from tests.support import store_kills\n"
+        f"print(store_kills.{function}(folder, {count}))"
+    )
+
+
 def _interrupts(training: str, count: int) -> Counts:
     return _alone(
         "from tests.support.reliability_interrupts import check_interrupts\n"
@@ -155,6 +163,8 @@ def checks(scale: float) -> dict[str, Callable[[], Counts]]:
     found["kills of shared stores"] = partial(_killed_shared_stores, times(1_000))
     found["damaged checkpoints"] = partial(_checkpoints, times(100_000))
     found["mutated rope configs"] = partial(_rope_configs, times(100_000))
+    found["kills of training on disk"] = partial(_store, "kill_training", times(1_000))
+    found["power losses on disk"] = partial(_store, "lose_power", times(10_000))
     for training in ("numpy-adamw", "numpy-sgd", "torch-adamw"):
         found[f"interrupts of {training}"] = partial(_interrupts, training, times(10_000))
     for front_end in ("numpy", "torch", "equinox"):

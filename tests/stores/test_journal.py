@@ -98,18 +98,37 @@ def test_store_returns_to_a_tag(path):
 
 
 def test_old_tags_and_untagged_commits_are_pruned(path):
+    def segments():
+        return len(list(path.glob("undo-*")))
+
     with open_training_store(path, keep=1) as store:
         for version in range(5):
             store.write([version], values(version)[:1])
             store.commit()
-        assert len(os.listdir(path)) == 3  # Lock, weight, one segment.
+        assert segments() == 1
         store.commit("a")
         store.commit()
-        assert len(os.listdir(path)) == 4
+        assert segments() == 2
         store.commit("b")
-        assert store.tags == ["b"] and len(os.listdir(path)) == 3
+        assert store.tags == ["b"] and segments() == 1
         with pytest.raises(ValueError, match="tag must be new, got 'b'"):
             store.commit("b")
+    assert len(os.listdir(path)) == 4  # Lock, weight, two segments.
+
+
+def test_records_of_an_overwritten_segment_are_ignored(path):
+    store = open_training_store(path)
+    for version in range(4):
+        store.before_write(np.arange(30))
+        store.array[:30] = values(version)[:30]
+        store.commit()
+    store.before_write(np.array([3]))
+    store.array[3] = 1.0
+    newest = store._journal.newest
+    # Old records follow the new one.
+    assert os.path.getsize(newest.path) > newest.end
+    crash(store)
+    np.testing.assert_array_equal(content(path)[:30], values(3)[:30])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -280,7 +299,7 @@ def test_a_commit_that_fails_leaves_the_changes_uncommitted(path, monkeypatch):
         patch.setattr(journal, "_write", full)
         with pytest.raises(OSError, match="No space left"):
             store.commit("x")
-    assert store.tags == [] and not list(path.glob("*.tmp"))
+    assert store.tags == [] and len(list(path.glob("undo-*"))) == 1
     np.testing.assert_array_equal(store.array, changed)
     store.commit("x")
     crash(store)

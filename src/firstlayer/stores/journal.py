@@ -18,8 +18,10 @@ The segment with the largest number is the *newest*. Headers and records have ch
 
 1. *Write rows.* Rows that have no record in the newest segment are appended to it as one
    record. Then the rows may change.
-2. *Commit.* The new segment is written under a temporary name, with a header and no
-   records, and renamed to ``undo-(n+1)``. The rename is the commit.
+2. *Commit.* The new segment is written under another name, with a header and no records,
+   and renamed to ``undo-(n+1)``. The rename is the commit. (It overwrites a pruned segment,
+   whose pages are in memory. Old records after the header have checksums that depend on
+   the number of their commit, so they are no records of the new segment.)
 3. *Recover.* The records of the newest segment are written back to the arrays, up to the
    first record that is incomplete. Then the records are cut off.
 4. *Go back one commit.* Recover, remove the newest segment, and recover the one before it,
@@ -65,12 +67,14 @@ from typing import Any
 
 import numpy as np
 
-PREFIX = "undo-"
+PREFIX, SPARE = "undo-", "spare"
 MAGIC, RECORD_MAGIC = b"FLundo1\n", b"rows"
 # Magic bytes, checksum, number of bytes of the JSON text and of the arrays after it.
 _HEADER = struct.Struct("<8sIQQ")
 # Magic bytes, checksum, number of rows.
 _RECORD = struct.Struct("<4sIQ")
+#: Bytes that are summed for one number of a checksum.
+BLOCK_BYTES = 4096
 #: Largest number of bytes of rows in one record.
 RECORD_BYTES = 1 << 25
 
@@ -151,6 +155,11 @@ class Commit:
         """Number of bytes that a record has for each row, its id included."""
         return 8 + sum(array.row_bytes for array in self.arrays)
 
+    @property
+    def record_arrays(self) -> list[ArrayFile]:
+        """Arrays in the order of a record."""
+        return sorted(self.arrays, key=record_order)
+
     def __str__(self) -> str:
         return f"commit {self.number}" + (f" ({self.tag})" if self.tag is not None else "")
 
@@ -188,6 +197,7 @@ class UndoJournal:
         self.commits: list[Commit] = []
         self.newest: Segment
         self._has_failed = False
+        self._memory = np.empty(0, np.uint8)
 
     @classmethod
     def create(
@@ -230,24 +240,37 @@ class UndoJournal:
         """Return the file of a commit."""
         return self.folder / f"{PREFIX}{number:010d}"
 
-    def append(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+    def append(
+        self, ids: np.ndarray, copy_rows: Sequence[Callable[[np.ndarray, np.ndarray], None]]
+    ) -> None:
         """Append a record to the newest segment. :meth:`sync` comes before rows change.
 
         Args:
             ids: Rows, int64.
-            rows: For each array of the commit, these rows as they are at the commit.
+            copy_rows: For each array of ``commit.record_arrays``, a function that copies
+                the rows of ``ids`` to a buffer of bytes.
         """
-        segment = self.newest
         self._check_usable()
-        buffers = [part.reshape(-1).view(np.uint8).data for part in (ids, *rows)]
-        count = struct.pack("<Q", ids.size)
-        checksum = _seed(segment.commit)
-        for buffer in (count, *buffers):
-            checksum = zlib.crc32(buffer, checksum)
-        header = _RECORD.pack(RECORD_MAGIC, checksum, ids.size)
+        segment = self.newest
+        commit, start = segment.commit, _RECORD.size
+        record = self._buffer(start + ids.size * commit.record_row_bytes)
+        record[start : start + ids.nbytes] = ids.view(np.uint8)
+        start += ids.nbytes
+        for array, copy in zip(commit.record_arrays, copy_rows, strict=True):
+            nbytes = ids.size * array.row_bytes
+            copy(ids, record[start : start + nbytes])
+            start += nbytes
+        checksum = _checksum(record[_RECORD.size :], ids.size, commit)
+        _RECORD.pack_into(record.data, 0, RECORD_MAGIC, checksum, ids.size)
         # An error, as on a full disk, leaves an incomplete record, which the next call
         # overwrites.
-        segment.end += _write(segment.descriptor, [header, *buffers], segment.end)
+        segment.end += _write(segment.descriptor, record, segment.end)
+
+    def _buffer(self, nbytes: int) -> np.ndarray:
+        """Return memory for a record. It is used again: new pages cost a fault each."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(max(nbytes, 2 * self._memory.size), np.uint8)
+        return self._memory[:nbytes]
 
     def sync(self) -> None:
         """Make the records durable, if writes are synced."""
@@ -317,7 +340,8 @@ class UndoJournal:
     def prune(self, first: int) -> None:
         """Remove the commits before number ``first``."""
         while self.commits[0].number < first:
-            os.unlink(self.path_of(self.commits[0].number))
+            # The last one is written again by the next commit: its pages are in memory.
+            os.rename(self.path_of(self.commits[0].number), self._spare)
             self.commits.pop(0)
 
     def close(self) -> None:
@@ -325,6 +349,8 @@ class UndoJournal:
         if self.newest.descriptor >= 0:
             os.close(self.newest.descriptor)
             self.newest.descriptor = -1
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._spare)
 
     @contextlib.contextmanager
     def _failing_for_good(self) -> Generator[None, None, None]:
@@ -341,14 +367,19 @@ class UndoJournal:
                 f"the store in {self.folder} must be opened again: syncing it failed"
             )
 
+    @property
+    def _spare(self) -> Path:
+        """File that becomes the segment of the next commit."""
+        return self.folder / SPARE
+
     def _write_segment(self, commit: Commit) -> Segment:
         path = self.path_of(commit.number)
-        temporary = path.with_suffix(".tmp")
+        temporary = self._spare
         header = _header_of(commit)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o666)
+        # Records of an old commit stay after the header. Their checksums are wrong here.
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _write(descriptor, [header], 0)
+            _write(descriptor, np.frombuffer(header, np.uint8), 0)
             if self.is_synced:
                 os.fsync(descriptor)
             os.rename(temporary, path)
@@ -416,6 +447,11 @@ class UndoJournal:
             sync_folder(self.folder)
 
 
+def record_order(array: ArrayFile) -> int:
+    """Return the key of an array's place in a record: wide dtypes first, so all align."""
+    return -array.numpy_dtype.itemsize
+
+
 def segment_numbers(folder: Path) -> list[int]:
     """Return the numbers of the commits in a folder, in order."""
     names = os.listdir(folder) if folder.is_dir() else []
@@ -432,21 +468,33 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(descriptor: int, buffers: list[Any], position: int) -> int:
-    """Write buffers at an offset of a file and return the number of bytes."""
-    total = sum(len(buffer) for buffer in buffers)
-    written = os.pwritev(descriptor, buffers, position)
-    if written < total:
-        # Interrupted, or the disk is full, which the next call reports.
-        rest = memoryview(b"".join(buffers))
-        while written < total:
-            written += os.pwrite(descriptor, rest[written:], position + written)
-    return total
+def _write(descriptor: int, content: np.ndarray, position: int) -> int:
+    """Write bytes at an offset of a file and return their number."""
+    written = 0
+    while written < content.size:
+        # A full disk may write a part first.
+        written += os.pwrite(descriptor, content[written:].data, position + written)
+    return written
 
 
-def _seed(commit: Commit) -> int:
-    """Return the initial checksum of records, so that those of other segments differ."""
-    return zlib.crc32(f"{commit.store} {commit.number}".encode())
+def _checksum(body: np.ndarray, count: int, commit: Commit) -> int:
+    """Return the checksum of a record: CRC-32 of the sums of the words of each block.
+
+    CRC-32 of the bytes themselves would take longer than writing them. A page that is
+    missing, old or changed changes the sum of its words. The checksum depends on the
+    commit, so that records of other segments are never taken for its own.
+
+    Args:
+        body: Ids and rows, as bytes.
+        count: Number of rows.
+        commit: Commit of the segment.
+    """
+    checksum = zlib.crc32(f"{commit.store} {commit.number} {count}".encode())
+    whole = body.size - body.size % BLOCK_BYTES
+    if whole:
+        words = body[:whole].view(np.uint64).reshape(-1, BLOCK_BYTES // 8)
+        checksum = zlib.crc32(np.add.reduce(words, axis=1).data, checksum)
+    return zlib.crc32(body[whole:].data, checksum)
 
 
 def _header_of(commit: Commit) -> bytes:
@@ -532,13 +580,13 @@ def _read_record(
     stop = start + count * commit.record_row_bytes
     if magic != RECORD_MAGIC or not count or stop > end:
         return None
-    with memoryview(content) as view, view[start - 8 : stop] as body:
-        if zlib.crc32(body, _seed(commit)) != checksum:
-            return None
+    body = np.frombuffer(content, np.uint8, stop - start, start)
+    if _checksum(body, count, commit) != checksum:
+        return None
     ids = np.frombuffer(content, np.int64, count, start)
     start += ids.nbytes
     rows = []
-    for array in commit.arrays:
+    for array in commit.record_arrays:
         nbytes = count * array.row_bytes
         part = np.frombuffer(content, np.uint8, nbytes, start)
         rows.append(part.reshape(count, array.row_bytes))

@@ -52,14 +52,14 @@ class MappedArray:
         self._bytes = self._bytes.reshape(file.shape[0], file.row_bytes)
         self._path = path
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return a copy of rows."""
+    def copy_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows to a buffer of bytes."""
         if self.array.ndim == 2 and self.file.row_bytes >= MIN_KERNEL_BYTES:
-            rows = kernels.gather_rows(self.array, ids)
-            if rows is None:
+            rows = out.view(self.array.dtype).reshape(ids.size, -1)
+            if kernels.gather_rows(self.array, ids, out=rows) is None:
                 raise IndexError(f"rows must be smaller than {len(self.array)}")
-            return rows
-        return self._bytes[ids]
+        else:
+            out[:] = self._bytes[ids].reshape(-1)
 
     def write_bytes(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Write rows that are given as bytes."""

@@ -29,12 +29,13 @@ from ..files.checkpoint import StoredTensor, open_checkpoint
 from .folder_lock import LOCK, FolderLock
 from .formats import format_by_name
 from .journal import (
-    PREFIX,
     RECORD_BYTES,
+    SPARE,
     ArrayFile,
     Commit,
     SavedState,
     UndoJournal,
+    record_order,
     segment_numbers,
 )
 from .mapped_array import MappedArray, create_array
@@ -161,7 +162,7 @@ class TrainingStore(RowStore):
                     return
                 chunks = self._chunks(fresh)
             for ids in chunks:
-                self._journal.append(ids, [array.rows(ids) for array in self._committed])
+                self._journal.append(ids, [array.copy_rows for array in self._committed])
                 self._journal.sync()
                 self._is_journalled[ids] = True
 
@@ -397,7 +398,8 @@ class TrainingStore(RowStore):
 
         Arrays created later are removed in a recovery.
         """
-        self._committed = list(self._mapped.values())
+        arrays = self._journal.newest.commit.record_arrays
+        self._committed = [self._mapped[array.name] for array in arrays]
         self._is_journalled[:] = False
 
     def _saved_state(self) -> SavedState | None:
@@ -537,7 +539,7 @@ def create_training_store(
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, folder) as lock:
         # Left by a creation that was killed.
-        known = {LOCK, "weight.0.safetensors", f"{PREFIX}{1:010d}.tmp"}
+        known = {LOCK, SPARE, "weight.0.safetensors"}
         if others := sorted(set(os.listdir(folder)) - known):
             raise FileExistsError(f"{folder} must be empty, but it has {others[0]}")
         file = create_array(folder, "weight", "weight.0.safetensors", shape, dtype)
@@ -557,8 +559,7 @@ def remove_unlisted(folder: Path, journal: UndoJournal) -> None:
     """Remove the files of arrays that no commit lists."""
     listed = {array.file for commit in journal.commits for array in commit.arrays}
     for name in os.listdir(folder):
-        is_array = name.endswith(".safetensors") and name not in listed
-        if is_array or (name.startswith(PREFIX) and name.endswith(".tmp")):
+        if name.endswith(".safetensors") and name not in listed:
             os.unlink(folder / name)
 
 
@@ -681,7 +682,9 @@ def _with_listed(
 def _write_back(
     journal: UndoJournal, mapped: dict[str, MappedArray], recover: Callable[[Any], Any]
 ) -> None:
-    arrays = list(mapped.values())
+    """Write records back to the arrays of their commit, then cut the records off."""
+    files = sorted((array.file for array in mapped.values()), key=record_order)
+    arrays = [mapped[file.name] for file in files]
 
     def write(ids: np.ndarray, rows: list[np.ndarray]) -> None:
         if ids.min() < 0 or ids.max() >= arrays[0].file.shape[0]:
