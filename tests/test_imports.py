@@ -43,7 +43,10 @@ ALLOWED = {
         {"__init__", *CORE, "kernels", "numpy", "torch", "word_vectors"},
         ARRAYS | {"safetensors", "torch", "matplotlib"},
     ),
-    "cli": ({"__init__", "files", "analysis", "word_vectors"}, {"numpy", "click", "rich"}),
+    "cli": (
+        {"__init__", "files", "stores", "analysis", "word_vectors"},
+        {"numpy", "click", "rich"},
+    ),
     # ``firstlayer`` itself re-exports the names that the front ends share.
     "__init__": ({*CORE, "kernels"}, set()),
     "__main__": ({"cli"}, set()),

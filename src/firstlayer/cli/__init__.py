@@ -2,9 +2,9 @@
 
 ``firstlayer --help`` imports only click. Each module holds one click command named
 ``command``, which parses arguments and prints; the work is done in
-:mod:`firstlayer.word_vectors` and :mod:`firstlayer.analysis`. Shared options and output
-(``--json``, ``-q``, progress) are in ``_output``; error messages and exit codes in
-``_group``.
+:mod:`firstlayer.word_vectors`, :mod:`firstlayer.analysis` and :mod:`firstlayer.stores`.
+Shared options and output (``--json``, ``-q``, progress) are in ``_output``; error messages
+and exit codes in ``_group``.
 """
 
 import sys
@@ -17,6 +17,7 @@ COMMANDS = {
     "similarity": "Print the cosine similarity of words.",
     "encode": "Encode lines of text as vectors.",
     "inspect": "Describe the embedding tables in a checkpoint.",
+    "convert": "Write a table in another format.",
     "memory": "Measure the memory of training a table.",
     "ngram": "Describe n-gram tables, and how a text uses them.",
     "bench": "Time lookups against other libraries.",
