@@ -82,7 +82,7 @@ def test_gather_equals_indexing(dtype, count, threads):
     assert got is not None and got.dtype == table.dtype
     assert got.tobytes() == table[ids].tobytes()
     out = np.ones_like(got)
-    assert kernels.gather_rows(table, ids, out) is not None
+    assert kernels.gather_rows(table, ids, out=out) is not None
     assert out.tobytes() == table[ids].tobytes()
 
 

@@ -60,7 +60,7 @@ def test_rows(dtype):
         plain.gather_rows(table, ids), kernels.gather_rows(table, ids)
     )
     out = np.ones((40, 5), dtype)
-    assert plain.gather_rows(table, ids, out) is out
+    assert plain.gather_rows(table, ids, out=out) is out
     np.testing.assert_array_equal(out, table[ids])
     assert plain.gather_rows(table, np.array([9])) is None
     assert plain.gather_rows(table, np.array([-1])) is None

@@ -136,7 +136,8 @@ def gather_into(out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         ids: Ids in range.
         table: Contiguous table on the CPU.
     """
-    if kernels.gather_rows(array_of_table(table), array_of(ids), array_of(out)) is None:
+    rows = kernels.gather_rows(array_of_table(table), array_of(ids), out=array_of(out))
+    if rows is None:
         raise IndexError("ids were changed during a lookup and are out of range")
     return out
 
