@@ -168,6 +168,29 @@ def test_every_way_of_reading_a_table_catches_up(tmp_path):
     assert_close(got, want, 1e-12, "original after copying")
 
 
+def test_missed_steps_are_not_applied_to_what_is_written_to_the_weight():
+    writes = {
+        "rows": lambda layer: layer.weight.__setitem__(slice(5, 9), 0.5),
+        "in place": lambda layer: layer.weight.__imul__(0.5),
+        "another array": lambda layer: setattr(layer, "weight", np.ones((ROWS, WIDTH))),
+    }
+    for name, write in writes.items():
+        pair = Pair("AdamW", OPTIONS["AdamW"][0])
+        pair.step(np.array([5, 20]))
+        pair.step(np.array([2, 3]))
+        write(pair.layer)
+        with torch.no_grad():
+            if name == "rows":
+                pair.weight[5:9] = 0.5
+            elif name == "in place":
+                pair.weight.mul_(0.5)
+            else:
+                pair.weight.fill_(1.0)
+        assert_close(pair.layer(np.arange(ROWS)), pair.weight.detach(), 1e-12, name)
+        pair.step(np.array([5, 6]))
+        assert_close(pair.layer.weight, pair.weight.detach(), 1e-12, name)
+
+
 def test_training_after_a_deepcopy_does_not_change_the_copy():
     pair = Pair("AdamW", OPTIONS["AdamW"][0])
     for _ in range(5):

@@ -105,7 +105,12 @@ def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def store_rows(
-    values: np.ndarray, table: np.ndarray, rows: np.ndarray, *, noise: None
+    values: np.ndarray,
+    table: np.ndarray,
+    rows: np.ndarray,
+    *,
+    noise: None,
+    noise_rows: None = None,
 ) -> None:
     """Write ``values`` to ``table[rows]`` in the dtype of the table."""
     table[rows] = values.astype(table.dtype)
