@@ -84,7 +84,7 @@ NAMES = {
         "from_hf",
     ],
     "firstlayer.optim": OPTIMIZERS,
-    "firstlayer.torch.optim": [*OPTIMIZERS, "clip_grad_norm_"],
+    "firstlayer.torch.optim": [*OPTIMIZERS, "RowStep", "clip_grad_norm_"],
 }
 # These keep the whole signature of torch's classes, which starts with the same names.
 TORCH_SIGNATURES = ("Embedding", "EmbeddingBag")

@@ -532,3 +532,53 @@ def test_invalid_state_raises_and_changes_nothing():
         lambda: optimizer.load_state_dict(state),
     )
     assert optimizer.table_states["weight"] is layer.table_state
+
+
+@pytest.mark.parametrize("kept, new_rows", [(range(9), 3), (range(5), 0), ([7, 2, 5], 2)])
+def test_optimizer_state_follows_rows_that_are_resized(kept, new_rows):
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((9, 2))
+    layer = Embedding(weight=table.copy())
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.3, betas=(0.8, 0.95))
+    twin = torch.nn.Parameter(torch.from_numpy(table.copy()))
+    options = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.95)}
+    theirs = torch.optim.AdamW([twin], **options)
+
+    def step(rows):
+        ids = rng.integers(0, rows, 3)
+        y, pull = layer.vjp(ids)
+        assert_close(y, twin.detach()[ids], 1e-9)
+        optimizer.step(pull(y - 1.0))
+        theirs.zero_grad()
+        (0.5 * (twin[torch.from_numpy(ids)] - 1.0).square().sum()).backward()
+        theirs.step()
+
+    for _ in range(8):
+        step(9)
+    added, index = rng.standard_normal((new_rows, 2)), list(kept)
+    layer.weight = np.concatenate([layer.weight[index], added])
+    optimizer.resize_rows("weight", kept, new_rows)
+    saved = theirs.state_dict()
+    for key in ("exp_avg", "exp_avg_sq"):
+        fresh = torch.zeros(new_rows, 2, dtype=torch.float64)
+        saved["state"][0][key] = torch.cat([saved["state"][0][key][index], fresh])
+    twin = torch.nn.Parameter(torch.cat([twin.detach()[index], torch.from_numpy(added)]))
+    theirs = torch.optim.AdamW([twin], **options)
+    theirs.load_state_dict(saved)
+    for _ in range(12):
+        step(len(index) + new_rows)
+    assert_close(layer.weight, twin.detach(), 1e-9)
+    assert optimizer.state_dict()["weight.exp_avg"].shape == (len(index) + new_rows, 2)
+
+
+@pytest.mark.rejects
+def test_invalid_arguments_of_resize_rows_raise():
+    layer = Embedding(9, 2, rng=0)
+    optimizer = RowAdamW(layer)
+    layer.resize(4)
+    with pytest.raises(ValueError, match=r"must add up to the 4 rows .* got 4 \+ 1"):
+        optimizer.resize_rows("weight", range(4), 1)
+    with pytest.raises(IndexError, match=r"kept_ids\[2\] is 9, but the number of rows"):
+        optimizer.resize_rows("weight", [0, 1, 9, 2])
+    with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
+        optimizer.resize_rows("w", range(4))

@@ -230,6 +230,7 @@ class Embedding(Module):
         """Change the number of rows and return the ids kept, added and dropped.
 
         Kept ids keep their rows, and padding stays padding. :meth:`logits` is resized too.
+        A row optimizer's state follows with its ``resize_rows``.
 
         Args:
             num_embeddings: New number of rows.

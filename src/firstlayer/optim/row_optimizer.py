@@ -8,7 +8,15 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from .. import kernels
-from .._check import check_real, integers, not_masked, one_of
+from .._check import (
+    all_in_range,
+    check_real,
+    integers,
+    not_masked,
+    not_negative,
+    one_of,
+    out_of_range,
+)
 from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
@@ -106,6 +114,46 @@ class RowOptimizer:
         """Bring every row up to date, as reading ``layer.weight`` does."""
         for state in self.table_states.values():
             state.catch_up()
+
+    def resize_rows(self, name: str, kept_ids: Any, new_rows: int = 0) -> None:
+        """Make the state of a table follow a change of its rows.
+
+        Call it after the table was resized, pruned or reordered, as by ``layer.resize``.
+        Kept rows keep their state and the steps they have missed; new rows start with the
+        initial state, like the rows of a new table.
+
+        Args:
+            name: Name of the table among the layer's parameters.
+            kept_ids: For each of the first rows, its number before the change.
+            new_rows: Number of rows after these.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdamW
+            >>> layer = Embedding(4, 2, rng=0)
+            >>> optimizer = RowAdamW(layer)
+            >>> changes = layer.resize(6)
+            >>> optimizer.resize_rows("weight", changes.kept, len(changes.added))
+        """
+        if name not in self._tables:
+            raise ValueError(
+                f"name must be of a table, {sorted(self._tables)}, got {name!r}"
+            )
+        state = self.table_states[name]
+        kept = integers(np.asarray(kept_ids), name="kept_ids").astype(np.int64).reshape(-1)
+        num_rows, owner = kept.size + not_negative("new_rows", new_rows), self._tables[name]
+        # Not the property of the layer, which would catch up a table of another size.
+        weight = state.table()
+        if len(weight) != num_rows:
+            raise ValueError(
+                f"kept_ids and new_rows must add up to the {len(weight)} rows of the "
+                f"table, got {kept.size} + {new_rows}"
+            )
+        if not all_in_range(kept, state.shape[0]):
+            bound = "the number of rows before"
+            raise out_of_range(kept, state.shape[0], name="kept_ids", bound=bound)
+        state.resize_rows(kept, num_rows, self.options)
+        self._parameters[name] = owner.stored_weight
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Bring every row up to date and return copies of the state's arrays.

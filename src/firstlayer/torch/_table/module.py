@@ -135,8 +135,9 @@ class TableModule(nn.Module):
     ) -> Resized:
         """Change the number of rows in place, and return which were kept, added, dropped.
 
-        Ids keep their rows. ``weight`` stays the same parameter, so a tied head follows;
-        an optimizer with a state for it does not.
+        Ids keep their rows. ``weight`` stays the same parameter, so a tied head follows. An
+        optimizer with a state for it does not; the state of a row optimizer follows with
+        :meth:`firstlayer.torch.optim.RowOptimizer.resize_rows`.
 
         Args:
             num_embeddings: New number of rows.

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
@@ -579,7 +580,9 @@ class OperatorState(AttachedState):
         if self.device.type != "cpu":
             # MPS has no float64.
             dtype = torch.float32 if self.device.type == "mps" else torch.float64
-            self.columns = torch.empty_like(self.columns, dtype=dtype, device=self.device)
+            self.columns = torch.empty(
+                *self.missed.all_coefficients.shape, dtype=dtype, device=self.device
+            )
         self._are_columns_current = False
         #: For each recorded step, whether rows at it replay a step; None if none does.
         self._is_replayed: Tensor | None = None
@@ -594,10 +597,10 @@ class OperatorState(AttachedState):
             self._send(columns.to(self.columns.dtype), self.columns[:, :count])
         self._is_replayed = None
         if self.missed.replays:
-            kind = self.missed.kind(*torch.from_numpy(self.missed.coefficients))
-            is_replayed = kind.is_accurate(torch).logical_not()
-            if bool(is_replayed.any()):
-                self._is_replayed = is_replayed.to(self.device)
+            kind = self.missed.kind(*self.missed.coefficients)
+            is_replayed = np.logical_not(kind.is_accurate(np))
+            if is_replayed.any():
+                self._is_replayed = torch.from_numpy(is_replayed).to(self.device)
         self._are_columns_current = True
 
     def _send(self, host: Tensor, to: Tensor) -> None:
