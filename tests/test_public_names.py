@@ -29,6 +29,7 @@ LAYERS = {
     "XPosRotary": ["head_dim"],
 }
 OPTIMIZERS = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",

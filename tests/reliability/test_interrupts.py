@@ -15,12 +15,14 @@ from firstlayer._interrupts import held_interrupts
 from firstlayer.kernels.ngram import ngram_rows
 from firstlayer.numpy import EmbeddingLayer
 from firstlayer.optim import (
+    AveragedRows,
     RowAdagrad,
     RowAdamW,
     RowLion,
     RowRMSprop,
     RowSGD,
     RowWiseAdagrad,
+    RowWiseRMSprop,
 )
 from tests.support.run_alone import run_alone, start_python
 
@@ -243,6 +245,7 @@ def run_every_kernel() -> None:
         (RowRMSprop, {"momentum": 0.9}),
         (RowAdagrad, {}),
         (RowWiseAdagrad, {}),
+        (RowWiseRMSprop, {}),
     ]
     for optimizer_class, options in optimizers:
         dtype = "bfloat16" if optimizer_class is RowAdamW else "float32"
@@ -251,10 +254,12 @@ def run_every_kernel() -> None:
         )
         options["stochastic_rounding"] = dtype == "bfloat16"
         optimizer = optimizer_class(layer, **options)
+        averaged = AveragedRows(optimizer)
         # Enough tokens for several blocks.
         for ids in (np.arange(40) % 7, np.arange(3)):
             y, pull = layer.vjp(ids)
             optimizer.step(pull(y))
+            averaged.update_parameters()
         optimizer.flush()
     table, ids = np.ones((40_000, 128), np.float32), np.arange(40_000)
     for count in (3, 300, 40_000):

@@ -150,7 +150,8 @@ def draw_ids(pattern: str, rng: np.random.Generator) -> Callable[[], np.ndarray]
 def copy_options(theirs: Any, ours: dict[str, Any]) -> None:
     """Copy the options that a scheduler changed in the torch optimizer."""
     group = theirs.param_groups[0]
-    ours.update({key: group[key] for key in ("lr", "momentum", "betas") if key in ours})
+    names = {"lr", "momentum", "betas"} & ours.keys() & group.keys()
+    ours.update({name: group[name] for name in names})
 
 
 def assert_close(got: Any, want: Any, tolerance: float, label: str = "") -> None:

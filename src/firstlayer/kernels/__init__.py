@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layer.backward_plan import BackwardPlan as BackwardPlan
     from .layer.backward_plan import plan_backward as plan_backward
     from .layer.forward import layer_forward as layer_forward
+    from .optim.drivers import average_rows as average_rows
     from .optim.drivers import catch_up_rows as catch_up_rows
     from .optim.drivers import update_rows as update_rows
     from .optim.rows import mark_rows as mark_rows
@@ -47,7 +48,7 @@ _NAMES = {
     "layer.backward": ("layer_backward",),
     "layer.backward_plan": ("BackwardPlan", "plan_backward"),
     "layer.forward": ("layer_forward",),
-    "optim.drivers": ("catch_up_rows", "update_rows"),
+    "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "phases": ("digit_phases", "sinusoid_features"),
     "rotate": ("rotate_pairs",),

@@ -32,6 +32,9 @@ momentum of Adam and AdamW are exact to a relative error of 1e-5, usually to rou
 normalized (``weight_decay`` of Adam, Adagrad and RMSprop), because then every row has a
 gradient. Adafactor averages over rows; LAMB and LARS use the norm of the whole table.
 
+**Averages of weights.** :class:`AveragedRows` keeps an exponential moving average of every
+row, also at the cost of the batch.
+
 Gradients that are arrays of the parameter's shape are accepted too, and update every row.
 """
 
@@ -39,6 +42,7 @@ from .adagrad import RowAdagrad as RowAdagrad
 from .adagrad import RowWiseAdagrad as RowWiseAdagrad
 from .adam import RowAdam as RowAdam
 from .adam import RowAdamW as RowAdamW
+from .averaged_rows import AveragedRows as AveragedRows
 from .lion import RowLion as RowLion
 from .rmsprop import RowRMSprop as RowRMSprop
 from .rmsprop import RowWiseRMSprop as RowWiseRMSprop
@@ -46,6 +50,7 @@ from .row_optimizer import RowOptimizer as RowOptimizer
 from .sgd import RowSGD as RowSGD
 
 __all__ = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",

@@ -5,7 +5,15 @@ from typing import Any, ClassVar, NamedTuple
 
 from .._check import not_negative_number
 from .row_optimizer import RowOptimizer, with_options
-from .rule import Options, RowOptions, Rule, Step, gradient_sign, refuse_coupled_decay
+from .rule import (
+    MissedCoefficients,
+    Options,
+    RowOptions,
+    Rule,
+    Step,
+    gradient_sign,
+    refuse_coupled_decay,
+)
 
 
 class AdagradNumbers(NamedTuple):
@@ -31,6 +39,22 @@ class AdagradStep(AdagradNumbers, Step):
         return self.move(ops, weight, gradient, total), total
 
 
+class AdagradMissedNumbers(NamedTuple):
+    """Coefficient of missed steps of Adagrad, which is 1."""
+
+    weight_factor: Any
+
+
+class AdagradCoefficients(AdagradMissedNumbers, MissedCoefficients):
+    """Missed steps of Adagrad, which change nothing."""
+
+    def advance(self, ops: Any, step: AdagradNumbers) -> Any:
+        return self
+
+    def catch_up(self, ops: Any, weight: Any, total: Any) -> Any:
+        return self.weight_factor * weight, total
+
+
 class Adagrad(Rule):
     """Adagrad. A step without a gradient is a no-op."""
 
@@ -54,6 +78,12 @@ class Adagrad(Rule):
             lr=options["lr"] / (1 + (step - 1) * float(options["lr_decay"])),
             eps=float(options["eps"]),
         )
+
+    def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
+        return AdagradCoefficients
+
+    def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
+        return AdagradCoefficients(1.0)
 
 
 class WiseAdagrad(Adagrad):

@@ -128,6 +128,7 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
     """Missed steps of Adam."""
 
     replays: ClassVar[bool] = True
+    constants: ClassVar[tuple[str, ...]] = ("root_scale", "eps")
 
     def advance(self, ops: Any, step: AdamNumbers) -> Any:
         factors = self.factors(step)

@@ -63,6 +63,8 @@ class LionMissedNumbers(NamedTuple):
 class LionCoefficients(LionMissedNumbers, MissedCoefficients):
     """Missed steps of Lion."""
 
+    constants: ClassVar[tuple[str, ...]] = ("smallest",)
+
     def advance(self, ops: Any, step: LionNumbers) -> Any:
         moved = ops.where(step.beta1 > 0, step.lr, 0.0)
         return LionCoefficients(

@@ -43,12 +43,15 @@ class MissedSteps:
         self.count = 0
         #: Numbers of a step, for their types; of the options at the beginning.
         self.step_values: Any = host_values(rule, options, step + 1)
-        num_coefficients = len(getattr(self.kind, "_fields", ()))
+        num_coefficients = len(rule.caught_up_coefficients(np, options, step))
         #: Coefficients, allocated for the maximum number of steps.
         self.all_coefficients = np.empty((num_coefficients, MAX_STEPS + 1))
         num_values = len(self.step_values) if self.replays else 0
-        #: Numbers of each step, for rules that replay steps one by one.
+        #: Numbers of each step, for rules that replay steps one by one; zeros for events
+        #: that change nothing.
         self.all_steps = np.empty((num_values, MAX_STEPS + 1))
+        #: Number of steps taken before each column was added.
+        self.step_numbers = np.empty(MAX_STEPS + 1, np.int64)
         self._set_column(options, step)
 
     @property
@@ -71,30 +74,53 @@ class MissedSteps:
         self.count = 0
         self._set_column(options, step)
 
-    def record(self, values: Any, options: Options, step: int) -> None:
+    def restart_at_last_column(self) -> None:
+        """Discard all steps; rows that are up to date have the last column."""
+        self.all_coefficients[:, 0] = self.all_coefficients[:, self.count]
+        self.step_numbers[0] = self.step_numbers[self.count]
+        self.count = 0
+
+    def record(
+        self, values: Any, options: Options, step: int, *, is_lazy: bool = False
+    ) -> None:
         """Record a step that rows without a gradient miss.
 
         Args:
             values: Numbers of the step, as floats.
             options: Options of the step.
             step: Number of the step, from 1.
+            is_lazy: Whether the step leaves rows without a gradient unchanged.
         """
         recorded = self.coefficients
         if self.count % 256 == 255:
             # Arithmetic on denormals is slow.
             recorded[np.abs(recorded) < 1e-200] = 0.0
-        # A warning that is turned into an error must not end a recording.
-        with np.errstate(all="ignore"):
-            self.kind.advance_columns(recorded, values)
+        if not is_lazy:
+            # A warning that is turned into an error must not end a recording.
+            with np.errstate(all="ignore"):
+                self.kind.advance_columns(recorded, values)
         self.count += 1
         self._set_column(options, step)
         if self.replays:
-            self.all_steps[:, self.count] = values
+            self.all_steps[:, self.count] = 0.0 if is_lazy else values
+
+    def record_pause(self) -> None:
+        """Record an event that changes neither weights nor state.
+
+        Rows that are written before and after it have different columns.
+        """
+        self.count += 1
+        last = self.count - 1
+        self.all_coefficients[:, self.count] = self.all_coefficients[:, last]
+        self.step_numbers[self.count] = self.step_numbers[last]
+        # A step whose gradient has the factor 0 is not replayed.
+        self.all_steps[:, self.count] = 0.0
 
     def _set_column(self, options: Options, step: int) -> None:
         """Set the last column to the coefficients of a row that is up to date."""
         caught_up = self.rule.caught_up_coefficients(np, options, step)
         self.all_coefficients[:, self.count] = caught_up
+        self.step_numbers[self.count] = step
 
 
 def host_values(rule: Rule, options: Options, step: int) -> Any:

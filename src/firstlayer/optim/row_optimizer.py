@@ -176,6 +176,11 @@ class RowOptimizer:
             self.table_states |= loaded
             self._attach()
 
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter; its table state may have another."""
+        state = self.table_states[name]
+        return state.shape if name in self._tables else self._parameters[name].shape
+
     def _new_table_state(
         self, name: str, state: dict[str, np.ndarray] | None = None, *, step: int = 0
     ) -> TableState:

@@ -81,6 +81,8 @@ class MissedCoefficients:
 
     #: Whether steps are replayed where :meth:`is_accurate` is False.
     replays: ClassVar[bool] = False
+    #: Fields that do not change. The weight of :meth:`catch_up` is linear in the others.
+    constants: ClassVar[tuple[str, ...]] = ()
     #: Field that every named tuple has: the factor of the weight. It is all that rows whose
     #: state is zero need if :meth:`keeps_zero_state`.
     weight_factor: Any
@@ -189,12 +191,12 @@ class Rule:
         raise NotImplementedError
 
     def coefficients_class(self, options: Options) -> type[MissedCoefficients]:
-        """Return the named tuple of coefficients; the base if missed steps are no-ops."""
-        return MissedCoefficients
+        """Return the named tuple of the coefficients of missed steps."""
+        raise NotImplementedError
 
     def caught_up_coefficients(self, ops: Any, options: Options, step: Any) -> Any:
         """Return the coefficients of a row that is up to date after ``step``."""
-        return ()
+        raise NotImplementedError
 
 
 def update_rows(

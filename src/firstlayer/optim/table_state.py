@@ -11,6 +11,7 @@ as it was before the call or as it is after it.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,7 @@ from .._check import is_float, out_of_range
 from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from .missed_steps import MissedSteps, host_values
+from .row_average import RowAverage
 from .rule import Options, Rule, State
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
@@ -71,10 +73,14 @@ class TableState:
         self.has_state = np.full(self.shape[0], state is not None)
         #: Number of steps taken.
         self.step_count = step
-        #: For each row, the step it is at; smaller values stand for ``base_step``.
+        #: Number of events: steps, and updates of an average.
+        self.event_count = step
+        #: For each row, the event it is at; smaller values stand for ``base_step``.
         self.row_steps = np.zeros(self.shape[0], np.int64)
-        #: Step at which every row was last up to date. ``missed`` counts from here.
+        #: Event at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
+        #: Averages of the rows, which are caught up before rows are written.
+        self.averages: weakref.WeakSet[RowAverage] = weakref.WeakSet()
         #: Whether a recorded step moves the weights of rows without a gradient.
         self._missed_moves = False
         self.missed = MissedSteps(rule, options, step)
@@ -86,8 +92,8 @@ class TableState:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether weight and state of every row are up to date."""
-        return self.base_step == self.step_count
+        """Whether weight, state and average of every row are up to date."""
+        return self.base_step == self.event_count
 
     @property
     def has_stale_weights(self) -> bool:
@@ -96,7 +102,7 @@ class TableState:
         False if only the state of rows is stale, as under RMSprop without momentum. Such
         rows may be read, but must catch up before a step with a gradient.
         """
-        return self.base_step != self.step_count and self._missed_moves
+        return self.base_step != self.event_count and self._missed_moves
 
     def catch_up(
         self,
@@ -140,7 +146,7 @@ class TableState:
                 raise out_of_range(ids, self.shape[0])
             if self.has_stale_weights:
                 row_steps = self.row_steps[ids]
-                places = np.flatnonzero(row_steps != self.step_count)
+                places = np.flatnonzero(self._is_stale(row_steps))
                 self._correct(rows, places, ids[places], row_steps[places])
             return rows
 
@@ -166,7 +172,7 @@ class TableState:
         if not self.has_stale_weights:
             return None
         row_steps = self.row_steps if ids is None else self.row_steps[ids]
-        stale = np.flatnonzero(row_steps != self.step_count)
+        stale = np.flatnonzero(self._is_stale(row_steps))
         if not stale.size:
             return None
         return int(stale[0] if ids is None else ids[stale[0]])
@@ -195,18 +201,76 @@ class TableState:
             step = self.step_count + 1
             values = host_values(self.rule, options, step)
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
-            if ids is not None and not self.rule.lazy and not is_noop:
-                self.missed.record(values, options, step)
-                if self.rule.moves_without_gradient(options):
+            is_lazy = self.rule.lazy
+            self.step_count, self.event_count = step, self.event_count + 1
+            if ids is not None and (self.averages or not is_lazy and not is_noop):
+                self.missed.record(values, options, step, is_lazy=is_lazy)
+                for average in self.averages:
+                    average.add_column(self.missed)
+                if not is_lazy and self.rule.moves_without_gradient(options):
                     self._missed_moves = True
             else:
                 # No row becomes stale.
-                self.base_step = step
-            self.step_count = step
+                self.base_step = self.event_count
             for rows, part in _chunks(ids, gradient):
                 self._update_rows(table, rows, part, values)
             if self.is_caught_up:
                 self._restart(options)
+
+    def attach_average(self, average: RowAverage) -> None:
+        """Catch an average up before rows are written, from now on.
+
+        No row may have missed an update of an average that is new here.
+        """
+        with self.lock:
+            if average not in self.averages:
+                average.start(self.missed)
+                self.averages.add(average)
+
+    def update_average(self, average: RowAverage, decay: float) -> None:
+        """Record an update of an average; rows apply it when they are next written.
+
+        Args:
+            average: Average of this table.
+            decay: The average becomes ``decay`` times itself plus ``1 − decay`` times the
+                weights.
+        """
+        with held_interrupts(), self.lock:
+            if self.missed.is_full:
+                self._catch_up(self._checked(self.table()), None)
+            if self.is_caught_up:
+                self.missed.restart_at_last_column()
+                self._start_averages()
+                self._missed_moves = False
+            self.attach_average(average)
+            average.record(self.missed, decay)
+            for other in self.averages:
+                if other is not average:
+                    other.add_column(self.missed)
+            self.event_count += 1
+
+    def averaged_rows(
+        self, average: RowAverage, ids: Int64[np.ndarray, " n"]
+    ) -> Float[np.ndarray, "n width"]:
+        """Return rows of an average after its missed updates; nothing is written.
+
+        Args:
+            average: Average of this table.
+            ids: Rows to return, possibly repeated. An id out of range is an IndexError.
+        """
+        # A copy: another thread may change the ids.
+        ids = np.array(ids, np.int64)
+        with self.lock:
+            rows = kernels.gather_rows(average.values, ids)
+            if rows is None:
+                raise out_of_range(ids, self.shape[0])
+            if average in self.averages and not self.is_caught_up:
+                table = self._checked(self.table(), writable=False)
+                self._check_arrays()
+                weight, weight_rows = self._upcast(table, ids)
+                stale = self._stale_rows(weight, weight_rows, ids, self.row_steps[ids])
+                average.catch_up(stale, self.missed, out=rows)
+            return rows
 
     def resize_rows(
         self, kept: Int64[np.ndarray, " kept"], num_rows: int, options: Options
@@ -220,13 +284,15 @@ class TableState:
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
+        if self.averages:
+            raise ValueError("a table must not be resized while AveragedRows averages it")
         with held_interrupts(), self.lock:
             initial = self.rule.initial_state(options)
             self.state = {
                 name: _resized(array, kept, num_rows, initial.get(name, 0.0))
                 for name, array in self.state.items()
             }
-            self.row_steps = _resized(self.row_steps, kept, num_rows, self.step_count)
+            self.row_steps = _resized(self.row_steps, kept, num_rows, self.event_count)
             self.has_state = _resized(self.has_state, kept, num_rows, False)
             self.shape = num_rows, self.shape[1]
             self.state_shape = num_rows, self.state_shape[1]
@@ -250,6 +316,8 @@ class TableState:
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
+        if any(average.is_swapped for average in self.averages):
+            raise ValueError("a step must not be taken while averages replace the weights")
         self._checked(self.table())
         self._check_arrays()
         shape = self.shape if ids is None else (ids.size, self.shape[1])
@@ -281,7 +349,17 @@ class TableState:
 
     def _restart(self, options: Options) -> None:
         self.missed.restart(options, self.step_count)
+        self._start_averages()
         self._missed_moves = False
+
+    def _start_averages(self) -> None:
+        for average in self.averages:
+            average.start(self.missed)
+
+    def _is_stale(self, row_steps: np.ndarray) -> np.ndarray:
+        """Return whether each row, at an event, missed a step."""
+        columns = np.maximum(row_steps - self.base_step, 0)
+        return self.missed.step_numbers[columns] != self.step_count
 
     def _adapt_state(self, options: Options) -> None:
         """Adjust the state to frozen options that may be new; no row is stale."""
@@ -295,14 +373,14 @@ class TableState:
         if self.is_caught_up:
             return
         if ids is not None:
-            stale = kernels.stale_rows(ids, self.row_steps, self.step_count)
+            stale = kernels.stale_rows(ids, self.row_steps, self.event_count)
             self._catch_up_rows(table, *stale)
             return
         for lo in range(0, self.shape[0], CHUNK):
             hi = min(lo + CHUNK, self.shape[0])
-            stale = kernels.stale_range(lo, hi, self.row_steps, self.step_count)
+            stale = kernels.stale_range(lo, hi, self.row_steps, self.event_count)
             self._catch_up_rows(table, *stale)
-        self.base_step = self.step_count
+        self.base_step = self.event_count
 
     def _catch_up_rows(
         self, table: np.ndarray, rows: np.ndarray, row_steps: np.ndarray
@@ -311,9 +389,11 @@ class TableState:
             return
         weight, weight_rows = self._upcast(table, rows)
         stale = self._stale_rows(weight, weight_rows, rows, row_steps)
+        for average in self.averages:
+            average.catch_up(stale, self.missed)
         kernels.catch_up_rows(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
-        kernels.mark_rows(rows, self.row_steps, self.step_count)
+        kernels.mark_rows(rows, self.row_steps, self.event_count)
 
     def _stale_rows(
         self,
@@ -331,7 +411,7 @@ class TableState:
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
         self.has_state[rows] = True
-        self.row_steps[rows] = self.step_count
+        self.row_steps[rows] = self.event_count
         weight, weight_rows = self._upcast(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)

@@ -67,6 +67,44 @@ def catch_up_rows(
         run_on_rows(_catch_up, rows, *args, columns, like)
 
 
+def average_rows(
+    average: np.ndarray,
+    average_rows: np.ndarray,
+    rows: StaleRows,
+    kind: type,
+    coefficients: np.ndarray,
+    kept: np.ndarray,
+) -> None:
+    """Apply missed updates of an average of weights to rows of the average, in place.
+
+    A row of the average becomes ``kept`` times itself plus what :meth:`catch_up` with the
+    averaged coefficients makes of the weight.
+
+    Args:
+        average: Average, in the dtype of the weight.
+        average_rows: Indices of the rows in ``average``.
+        rows: The same rows of table and state, which are not changed.
+        kind: Named tuple of the coefficients.
+        coefficients: Averaged coefficients, one column per recorded event.
+        kept: Factor of the average, one per recorded event.
+    """
+    like = _in_dtype(kind(*coefficients[:, 0]), rows.weight.dtype)
+    is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
+    run_on_rows(
+        _average_row_wise if is_row_wise else _average,
+        rows,
+        rows.from_step,
+        rows.has_state,
+        rows.weight,
+        rows.state,
+        average,
+        average_rows,
+        coefficients,
+        like,
+        kept,
+    )
+
+
 def _in_dtype(values: Any, dtype: np.dtype) -> Any:
     """Return a named tuple with its numbers in a dtype, as kernels take it."""
     _add_methods(type(values))
@@ -380,9 +418,74 @@ def _replay(
                     w, entries = weight[wrow, d], _entries(state, row, d)
                     for k in range(start + 1, accurate + 1):
                         values = load_column(steps, k, step_like)
-                        new = _updated(values, w, zero, entries)
-                        w, entries = new[0], new[1:]
+                        # Zero for events that change nothing.
+                        if values.sign != 0:
+                            new = _updated(values, w, zero, entries)
+                            w, entries = new[0], new[1:]
                     new = _caught_up(coefficients, w, entries)
                     if writes_state:
                         _store(state, row, d, new)
                     weight[wrow, d] = new[0]
+
+
+@kernel(reorder=True)
+def _average(
+    ticket,
+    weight_rows,
+    state_rows,
+    from_step,
+    has_state,
+    weight,
+    state,
+    average,
+    average_rows,
+    columns,
+    like,
+    kept,
+):
+    width, number = weight.shape[1], type(weight[0, 0])
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            wrow, row, arow = weight_rows[i], state_rows[i], average_rows[i]
+            if i + AHEAD < hi:
+                prefetch_row(weight, weight_rows[i + AHEAD])
+                prefetch_row(average, average_rows[i + AHEAD])
+                _prefetch_state(state, state_rows[i + AHEAD])
+            coefficients = load_column(columns, from_step[i], like)
+            share = number(kept[from_step[i]])
+            if has_state[row]:
+                for d in range(width):
+                    entries = _entries(state, row, d)
+                    new = _caught_up(coefficients, weight[wrow, d], entries)[0]
+                    average[arow, d] = share * average[arow, d] + new
+            else:
+                factor = coefficients.weight_factor
+                for d in range(width):
+                    new = factor * weight[wrow, d]
+                    average[arow, d] = share * average[arow, d] + new
+
+
+@kernel(reorder=True)
+def _average_row_wise(
+    ticket,
+    weight_rows,
+    state_rows,
+    from_step,
+    has_state,
+    weight,
+    state,
+    average,
+    average_rows,
+    columns,
+    like,
+    kept,
+):
+    width, number = weight.shape[1], type(weight[0, 0])
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            wrow, row, arow = weight_rows[i], state_rows[i], average_rows[i]
+            coefficients = load_column(columns, from_step[i], like)
+            share, entries = number(kept[from_step[i]]), _entries(state, row, 0)
+            for d in range(width):
+                new = _caught_up(coefficients, weight[wrow, d], entries)[0]
+                average[arow, d] = share * average[arow, d] + new

@@ -38,8 +38,8 @@ from .._tensors.errors import (
     torch_errors,
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
-from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from .._tensors.row_parameter import RowParameter, without_catch_up
+from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (

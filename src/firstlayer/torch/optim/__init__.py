@@ -60,6 +60,7 @@ from ...optim.adam import AdamOptions, AdamWOptions
 from ...optim.lion import LionOptions
 from ...optim.rmsprop import RMSpropOptions, WiseRMSpropOptions
 from ...optim.sgd import SGDOptions
+from .averaged_rows import AveragedRows as AveragedRows
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .dense import DenseOptimizer
 from .row_optimizer import RowOptimizer as RowOptimizer
@@ -67,6 +68,7 @@ from .row_step import RowStep as RowStep
 from .table_state import step_tensor
 
 __all__ = [
+    "AveragedRows",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",

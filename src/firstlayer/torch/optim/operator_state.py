@@ -140,6 +140,11 @@ class OperatorState(AttachedState):
         self.lock = threading.RLock()
 
     @property
+    def event_count(self) -> int:
+        """Number of events that rows can miss, which are steps."""
+        return self.step_count
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether weight and state of every row are up to date."""
         return self.base_step == self.step_count
@@ -399,6 +404,11 @@ class OperatorState(AttachedState):
             other: State of the same table, an :class:`OperatorState` or a
                 :class:`firstlayer.torch.optim.table_state.ParameterState`.
         """
+        if other.event_count != other.step_count:
+            raise TypeError(
+                "a table must stay contiguous and on the CPU while AveragedRows averages "
+                f"it, got one on {self.device}"
+            )
         row_steps = other.row_steps
         if not isinstance(row_steps, Tensor):
             row_steps = tensor_of(row_steps)

@@ -156,6 +156,10 @@ class RowOptimizer(torch.optim.Optimizer):
             dense_groups.append({**group, "params": dense})
         return steps, dense_groups
 
+    def table_state_of(self, parameter: Tensor) -> State | None:
+        """Return the state of a table, or None for a parameter that is not a table yet."""
+        return self._table_states.get(parameter)
+
     def flush(self) -> None:
         """Bring every row up to date.
 
@@ -393,7 +397,7 @@ class RowOptimizer(torch.optim.Optimizer):
         previous = self._table_states.get(parameter)
         if previous is not None and previous is not state:
             # The new state has its missed steps.
-            previous.base_step = previous.step_count
+            previous.base_step = previous.event_count
         self._table_states[parameter] = state
         # Another optimizer of the parameter may have detached the state.
         if not state.rule.lazy and vars(parameter).get("table_state") is not state:

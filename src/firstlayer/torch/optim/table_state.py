@@ -195,7 +195,10 @@ class ParameterState(TableState, AttachedState):
             row_steps = array_of(row_steps.cpu())
         self.row_steps = row_steps
         self.step_count, self.base_step = other.step_count, other.base_step
+        self.event_count = other.event_count
         self.missed, self._missed_moves = other.missed, other._missed_moves
+        if isinstance(other, ParameterState):
+            self.averages = other.averages
 
     def resize_rows(self, kept: np.ndarray, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added."""

@@ -1,0 +1,290 @@
+"""Averages of rows equal averages of whole tables that are updated in every step."""
+
+import copy
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import firstlayer.torch.optim
+from firstlayer import RowGradient
+from firstlayer.numpy import Embedding, EmbeddingLayer
+from firstlayer.optim import AveragedRows, RowAdam, RowAdamW, RowSGD, missed_steps
+from firstlayer.optim import row_average as row_average_module
+from firstlayer.torch import Embedding as TorchEmbedding
+from firstlayer.torch.optim import AveragedRows as TorchAveragedRows
+from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
+from tests.support.optim_cases import (
+    OPTIONS,
+    ROWS,
+    WIDTH,
+    assert_close,
+    copy_options,
+    dense,
+    draw_ids,
+    scheduler,
+)
+
+CASES = [
+    (name, options, (1, 3)[index % 2])
+    for index, (name, options) in enumerate(
+        (name, options) for name, choices in OPTIONS.items() for options in choices
+    )
+]
+
+
+class TorchPair:
+    """A table and a head under a row optimizer, and the same densely, both averaged."""
+
+    def __init__(self, name, options, *, steps=300):
+        torch.manual_seed(0)
+        self.name, self.options = name, options
+        self.table = TorchEmbedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
+        self.optimizer: Any = getattr(firstlayer.torch.optim, f"Row{name}")(
+            self.table, **options
+        )
+        self.averaged = TorchAveragedRows(self.optimizer, decay=0.9)
+        start = self.table.weight.detach().clone()
+        self.twin: Any = torch.nn.Embedding.from_pretrained(start, freeze=False)
+        self.theirs = dense(name, self.twin.parameters(), **options)
+        self.scheduler = scheduler("one-cycle", self.theirs, steps)
+        self.decay = 0.9
+
+        def average_all(averages, weights, _):
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, 1 - self.decay)
+
+        self.reference: Any = AveragedModel(
+            self.twin, multi_avg_fn=torch.no_grad()(average_all)
+        )
+        self.rng = np.random.default_rng(0)
+        self.draw = draw_ids("zipf", self.rng)
+        self.sign = -1 if options.get("maximize") else 1
+
+    def step(self):
+        ids, goal = torch.from_numpy(self.draw()), self.rng.standard_normal(WIDTH)
+        for group in self.optimizer.param_groups:
+            copy_options(self.theirs, group)
+        for layer, optimizer in ((self.table, self.optimizer), (self.twin, self.theirs)):
+            optimizer.zero_grad()
+            distance = layer(ids) - torch.from_numpy(goal)
+            (self.sign * 0.5 * distance.square().sum()).backward()
+            optimizer.step()
+        self.scheduler.step()
+
+    def update(self, decay=0.9):
+        self.averaged.decay = self.decay = decay
+        self.averaged.update_parameters()
+        self.reference.update_parameters(self.twin)
+
+    def check(self, tolerance, label=""):
+        want = self.reference.module.weight.detach()
+        got = self.averaged.lookup(self.table.weight, torch.arange(ROWS))
+        assert_close(got, want, tolerance, label)
+
+    def resume(self):
+        """Continue with new objects that load the states of the old ones."""
+        saved = copy.deepcopy([
+            self.table.state_dict(),
+            self.optimizer.state_dict(),
+            self.averaged.state_dict(),
+        ])
+        self.table = TorchEmbedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
+        self.optimizer = type(self.optimizer)(self.table, **self.options)
+        self.averaged = TorchAveragedRows(self.optimizer, decay=0.5)
+        owners = self.table, self.optimizer, self.averaged
+        for owner, state in zip(owners, saved, strict=True):
+            owner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name, options, every", CASES)
+def test_averages_equal_those_of_averaged_model(name, options, every):
+    pair = TorchPair(name, options)
+    tolerance = 1e-6 if options.get("eps", 0) > 1e-5 and "Adam" in name else 1e-9
+    for step in range(300):
+        pair.step()
+        if step % every == every - 1:
+            pair.update(decay=0.9 + 0.09 * np.sin(step / 40))
+        if step % 25 == 24:
+            pair.check(tolerance, f"step {step}")
+        if step == 160:
+            pair.resume()
+    assert_close(
+        pair.averaged.average(pair.table.weight),
+        pair.reference.module.weight.detach(),
+        tolerance,
+    )
+    assert pair.averaged.n_averaged == pair.reference.n_averaged == 300 // every
+    assert_close(pair.table.state_dict()["weight"], pair.twin.weight.detach(), tolerance)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_averages_stay_exact_when_the_history_is_full(name, monkeypatch):
+    monkeypatch.setattr(missed_steps, "MAX_STEPS", 21)
+    monkeypatch.setattr(row_average_module, "MAX_STEPS", 21)
+    pair = TorchPair(name, OPTIONS[name][-2])
+    for step in range(80):
+        pair.step()
+        pair.update()
+        pair.check(1e-9, f"step {step}")
+
+
+def trained(layer, optimizer, rng, *averages):
+    """Take a step and update the averages."""
+    y, pull = layer.vjp(rng.integers(0, layer.num_embeddings, 3))
+    optimizer.step(pull(y - rng.standard_normal(y.shape).astype(y.dtype)))
+    for average in averages:
+        average.update_parameters()
+
+
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+def test_two_averages_of_one_table_equal_averages_of_the_flushed_table(mode):
+    layer, rng = Embedding(20, 3, dtype="float64", rng=0), np.random.default_rng(0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.3, mode=mode)
+    fast, slow = AveragedRows(optimizer, decay=0.5), AveragedRows(optimizer, decay=0.99)
+    want: list[Any] = [None, None]
+    for step in range(60):
+        trained(layer, optimizer, rng, fast, *([slow] if step % 2 else []))
+        # The same rows, out of place.
+        weight = optimizer.table_states["weight"].caught_up_rows(np.arange(20))
+        for i, decay in enumerate((0.5, 0.99)):
+            if i == 0 or step % 2:
+                old = want[i]
+                want[i] = weight if old is None else decay * old + (1 - decay) * weight
+    for average, expected in zip((fast, slow), want, strict=True):
+        assert_close(average.lookup("weight", np.arange(20)), expected, 1e-10)
+        assert_close(average.average("weight"), expected, 1e-10)
+
+
+def test_catching_up_between_steps_and_updates_changes_no_average():
+    layers = [Embedding(20, 3, dtype="float64", rng=0) for _ in range(2)]
+    optimizers = [RowAdamW(layer, lr=0.1, weight_decay=0.3) for layer in layers]
+    averages = [AveragedRows(optimizer, decay=0.9) for optimizer in optimizers]
+    order = np.random.default_rng(1)
+    for step in range(40):
+        for i, (layer, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
+            rng = np.random.default_rng(step)
+            trained(layer, optimizer, rng, averages[i])
+        calls = optimizers[1].flush, averages[1].state_dict
+        calls = *calls, lambda: layers[1]([1, 2])
+        for number in order.permutation(3):
+            calls[number]()
+        if step % 7 == 0:
+            for average in averages:
+                average.update_parameters()
+        one, two = (average.lookup("weight", np.arange(20)) for average in averages)
+        assert_close(two, one, 1e-9, f"step {step}")
+
+
+def test_all_parameters_of_a_layer_are_averaged():
+    layer = EmbeddingLayer(20, 4, max_positions=9, layer_norm=True, dtype="float64", rng=0)
+    optimizer, rng = RowAdam(layer, lr=0.05), np.random.default_rng(0)
+    averaged, want = AveragedRows(optimizer, decay=0.8), {}
+    for _ in range(30):
+        y, pull = layer.vjp(rng.integers(0, 20, (2, 3)), offset=int(rng.integers(0, 6)))
+        optimizer.step(pull(y - rng.standard_normal(y.shape)))
+        averaged.update_parameters()
+        for name, value in copy.deepcopy(layer).parameters().items():
+            want[name] = 0.8 * want.get(name, value) + 0.2 * value
+    for name, value in want.items():
+        assert averaged.average(name).shape == value.shape
+        assert_close(averaged.average(name), value, 1e-10, name)
+
+
+def test_averages_of_half_precision_tables_are_float32():
+    layer = Embedding(9, 4, dtype=ml_dtypes.bfloat16, rng=0)
+    optimizer, rng = RowSGD(layer, lr=0.1), np.random.default_rng(0)
+    averaged, want = AveragedRows(optimizer, decay=0.99), None
+    for _ in range(40):
+        grad = rng.standard_normal((2, 4)).astype(np.float32)
+        optimizer.step({"weight": RowGradient(np.array([1, 4]), grad)})
+        averaged.update_parameters()
+        weight = layer.weight.astype(np.float64)
+        want = weight if want is None else 0.99 * want + 0.01 * weight
+    assert averaged.average("weight").dtype == np.float32
+    assert_close(averaged.average("weight"), want, 1e-5)
+
+
+def test_lookup_of_averages_writes_nothing():
+    layer, rng = Embedding(20, 3, rng=0), np.random.default_rng(0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.3)
+    averaged = AveragedRows(optimizer, decay=0.9)
+    for _ in range(10):
+        trained(layer, optimizer, rng, averaged)
+    state = optimizer.table_states["weight"]
+    before = copy.deepcopy((layer.weight, state.state, state.row_steps))
+    rows = averaged.lookup("weight", np.array([[3, 0], [3, 19]]))
+    np.testing.assert_equal((layer.weight, state.state, state.row_steps), before)
+    whole = averaged.average("weight")
+    np.testing.assert_allclose(rows, whole[[[3, 0], [3, 19]]], rtol=1e-6)
+
+
+def test_swapped_averages_are_read_by_layers_and_weights_are_restored():
+    layer, rng = Embedding(20, 3, rng=0), np.random.default_rng(0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.3)
+    averaged = AveragedRows(optimizer, decay=0.9)
+    for _ in range(10):
+        trained(layer, optimizer, rng, averaged)
+    want, weight = averaged.average("weight"), layer.state_dict()["weight"]
+    with averaged.swapped():
+        assert layer(np.arange(20)).tobytes() == want.tobytes()
+        grad = {"weight": RowGradient(np.array([1]), np.ones((1, 3), np.float32))}
+        with pytest.raises(ValueError, match="a step must not be taken while averages"):
+            optimizer.step(grad)
+        with pytest.raises(ValueError, match=r"must not be changed inside of swapped\(\)"):
+            averaged.update_parameters()
+    assert layer.weight.tobytes() == weight.tobytes()
+    optimizer.step(grad)
+
+
+def test_swapped_averages_in_torch():
+    table, head = TorchEmbedding(9, 3, sparse=True), torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(table, head)
+    optimizer = TorchRowAdamW(model, lr=0.1, weight_decay=0.3)
+    averaged = TorchAveragedRows(optimizer, decay=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.tensor([step, 2])).square().sum().backward()
+        optimizer.step()
+        averaged.update_parameters()
+    ids = torch.arange(9)
+    averages = [averaged.average(p) for p in model.parameters()]
+    before = model(ids)
+    with averaged.swapped():
+        torch.testing.assert_close(table(ids), averages[0], rtol=0, atol=0)
+        want = torch.nn.functional.linear(averages[0], averages[1], averages[2])
+        torch.testing.assert_close(model(ids), want, rtol=0, atol=0)
+    torch.testing.assert_close(model(ids), before, rtol=0, atol=0)
+
+
+@pytest.mark.rejects
+def test_invalid_arguments_raise_and_change_nothing():
+    layer = Embedding(5, 2, rng=0)
+    optimizer = RowSGD(layer, lr=0.1)
+    with pytest.raises(ValueError, match="decay must be from 0 to 1, got 1.5"):
+        AveragedRows(optimizer, decay=1.5)
+    averaged = AveragedRows(optimizer, decay=0.5)
+    averaged.update_parameters()
+    averaged.decay = -1
+    with pytest.raises(ValueError, match="decay must be from 0 to 1, got -1"):
+        averaged.update_parameters()
+    with pytest.raises(ValueError, match=r"name must be one of \['weight'\], got 'w'"):
+        averaged.average("w")
+    with pytest.raises(IndexError, match=r"ids\[0\] is 5, but num_embeddings is 5"):
+        averaged.lookup("weight", [5])  # pyright: ignore
+    with pytest.raises(ValueError, match=r"weight must have shape \(5, 2\), got \(4, 2\)"):
+        averaged.load_state_dict({"weight": np.zeros((4, 2)), "n_averaged": np.array(3)})
+    with pytest.raises(ValueError, match="state must have"):
+        averaged.load_state_dict({"weight": np.zeros((5, 2))})
+    assert averaged.n_averaged == 1
+    assert (averaged.average("weight") == layer.weight).all()
+    ours = TorchAveragedRows(TorchRowAdamW(TorchEmbedding(5, 2, sparse=True)))
+    with pytest.raises(ValueError, match=r"averages must have the shapes \[\(5, 2\)\]"):
+        ours.load_state_dict({"n_averaged": 1, "averages": [torch.zeros(4, 2)]})
+    with pytest.raises(ValueError, match="state_dict must have averages and n_averaged"):
+        ours.load_state_dict({})
+    with pytest.raises(ValueError, match="the parameter must be one of the optimizer's"):
+        ours.average(torch.nn.Parameter(torch.zeros(5, 2)))
