@@ -31,10 +31,10 @@ the sparse gradients of Firstlayer's layers, and of torch's layers if the optimi
 the model. The norm is that of dense gradients. The trainers of Hugging Face, Lightning and
 Accelerate therefore clip them as they clip any gradient.
 
-**Any device.** Kernels update contiguous tables on the CPU. Torch operators update tables on
-other devices and tables that are not contiguous: they gather the rows of the batch, catch
-up, update and write back. A step waits for the device only to sum repeated ids, which the
-layers of Firstlayer have done before. If a row with a gradient was read while stale, an
+**Any device.** Kernels update contiguous tables on the CPU. Torch operators update tables
+on other devices and tables that are not contiguous: they gather the rows of the batch,
+catch up, update and write back. A step waits for the device only to sum repeated ids, which
+the layers of Firstlayer have done before. If a row with a gradient was read while stale, an
 accelerator reports it when every row next catches up, as in ``state_dict``. In this release
 the operators were tested on the CPU, on ``meta`` and on fake tensors only, not on CUDA.
 
@@ -44,8 +44,9 @@ rows and takes a step of one table in code compiled with ``fullgraph=True``.
 **Resized tables.** Call :meth:`RowOptimizer.resize_rows` after ``layer.resize``, or after
 rows were pruned or reordered.
 
-**Limits.** Tables have any float dtype; the state of a half-precision table is float32. A dense gradient, such as that of a tied head, updates every row. Saving brings
-every row up to date, which rounds stale rows once more: two runs are bitwise equal if they
+**Limits.** Tables have any float dtype; the state of a half-precision table is float32. A
+dense gradient, such as that of a tied head, updates every row. Saving brings every row up
+to date, which rounds stale rows once more: two runs are bitwise equal if they
 save at the same steps, and a resumed run equals the run that wrote the checkpoint.
 ``ZeroRedundancyOptimizer`` of a row optimizer raises a TypeError in its first step.
 """

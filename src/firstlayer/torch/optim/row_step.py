@@ -104,7 +104,7 @@ class RowStep:
 
 
 def _state(number: int) -> Any:
-    state = find_state(number)
+    state: Any = find_state(number)
     if state is None or state.group is None:
         raise RuntimeError("the optimizer of this RowStep no longer exists")
     return state
