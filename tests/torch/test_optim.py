@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import firstlayer.torch.optim
-from firstlayer.torch._tensors.row_parameter import without_catch_up
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
+from firstlayer.torch._tensors.row_parameter import without_catch_up
 from firstlayer.torch.optim import RowAdam, RowAdamW, RowLion, RowSGD, clip_grad_norm_
 from tests.support.optim_cases import (
     OPTIONS,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from firstlayer.torch import Embedding, functional, load, save
 from firstlayer.torch._tensors.row_parameter import without_catch_up
-from firstlayer.torch import Embedding, EmbeddingLayer, functional, load, save
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
 from tests.support.run_alone import run_alone
 from tests.support.torch_round_trips import forget_graphs, graphs
@@ -278,6 +278,11 @@ def test_compiled_lookup_catches_up_without_graph_breaks(backend):
         ids = torch.randint(0, 30, (4,))
         got, want = compiled(ids), twin(ids)
         assert_near(got, want)
+        if backend == "inductor" and step > 1:
+            # Only rows of the last two batches are up to date. The other backend copies
+            # the table.
+            state: Any = layer.weight.table_state  # pyright: ignore
+            assert (state.row_steps != state.step_count).sum() >= 22
         if step % 3 == 0:
             # A second, eager forward before the same step.
             assert_near(layer(ids + ids % 2), twin(ids + ids % 2))

@@ -34,8 +34,8 @@ from ._table.module import (
     tied_logits,
     write_padding_row,
 )
-from ._tensors.errors import torch_errors
 from ._tensors.dtypes import upcast
+from ._tensors.errors import torch_errors
 from ._tensors.memory import is_eager
 from .optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 

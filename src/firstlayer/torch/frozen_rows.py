@@ -26,9 +26,9 @@ from ._table.max_norm import is_distributed
 from ._table.module import GradHook, coalesce_gradient, install_grad_hook
 from ._tensors.errors import WrongType
 from ._tensors.memory import is_eager
+from ._tensors.row_parameter import RowParameter, without_catch_up
 from .frozen import bool_mask
 from .optim.sparse_gradient import RowGradientTensor
-from ._tensors.row_parameter import RowParameter, without_catch_up
 from .optim.table_state import catch_up
 from .token import Embedding
 

@@ -24,14 +24,6 @@ from torch.nn.functional import embedding, embedding_bag
 without_catch_up = torch._C.DisableTorchFunctionSubclass
 
 
-def mark_as_own(*operators: Any) -> None:
-    """Let operators of ours catch up the rows they need themselves.
-
-    Compiled code passes them the parameter.
-    """
-    _WITHOUT_VALUES.update(operators)
-
-
 class RowTensor(Tensor):
     """Leaf tensor under a row optimizer. Instances become one by assigning ``__class__``.
 
@@ -47,7 +39,7 @@ class RowTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with without_catch_up():
-            if func not in _WITHOUT_VALUES:
+            if func not in WITHOUT_VALUES:
                 catch_up_arguments(func, args, kwargs)
             for other in types:
                 if not issubclass(RowParameter, other):
@@ -91,9 +83,14 @@ def catch_up_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         args: Its positional arguments. Lists of tensors are searched.
         kwargs: Its keyword arguments.
     """
-    if (func is embedding or func is embedding_bag) and len(args) >= 2:
-        if is_row_tensor(args[1]):
-            args[1].table_state.before_access(args[1], args[0])
+    weight: Any = None
+    ids: Any = None
+    if func is embedding or func is embedding_bag:
+        ids, weight = args[:2]
+    elif func is torch.embedding or func is torch.ops.aten.embedding.default:
+        weight, ids = args[:2]
+    if is_row_tensor(weight) and isinstance(ids, Tensor):
+        weight.table_state.before_access(weight, ids)
         return
     for value in args:
         _catch_up(value)
@@ -140,8 +137,9 @@ for _cls in ROW_CLASSES.values():
 
 # Names that a version of torch does not have are skipped.
 _PROPERTIES = (
-    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides",
-    "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
+    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn",
+    "_has_symbolic_sizes_strides", "_post_accumulate_grad_hooks", "_version", "device",
+    "dtype", "grad", "grad_dtype", "grad_fn",
     "is_cpu", "is_cuda", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan",
     "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "nbytes", "ndim",
@@ -170,8 +168,9 @@ def _named(owner: Any, names: tuple[str, ...]) -> list[Any]:
     return [getattr(owner, name) for name in names if hasattr(owner, name)]
 
 
-#: Torch functions that neither read nor write the values of their arguments.
-_WITHOUT_VALUES = set(
+#: Torch functions that neither read nor write the values of their arguments. Operators of
+#: this library that catch up by themselves are added to it.
+WITHOUT_VALUES: set[Any] = set(
     [each.__get__ for each in _named(Tensor, _PROPERTIES)]
     + [each.__set__ for each in _named(Tensor, _SETTABLE)]
     + [each.__delete__ for each in _named(Tensor, _SETTABLE)]

@@ -17,14 +17,36 @@ accuracy.
     >>> optimizer.step()
 
 **Reading the table.** Rows without a gradient become stale and catch up before they are
-read. The first step puts ``table_state`` on the parameter for that purpose. Firstlayer's
-layers catch up in lookups, ``logits``, ``state_dict``, ``load_state_dict`` and ``eval``.
-Torch's own layers catch up in lookups and in state dicts if the optimizer is given the
-model: ``RowAdamW(model)``. Copies and pickles of a parameter are up to date and have no
-``table_state``. Call ``optimizer.flush()`` before reading or writing ``weight`` directly,
-and before ``torch.func`` and ``torch.export``. ``step()`` raises, and changes nothing, if a
-row with a gradient was stale when it was read. Under ``torch.distributed`` it catches such
-rows up instead, because another process may have read them.
+read. Lookups catch up the rows that they read. Every other operation on the parameter
+catches up the whole table before it reads or writes values: the first step changes the
+class of the parameter to a subclass of ``torch.nn.Parameter`` for that purpose. Averages of
+a model, ``functional_call``, tied heads, ``detach()``, ``data``, state dicts, copies,
+``torch.save``, ``torch.export`` and writes in place therefore see what a dense optimizer
+would have computed. ``shape``, ``grad``, clipping and ``zero_grad`` cost nothing.
+
+- An alias (``detach()``, ``data``, ``numpy()``, the tensors of a state dict) is up to date
+  when it is made, and may be stale after the next step. Make a new one, or call
+  ``optimizer.flush()``, which brings the memory of every table up to date.
+- Lookups in evaluation (``layer.eval()``, without gradients) correct the rows that they
+  return and do not write to the table. ``eval()`` itself does not touch it.
+- A few functions of torch read memory without asking the class of the parameter:
+  ``torch.tensor(weight)``, ``to_dlpack``, the collectives of ``torch.distributed``,
+  ``torch.jit.script`` of torch's layers, operations with a jagged tensor, and transforms of
+  ``torch.func`` whose argument is the parameter itself. Give them ``weight.detach()``, or
+  call ``flush()`` first. Modules called with jagged tensors or by ``functional_call`` in a
+  transform catch up if the optimizer was given the model: ``RowAdamW(model)``.
+- ``step()`` raises, and changes nothing, if a row with a gradient was stale when it was
+  read. Under ``torch.distributed`` it catches such rows up instead, because another process
+  may have read them.
+
+**Tied heads.** A tied output head gives every row a gradient, so every step updates every
+row. This is exact, but costs as much as a dense optimizer, and is said once in a warning. A
+sampled softmax through the table stays sparse and exact:
+
+    >>> ids, targets = torch.tensor([3, 7, 3]), torch.tensor([7, 3, 9])
+    >>> sampled = torch.cat([targets, torch.randint(1_000_000, (100,))])
+    >>> scores = torch.nn.functional.linear(layer(ids), layer(sampled))
+    >>> loss = torch.nn.functional.cross_entropy(scores, torch.arange(3))
 
 **Gradient clipping.** ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` accept
 the sparse gradients of Firstlayer's layers, and of torch's layers if the optimizer is given
@@ -44,10 +66,10 @@ rows and takes a step of one table in code compiled with ``fullgraph=True``.
 **Resized tables.** Call :meth:`RowOptimizer.resize_rows` after ``layer.resize``, or after
 rows were pruned or reordered.
 
-**Limits.** Tables have any float dtype; the state of a half-precision table is float32. A
-dense gradient, such as that of a tied head, updates every row. Saving brings every row up
-to date, which rounds stale rows once more: two runs are bitwise equal if they
-save at the same steps, and a resumed run equals the run that wrote the checkpoint.
+**Limits.** Tables have any float dtype; the state of a half-precision table is float32.
+Saving brings every row up to date, which rounds stale rows once more: two runs are bitwise
+equal if they save at the same steps, and a resumed run equals the run that wrote the
+checkpoint.
 ``ZeroRedundancyOptimizer`` of a row optimizer raises a TypeError in its first step.
 """
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...optim.rule import Options, Rule
@@ -28,7 +29,12 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
-from .._tensors.row_parameter import ROW_CLASSES, is_row_tensor, without_catch_up
+from .._tensors.row_parameter import (
+    ROW_CLASSES,
+    WITHOUT_VALUES,
+    is_row_tensor,
+    without_catch_up,
+)
 
 # Larger whole numbers are rounded in float32.
 EXACT_IN_FLOAT32 = 1 << 24
@@ -143,10 +149,19 @@ class AttachedState:
         if is_dynamo_compiling():
             # An exported program has no optimizer.
             if not is_exporting():
-                with torch.no_grad():
+                with torch.no_grad(), without_catch_up():
                     torch.ops.firstlayer.catch_up(weight, ids, self.number)
         elif self.has_stale_weights:
-            self.catch_up_rows(ids)
+            tracing = _get_tracing_state()
+            if tracing is None:
+                self.catch_up_rows(ids)
+                return
+            # torch.jit.trace would record the operations, and sizes would be tensors.
+            torch._C._set_tracing_state(None)  # pyright: ignore
+            try:
+                self.catch_up_rows(ids)
+            finally:
+                torch._C._set_tracing_state(tracing)  # pyright: ignore
 
 
 class ParameterState(TableState, AttachedState):
@@ -275,7 +290,8 @@ def caught_up_rows(weight: Any, ids: Tensor) -> Tensor:
     """
     state = weight.table_state
     if is_dynamo_compiling():
-        return torch.ops.firstlayer.caught_up_rows(weight, ids, state.number)
+        with without_catch_up():
+            return torch.ops.firstlayer.caught_up_rows(weight, ids, state.number)
     with without_catch_up():
         check_ids(ids, weight.shape[0])
     return state.gather_caught_up(ids)
@@ -309,7 +325,7 @@ def check_class(parameter: Tensor) -> None:
 
 def _unwrapped(x: Any) -> Any:
     """Return the tensor that transforms of ``torch.func`` have wrapped in ``x``."""
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch  # pyright: ignore
     while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
@@ -367,3 +383,10 @@ def _caught_up_rows_operator(weight: Tensor, ids: Tensor, number: int) -> Tensor
 @_caught_up_rows_operator.register_fake
 def _(weight: Tensor, ids: Tensor, number: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+# Compiled code calls the operators with the parameter itself.
+WITHOUT_VALUES.update({
+    torch.ops.firstlayer.catch_up.default,
+    torch.ops.firstlayer.caught_up_rows.default,
+})
