@@ -2,8 +2,8 @@
 
 A parameter is a table from its first sparse gradient on. Kernels update contiguous tables
 on the CPU (:mod:`firstlayer.optim.table_state`), torch operators all others
-(:mod:`firstlayer.torch.optim.operator_state`). Parameters that are not tables are updated by
-torch's own optimizer, with the same parameter groups. The state has torch's names and
+(:mod:`firstlayer.torch.optim.operator_state`). Parameters that are not tables are updated
+by torch's own optimizer, with the same parameter groups. The state has torch's names and
 shapes, and saving it brings every row up to date, so checkpoints are interchangeable with
 those of torch's optimizer.
 """
