@@ -25,7 +25,7 @@ BAR = 5.0
 
 
 class OperatorTraining(Training):
-    """A table with RowAdamW, updated by operators; see :class:`benchmarks.optim.Training`."""
+    """A table with RowAdamW that operators update; see :class:`Training`."""
 
     def _build(self) -> None:
         kind, self.implementation = self.implementation, "ours"

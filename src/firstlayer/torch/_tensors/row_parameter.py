@@ -24,14 +24,6 @@ from torch.nn.functional import embedding, embedding_bag
 without_catch_up = torch._C.DisableTorchFunctionSubclass
 
 
-def mark_as_own(*operators: Any) -> None:
-    """Let operators of ours catch up the rows they need themselves.
-
-    Compiled code passes them the parameter.
-    """
-    _WITHOUT_VALUES.update(operators)
-
-
 class RowTensor(Tensor):
     """Leaf tensor under a row optimizer. Instances become one by assigning ``__class__``.
 
@@ -47,7 +39,7 @@ class RowTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with without_catch_up():
-            if func not in _WITHOUT_VALUES:
+            if func not in WITHOUT_VALUES:
                 catch_up_arguments(func, args, kwargs)
             for other in types:
                 if not issubclass(RowParameter, other):
@@ -176,8 +168,9 @@ def _named(owner: Any, names: tuple[str, ...]) -> list[Any]:
     return [getattr(owner, name) for name in names if hasattr(owner, name)]
 
 
-#: Torch functions that neither read nor write the values of their arguments.
-_WITHOUT_VALUES = set(
+#: Torch functions that neither read nor write the values of their arguments. Operators of
+#: this library that catch up by themselves are added to it.
+WITHOUT_VALUES: set[Any] = set(
     [each.__get__ for each in _named(Tensor, _PROPERTIES)]
     + [each.__set__ for each in _named(Tensor, _SETTABLE)]
     + [each.__delete__ for each in _named(Tensor, _SETTABLE)]

@@ -518,8 +518,8 @@ class OperatorState(AttachedState):
             old: Weight and state of each row.
         """
         start, new = start.clone(), [x.clone() for x in old]
-        is_replayed, kind = self._is_replayed, type(self.missed.step_values)
-        assert is_replayed is not None
+        is_replayed: Any = self._is_replayed
+        kind = type(self.missed.step_values)
         steps = torch.from_numpy(self.missed.all_steps).to(self.device, self.dtype)
         while True:
             rows = is_replayed.index_select(0, start).nonzero().flatten()

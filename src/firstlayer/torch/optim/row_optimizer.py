@@ -1,10 +1,11 @@
 """Base class of the row optimizers; see :mod:`firstlayer.torch.optim`.
 
-A parameter is a table from its first sparse gradient on. Kernels update contiguous tables on
-the CPU (:mod:`firstlayer.optim.table_state`), torch operators all others
-(:mod:`firstlayer.torch.optim.operator_state`). All other parameters are updated by torch's own optimizer, with the
-same parameter groups. The state has torch's names and shapes, and saving it brings every
-row up to date, so checkpoints are interchangeable with those of torch's optimizer.
+A parameter is a table from its first sparse gradient on. Kernels update contiguous tables
+on the CPU (:mod:`firstlayer.optim.table_state`), torch operators all others
+(:mod:`firstlayer.torch.optim.operator_state`). Parameters that are not tables are updated
+by torch's own optimizer, with the same parameter groups. The state has torch's names and
+shapes, and saving it brings every row up to date, so checkpoints are interchangeable with
+those of torch's optimizer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -233,8 +234,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if known is None:
             # Decides that the state is an OperatorState.
             self._row_steps[parameter] = known = RowStep.__new__(RowStep)
-        state = self._table_state(parameter, group)
-        assert isinstance(state, OperatorState)
+        state: Any = self._table_state(parameter, group)
         with held_interrupts():
             self._adopt(state)
             state.group, state.published = group, self.state[parameter]
@@ -287,7 +287,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise out_of_range(kept.numpy(), old_rows, name="kept_ids", bound=bound)
         with held_interrupts(), torch.no_grad():
             if known is not None:
-                rows = kept if isinstance(known, OperatorState) else kept.numpy()
+                rows: Any = kept if isinstance(known, OperatorState) else kept.numpy()
                 known.resize_rows(rows, num_rows, group)
                 known.publish(self.state[parameter])
             else:

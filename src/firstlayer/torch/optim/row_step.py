@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from .._tensors.errors import WrongValue, check_ids
-from .._tensors.row_parameter import mark_as_own, without_catch_up
+from .._tensors.row_parameter import WITHOUT_VALUES, without_catch_up
 from .operator_state import OperatorState, RowTensors, StepTensors
 from .table_state import find_state
 
@@ -104,7 +104,7 @@ class RowStep:
 
 
 def _state(number: int) -> Any:
-    state = find_state(number)
+    state: Any = find_state(number)
     if state is None or state.group is None:
         raise RuntimeError("the optimizer of this RowStep no longer exists")
     return state
@@ -159,7 +159,8 @@ def _(numbers: list[Tensor], number: int) -> None:
     return None
 
 
-mark_as_own(
+# They catch up by themselves.
+WITHOUT_VALUES.update((
     torch.ops.firstlayer.begin_row_lookup.default,
     torch.ops.firstlayer.begin_row_step.default,
-)
+))

@@ -32,8 +32,8 @@ from .._tensors.memory import (
 )
 from .._tensors.row_parameter import (
     ROW_CLASSES,
+    WITHOUT_VALUES,
     is_row_tensor,
-    mark_as_own,
     without_catch_up,
 )
 
@@ -435,7 +435,8 @@ def _(weight: Tensor, ids: Tensor, number: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-mark_as_own(
+# Compiled code calls the operators with the parameter itself.
+WITHOUT_VALUES.update((
     torch.ops.firstlayer.catch_up.default,
     torch.ops.firstlayer.caught_up_rows.default,
-)
+))
