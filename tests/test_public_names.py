@@ -101,8 +101,8 @@ SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
-    "TrainingStore": "create_training_store",
-    "open_training_store": "create_training_store",
+    "TrainingStore": "open_training_store",
+    "create_training_store": "open_training_store",
 }
 
 
