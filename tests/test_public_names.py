@@ -111,6 +111,8 @@ SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
+    "TrainingStore": "open_training_store",
+    "create_training_store": "open_training_store",
 }
 
 
