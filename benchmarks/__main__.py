@@ -20,6 +20,7 @@ MODULES = (
     "stores_training",
     "equinox_rows",
     "threads",
+    "stores",
 )
 
 

@@ -10,6 +10,7 @@ Its transpose, the gradient, therefore sums repeated ids in float32 and rounds o
 passes no gradient to the padding row.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +23,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._array import axis_specs
-from .._check import ids_in_range
+from .._check import float_dtype, ids_in_range
 from ..embeddings.token import clip_norms, mask_out_of_range
+from ..stores.row_store import RowStore
 from ._module import compiled, is_on_host, upcast
 from ._sharding import OutSharding, table_spec, with_sharding
 
@@ -55,8 +57,45 @@ class RowSubset(eqx.Module):
         return index, self.ids.at[index].get(mode="promise_in_bounds") == ids
 
 
-#: A complete table, or some of its rows.
-Rows = Float[Array, "num_embeddings embedding_dim"] | RowSubset
+class StoredRows(eqx.Module):
+    """A table that is decoded or read by the host, used in its place.
+
+    See :mod:`firstlayer.equinox._stored`.
+
+    Args:
+        format_name: Name of the format of the rows.
+        dtype_name: Dtype of the output.
+    """
+
+    format_name: str = eqx.field(static=True)
+    dtype_name: str = eqx.field(static=True)
+
+    @property
+    @abstractmethod
+    def values(self) -> Array:
+        """The array whose sharding the output follows."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the output."""
+        return float_dtype(self.dtype_name)
+
+    @abstractmethod
+    def take(self, index: Integer[Array, "*batch"]) -> Float[Array, "*batch width"]:
+        """Return the rows of an index in range."""
+
+    @abstractmethod
+    def store(self) -> RowStore:
+        """Return the rows as a store."""
+
+
+#: A complete table, some of its rows, or a stored table.
+Rows = Float[Array, "num_embeddings embedding_dim"] | RowSubset | StoredRows
+
+
+def array_in(weight: Rows) -> Array:
+    """Return the array that holds the rows of a table, for its sharding."""
+    return weight.values if isinstance(weight, RowSubset | StoredRows) else weight
 
 
 class IdsArgument(eqx.Module):
@@ -172,8 +211,12 @@ def gather_rows(
     weight: Rows, checked: CheckedIds, options: LookupOptions
 ) -> Float[Array, "*batch embedding_dim"]:
     """Return the row of each id; an invalid id gives an arbitrary row without gradient."""
-    values = weight.values if isinstance(weight, RowSubset) else weight
-    return _lookup(options, values, checked)
+    if isinstance(weight, StoredRows):
+        valid, index = checked.valid, checked.index
+        rows = weight.take(index if valid is None else jnp.where(valid, index, 0))
+        rows = limit_norm(jax.lax.stop_gradient(rows), options)
+        return rows if options.upcast else rows.astype(weight.dtype)
+    return _lookup(options, array_in(weight), checked)
 
 
 def look_up(
@@ -191,13 +234,12 @@ def look_up(
         checked = check_ids(argument, weight, options)
         return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
 
-    values = weight.values if isinstance(weight, RowSubset) else weight
     return with_sharding(
         run,
         weight,
         argument,
         out_sharding=out_sharding,
-        default=lambda: table_spec(argument.ids, values),
+        default=lambda: table_spec(argument.ids, array_in(weight)),
     )
 
 

@@ -21,6 +21,7 @@ from ..embeddings.token import check_norm, table_sizes
 from ._lookup import (
     IdsArgument,
     LookupOptions,
+    Rows,
     RowSubset,
     check_ids,
     ids_argument,
@@ -171,6 +172,15 @@ class TableModule(Module):
         if ids.dtype.itemsize < 4:
             ids = ids.astype(np.int32)  # padding_idx may not fit into int8
         return jnp.asarray(ids != self.padding_idx)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the table and of the output."""
+        return self.weight.dtype
+
+    @property
+    def _rows(self) -> Rows:
+        return self.weight
 
     def parameters(self) -> dict[str, Float[Array, "num_embeddings embedding_dim"]]:
         return {"weight": self.weight}

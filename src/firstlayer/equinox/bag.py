@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Integer, Real
 from .._array import axis_specs
 from .._check import one_of
 from ..embeddings.bag import MODES, Mode
+from ..stores.row_store import RowStore
 from ._bags import (
     RaggedBags,
     bag_bounds,
@@ -23,7 +24,7 @@ from ._lookup import (
     IdsArgument,
     LookupOptions,
     Rows,
-    RowSubset,
+    array_in,
     check_ids,
     gather_rows,
     mask_and,
@@ -110,6 +111,20 @@ class EmbeddingBag(TableModule):
         )
         self.mode, self.include_last_offset = mode, bool(include_last_offset)
 
+    @classmethod
+    def from_store(cls, store: RowStore, **options: Any) -> Any:
+        """Return a layer that pools rows of a store.
+
+        See :meth:`firstlayer.equinox.Embedding.from_store`.
+
+        Args:
+            store: The table.
+            options: ``mode``, ``include_last_offset`` and the options of an embedding.
+        """
+        from ._stored import StoredEmbeddingBag, stored_layer
+
+        return stored_layer(StoredEmbeddingBag, store, **options)
+
     def __call__(
         self,
         ids: Ids,
@@ -138,7 +153,7 @@ class EmbeddingBag(TableModule):
         options = BagOptions(
             self._options(upcast=True), self.mode, self.include_last_offset
         )
-        return _pool(options, self.weight, argument, offsets, weights, out_sharding)
+        return pool(options, self.weight, argument, offsets, weights, out_sharding)
 
 
 @dataclass(frozen=True)
@@ -206,7 +221,7 @@ class BagOptions:
 
 
 @partial(compiled, static_argnums=(0, 5))
-def _pool(
+def pool(
     options: BagOptions,
     weight: Rows,
     argument: IdsArgument,
@@ -214,13 +229,13 @@ def _pool(
     weights: Array | None,
     out_sharding: OutSharding,
 ) -> Float[Array, "bags embedding_dim"]:
-    values = weight.values if isinstance(weight, RowSubset) else weight
+    """Return one row for each bag; as one operation of an eager call."""
     starts = argument.ids if offsets is None else offsets
 
     def default() -> Spec:
         # The last offset may start no bag, so that bags and offsets differ in number.
         whole = offsets is None or not options.include_last_offset
-        return (axis_specs(starts)[0] if whole else None, axis_specs(values)[1])
+        return (axis_specs(starts)[0] if whole else None, axis_specs(array_in(weight))[1])
 
     return with_sharding(
         options.pool,

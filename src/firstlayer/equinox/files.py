@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..files.layer_files import FrontEnd, array_of_shape, load_layer, save_layer
+from ..files.layer_files import ENCODED, FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
-from ._module import Module
+from ._module import Module, replace_fields
+from ._stored import EncodedRows, quantized_embedding
 
 
 def save(path: Path, layer: Module) -> None:
@@ -47,7 +48,11 @@ def load(path: Path) -> Any:
 
 
 def _arrays(layer: Module) -> Tensors:
-    return {name: np.asarray(value) for name, value in layer.parameters().items()}
+    arrays = {name: np.asarray(value) for name, value in layer.parameters().items()}
+    rows = getattr(getattr(layer, "token", None), "rows", None)
+    if isinstance(rows, EncodedRows):
+        arrays[ENCODED] = np.asarray(rows.encoded)
+    return arrays
 
 
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
@@ -63,4 +68,9 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer.with_parameters(parameters)
 
 
-FRONT_END = FrontEnd("firstlayer.equinox", _arrays, _build)
+def _with_quantized(layer: Any, encoded: Any, format: str, **options: Any) -> Any:
+    token = quantized_embedding(encoded, layer.embedding_dim, format, **options)
+    return replace_fields(layer, token=token)
+
+
+FRONT_END = FrontEnd("firstlayer.equinox", _arrays, _build, _with_quantized)

@@ -27,6 +27,7 @@ from ._module import Module, filter_compiled, replace_fields
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import Offset, Positions, PositionsArgument
 from ._sharding import OutSharding, sharding_like
+from ._stored import StoredEmbedding, quantize_embedding
 from ._table import Ids
 from .learned import LearnedPositions
 from .sinusoidal import SinusoidalPositions
@@ -79,7 +80,7 @@ class EmbeddingLayer(Module):
         ['norm.bias', 'norm.weight', 'position.weight', 'token.weight']
     """
 
-    token: Embedding
+    token: Embedding | StoredEmbedding
     position: Any
     segment: Embedding | None
     norm: eqx.nn.LayerNorm | None
@@ -231,7 +232,7 @@ class EmbeddingLayer(Module):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the token table and of the output."""
-        return self.token.weight.dtype
+        return self.token.dtype
 
     @property
     def padding_idx(self) -> int | None:
@@ -260,6 +261,25 @@ class EmbeddingLayer(Module):
             if value is not None:
                 parameters[f"norm.{name}"] = value
         return parameters
+
+    def quantized(self, format: str = "int8") -> Self:
+        """Return a layer whose token table has 8 or 4 bits for each number.
+
+        Everything else is the same. The rows of the token table are an array of bytes,
+        decoded when they are looked up, and not trained. The dtype of the output stays.
+        ``token.quantization`` has the size and the error. Runs on the host.
+
+        Args:
+            format: ``"int8"``, a scale and a bias for each row; or ``"int4"``, for each 32
+                numbers of a row.
+
+        Example:
+            >>> layer = EmbeddingLayer(1000, 64, position=None, key=jax.random.key(0))
+            >>> small = layer.quantized("int4")
+            >>> small.token.rows.encoded.nbytes, layer.token.weight.nbytes
+            (40000, 256000)
+        """
+        return replace_fields(self, token=quantize_embedding(self.token, format))
 
     def config(self) -> dict[str, Any]:
         position = self.position
@@ -298,7 +318,7 @@ class EmbeddingLayer(Module):
         ids, token = call.arguments.ids, self.token
         if ids is not None and rows is None:
             options = token._options(upcast=True)
-            rows = look_up(options, token.weight, ids, call.out_sharding)
+            rows = look_up(options, token._rows, ids, call.out_sharding)
         return add_embeddings(rows.astype(compute_dtype(self.dtype)), scale=self.scale)
 
     def _add_segments(
@@ -320,7 +340,7 @@ class EmbeddingLayer(Module):
         tables = ((self.token, arguments.ids), (self.segment, arguments.segments))
         for table, ids in tables:
             if table is not None and ids is not None:
-                valid = mask_and(valid, valid_ids(table._options(), table.weight, ids))
+                valid = mask_and(valid, valid_ids(table._options(), table._rows, ids))
         return None if valid is None else jnp.broadcast_to(valid, arguments.lead)
 
     def _mask(self, arguments: LayerArguments) -> Bool[Array, "*batch length"] | None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from ..stores.row_store import RowStore
 from ._lookup import compiled_look_up
 from ._parameters import Init, Key
 from ._sharding import OutSharding
@@ -81,6 +82,30 @@ class Embedding(TableModule):
             dtype=dtype,
             key=key,
         )
+
+    @classmethod
+    def from_store(cls, store: RowStore, **options: Any) -> Any:
+        """Return a layer that looks up rows of a store, read by the host.
+
+        The rows are constants: they are not leaves, and reading ``weight`` is a TypeError.
+        Under ``jit`` they are read in a callback. To train the layers after it without one,
+        call the layer on the host and pass the rows into the jitted function.
+
+        Args:
+            store: The table.
+            options: ``padding_idx``, ``max_norm``, ``norm_type``, and ``dtype`` for the
+                dtype of the output.
+
+        Example:
+            >>> import numpy as np
+            >>> from firstlayer.stores import MemoryStore
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> Embedding.from_store(MemoryStore(table, format="int8"))([3]).tolist()
+            [[6.0, 7.0]]
+        """
+        from ._stored import StoredEmbedding, stored_layer
+
+        return stored_layer(StoredEmbedding, store, **options)
 
     def __call__(
         self, ids: Ids, *, out_sharding: OutSharding = None, key: Key | None = None

@@ -7,6 +7,7 @@ from jaxtyping import Float, Integer, Real
 from torch import Tensor
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
+from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._table.disk import layer_on_disk
 from ._table.lookup import as_index
@@ -97,16 +98,20 @@ class EmbeddingBag(TableModule, TorchEmbeddingBag):
         self._bind()
 
     @classmethod
-    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
-        """Return a layer that trains the table of a store on disk.
+    def from_store(cls, store: RowStore, **options: Any) -> Self:
+        """Return a layer over the table of a store.
 
         See :meth:`firstlayer.torch.Embedding.from_store`.
 
         Args:
-            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            store: The table.
             options: Further arguments of the layer.
         """
-        return layer_on_disk(cls, store, **options)
+        if isinstance(store, TrainingStore):
+            return layer_on_disk(cls, store, **options)
+        from ._table.stored import stored_layer
+
+        return stored_layer(cls, store, **options)
 
     def forward(
         self,

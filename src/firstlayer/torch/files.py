@@ -8,11 +8,14 @@ import inspect
 import reprlib
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from ..files.layer_configs import config_of
-from ..files.layer_files import FrontEnd, load_layer, save_layer
+from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
+from ._table.stored import quantized_embedding
 from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.memory import array_of, tensor_of
 from .bag import EmbeddingBag
@@ -53,7 +56,9 @@ def load(path: Path, *, device: Any = None) -> Any:
 def _arrays(layer: nn.Module) -> Tensors:
     # Through the state dict, whose hooks bring stale rows of row optimizers up to date.
     state = layer.state_dict()
-    return {name: array_of(state[name].cpu()) for name, _ in layer.named_parameters()}
+    names = [name for name, _ in layer.named_parameters()]
+    names += [ENCODED] if ENCODED in state else []
+    return {name: array_of(state[name].cpu()) for name in names}
 
 
 def _config(layer: Any) -> dict[str, Any]:
@@ -90,4 +95,17 @@ def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
             )
 
 
-FRONT_END = FrontEnd("firstlayer.torch", _arrays, _build, _config)
+def _with_quantized(
+    layer: Any, encoded: np.ndarray, format: str, *, padding_idx: int | None, dtype: str
+) -> Any:
+    layer.token = quantized_embedding(
+        tensor_of(encoded),
+        layer.embedding_dim,
+        format,
+        padding_idx=padding_idx,
+        dtype=as_torch_dtype(dtype) or torch.float32,
+    )
+    return layer
+
+
+FRONT_END = FrontEnd("firstlayer.torch", _arrays, _build, _with_quantized, _config)

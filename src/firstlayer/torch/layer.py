@@ -226,7 +226,7 @@ class EmbeddingLayer(nn.Module):
         if out is None:
             out = self._by_modules(arguments)
         if inputs is None or dropping:
-            out = (dropout(out) if dropping else out).to(self.token.weight.dtype)
+            out = (dropout(out) if dropping else out).to(self._dtype)
         return out if arguments.mask is None else mask_rows(out, arguments.mask)
 
     @property
@@ -259,10 +259,43 @@ class EmbeddingLayer(nn.Module):
             norm_eps=self.norm_eps if norm is None else norm.eps,
             dropout=getattr(self.dropout, "p", 0.0),
             sparse=self.token.sparse,
-            dtype=dtype_name(self.token.weight.dtype),
+            dtype=dtype_name(self._dtype),
         )
         del config["max_positions"]  # in the config of the position layer
         return config
+
+    def quantized(self, format: str = "int8") -> Self:
+        """Return a layer whose token table has 8 or 4 bits for each number.
+
+        Everything else is shared with this layer: positions, segments and the norm. The
+        rows of the token table are a buffer of bytes, ``token.encoded``. They are decoded
+        when they are looked up, and not trained. The dtype of the output stays.
+        ``token.quantization`` has the size and the error.
+
+        Args:
+            format: ``"int8"``, a scale and a bias for each row; or ``"int4"``, for each 32
+                numbers of a row.
+
+        Example:
+            >>> layer = EmbeddingLayer(1000, 64, position=None)
+            >>> small = layer.quantized("int4")
+            >>> small.token.encoded.nbytes, layer.token.weight.nbytes
+            (40000, 256000)
+        """
+        from ._table.stored import quantize_embedding
+
+        layer = type(self).__new__(type(self))
+        # Dicts are copied, so that hooks and modules of one layer are not the other's.
+        state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(self).items()}
+        layer.__dict__.update(state)
+        layer._modules["token"] = quantize_embedding(self.token, format)
+        return layer
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Dtype of the output."""
+        token: Any = self.token
+        return token.output_dtype if _is_stored(token) else token.weight.dtype
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, zero_padding={self.zero_padding}"
@@ -290,9 +323,15 @@ class EmbeddingLayer(nn.Module):
     def _by_modules(self, arguments: LayerArguments) -> Tensor:
         """Return the normalized sum in the compute dtype, by calling the submodules."""
         embeds = arguments.embeds
-        rows = self.token(arguments.ids) if embeds is None else embeds
+        token: Any = self.token
+        if embeds is not None:
+            rows = embeds
+        elif _is_stored(token) and not has_hooks(token):
+            rows = token.upcast_rows(arguments.ids)
+        else:
+            rows = token(arguments.ids)
         check_width(rows, self.embedding_dim, name="token.weight")
-        dtype = compute_dtype(self.token.weight.dtype)
+        dtype = compute_dtype(self._dtype)
         total = add_embeddings(rows.to(dtype), scale=self.scale)
         if self.position is not None:
             total = self.position(total, arguments.positions, offset=arguments.offset)
@@ -314,6 +353,11 @@ class EmbeddingLayer(nn.Module):
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)
+
+
+def _is_stored(token: Any) -> bool:
+    """Return whether a token layer reads a store and has no weight."""
+    return getattr(token, "is_stored", False)
 
 
 def _position_layer(

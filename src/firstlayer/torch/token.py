@@ -6,6 +6,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn import Embedding as TorchEmbedding
 
+from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._table.disk import layer_on_disk
 from ._table.lookup import lookup
@@ -94,17 +95,21 @@ class Embedding(TableModule, TorchEmbedding):
         self._bind()
 
     @classmethod
-    def from_store(cls, store: TrainingStore, **options: Any) -> Self:
-        """Return a layer that trains the table of a store on disk.
+    def from_store(cls, store: RowStore, **options: Any) -> Self:
+        """Return a layer over the table of a store.
 
-        ``weight`` is a Parameter over the mapped file, with sparse gradients. The row
-        optimizers of :mod:`firstlayer.torch.optim` put their state into the store, and
-        journal rows before they change. ``store.commit()`` makes a step permanent. ``state_dict`` makes
+        A :class:`~firstlayer.stores.TrainingStore` is trained on disk. ``weight`` is a
+        Parameter over the mapped file, with sparse gradients. The row optimizers of
+        :mod:`firstlayer.torch.optim` put their state into the store, and journal rows
+        before they change. ``store.commit()`` makes a step permanent. ``state_dict`` makes
         a commit and has its name instead of the values, and ``load_state_dict`` returns to
         it. Copies, casts and moves to another device are errors.
 
+        Rows of any other store are read on the CPU, copied to the device of the ids, and
+        not trained. There is no parameter: reading ``weight`` is a TypeError.
+
         Args:
-            store: Store made by :func:`firstlayer.stores.open_training_store`.
+            store: The table.
             options: Further arguments of the layer.
 
         Example:
@@ -120,7 +125,11 @@ class Embedding(TableModule, TorchEmbedding):
             ...     store.commit("step-1")
             2
         """
-        return layer_on_disk(cls, store, **options)
+        if isinstance(store, TrainingStore):
+            return layer_on_disk(cls, store, **options)
+        from ._table.stored import stored_layer
+
+        return stored_layer(cls, store, **options)
 
     def forward(
         self, input: Integer[Tensor, "*batch"]

@@ -91,7 +91,7 @@ def _as_ids(
         reject_torchrec(
             ids, "torch.nested.nested_tensor_from_jagged(ids.values(), ids.offsets())"
         )
-        ids = _as_tensor(value, name=name, device=table.weight.device)
+        ids = _as_tensor(value, name=name, device=_device_of(table))
         if not ids.numel() and isinstance(value, list | tuple):
             ids = ids.to(torch.int64)  # torch makes floats of an empty list
     index = as_index(ids, name=name)
@@ -109,6 +109,10 @@ def _as_tensor(value: Any, *, name: str, device: torch.device) -> Tensor:
         raise WrongType(
             f"{name} must be a tensor or lists of 64-bit numbers, got {kind}"
         ) from None
+
+
+def _device_of(table: Any) -> torch.device:
+    return table.device if getattr(table, "is_stored", False) else table.weight.device
 
 
 def _segments(
@@ -132,6 +136,6 @@ def _mask(
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
         return layer.mask(ids)
     if not isinstance(mask, Tensor):
-        mask = _as_tensor(mask, name="mask", device=layer.token.weight.device)
+        mask = _as_tensor(mask, name="mask", device=_device_of(layer.token))
     check_mask(dtype_name(mask.dtype), mask.shape, lead)
     return mask

@@ -70,6 +70,8 @@ class TableModule(nn.Module):
     norm_type: float
     sparse: bool
     weight: Tensor
+    #: Whether rows are read from a store, so that there is no ``weight``.
+    is_stored = False
 
     def reset_parameters(self) -> None:
         """Draw the table as torch does; the padding row becomes zero."""
