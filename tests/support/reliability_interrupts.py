@@ -137,7 +137,7 @@ class TorchTraining:
         digests = []
         for parameter in self._parameters():
             state = self.optimizer.state.get(parameter, {})
-            table = self.optimizer._table_states.get(parameter)
+            table: Any = self.optimizer._table_states.get(parameter)
             parts = [] if table is None else list(_contents(table))
             parts += [f"{name} {value.tolist()}" for name, value in sorted(state.items())]
             digests.append(_digest([*parts, str(parameter.tolist())]))
