@@ -782,9 +782,9 @@ FRAMEWORK_ARGUMENTS = {
 METHODS = {
     "AlibiBias": ["bias", "config"],
     "CopeBias": ["bias", "config"],
-    "Embedding": ["logits", "mask", "resize", "set_padding"],
-    "EmbeddingBag": ["logits", "mask", "resize", "set_padding"],
-    "EmbeddingLayer": ["config", "from_hf", "logits", "mask"],
+    "Embedding": ["from_store", "logits", "mask", "resize", "set_padding"],
+    "EmbeddingBag": ["from_store", "logits", "mask", "resize", "set_padding"],
+    "EmbeddingLayer": ["config", "from_hf", "logits", "mask", "quantized"],
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "FrequencyEmbedding": ["config"],

@@ -41,10 +41,10 @@ ALLOWED = {
     ),
     "analysis": (
         {"__init__", *CORE, "kernels", "numpy", "torch", "word_vectors"},
-        ARRAYS | {"safetensors", "torch", "matplotlib"},
+        ARRAYS | {"safetensors", "tokenizers", "torch", "matplotlib"},
     ),
     "cli": (
-        {"__init__", "files", "stores", "analysis", "word_vectors"},
+        {"__init__", "files", "ngram", "stores", "analysis", "word_vectors"},
         {"numpy", "click", "rich"},
     ),
     # ``firstlayer`` itself re-exports the names that the front ends share.

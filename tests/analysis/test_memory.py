@@ -23,7 +23,7 @@ from firstlayer.numpy import RotaryPositions, SinusoidalPositions
 DENSE = [name for name, kept in OPTIMIZERS.items() if not kept.by_row]
 BY_ROW = [name for name, kept in OPTIMIZERS.items() if kept.by_row]
 #: Limit on the records of missed steps of a row optimizer, for any table.
-MISSED_STEPS = 1_400_000
+MISSED_STEPS = 1_900_000
 #: Limit on the arrays that the thread pool keeps of its last task.
 POOL = 512
 

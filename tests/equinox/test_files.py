@@ -18,8 +18,11 @@ from firstlayer.equinox import (
     EmbeddingLayer,
     FireBias,
     FourierFeatures,
+    FrequencyEmbedding,
+    HashedEmbedding,
     KerpleBias,
     LearnedPositions,
+    QuotientRemainderEmbedding,
     RotaryPositions,
     ShawScores,
     SinusoidalPositions,
@@ -99,6 +102,15 @@ CASES: dict[str, Any] = {
     "FireBias": lambda: FireBias(3, width=5, key=KEY),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
     "CopeBias": lambda: CopeBias(8, max_positions=5, key=KEY),
+    "HashedEmbedding": lambda: HashedEmbedding(
+        9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, key=KEY
+    ),
+    "QuotientRemainderEmbedding": lambda: QuotientRemainderEmbedding(
+        100, 8, buckets=9, combine="sum", key=KEY
+    ),
+    "FrequencyEmbedding": lambda: FrequencyEmbedding(
+        [7, 2**40, 1], 5, 8, hashes=3, seed=2, key=KEY
+    ),
     "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6, key=KEY

@@ -24,6 +24,7 @@ from firstlayer.optim import (
     RowWiseAdagrad,
     RowWiseRMSprop,
 )
+from firstlayer.stores import MemoryStore
 from tests.support.run_alone import run_alone, start_python
 
 
@@ -305,6 +306,26 @@ def run_every_kernel() -> None:
         table, table, stream, targets=targets, near=near, negatives=5.0
     )
     kernels.group_targets(stream, targets, near=near, slopes=slopes, num_embeddings=8)
+    _run_kernels_of_stores()
+
+
+def _run_kernels_of_stores() -> None:
+    table = np.ones((40, 32), np.float32)
+    store = MemoryStore(table, format="int8")
+    store.read(np.arange(9))
+    store.sum_bags(np.arange(9), np.array([0, 4, 9]))
+    start, none = table.ctypes.data, np.empty(0, np.int64)
+    bases, starts = np.array([start, table.nbytes]), np.array([0, 40])
+    for offsets in (none, np.arange(0, 40 * 128, 128)):
+        addresses = kernels.locate_rows(np.arange(5), starts, bases, 128, offsets)
+        assert addresses is not None
+        rows = np.empty((5, 32), np.float32)
+        kernels.copy_rows_at(addresses, rows)
+        kernels.write_rows_at(addresses, rows)
+        # Few rows are requested without asking.
+        kernels.rows_missing(np.tile(addresses, 100), 128)
+        for wait in (False, True):
+            kernels.request_rows(addresses, 128, wait=wait)
 
 
 def all_kernels() -> dict[str, Dispatcher]:

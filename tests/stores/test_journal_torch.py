@@ -259,7 +259,8 @@ def test_other_optimizers_are_refused(tmp_path):
             optimizer.step()
         np.testing.assert_array_equal(store.array, table())
         # A dense gradient is journalled too.
-        RowSGD(layer.parameters(), lr=0.1, momentum=0.9).step()
+        with pytest.warns(UserWarning, match="is dense"):
+            RowSGD(layer.parameters(), lr=0.1, momentum=0.9).step()
         assert (store.array[1] != table()[1]).all()
         store.close()
     with open_training_store(tmp_path / "a") as store:

@@ -22,6 +22,11 @@ from firstlayer.torch.cope import CopeBias
 from firstlayer.torch.files import load, save
 from firstlayer.torch.fire import FireBias
 from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.hashed import (
+    FrequencyEmbedding,
+    HashedEmbedding,
+    QuotientRemainderEmbedding,
+)
 from firstlayer.torch.kerple import KerpleBias
 from firstlayer.torch.layer import EmbeddingLayer
 from firstlayer.torch.learned import LearnedPositions
@@ -109,6 +114,13 @@ CASES: dict[str, Any] = {
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1),
     "CopeBias": lambda: CopeBias(8, max_positions=5),
+    "HashedEmbedding": lambda: HashedEmbedding(
+        9, 6, hashes=3, combine="concat", importance_rows=4, seed=5
+    ),
+    "QuotientRemainderEmbedding": lambda: QuotientRemainderEmbedding(
+        100, 8, buckets=9, combine="sum"
+    ),
+    "FrequencyEmbedding": lambda: FrequencyEmbedding([7, 2**40, 1], 5, 8, hashes=3, seed=2),
     "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6
@@ -124,7 +136,7 @@ def output(layer: Any, as_array: Any) -> Any:
     name = type(layer).__name__
     if name == "EmbeddingBag":
         return layer(as_array(IDS.flatten()), as_array(torch.tensor([0, 2, 6])))
-    if name in ("Embedding", "EmbeddingLayer"):
+    if name in ("Embedding", "EmbeddingLayer") or hasattr(layer, "combine"):
         return layer(as_array(IDS))
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)

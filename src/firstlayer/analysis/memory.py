@@ -10,7 +10,7 @@ Every figure is *computed* from the sizes and, if possible, *measured* in a trai
 Optimizers named ``row-…`` and ``rowwise-…`` are those of :mod:`firstlayer.optim`. They take
 gradients as rows, so the gradient grows with the batch and not with the table. Their state
 covers every row. The computed figure leaves out the records of missed steps, at most about
-a megabyte. The other optimizers are torch's, on dense gradients.
+two megabytes. The other optimizers are torch's, on dense gradients.
 
 The batch is the worst case: all ids are different, up to the number of rows.
 """

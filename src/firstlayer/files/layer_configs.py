@@ -69,7 +69,9 @@ _MAX_SIZE = 2**16
 # Limit on pairs of features that no tensor accounts for. Each needs 6 or 12 KB of tables.
 _MAX_PAIRS = 2**13
 # Constructor arguments that affect only how a layer is created or trained.
-_NOT_IN_CONFIG = {"init", "rng", "key", "device", "sparse", "_weight", "_freeze"}
+_NOT_IN_CONFIG = {
+    *("init", "rng", "key", "device", "output_device", "sparse", "_weight", "_freeze")
+}
 
 
 def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
