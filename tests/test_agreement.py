@@ -770,6 +770,7 @@ def test_error_messages_are_equal(message):
 # Arguments that are specific to a framework.
 FRAMEWORK_ARGUMENTS = {
     "init",
+    "output_device",
     "rng",
     "device",
     "key",
