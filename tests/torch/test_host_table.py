@@ -17,6 +17,7 @@ from torch import nn
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer
 from firstlayer.torch import bag as bag_module
 from firstlayer.torch._table import host, prefetch
+from firstlayer.torch._tensors import worker
 from firstlayer.torch.optim import RowAdagrad, RowAdam, RowAdamW, RowSGD
 from tests.support.run_alone import run_alone
 from tests.support.torch_tables import same_bits
@@ -31,25 +32,27 @@ BATCHES = (
 )
 
 OPTIMIZERS: dict[str, Any] = {
-    "RowAdamW": lambda p: RowAdamW(p, lr=0.1, betas=(0.8, 0.95), weight_decay=0.3),
-    "RowAdam amsgrad": lambda p: RowAdam(p, lr=0.2, amsgrad=True, eps=1e-5),
-    "RowAdam lazy": lambda p: RowAdam(p, lr=0.1, mode="lazy"),
-    "RowSGD": lambda p: RowSGD(p, lr=0.1),
-    "RowSGD momentum": lambda p: RowSGD(p, lr=0.1, momentum=0.7),
-    "RowAdagrad": lambda p: RowAdagrad(p, lr=0.1, eps=1e-4),
-    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
-    "none": lambda p: None,
+    "RowAdamW": lambda p, **o: RowAdamW(
+        p, lr=0.1, betas=(0.8, 0.95), weight_decay=0.3, **o
+    ),
+    "RowAdam amsgrad": lambda p, **o: RowAdam(p, lr=0.2, amsgrad=True, eps=1e-5, **o),
+    "RowAdam lazy": lambda p, **o: RowAdam(p, lr=0.1, mode="lazy", **o),
+    "RowSGD": lambda p, **o: RowSGD(p, lr=0.1, **o),
+    "RowSGD momentum": lambda p, **o: RowSGD(p, lr=0.1, momentum=0.7, **o),
+    "RowAdagrad": lambda p, **o: RowAdagrad(p, lr=0.1, eps=1e-4, **o),
+    "SparseAdam": lambda p, **o: torch.optim.SparseAdam(p, lr=0.1),
+    "none": lambda p, **o: None,
 }
 
 
 class Run:
-    """A layer and its optimizer, with or without prefetching."""
+    """A layer and its optimizer, with or without a worker that reads and writes rows."""
 
     def __init__(self, kind: str, prefetches: bool, **options: Any) -> None:
         torch.manual_seed(0)
         dtype = options.pop("dtype", torch.float32)
         self.layer = Embedding(ROWS, WIDTH, sparse=True, dtype=dtype, **options)
-        self.optimizer = OPTIMIZERS[kind]([self.layer.weight])
+        self.optimizer = OPTIMIZERS[kind]([self.layer.weight], background=prefetches)
         self.prefetches = prefetches
         self.outputs: list[torch.Tensor] = []
 
@@ -107,7 +110,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the worker, and do what it may not have done."""
-        prefetch._wait_for_worker()
+        worker._wait_for_worker()
         state = getattr(self.layer.weight, "table_state", None)
         if state is not None:
             state.catch_up_deferred()
@@ -124,17 +127,21 @@ ACTIONS += ["eval", "write", "bad ids", "prefetch bad ids"]
     ),
     st.sampled_from(list(OPTIMIZERS)),
     st.sampled_from([{}, {"max_norm": 0.7}, {"padding_idx": 3}, {"dtype": torch.bfloat16}]),
+    st.booleans(),
 )
-def test_any_sequence_gives_the_same_bits_with_and_without_prefetch(actions, kind, options):
+def test_any_sequence_gives_the_same_bits_with_and_without_a_worker(
+    actions, kind, options, waits
+):
     runs = Run(kind, True, **options), Run(kind, False, **options)
-    for action, number in actions:
+    for at, (action, number) in enumerate(actions):
         shown = [run.do(action, number) for run in runs]
         assert (shown[0] is None) == (shown[1] is None)
         if shown[0] is not None:
             assert same_bits(*shown), (action, number)
-        for run in runs:
-            run.finish()
-        assert same_bits(runs[0].table(), runs[1].table()), (action, number)
+        if waits or at == len(actions) - 1:
+            for run in runs:
+                run.finish()
+            assert same_bits(runs[0].table(), runs[1].table()), (action, number)
 
 
 @pytest.mark.parametrize("kind", ["RowAdamW", "RowSGD", "RowAdam lazy", "none"])
@@ -147,7 +154,7 @@ def test_training_with_a_busy_worker_gives_the_same_bits(kind, early):
     for prefetches in (True, False):
         torch.manual_seed(0)
         layer = Embedding(8000, 128, sparse=True)
-        optimizer = OPTIMIZERS[kind]([layer.weight])
+        optimizer = OPTIMIZERS[kind]([layer.weight], background=prefetches)
         outputs = []
         for ids, following in zip(batches, batches[1:], strict=False):
             y = layer(ids)
@@ -184,7 +191,7 @@ def taken(layer: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> boo
 
 def prefetched(layer: Any, ids: torch.Tensor) -> None:
     layer.prefetch(ids)
-    prefetch._wait_for_worker()
+    worker._wait_for_worker()
 
 
 def test_a_lookup_of_the_same_ids_takes_the_rows_once(monkeypatch):
@@ -199,7 +206,7 @@ def test_the_caller_may_change_the_ids_after_the_call(monkeypatch):
     layer, ids = Embedding(50, 4), torch.tensor([3, 4])
     layer.prefetch(ids)
     ids.fill_(49)
-    prefetch._wait_for_worker()
+    worker._wait_for_worker()
     assert not taken(layer, ids, monkeypatch)
     assert taken(layer, torch.tensor([3, 4]), monkeypatch)
 
@@ -245,7 +252,7 @@ def test_a_step_between_replaces_only_the_rows_it_moved(kind, want, monkeypatch)
 def test_a_prefetch_that_has_not_begun_is_cancelled():
     layer, ids = Embedding(50, 4), torch.tensor([3, 4])
     go = threading.Event()
-    blocked = prefetch.submit(lambda: go.wait(30))
+    blocked = worker.submit(lambda: go.wait(30))
     layer.prefetch(ids)
     assert torch.equal(layer(ids), layer.weight[ids])
     assert not blocked.done()
@@ -264,7 +271,7 @@ def test_rows_are_caught_up_before_the_next_step_without_a_worker(monkeypatch):
     prefetched(layer, ids)
     state: Any = layer.weight.table_state  # pyright: ignore
     go = threading.Event()
-    prefetch.submit(lambda: go.wait(30))
+    worker.submit(lambda: go.wait(30))
     loss = layer(ids).sum()
     assert state.deferred_ids and state.row_steps[3] == 1
     loss.backward()
@@ -312,7 +319,7 @@ def test_copies_have_no_prefetched_rows(copied, monkeypatch):
     with torch.no_grad():
         other.weight.zero_()
     assert other._prefetches == () and not other(ids).any()
-    prefetch._wait_for_worker()
+    worker._wait_for_worker()
     assert taken(layer, ids, monkeypatch)
 
 
@@ -336,7 +343,7 @@ def test_gradients_flow_through_prefetched_rows():
 
     def lookup(weight: torch.Tensor) -> torch.Tensor:
         layer.prefetch(ids)
-        prefetch._wait_for_worker()
+        worker._wait_for_worker()
         return layer(ids).pow(2)
 
     weight = layer.weight
@@ -413,7 +420,7 @@ def test_bags_take_prefetched_rows_once(monkeypatch):
 def test_a_layer_with_a_pending_prefetch_is_freed():
     layer = Embedding(50, 4)
     go = threading.Event()
-    prefetch.submit(lambda: go.wait(30))
+    worker.submit(lambda: go.wait(30))
     layer.prefetch(torch.tensor([3]))
     reference = weakref.ref(layer)
     del layer
@@ -428,7 +435,7 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
         import os, signal, threading, time, warnings
         import torch
         from firstlayer.torch import Embedding
-        from firstlayer.torch._table import prefetch
+        from firstlayer.torch._tensors import worker
         from firstlayer.torch.optim import RowAdamW
 
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -443,7 +450,7 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
             return torch.equal(layer(ids), layer.weight[ids])
 
         # Slow jobs, so that each event finds the worker busy.
-        prefetch.submit(lambda: time.sleep(0.1))
+        worker.submit(lambda: time.sleep(0.1))
         layer.prefetch(ids)
         child = os.fork()
         if not child:
@@ -468,7 +475,7 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
 
         layer.prefetch(ids)
         layer._prefetches[-1].rows.cancel()
-        layer._prefetches[-1].rows = prefetch.submit(slow)
+        layer._prefetches[-1].rows = worker.submit(slow)
         started.wait()
         threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
         try:
@@ -478,7 +485,7 @@ def test_fork_exit_and_interrupt_with_a_pending_prefetch():
         else:
             raise AssertionError("the wait was not interrupted")
         assert is_right()
-        prefetch.submit(lambda: time.sleep(0.1))
+        worker.submit(lambda: time.sleep(0.1))
         layer.prefetch(ids)
         print("exit")
     """

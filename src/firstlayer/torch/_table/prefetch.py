@@ -11,15 +11,9 @@ that takes the rows makes sure that they are what it would read itself:
 
 A lookup also catches the rows up in the table. After a prefetch this is deferred to the
 worker (:meth:`firstlayer.torch.optim.table_state.ParameterState.defer_catch_up`).
-
-The worker is one thread, started by the first prefetch of a process. It runs jobs in order
-and kernels on one core, without the GIL. A fork waits until it has no job left; the child
-starts its own. At exit Python waits for the job that runs.
 """
 
-import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -27,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.runtime.threads import on_threads
 from ...optim.table_state import TableState
 from .._tensors.memory import array_of, array_of_table, kernel_eligible, tensor_of
 from .._tensors.row_parameter import without_catch_up
+from .._tensors.worker import submit
 from ..optim.table_state import ParameterState
 from .lookup import LookupOptions
 
@@ -67,6 +61,8 @@ class Prefetch:
 
         Waits for the worker if it is gathering the rows. Raises its error, if any.
         """
+        if self.state is not None:
+            self.state.finish_step()
         if not self._is_current(weight) or self.rows.cancel():
             self.rows.cancel()
             return None
@@ -186,49 +182,3 @@ class _GatheredRows(torch.autograd.Function):
             grads[0], ids, options.num_embeddings, skip, False, False
         )
         return gradient, None, None, None
-
-
-# Module state: the worker thread of this process, started by the first job.
-_worker: ThreadPoolExecutor | None = None
-
-
-def on_one_core(job: Callable[[], Any]) -> Any:
-    """Run a job whose kernels use one thread: the other cores belong to the model."""
-    with on_threads(1):
-        return job()
-
-
-def submit(job: Callable[[], Any]) -> "Future[Any]":
-    """Run a job on the worker, after those submitted before it.
-
-    The job is cancelled if there can be no worker: while the interpreter exits, or if the
-    system starts no further thread.
-    """
-    global _worker
-    try:
-        if _worker is None:
-            worker = ThreadPoolExecutor(1, thread_name_prefix="firstlayer-prefetch")
-            # Starts the thread: an executor whose thread did not start is not kept.
-            worker.submit(int)
-            _worker = worker
-        return _worker.submit(on_one_core, job)
-    except RuntimeError:
-        cancelled: Future[Any] = Future()
-        cancelled.cancel()
-        return cancelled
-
-
-def _wait_for_worker() -> None:
-    """Wait until the worker has no job left, so that a forked child sees whole results."""
-    if _worker is not None:
-        submit(int).exception()
-
-
-def _forget_worker() -> None:
-    """Drop the worker, whose thread does not exist in a forked child."""
-    global _worker
-    _worker = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_for_worker, after_in_child=_forget_worker)

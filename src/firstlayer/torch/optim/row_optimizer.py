@@ -9,6 +9,7 @@ those of torch's optimizer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,6 +53,9 @@ class RowOptimizer(torch.optim.Optimizer):
         stochastic_rounding: Round updated rows of bfloat16 tables up or down at random,
             the nearer value with the higher probability, so that updates too small for
             bfloat16 are kept on average. Repeated runs round the same way.
+        background: Update the rows of tables on a worker thread: ``step`` returns earlier,
+            and the next read of a table waits for its update. Results have the same bits.
+            Has no effect on other devices, on disk, and in lazy mode.
         options: Further arguments of torch's optimizer of that name.
     """
 
@@ -62,9 +66,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls.__signature__ = cls._options_class.constructor_signature(
+        signature = cls._options_class.constructor_signature(
             "params", others="torch_options"
         )
+        *parameters, others = signature.parameters.values()
+        background = Parameter("background", Parameter.KEYWORD_ONLY, default=False)
+        cls.__signature__ = signature.replace(parameters=[*parameters, background, others])
 
     def __init__(
         self,
@@ -73,6 +80,7 @@ class RowOptimizer(torch.optim.Optimizer):
         *,
         mode: Mode = "exact",
         stochastic_rounding: bool = False,
+        background: bool = False,
         **options: Any,
     ) -> None:
         kernels.require_compiler(type(self).__name__)
@@ -85,6 +93,7 @@ class RowOptimizer(torch.optim.Optimizer):
         # torch requires a parameter here; _step_dense passes the real ones.
         placeholder = torch.zeros(0, device="cpu")
         self._dense = type(self)._torch_class([placeholder], **options)
+        self._background = bool(background)
         self._table_states: dict[Tensor, State] = {}
         self._row_steps: dict[Tensor, RowStep] = {}
         parameters = params.parameters() if isinstance(params, nn.Module) else params
@@ -133,13 +142,31 @@ class RowOptimizer(torch.optim.Optimizer):
             self._step_dense(dense_groups)
             for state, ids, gradient, group in tables:
                 self._adopt(state)
-                state.step(ids, gradient, options=group)
-                state.publish(self.state[state.parameter])
+                self._step_table(state, ids, gradient, group)
                 if state.rule.lazy:
                     # Prefetched rows are read again. In exact mode they see the step in the
                     # state on the parameter.
                     increment_version(state.parameter)
         return loss
+
+    def _step_table(
+        self, state: State, ids: Any, gradient: Any, group: dict[str, Any]
+    ) -> None:
+        published = self.state[state.parameter]
+        # The first step creates the arrays of the state. Other optimizers do not wait for
+        # the worker, so in lazy mode nothing would.
+        if (
+            self._background
+            and isinstance(state, ParameterState)
+            and state.step_count
+            and state.stored is None
+            and not state.rule.lazy
+        ):
+            state.publish(published, step_count=state.step_count + 1)
+            state.step_in_background(ids, gradient, options=group)
+        else:
+            state.step(ids, gradient, options=group)
+            state.publish(published)
 
     def _checked_gradients(self) -> tuple[list[TableStep], list[dict[str, Any]]]:
         """Return the steps of the tables, and parameter groups of the other parameters.
@@ -300,7 +327,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush_in_memory()
-        return {**super().__getstate__(), "_dense": self._dense}
+        own = {"_dense": self._dense, "_background": self._background}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by load_state_dict too, with the state of each parameter.
@@ -314,6 +342,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     owner = f"parameter {number} of its group"
                     _saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
+        self._background = vars(self).get("_background", False)
         self._table_states = {}
         # A copy has no compiled steps; an optimizer that loads a state keeps its own.
         self._row_steps = vars(self).get("_row_steps", {})

@@ -10,6 +10,7 @@ rows from :func:`caught_up_rows`. In compiled code, either is one operator.
 
 import itertools
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from .._tensors.row_parameter import (
     is_row_tensor,
     without_catch_up,
 )
+from .._tensors.worker import is_worker, submit
 
 # Larger whole numbers are rounded in float32.
 EXACT_IN_FLOAT32 = 1 << 24
@@ -99,11 +101,16 @@ class AttachedState:
         """
         raise NotImplementedError
 
-    def publish(self, state: dict[str, Any]) -> None:
+    def publish(self, state: dict[str, Any], *, step_count: int | None = None) -> None:
         """Write the arrays and the number of steps to a parameter's torch state.
 
         The arrays of a table on disk are files of its store.
+
+        Args:
+            state: The parameter's torch state.
+            step_count: Number of steps, if the last is still running; None is the state's.
         """
+        step_count = self.step_count if step_count is None else step_count
         if self.stored is not None:
             state.clear()
         arrays = self.state if self.stored is None else {}
@@ -113,11 +120,11 @@ class AttachedState:
                 self.tensors[name] = tensor, tensor.data_ptr()
             state[name] = self.tensors[name][0]
         step = self._step_tensor
-        if step is None or self.step_count > EXACT_IN_FLOAT32:
-            step = self._step_tensor = step_tensor(self.step_count)
+        if step is None or step_count > EXACT_IN_FLOAT32:
+            step = self._step_tensor = step_tensor(step_count)
         else:
             # In place, as torch's optimizers do.
-            step.fill_(self.step_count)
+            step.fill_(step_count)
         state["step"] = step
 
     def is_published(self, state: dict[str, Any]) -> bool:
@@ -196,6 +203,59 @@ class ParameterState(TableState, AttachedState):
             check_class(parameter)
         #: Ids of lookups whose rows catch up in the table before the next step.
         self.deferred_ids: list[np.ndarray] = []
+        #: Step that the worker takes, until it is known to be done.
+        self._running: Future[None] | None = None
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether weight and state of every row are up to date."""
+        self.finish_step()
+        return super().is_caught_up
+
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the weight of some row may be out of date."""
+        self.finish_step()
+        return super().has_stale_weights
+
+    def step_in_background(
+        self, ids: np.ndarray | None, gradient: np.ndarray, *, options: Options
+    ) -> None:
+        """Take a step on the worker thread. Whoever reads the table next waits for it.
+
+        Args:
+            ids: As in :meth:`firstlayer.optim.table_state.TableState.step`.
+            gradient: As there; copied.
+            options: As there.
+        """
+        parameter, gradient = self.parameter, np.array(gradient, self.dtype)
+        # Schedules write to a tensor of the learning rate in place.
+        options = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in options.items()
+        }
+        if not isinstance(self.lock, _FinishingLock):
+            self.lock = _FinishingLock(self)
+
+        def run(_: Tensor = parameter) -> None:
+            # The default argument keeps the table alive while it is written to.
+            TableState.step(self, ids, gradient, options=options)
+
+        self._running = submit(run)
+        if self._running.cancelled():
+            self._running = None
+            self.step(ids, gradient, options=options)
+
+    def finish_step(self) -> None:
+        """Wait for a step that the worker takes, and raise its error, if any."""
+        running = self._running
+        if running is not None and not is_worker():
+            self._running = None
+            running.result()
+
+    def is_published(self, state: dict[str, Any]) -> bool:
+        self.finish_step()
+        return super().is_published(state)
 
     def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Apply the missed steps to stale rows; see :class:`AttachedState`."""
@@ -273,6 +333,25 @@ class ParameterState(TableState, AttachedState):
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
             super()._catch_up(table, ids)
+
+
+class _FinishingLock:
+    """Lock of a state, entered when the worker has taken the state's step.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: ParameterState) -> None:
+        self._state = weakref.proxy(state)
+        self._lock = state.lock
+
+    def __enter__(self) -> None:
+        self._state.finish_step()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 def find_state(number: int) -> AttachedState | None:
