@@ -9,6 +9,9 @@ In the second row a table trained by RowAdamW takes a step before every lookup, 
 rows are stale. The worker applies their missed steps twice: to the rows that it gathers,
 and after the lookup in the table, as the lookup would. Here ``work`` includes the step, and
 is done after the lookup too, as in training.
+
+The last row is the share of a step of RowAdagrad that ``background=True`` hides behind work
+between the step and the next read of the table.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from firstlayer.analysis.timing import interleaved_medians
 from firstlayer.torch import Embedding
-from firstlayer.torch.optim import RowAdamW
+from firstlayer.torch.optim import RowAdagrad, RowAdamW
 
 from .ids import batches
 from .timing import BATCHES, keep_freed_memory
@@ -166,6 +169,51 @@ def measure(name: str, loop: Loop, *, rounds: int) -> Result:
     return Result(name, lookup, times["work"], times["without"], times["loop"])
 
 
+def measure_update(*, rounds: int) -> Result:
+    """Check that steps in the background have the same bits, then time them."""
+    ids = [torch.from_numpy(x) for x in batches("uniform", ROWS, (IDS,))]
+    tables, optimizers = [], []
+    for background in (False, True):
+        torch.manual_seed(0)
+        tables.append(Embedding(ROWS, WIDTH, sparse=True))
+        optimizers.append(RowAdagrad(tables[-1], lr=0.01, background=background))
+    gradients = []
+    for batch in ids:
+        tables[0](batch).square().sum().backward()
+        gradients.append(tables[0].weight.grad)
+        tables[0].weight.grad = None
+    loop = Loop(tables[0], ids, lambda: None, works_after=False)
+
+    def step(number: int, batch: int, *, works: bool) -> None:
+        tables[number].weight.grad = gradients[batch]
+        optimizers[number].step()
+        if works:
+            loop.work()
+        # Reading the table waits for the step.
+        tables[number](ids[batch][:1])
+
+    for batch in range(BATCHES):
+        for number in (0, 1):
+            step(number, batch, works=False)
+    if not torch.equal(tables[0].weight, tables[1].weight):
+        raise AssertionError("steps in the background differ")
+    alone = {"step": lambda batch: step(0, batch, works=False)}
+    seconds = interleaved_medians(alone, batches=BATCHES, rounds=rounds)["step"]
+    work = {"work": lambda batch: loop.work()}
+    while interleaved_medians(work, batches=BATCHES, rounds=1)["work"] < 1.2 * seconds:
+        loop.repeats *= 2
+    runs = {
+        **alone,
+        **work,
+        "without": lambda batch: step(0, batch, works=True),
+        "loop": lambda batch: step(1, batch, works=True),
+    }
+    found = interleaved_medians(runs, batches=BATCHES, rounds=rounds)
+    times = {key: value * 1e3 for key, value in found.items()}
+    name = "step of RowAdagrad"
+    return Result(name, times["step"], times["work"], times["without"], times["loop"])
+
+
 def main() -> None:
     """Print the times and the hidden shares."""
     parser = argparse.ArgumentParser(
@@ -178,14 +226,15 @@ def main() -> None:
     # The work is on one thread, and the worker has the other core.
     torch.set_num_threads(1)
     results = [measure(name, loop, rounds=options.rounds) for name, loop in loops()]
+    results.append(measure_update(rounds=options.rounds))
     if options.json:
         print(json.dumps([result.as_dict() for result in results], indent=2))
         return
     for result in results:
         print(
             f"{result.name} {ROWS:,} × {WIDTH}, {IDS:,} ids: "
-            f"lookup {result.lookup:.2f} ms, "
-            f"work {result.work:.2f}, both {result.without:.2f}, with prefetch "
+            f"{result.lookup:.2f} ms, "
+            f"work {result.work:.2f}, both {result.without:.2f}, with the worker "
             f"{result.loop:.2f}: {result.hidden:.0%} hidden (goal {GOAL:.0%})"
         )
 

@@ -60,6 +60,11 @@ the layers of Firstlayer have done before. If a row with a gradient was read whi
 accelerator reports it when every row next catches up, as in ``state_dict``. In this release
 the operators were tested on the CPU, on ``meta`` and on fake tensors only, not on CUDA.
 
+**In the background.** With ``background=True`` a worker thread updates the rows of tables.
+``step`` returns earlier, and the next read of a table waits for its update, so results have
+the same bits. This hides the update behind whatever the model computes before it reads the
+table: data loading, or the layers below an n-gram memory.
+
 **Compiled steps.** :meth:`RowOptimizer.row_step` returns a :class:`RowStep`, which looks up
 rows and takes a step of one table in code compiled with ``fullgraph=True``.
 
