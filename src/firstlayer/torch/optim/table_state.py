@@ -190,6 +190,9 @@ class ParameterState(TableState, AttachedState):
         arguments: Further arguments of :class:`firstlayer.optim.table_state.TableState`.
     """
 
+    #: Step that the worker takes, until it is known to be done.
+    _running: "Future[None] | None" = None
+
     def __init__(
         self, parameter: Tensor, rule: Rule, *, options: Options, **arguments: Any
     ) -> None:
@@ -203,8 +206,6 @@ class ParameterState(TableState, AttachedState):
             check_class(parameter)
         #: Ids of lookups whose rows catch up in the table before the next step.
         self.deferred_ids: list[np.ndarray] = []
-        #: Step that the worker takes, until it is known to be done.
-        self._running: Future[None] | None = None
 
     @property
     def is_caught_up(self) -> bool:
