@@ -54,7 +54,8 @@ def test_a_step_returns_before_the_rows_are_updated():
     assert optimizer.state[layer.weight]["step"].item() == 7
     assert torch.equal(memory_of(layer), before)
     # Gradients may be overwritten while the step is still to be taken.
-    layer.weight.grad._values().fill_(99.0)
+    gradient: Any = layer.weight.grad
+    gradient._values().fill_(99.0)
     optimizer.param_groups[0]["lr"] = 5.0
     blocked.release_soon()
     start = time.perf_counter()

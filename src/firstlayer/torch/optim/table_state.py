@@ -345,7 +345,7 @@ class _FinishingLock:
 
     def __init__(self, state: ParameterState) -> None:
         self._state = weakref.proxy(state)
-        self._lock = state.lock
+        self._lock: Any = state.lock
 
     def __enter__(self) -> None:
         self._state.finish_step()
