@@ -292,14 +292,17 @@ def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_
                         # Every thread that writes here writes the same value.
                         has_bad_id[0] = 1
                         continue
-                    w = _decode(rows, row, column)
-                    x = _decode(rows, row, column + GROUP)
-                    y = _decode(rows, row, column + 2 * GROUP)
-                    z = _decode(rows, row, column + 3 * GROUP)
                     if weights.size:
                         factor = weights[i]
-                        w, x, y, z = w * factor, x * factor, y * factor, z * factor
-                    a, b, c, d = a + w, b + x, c + y, d + z
+                        a = a + _decode(rows, row, column) * factor
+                        b = b + _decode(rows, row, column + GROUP) * factor
+                        c = c + _decode(rows, row, column + 2 * GROUP) * factor
+                        d = d + _decode(rows, row, column + 3 * GROUP) * factor
+                    else:
+                        a = a + _decode(rows, row, column)
+                        b = b + _decode(rows, row, column + GROUP)
+                        c = c + _decode(rows, row, column + 2 * GROUP)
+                        d = d + _decode(rows, row, column + 3 * GROUP)
                 start = bag * width + column
                 store(a / divisor, out, start)
                 store(b / divisor, out, start + GROUP)
