@@ -231,8 +231,8 @@ def _(rows, row, column):
 @inlined
 def _prefetch(rows, row):
     start = rows.weight + row * rows.weight_stride
-    for byte in range(0, rows.weight_bytes, LINE):
-        prefetch_at(start + byte)
+    for line in range(start & -LINE, start + rows.weight_bytes, LINE):
+        prefetch_at(line)
     prefetch_at(rows.scale + row * rows.scale_stride)
     prefetch_at(rows.bias + row * rows.bias_stride)
 
