@@ -59,8 +59,9 @@ def test_bags_equal_sums_of_decoded_rows(name, width, weighted, mean):
     np.testing.assert_array_equal(got, want)
 
 
-def test_bags_have_the_same_bits_on_any_number_of_threads(threads, monkeypatch):
-    rows, ids = rows_of("int4", 50, 300), rng.integers(0, 50, 900)
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_bags_have_the_same_bits_on_any_number_of_threads(name, threads, monkeypatch):
+    rows, ids = rows_of(name, 50, 300), rng.integers(0, 50, 900)
     bounds = np.sort(np.r_[0, rng.integers(0, 900, 98), 900])
     want = kernels.sum_bags(rows.take(ids), np.arange(900), bounds)
     monkeypatch.setattr(quantized, "BAG_GRAIN", 1)

@@ -47,10 +47,8 @@ from .runtime.encoded import (
 from .runtime.lanes import is_streamed, store, store_or_stream
 from .runtime.pool import grain_for, pieces, run
 
-# Number of bytes of output between the row that is decoded and the one that is prefetched.
-AHEAD_BYTES = 1 << 13
-# Number of ids between the row that is added and the one that is prefetched.
-AHEAD = 16
+# Number of ids between the row that is decoded and the one that is prefetched.
+AHEAD = 32
 # Minimum number of bytes of output, and of values in bags, per thread.
 GRAIN, BAG_GRAIN = 1 << 18, 1 << 16
 # Stands for weights or divisors that are not given.
@@ -78,7 +76,6 @@ def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> b
         rows.fields,
         len(rows.weight),
         ids,
-        1 + AHEAD_BYTES // row_bytes,
         rows.last_start,
         out,
         is_streamed(out),
@@ -234,19 +231,27 @@ def _(rows, row, column):
 @inlined
 def _prefetch(rows, row):
     start = rows.weight + row * rows.weight_stride
-    for byte in range(0, rows.weight_bytes, LINE):
-        prefetch_at(start + byte)
+    for line in range(start & -LINE, start + rows.weight_bytes, LINE):
+        prefetch_at(line)
     prefetch_at(rows.scale + row * rows.scale_stride)
     prefetch_at(rows.bias + row * rows.bias_stride)
 
 
+@inlined
+def _prefetch_ahead(rows, ids, i, end):
+    if i + AHEAD < end:
+        _prefetch(rows, ids[i + AHEAD])
+
+
 @kernel()
-def _gather(ticket, rows, num_rows, ids, ahead, last, out, streams, has_bad_id):
+def _gather(ticket, rows, num_rows, ids, last, out, streams, has_bad_id):
     width = out.shape[1]
     part = np.empty(GROUP, np.float32)
     for lo, hi in pieces(ticket):
+        for i in range(lo, min(lo + AHEAD, hi)):
+            _prefetch(rows, ids[i])
         for i in range(lo, hi):
-            _prefetch(rows, ids[min(i + ahead, hi - 1)])
+            _prefetch_ahead(rows, ids, i, hi)
             row = ids[i]
             if not is_row(row, num_rows):
                 # Every thread that writes here writes the same value.
@@ -269,6 +274,9 @@ def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_
     width = out.shape[1]
     part, one = np.empty(GROUP, np.float32), np.float32(1)
     for lo, hi in pieces(ticket):
+        final = bounds[hi]
+        for i in range(bounds[lo], min(bounds[lo] + AHEAD, final)):
+            _prefetch(rows, ids[i])
         for bag in range(lo, hi):
             divisor = divisors[bag] if divisors.size else one
             first, end = bounds[bag], bounds[bag + 1]
@@ -277,18 +285,24 @@ def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_
             for column in range(0, wide, 4 * GROUP):
                 a = b = c = d = zeros()
                 for i in range(first, end):
-                    if column == 0 and i + AHEAD < ids.size:
-                        _prefetch(rows, ids[i + AHEAD])
+                    if column == 0:
+                        _prefetch_ahead(rows, ids, i, final)
                     row = ids[i]
                     if not is_row(row, num_rows):
                         # Every thread that writes here writes the same value.
                         has_bad_id[0] = 1
                         continue
-                    factor = weights[i] if weights.size else one
-                    a = a + _decode(rows, row, column) * factor
-                    b = b + _decode(rows, row, column + GROUP) * factor
-                    c = c + _decode(rows, row, column + 2 * GROUP) * factor
-                    d = d + _decode(rows, row, column + 3 * GROUP) * factor
+                    if weights.size:
+                        factor = weights[i]
+                        a = a + _decode(rows, row, column) * factor
+                        b = b + _decode(rows, row, column + GROUP) * factor
+                        c = c + _decode(rows, row, column + 2 * GROUP) * factor
+                        d = d + _decode(rows, row, column + 3 * GROUP) * factor
+                    else:
+                        a = a + _decode(rows, row, column)
+                        b = b + _decode(rows, row, column + GROUP)
+                        c = c + _decode(rows, row, column + 2 * GROUP)
+                        d = d + _decode(rows, row, column + 3 * GROUP)
                 start = bag * width + column
                 store(a / divisor, out, start)
                 store(b / divisor, out, start + GROUP)
@@ -298,8 +312,8 @@ def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_
                 start = min(column, last)
                 total = zeros()
                 for i in range(first, end):
-                    if column == 0 and i + AHEAD < ids.size:
-                        _prefetch(rows, ids[i + AHEAD])
+                    if column == 0:
+                        _prefetch_ahead(rows, ids, i, final)
                     row = ids[i]
                     if not is_row(row, num_rows):
                         has_bad_id[0] = 1

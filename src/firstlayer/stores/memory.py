@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int, Int64
 
-from .._check import changed_ids, check_table
+from .._check import check_table, out_of_range
 from .formats import RowFormat, format_by_name
 from .formats.row_format import BoundTable
 from .row_store import RowStore, checked_mode
@@ -40,9 +40,31 @@ class ArrayStore(RowStore):
         names = self._format.shared_parts
         return {name: self._parts[name] for name in names} or None
 
+    def read(self, ids: Int[np.ndarray, "*batch"] | Any) -> Float[np.ndarray, "*batch d"]:
+        if not _is_int64(ids):
+            return super().read(ids)
+        # The kernels check int64 ids while they read them.
+        table, width = self._open_table(), self._shape[1]
+        out = np.empty((ids.size, width), self.dtype)
+        if not table.gather(ids.ravel(), out):
+            raise out_of_range(ids, self._shape[0])
+        return out.reshape(*ids.shape, width)
+
+    def sum_bags(
+        self,
+        ids: Int64[np.ndarray, " ids"],
+        bounds: Int64[np.ndarray, " bounds"],
+        *,
+        weights: Float[np.ndarray, " ids"] | None = None,
+        divisors: Float[np.ndarray, " bags"] | None = None,
+    ) -> Float[np.ndarray, "bags d"]:
+        if not _is_int64(ids):
+            return super().sum_bags(ids, bounds, weights=weights, divisors=divisors)
+        return self._sum_bags(ids, bounds, weights, divisors)
+
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
         if not self._open_table().gather(ids, out):
-            raise changed_ids(self._shape[0])
+            raise out_of_range(ids, self._shape[0])
 
     def _sum_bags(
         self,
@@ -54,7 +76,7 @@ class ArrayStore(RowStore):
         table = self._open_table()
         sums = table.sum_bags(ids, bounds, weights=weights, divisors=divisors)
         if sums is None:
-            raise changed_ids(self._shape[0])
+            raise out_of_range(ids, self._shape[0])
         return sums
 
     def _open_table(self) -> BoundTable:
@@ -150,3 +172,7 @@ class MemoryStore(ArrayStore):
         store = cls.__new__(cls)
         ArrayStore.__init__(store, parts, width, format_by_name(format), mode)
         return store
+
+
+def _is_int64(ids: Any) -> bool:
+    return type(ids) is np.ndarray and ids.dtype == np.int64

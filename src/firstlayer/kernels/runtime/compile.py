@@ -133,14 +133,23 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, _shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(builder: Any, pointer: Any) -> None:
-    """Prefetch the cache line of an LLVM pointer to bytes."""
+def build_prefetch(builder: Any, pointer: Any, *, level: int = 1) -> None:
+    """Prefetch the cache line of an LLVM pointer to bytes.
+
+    The L1 cache can wait for far fewer lines at a time than the L2 cache, so rows that are
+    a long way ahead are better prefetched into L2.
+
+    Args:
+        builder: LLVM builder.
+        pointer: Pointer into the line.
+        level: First level of cache to fill: 1 or 2.
+    """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
-    # A read (0) of data (1), into every level of cache (3).
-    builder.call(prefetch_, [pointer, I32(0), I32(3), I32(1)])
+    # A read (0) of data (1); LLVM counts levels from the last (0) to the first (3).
+    builder.call(prefetch_, [pointer, I32(0), I32(4 - level), I32(1)])
 
 
 def _shaped_like(value: Any, element: Any) -> Any:

@@ -175,10 +175,10 @@ def _byte_at(typingctx, address):
 
 
 def _prefetch_at(typingctx, address):
-    """Prefetch the cache line of an address, which need not be valid."""
+    """Prefetch the cache line of an address, which need not be valid, into the L2 cache."""
 
     def codegen(context, builder, signature, args):
-        build_prefetch(builder, builder.inttoptr(args[0], BYTE_POINTER))
+        build_prefetch(builder, builder.inttoptr(args[0], BYTE_POINTER), level=2)
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
