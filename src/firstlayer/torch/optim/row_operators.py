@@ -45,6 +45,14 @@ def write_rows(table: Tensor, rows: Rows, values: Tensor) -> None:
         table.index_copy_(0, rows, values.to(table.dtype))
 
 
+def write_number(x: Tensor, rows: Rows, value: int) -> None:
+    """Write one number to rows of a vector, in place."""
+    if isinstance(rows, slice):
+        x[rows] = value
+    else:
+        x.index_fill_(0, rows, value)
+
+
 def sum_by_id(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct ids, ascending, and the sum of the values of each.
 
