@@ -32,6 +32,7 @@ from firstlayer.torch.optim.row_operators import (
     round_to_bfloat16,
     sum_by_id,
     sum_by_id_static,
+    write_rows,
 )
 from firstlayer.torch.optim.table_state import ParameterState
 from tests.support.optim_cases import (
@@ -304,6 +305,26 @@ def test_sums_by_id_equal_index_add(ids):
     rows, sums = sum_by_id(index[valid], values[valid])
     assert rows.tolist() == sorted(set(index[valid].tolist()))
     assert torch.equal(sums, want[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@settings(max_examples=40)
+@given(
+    start=st.integers(0, 9),
+    width=st.integers(1, 17),
+    rest=st.integers(0, 9),
+    is_transposed=st.booleans(),
+)
+def test_written_rows_equal_indexed_assignment(dtype, start, width, rest, is_transposed):
+    shape = 6, start + width + rest
+    wide = torch.arange(math.prod(shape)).view(shape).to(dtype)
+    wide = wide.T.contiguous().T if is_transposed else wide
+    want, ids = wide.clone(), torch.tensor([4, 0, 3])
+    values = -torch.arange(1.0, 3 * width + 1).view(3, width)
+    values[0, 0] = math.nan
+    write_rows(wide[:, start : start + width], ids, values)
+    want[ids, start : start + width] = values.to(dtype)
+    torch.testing.assert_close(wide, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("short_history", [True, False])

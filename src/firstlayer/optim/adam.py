@@ -170,12 +170,36 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
     def move_missed(self, ops: Any, weight: Any, mean: Any, square: Any) -> Any:
         """Return the weight after the missed steps."""
         root = self.root_scale * ops.sqrt(square)
+        total = self.eps + root
         # 2 u − 1
-        z = (self.eps - root) / (self.eps + root)
-        y = ((((self.p11 * z + self.p10) * z + self.p9) * z + self.p8) * z + self.p7) * z
-        y = ((((y + self.p6) * z + self.p5) * z + self.p4) * z + self.p3) * z + self.p2
-        y = (y * z + self.p1) * z + self.p0
-        return self.weight_factor * weight - mean * y / (self.eps + root)
+        z = self.eps - root
+        z /= total
+        # Augmented assignments change arrays in place, which needs less memory traffic.
+        y = self.p11 * z
+        y += self.p10
+        y *= z
+        y += self.p9
+        y *= z
+        y += self.p8
+        y *= z
+        y += self.p7
+        y *= z
+        y += self.p6
+        y *= z
+        y += self.p5
+        y *= z
+        y += self.p4
+        y *= z
+        y += self.p3
+        y *= z
+        y += self.p2
+        y *= z
+        y += self.p1
+        y *= z
+        y += self.p0
+        y *= mean
+        y /= total
+        return self.weight_factor * weight - y
 
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
         mean, square = state

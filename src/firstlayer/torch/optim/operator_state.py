@@ -36,6 +36,7 @@ from .row_operators import (
     read_rows,
     round_to_bfloat16,
     sum_by_id_static,
+    write_number,
     write_rows,
 )
 from .table_state import AttachedState, check_class
@@ -71,18 +72,18 @@ class StepTensors:
     """Numbers of a step on the device of the table, for compiled code.
 
     Args:
-        columns: Coefficients of missed steps, a column for each recorded step.
+        coefficients: Coefficients of missed steps, a row for each recorded step.
         values: Numbers of the step, in the order of the rule.
         steps: ``base_step`` and ``step_count``.
     """
 
-    columns: Tensor
+    coefficients: Tensor
     values: Tensor
     steps: Tensor
 
     def as_list(self) -> list[Tensor]:
         """Return all tensors, as the constructor takes them."""
-        return [self.columns, self.values, self.steps]
+        return [self.coefficients, self.values, self.steps]
 
 
 class OperatorState(AttachedState):
@@ -196,7 +197,7 @@ class OperatorState(AttachedState):
             tensors, rows = self.row_tensors(table), self._as_rows(ids)
             if self.has_stale_weights:
                 self._check(tensors)
-                self._copy_columns()
+                self._copy_coefficients()
                 weight = self._caught_up(tensors, rows)[0].to(tensors.table.dtype)
             else:
                 weight = tensors.table.index_select(0, rows)
@@ -276,7 +277,7 @@ class OperatorState(AttachedState):
                 part = gradient[part].to(self.dtype)
                 new = update_rows(torch, self.rule, values, weight, part, state)
                 self._write(tensors, rows, new, generator)
-                tensors.row_steps[rows] = self.step_count
+                write_number(tensors.row_steps, rows, self.step_count)
             if self.is_caught_up:
                 self._restart(options)
 
@@ -284,7 +285,7 @@ class OperatorState(AttachedState):
         """Return memory for the numbers of a step of static size."""
         count = len(self.missed.step_values)
         return StepTensors(
-            self.columns,
+            self.coefficients,
             torch.zeros(count, dtype=self.dtype, device=self.device),
             torch.zeros(2, dtype=torch.int64, device=self.device),
         )
@@ -301,13 +302,13 @@ class OperatorState(AttachedState):
         """
         with held_interrupts(), self.lock, torch.no_grad():
             self._check(tensors)
-            self._copy_columns()
+            self._copy_coefficients()
             if self._is_replayed is not None:
                 self._catch_up(tensors, self._as_rows(ids))
             steps = torch.tensor([self.base_step, self.step_count], device="cpu")
             self._send(steps, numbers.steps)
-            if numbers.columns is not self.columns:
-                numbers.columns.copy_(self.columns)
+            if numbers.coefficients is not self.coefficients:
+                numbers.coefficients.copy_(self.coefficients)
 
     def begin_step(
         self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, options: Options
@@ -449,7 +450,7 @@ class OperatorState(AttachedState):
             self.base_step = step
         else:
             self.missed.record(values, options, step)
-            self._are_columns_current = False
+            self._are_coefficients_current = False
             if self.rule.moves_without_gradient(options):
                 self._missed_moves = True
         self.step_count = step
@@ -457,54 +458,60 @@ class OperatorState(AttachedState):
 
     def _restart(self, options: Options) -> None:
         self.missed.restart(options, self.step_count)
-        self._are_columns_current = self._missed_moves = False
+        self._are_coefficients_current = self._missed_moves = False
 
     def _catch_up(self, tensors: RowTensors, ids: Tensor | None) -> None:
         """Apply the missed steps to the stale rows among ``ids``, or to all."""
         if self.is_caught_up:
             return
-        self._copy_columns()
+        self._copy_coefficients()
         generator = self._generator(2 * self.step_count)
         row_steps, on_cpu = tensors.row_steps, is_plain_cpu(tensors.row_steps)
         if on_cpu and ids is not None:
-            ids = ids[row_steps[ids] != self.step_count].unique()
+            is_stale = row_steps.index_select(0, ids) != self.step_count
+            ids = ids[is_stale].unique()
         for rows, _ in self._chunks(ids):
             if on_cpu and isinstance(rows, slice):
                 stale = (row_steps[rows] != self.step_count).nonzero().flatten()
                 if not stale.numel():
                     continue
                 rows = stale + rows.start
-            self._write(tensors, rows, self._caught_up(tensors, rows), generator)
-            row_steps[rows] = self.step_count
+            new = self._caught_up(tensors, rows, are_stale=on_cpu)
+            self._write(tensors, rows, new, generator)
+            write_number(row_steps, rows, self.step_count)
         if ids is None:
             self.base_step = self.step_count
 
     def _caught_up(
-        self, tensors: RowTensors, rows: Rows, numbers: StepTensors | None = None
-    ) -> list[Tensor]:
+        self,
+        tensors: RowTensors,
+        rows: Rows,
+        numbers: StepTensors | None = None,
+        *,
+        are_stale: bool = False,
+    ) -> Sequence[Tensor]:
         """Return weight and state of rows after the missed steps.
 
         Args:
             tensors: Table and state.
             rows: Rows to read.
             numbers: Numbers of a step of static size; steps have been replayed.
+            are_stale: Whether all these rows are known to be stale.
         """
         old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
-        if self.rule.lazy or not self.columns.numel():
+        if self.rule.lazy or not self.coefficients.numel():
             return old
         row_steps = read_rows(tensors.row_steps, rows, torch.int64)
-        columns, base, step = self.columns, self.base_step, self.step_count
+        coefficients, base, step = self.coefficients, self.base_step, self.step_count
         if numbers is not None:
-            columns, (base, step) = numbers.columns, numbers.steps.unbind()
+            coefficients, (base, step) = numbers.coefficients, numbers.steps.unbind()
         start, reached = (row_steps - base).clamp(min=0), old
         if numbers is None and self._is_replayed is not None:
             start, reached = self._replayed(start, old)
-        numbers_of_rows = columns.index_select(1, start).to(self.dtype)
-        # Arithmetic on denormals is slow.
-        numbers_of_rows = torch.where(numbers_of_rows.abs() < TINY, 0.0, numbers_of_rows)
-        kind = self.missed.kind(*numbers_of_rows.unsqueeze(-1).unbind())
+        columns = coefficients.index_select(0, start)[..., None].unbind(1)
+        new = self.missed.kind(*columns).catch_up(torch, *reached)
         # Rows that are up to date keep their values bit for bit.
-        return _where(row_steps != step, kind.catch_up(torch, *reached), old)
+        return new if are_stale else _where(row_steps != step, new, old)
 
     def _replayed(
         self, start: Tensor, old: Sequence[Tensor]
@@ -576,32 +583,30 @@ class OperatorState(AttachedState):
 
     def _bind_missed(self) -> None:
         """Provide memory for the coefficients on the device."""
-        self.columns = torch.from_numpy(self.missed.all_coefficients)
-        if self.device.type != "cpu":
-            # MPS has no float64.
-            dtype = torch.float32 if self.device.type == "mps" else torch.float64
-            self.columns = torch.empty(
-                *self.missed.all_coefficients.shape, dtype=dtype, device=self.device
-            )
-        self._are_columns_current = False
+        #: Coefficients of missed steps in the compute dtype, a row for each recorded step.
+        #: Those of a table's row are adjacent in memory.
+        self.coefficients = torch.empty(
+            self.missed.all_coefficients.shape[::-1], dtype=self.dtype, device=self.device
+        )
+        self._are_coefficients_current = False
         #: For each recorded step, whether rows at it replay a step; None if none does.
         self._is_replayed: Tensor | None = None
 
-    def _copy_columns(self) -> None:
+    def _copy_coefficients(self) -> None:
         """Copy the coefficients to the device, if they have changed."""
-        if self._are_columns_current or not self.columns.numel():
+        if self._are_coefficients_current or not self.coefficients.numel():
             return
-        count = self.missed.count + 1
-        if self.device.type != "cpu":
-            columns = torch.from_numpy(self.missed.coefficients.copy())
-            self._send(columns.to(self.columns.dtype), self.columns[:, :count])
+        recorded = self.missed.coefficients
+        host = recorded.T.astype(dtype_name(self.dtype))
+        # Arithmetic on denormals is slow.
+        host[np.abs(host) < TINY] = 0.0
+        self._send(torch.from_numpy(host), self.coefficients[: len(host)])
         self._is_replayed = None
         if self.missed.replays:
-            kind = self.missed.kind(*self.missed.coefficients)
-            is_replayed = np.logical_not(kind.is_accurate(np))
+            is_replayed = np.logical_not(self.missed.kind(*recorded).is_accurate(np))
             if is_replayed.any():
                 self._is_replayed = torch.from_numpy(is_replayed).to(self.device)
-        self._are_columns_current = True
+        self._are_coefficients_current = True
 
     def _send(self, host: Tensor, to: Tensor) -> None:
         """Copy a tensor from the host without waiting for the device."""

@@ -8,10 +8,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import embedding_bag
+
+from .._tensors.memory import is_plain_cpu
 
 #: Rows by number, or a range of rows.
 Rows = Tensor | slice
+
+# On the CPU index_copy_ copies element by element, so large elements are copied faster.
+WORD = torch.complex128
 
 
 class Groups(NamedTuple):
@@ -41,8 +47,19 @@ def write_rows(table: Tensor, rows: Rows, values: Tensor) -> None:
     """
     if isinstance(rows, slice):
         table[rows].copy_(values)
+        return
+    values = values.to(table.dtype)
+    if not is_compiling() and _is_made_of_words(table) and _is_made_of_words(values):
+        table, values = table.view(WORD), values.view(WORD)
+    table.index_copy_(0, rows, values)
+
+
+def write_number(x: Tensor, rows: Rows, value: int) -> None:
+    """Write one number to rows of a vector, in place."""
+    if isinstance(rows, slice):
+        x[rows] = value
     else:
-        table.index_copy_(0, rows, values.to(table.dtype))
+        x.index_fill_(0, rows, value)
 
 
 def sum_by_id(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +120,15 @@ def round_to_bfloat16(x: Tensor, generator: torch.Generator | None = None) -> Te
     # Adding to the bits of a number that is not finite could change it into another.
     bits = (x.view(torch.int32) + noise) & -(1 << 16)
     return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
+
+
+def _is_made_of_words(x: Tensor) -> bool:
+    """Return whether rows on the CPU can be viewed as vectors of :data:`WORD`."""
+    if not is_plain_cpu(x) or x.stride(-1) != 1:
+        return False
+    sizes = x.shape[-1], x.stride(0), x.storage_offset()
+    is_divisible = all(n * x.itemsize % WORD.itemsize == 0 for n in sizes)
+    return is_divisible and x.data_ptr() % WORD.itemsize == 0
 
 
 def _is_first(ordered: Tensor) -> Tensor:
