@@ -1,8 +1,8 @@
 """Tables in POSIX shared memory: one copy for all processes of a user on one computer.
 
 A table has a name, a segment of shared memory and two lock files. A process that uses the
-table has opened the first lock file itself and holds it shared (``flock``). Whoever gets it
-exclusively is alone:
+table has opened the first lock file itself and holds it shared (``flock``). A process that
+gets it exclusively is alone:
 
 - Opening: a process that is alone removes what a killed process left, creates the segment,
   fills it, and keeps the lock shared. Another process waits until the lock can be shared,

@@ -1,4 +1,4 @@
-"""What the quantized formats share: their kernels."""
+"""Kernels of the quantized formats."""
 
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -222,7 +222,7 @@ class ParameterState(TableState, AttachedState):
     def step_in_background(
         self, ids: np.ndarray | None, gradient: np.ndarray, *, options: Options
     ) -> None:
-        """Take a step on the worker thread. Whoever reads the table next waits for it.
+        """Take a step on the worker thread; the next read of the table waits for it.
 
         Args:
             ids: As in :meth:`firstlayer.optim.table_state.TableState.step`.
@@ -302,8 +302,8 @@ class ParameterState(TableState, AttachedState):
     def defer_catch_up(self, ids: np.ndarray) -> None:
         """Catch up rows that were read from a copy later, but before the next step.
 
-        Another thread may call :meth:`catch_up_deferred` in the meantime. Whoever reads the
-        rows from the table first catches them up, and the result is the same.
+        Another thread may call :meth:`catch_up_deferred` in the meantime. The first
+        read of the rows from the table catches them up, and the result is the same.
         """
         self.deferred_ids.append(ids)
 
