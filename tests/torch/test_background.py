@@ -1,6 +1,8 @@
 """Steps that a worker takes while the model computes."""
 
 import copy
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -134,7 +136,32 @@ def test_an_error_of_the_worker_is_raised_by_the_next_read(monkeypatch):
         optimizer.step()
         with pytest.raises(MemoryError, match="no memory for the step"):
             layer(torch.tensor([3]))
-    layer(torch.tensor([3]))
+    assert optimizer.state[layer.weight]["step"].item() == 6
+    # The step can be taken again.
+    optimizer.step()
+    reference, other = trained(False)
+    reference(torch.tensor([3])).sum().backward()
+    other.step()
+    assert torch.equal(layer.weight.detach(), reference.weight.detach())
+
+
+def test_an_interrupt_of_a_waiting_read_does_not_forget_the_step():
+    layer, optimizer = trained(True)
+    optimizer.zero_grad()
+    layer(torch.tensor([3])).square().sum().backward()
+    blocked = Blocked()
+    optimizer.step()
+    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        layer(torch.tensor([3]))
+    blocked.release_soon()
+    got = layer(torch.tensor([3]))
+    reference, other = trained(False)
+    other.zero_grad()
+    reference(torch.tensor([3])).square().sum().backward()
+    other.step()
+    assert torch.equal(got, reference(torch.tensor([3])))
 
 
 def test_a_learning_rate_in_a_tensor_is_that_of_the_step():

@@ -250,9 +250,15 @@ class ParameterState(TableState, AttachedState):
     def finish_step(self) -> None:
         """Wait for a step that the worker takes, and raise its error, if any."""
         running = self._running
-        if running is not None and not is_worker():
-            self._running = None
-            running.result()
+        if running is None or is_worker():
+            return
+        # Interrupted while it waits, the step is still running.
+        error = running.exception()
+        self._running = None
+        if error is not None:
+            # The step was published when it was submitted.
+            self.on_restored()
+            raise error
 
     def is_published(self, state: dict[str, Any]) -> bool:
         self.finish_step()
@@ -288,7 +294,7 @@ class ParameterState(TableState, AttachedState):
             self.averages, self.deferred_ids = other.averages, other.deferred_ids
 
     def on_restored(self) -> None:
-        """Publish the number of steps again after a store has returned to a commit."""
+        """Publish the number of steps again, which is smaller than it was."""
         if self._step_tensor is not None:
             self._step_tensor.fill_(self.step_count)
 
