@@ -269,6 +269,18 @@ def test_other_optimizers_are_refused(tmp_path):
         other.step()
 
 
+def test_a_table_on_disk_has_no_compiled_step(tmp_path):
+    with create(tmp_path / "a") as store:
+        layer = Embedding.from_store(store)
+        optimizer = RowSGD(layer.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="cannot be trained in compiled code"):
+            optimizer.row_step(layer.weight)
+        # The refusal leaves the optimizer usable.
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        np.testing.assert_allclose(store.array[1], table()[1] - 0.1, rtol=1e-6)
+
+
 def test_bfloat16_table_is_trained(tmp_path):
     with create(tmp_path / "a", "bfloat16") as store:
         layer = Embedding.from_store(store)

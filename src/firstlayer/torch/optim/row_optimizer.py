@@ -257,16 +257,16 @@ class RowOptimizer(torch.optim.Optimizer):
             stays valid when a state is loaded.
         """
         group = self._group_of(parameter)
-        known = self._row_steps.get(parameter)
-        if known is None:
-            # Decides that the state is an OperatorState.
-            self._row_steps[parameter] = known = RowStep.__new__(RowStep)
-        state: Any = self._table_state(parameter, group)
+        state: Any = self._table_state(parameter, group, by_operators=True)
         with held_interrupts():
             self._adopt(state)
             state.group, state.published = group, self.state[parameter]
             state.publish(state.published)
-        RowStep.__init__(known, parameter, state)
+        known = self._row_steps.get(parameter)
+        if known is None:
+            known = self._row_steps[parameter] = RowStep(parameter, state)
+        else:
+            known.bind(state)
         # Learning rate schedulers warn if no step was taken, and do not see these steps.
         self._opt_called = True
         return known
@@ -390,16 +390,26 @@ class RowOptimizer(torch.optim.Optimizer):
         if row is not None:
             raise RuntimeError(stale_row_message(row))
 
-    def _table_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
+    def _table_state(
+        self, parameter: Tensor, group: dict[str, Any], *, by_operators: bool = False
+    ) -> State:
         """Return the state of a table, a new one at the table's first sparse gradient.
 
         A new state takes effect in :meth:`_adopt`.
+
+        Args:
+            parameter: Table.
+            group: Parameter group of the table.
+            by_operators: Whether operators update the table from now on, and not kernels.
         """
+        by_operators = by_operators or parameter in self._row_steps
         store = store_of(parameter)
         if store is not None:
+            if by_operators:
+                raise TypeError("a table on disk cannot be trained in compiled code")
             return self._stored_state(parameter, group, store)
         known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
-        by_kernels = parameter not in self._row_steps and trains_by_kernels(parameter)
+        by_kernels = not by_operators and trains_by_kernels(parameter)
         if known is not None:
             if not known.is_published(saved):
                 # The state was replaced; missed steps belong to the old one.
@@ -449,8 +459,6 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> ParameterState:
         """Return the state of a table on disk, which continues from its store."""
         known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
-        if parameter in self._row_steps:
-            raise TypeError("a table on disk cannot be trained in compiled code")
         rule = self._new_rule(group)
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
