@@ -40,7 +40,7 @@ def names():
     return sorted(
         name
         for name, home in kernels._HOME.items()
-        if not home.startswith(("runtime.", "optim.", "skipgram"))
+        if not home.startswith(("runtime.", "neighbor_map", "optim.", "skipgram"))
     )
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .mapped_rows import request_rows as request_rows
     from .mapped_rows import rows_missing as rows_missing
     from .mapped_rows import write_rows_at as write_rows_at
+    from .neighbor_map import move_points as move_points
+    from .neighbor_map import nearest_in as nearest_in
     from .optim.drivers import average_rows as average_rows
     from .optim.drivers import catch_up_rows as catch_up_rows
     from .optim.drivers import update_rows as update_rows
@@ -62,6 +64,7 @@ _NAMES = {
         "rows_missing",
         "write_rows_at",
     ),
+    "neighbor_map": ("move_points", "nearest_in"),
     "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
     "phases": ("digit_phases", "sinusoid_features"),
@@ -82,7 +85,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _HOME[name]
     if not module.startswith("runtime.") and not has_compiler():
-        if module.startswith(("optim.", "skipgram")):
+        if module.startswith(("neighbor_map", "optim.", "skipgram")):
             require_compiler(name)
         module = "plain"
     value = getattr(importlib.import_module(f".{module}", __name__), name)
