@@ -41,6 +41,7 @@ TINY = Setting(
     steps=40,
     rate=1e-2,
     stretches=(1.0, 1.5, 3.0),
+    seeds=1,
     windows=8,
     targets=5,
     seed=3,
@@ -394,23 +395,34 @@ def test_the_benchmark_reports_claims_that_do_not_hold(changed, broken):
 
 
 def test_compare_returns_a_result_per_scheme_and_reports_every_step():
-    calls, setting = [], dataclasses.replace(TINY, steps=2)
+    calls, setting = [], dataclasses.replace(TINY, steps=2, seeds=2)
     found = compare(
         TEXT, ["alibi", "none"], setting=setting, progress=lambda *step: calls.append(step)
     )
     assert [step[:3] for step in calls] == [
-        ("alibi", 1, 2),
-        ("alibi", 2, 2),
-        ("none", 1, 2),
-        ("none", 2, 2),
+        (scheme, step, 4) for scheme in ("alibi", "none") for step in (1, 2, 3, 4)
     ]
     assert [loss for *_, loss in calls[:2]] == list(found.trained[0].training)
     assert [curve.name for curve in found.curves] == ["alibi", "none"]
     losses = {curve.losses[0]: curve for curve in found.curves}
-    assert found.best_at(16) is losses[min(losses, key=float)]  # pyright: ignore
+    assert found.ranking(16)[0] is losses[min(losses, key=float)]  # pyright: ignore
     plain = found.as_dict()
     assert plain["trained"][0]["curves"][0]["losses"] == found.curves[0].losses
     assert plain["bytes"] == len(TEXT) and plain["setting"]["width"] == 16
+
+
+def test_a_scheme_is_averaged_over_models_with_consecutive_seeds():
+    setting = dataclasses.replace(TINY, steps=2, seeds=2, seed=7)
+    (both,) = compare(TEXT, ["rotary"], setting=setting).trained
+    single = [
+        compare(TEXT, ["rotary"], setting=dataclasses.replace(setting, seeds=1, seed=seed))
+        for seed in (7, 8)
+    ]
+    for i, curve in enumerate(both.curves):
+        one, other = (np.array(study.curves[i].losses) for study in single)
+        np.testing.assert_allclose(curve.losses, (one + other) / 2, rtol=1e-12)
+        np.testing.assert_allclose(curve.spreads, abs(one - other) / 2**0.5, atol=1e-12)
+    assert both.training == single[0].trained[0].training
 
 
 def test_the_rise_of_a_curve_is_last_minus_first():

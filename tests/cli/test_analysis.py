@@ -20,7 +20,7 @@ from firstlayer.files.safetensors import write
 
 COMMANDS = {"bench": bench, "memory": memory, "positions": positions}
 TINY = ["--layers=1", "--width=16", "--heads=2", "--length=16", "--batch=4", "--steps=3"]
-TINY += ["--stretch=2", "--stretch=1"]
+TINY += ["--stretch=2", "--stretch=1", "--seeds=1"]
 BENCH = ["bench", "--rows=20", "--batch=2", "--width=4", "--length=3", "--rounds=1"]
 MEMORY = ["memory", "100x8", "--tokens=10", "--optimizer=sgd", "--optimizer=row-adamw"]
 
@@ -271,8 +271,10 @@ def test_positions_compares_schemes_on_a_file(text, tmp_path):
         "rotary + yarn",
         "alibi",
     ]
-    assert lines[-2].startswith("best at 16: ") and lines[-1].startswith("best at 32: ")
-    assert "2 schemes, each 3 steps of 4 × 16 bytes" in done.stderr
+    assert lines[-3].startswith("At 16 bytes (the training length) the lowest loss is ")
+    assert lines[-2].startswith("At 32 bytes (2× the training length) the lowest loss is ")
+    assert lines[-1] == "One seed says nothing about chance; compare several."
+    assert "2 schemes, each 1 × 3 steps of 4 × 16 bytes" in done.stderr
     page = path.read_text()
     assert page.startswith("<!doctype html>") and "rotary + yarn" in page
 

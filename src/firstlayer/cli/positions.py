@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 QUICK_SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "kerple")
 EXAMPLES = """
-firstlayer positions --quick    on Python's own source, in a minute
+firstlayer positions --quick    on Python's own source, in two minutes
 firstlayer positions book.txt --plot report.html
 firstlayer positions *.md --scheme rotary --scheme alibi --length 256
 cat logs | firstlayer positions - --quick --json
@@ -31,7 +31,7 @@ Count = click.IntRange(min=1)
     multiple=True,
     help="Scheme; may be repeated.  [default: all]",
 )
-@click.option("--quick", is_flag=True, help="Smaller model, six schemes, one minute.")
+@click.option("--quick", is_flag=True, help="Smaller model, six schemes, two seeds.")
 @click.option("--length", type=Count, help="Training length in bytes.  [default: 128]")
 @click.option("--steps", type=Count, help="Training steps.  [default: 600]")
 @click.option("--layers", type=Count, help="Number of layers.  [default: 3]")
@@ -45,6 +45,7 @@ Count = click.IntRange(min=1)
     multiple=True,
     help="Test at this multiple of the length; may be repeated.  [default: 1 to 8]",
 )
+@click.option("--seeds", type=Count, help="Models per scheme.  [default: 3]")
 @seed_option
 @picture_option(*FORMATS, "html")
 @force_option
@@ -60,12 +61,12 @@ def command(
 ) -> None:
     """Compare position schemes on your text, read as bytes.
 
-    Trains one small causal transformer per scheme on short pieces of FILES (- is standard
-    input; the default is the source of Python's standard library) and tests it on the same
-    bytes with longer and longer context. Prints the loss in nats per byte at each length; a
-    scheme that extrapolates keeps its loss. Rotary is also tested with position
-    interpolation (linear), NTK and YaRN, and learned positions with a resized table, all
-    without retraining. Ctrl-C prints the schemes completed so far.
+    Trains a few small causal transformers per scheme on short pieces of FILES (- is
+    standard input; the default is the source of Python's standard library) and tests them
+    on the same bytes with longer and longer context. Prints the average loss in nats per
+    byte at each length; a scheme that extrapolates keeps its loss. Rotary is also tested
+    with position interpolation (linear), NTK and YaRN, and learned positions with a resized
+    table, all without retraining. Ctrl-C prints the schemes completed so far.
     """
     format = checked_picture(picture, force=force, formats=(*FORMATS, "html"))
     setting = _setting(quick, sizes)
@@ -112,8 +113,8 @@ def _text(files: tuple[str, ...]) -> bytes:
 
 def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
     return (
-        f"{len(schemes)} schemes, each {setting.steps} steps of {setting.batch} × "
-        f"{setting.length} bytes out of {size:,}, tested up to {max(setting.lengths)}"
+        f"{len(schemes)} schemes, each {setting.seeds} × {setting.steps} steps of "
+        f"{setting.batch} × {setting.length} bytes out of {size:,}, tested up to {max(setting.lengths)}"
     )
 
 
@@ -159,13 +160,4 @@ def _lines(found: "Study") -> list[str]:
         for curve in found.curves
     ]
     lines = columns(rows, head=["scheme", *head, "rise"])
-    return [*lines, "", *_best(found)]
-
-
-def _best(found: "Study") -> list[str]:
-    lines = []
-    for length in dict.fromkeys((found.setting.lengths[0], found.setting.lengths[-1])):
-        best = found.best_at(length)
-        if best is not None:
-            lines.append(f"best at {length}: {best.name}, {best.at(length):.3f}")
-    return lines
+    return [*lines, "", *found.conclusion()]

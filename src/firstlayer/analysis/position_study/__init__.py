@@ -1,6 +1,6 @@
 """Compare position schemes: one small transformer each, tested beyond its training length.
 
-Every scheme gets the same text, model, seed and steps at a short length. All models then
+Every scheme gets the same text, model, seeds and steps at a short length. All models then
 predict the same held-out bytes, with more and more text in front of them. Only the context
 grows, so losses at different lengths are comparable. The loss of a scheme that extrapolates
 falls or stays (ALiBi, https://arxiv.org/abs/2108.12409); that of others rises, soon
@@ -15,6 +15,7 @@ per byte; guessing uniformly gives ln 256 = 5.55.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..._check import one_of
 from ...word_vectors.text import standard_library
@@ -28,6 +29,7 @@ from .results import Progress as Progress
 from .results import Setting as Setting
 from .results import Study as Study
 from .results import Trained as Trained
+from .results import mean_curve
 
 
 def python_source() -> bytes:
@@ -51,7 +53,7 @@ def compare(
     Args:
         text: Text to learn from; a megabyte or more gives meaningful results.
         schemes: Some of :data:`SCHEMES`.
-        setting: Size and length of the training; :data:`QUICK` takes a minute.
+        setting: Size and length of the training; :data:`QUICK` takes two minutes.
         progress: Called after every step.
     """
     setting = setting or Setting()
@@ -77,4 +79,28 @@ def measure(
         raise ImportError(
             "comparing position schemes needs PyTorch: pip install firstlayer[torch]"
         ) from error
-    return train(learn, held_out, scheme=scheme, setting=setting, progress=progress)
+    models = [
+        train(
+            learn,
+            held_out,
+            scheme=scheme,
+            setting=replace(setting, seed=setting.seed + run),
+            progress=progress and _of_all(progress, run, setting),
+        )
+        for run in range(setting.seeds)
+    ]
+    curves = zip(*(model.curves for model in models), strict=True)
+    return replace(
+        models[0],
+        seconds=sum(model.seconds for model in models),
+        curves=tuple(mean_curve(each) for each in curves),
+    )
+
+
+def _of_all(progress: Progress, run: int, setting: Setting) -> Progress:
+    """Return a report of one model's steps that counts the steps of all models."""
+
+    def report(scheme: str, step: int, of: int, loss: float) -> None:
+        progress(scheme, run * of + step, setting.seeds * of, loss)
+
+    return report
