@@ -419,9 +419,10 @@ def test_a_scheme_is_averaged_over_models_with_consecutive_seeds():
         for seed in (7, 8)
     ]
     for i, curve in enumerate(both.curves):
-        one, other = (np.array(study.curves[i].losses) for study in single)
-        np.testing.assert_allclose(curve.losses, (one + other) / 2, rtol=1e-12)
-        np.testing.assert_allclose(curve.spreads, abs(one - other) / 2**0.5, atol=1e-12)
+        one, other = (np.array(study.curves[i].losses, float) for study in single)
+        mean, spread = np.array(curve.losses, float), np.array(curve.spreads, float)
+        np.testing.assert_allclose(mean, (one + other) / 2, rtol=1e-12)
+        np.testing.assert_allclose(spread, abs(one - other) / 2**0.5, atol=1e-12)
     assert both.training == single[0].trained[0].training
 
 

@@ -76,7 +76,7 @@ def html(study: Study) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>Position schemes compared</title>
-<style>{STYLE}{_colors()}</style>
+<style>{STYLE}{_colors(study)}</style>
 </head>
 <body>
 <h1>Position schemes compared</h1>
@@ -169,10 +169,11 @@ def number(loss: float | None, form: str = ".3f") -> str:
     return "–" if loss is None else format(loss, form)
 
 
-def _colors() -> str:
+def _colors(study: Study) -> str:
     """Return the rules that give the lines of each scheme its color in both themes."""
     rules = []
-    for scheme, light in COLOURS.items():
+    for scheme in dict.fromkeys(trained.scheme for trained in study.trained):
+        light = COLOURS[scheme]
         color = f"light-dark({light}, {DARK.get(light, light)})"
         rules.append(
             f".{scheme} {{ stroke: {color} }} .{scheme} circle {{ fill: {color} }}"

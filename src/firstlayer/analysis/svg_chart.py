@@ -121,7 +121,7 @@ def nice_range(low: float, high: float) -> tuple[float, float, float]:
         >>> nice_range(1.93, 3.4)
         (1.5, 3.5, 0.5)
         >>> nice_range(0.0, 0.0)
-        (-1.0, 1.0, 1.0)
+        (-1.0, 1.0, 0.5)
     """
     if high - low < 1e-12:
         low, high = low - 1, high + 1
