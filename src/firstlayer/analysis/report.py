@@ -84,9 +84,9 @@ def html(study: Study) -> str:
 <p>{escape(_models(study))} was trained on sequences of {setting.length} bytes. The table
 shows the loss in nats per byte when it predicts the same held-out bytes with a longer and
 longer context{_averaged(study)}. A scheme that works beyond its training length keeps its
-loss. The last column is the rise from the first length to the last. The lowest loss at each length is
-bold. A name with a plus is the model above it, extended to each length without further
-training.</p>
+loss. The last column is the rise from the first length to the last. The lowest loss at each
+length is bold. A name with a plus is the model above it, extended to each length without
+further training.</p>
 <div class="wide" tabindex="0">
 <table>
 <thead><tr><th scope="col">scheme</th>{head}<th scope="col">rise</th></tr></thead>
