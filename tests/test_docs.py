@@ -1,6 +1,9 @@
 """The code blocks of the README and the docs run, and design.md agrees with the source."""
 
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,20 +12,45 @@ from tests.support.run_alone import run_alone
 from tests.test_public_names import NAMES
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the Python code blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the Python code blocks of a page, also those inside of tabs.
+
+    A block of another language, or one that begins with ``text``, is not run.
+    """
+    found = re.findall(
+        r"^( *)```python\n(.*?)^\1```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return [textwrap.dedent(code) for _, code in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks_run(page, tmp_path):
-    # In a process of their own: blocks of the README change the libraries they import.
-    parts = [blocks(page)] if page.name != "README.md" else [[b] for b in blocks(page)]
-    for part in parts:
-        run_alone(*part, folder=tmp_path)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for i, code in enumerate(blocks(page)):
+        exec(compile(code, f"{page.name}, block {i + 1}", "exec"), names)
+
+
+def test_code_blocks_of_the_readme_run(tmp_path):
+    # In a process of their own, because install() changes torch.
+    run_alone(*blocks(ROOT / "README.md"), folder=tmp_path)
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    # Dead links and unknown names of the reference are warnings.
+    for part in ("docs", "src", "zensical.toml"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {str(p.relative_to(tmp_path / "site")) for p in tmp_path.glob("site/**/*.html")}
+    for page in PAGES:
+        name = page.relative_to(ROOT / "docs").with_suffix("")
+        expected = "index.html" if name.name == "index" else f"{name}/index.html"
+        assert expected in pages
 
 
 def test_readme_has_code_blocks():
