@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -40,6 +41,13 @@ def mesh_of(kind: AxisType, sizes: tuple[int, ...] = (4, 2)) -> Any:
 
 def on(mesh: Any, x: Any, *spec: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def program_text(function: Callable[..., Any], *args: Any) -> str:
+    """Return the text of a compiled program, with the shapes of arrays on one device."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    return text
 
 
 def collectives(text: str) -> list[str]:
@@ -95,14 +103,16 @@ def compare(plain: Any, layer: Any, *args: Any, call: Any, place: Any) -> Any:
     return got
 
 
-def check_lookup(kind: AxisType, spec: P, rows: int) -> None:
+def check_lookup(kind: AxisType, spec: P, rows: int, axis: str = "data") -> None:
     mesh = mesh_of(kind)
     options = {"padding_idx": 2, "max_norm": 1.5, "scale_grad_by_freq": True}
     plain = Embedding(rows, 6, **options, key=KEY)
     layer = Embedding(rows, 6, **options, key=KEY, sharding=NamedSharding(mesh, spec))
     assert layer.num_embeddings == rows
     # The same numbers on every mesh, and rows of zeros after them.
-    np.testing.assert_allclose(own_rows(layer.weight, plain.weight), plain.weight, rtol=1e-6)
+    np.testing.assert_allclose(
+        own_rows(layer.weight, plain.weight), plain.weight, rtol=1e-6
+    )
     assert not np.asarray(layer.weight)[rows:].any()
     assert layer.weight.sharding == layer.sharding
     ids = np.where(IDS == 5, rows, IDS)
@@ -112,7 +122,7 @@ def check_lookup(kind: AxisType, spec: P, rows: int) -> None:
         layer,
         ids,
         call=lambda layer, ids: layer(ids),
-        place=lambda x: on(mesh, x, "data"),
+        place=lambda x: on(mesh, x, axis),
     )
     is_nan = np.isnan(np.asarray(got)).all(-1)
     np.testing.assert_array_equal(is_nan, (ids < 0) | (ids >= rows))
@@ -132,12 +142,10 @@ def check_collectives(kind: AxisType) -> None:
         def loss(layer: Any, ids: Any) -> Any:
             return (call(layer, ids) ** 2).sum()
 
-        gradient = jax.jit(jax.grad(loss)).lower(layer, ids).compile()
-        assert largest_array(gradient.as_text()) < 4001 * 16 / 2
-        assert gradient(layer, ids).weight.sharding.is_equivalent_to(layer.sharding, 2)
-        compiled = jax.jit(call).lower(layer, ids).compile()
-        assert largest_array(compiled.as_text()) < 4001 * 16 / 2
-        return compiled.as_text(), compiled(layer, ids)
+        assert largest_array(program_text(jax.grad(loss), layer, ids)) < 4001 * 16 / 2
+        text = program_text(call, layer, ids)
+        assert largest_array(text) < 4001 * 16 / 2
+        return text, jax.jit(call)(layer, ids)
 
     text, out = program(on(mesh, IDS, "data"), P("data", None, None))
     assert collectives(text) == ["all-reduce"]
@@ -175,20 +183,18 @@ def check_bags(kind: AxisType, mode: str) -> None:
     if mode != "max":
         # Bags travel, not rows.
         long = on(mesh, np.tile(IDS, (1, 50)))
-        text = jax.jit(lambda layer, ids: layer(ids)).lower(layer, long).compile().as_text()
+        text = program_text(lambda layer, ids: layer(ids), layer, long)
         assert collectives(text) == ["all-reduce"]
         (line,) = (line for line in text.splitlines() if " all-reduce" in line)
         assert "f32[8,6]" in line
 
 
-def check_layers(kind: AxisType) -> None:
-    """The tied head, the complete layer and layers with hashed rows."""
+def check_logits(kind: AxisType) -> None:
     mesh = mesh_of(kind)
-    place = NamedSharding(mesh, ROWS)
+    x = RNG.standard_normal((4, 6)).astype(np.float32)
     for rows in (17, 16):
         plain = Embedding(rows, 6, key=KEY)
-        layer = Embedding(rows, 6, key=KEY, sharding=place)
-        x = RNG.standard_normal((4, 6)).astype(np.float32)
+        layer = Embedding(rows, 6, key=KEY, sharding=NamedSharding(mesh, ROWS))
         got = compare(
             plain,
             layer,
@@ -199,22 +205,45 @@ def check_layers(kind: AxisType) -> None:
         if kind is EXPLICIT:
             spec = P("data", "rows" if rows == 16 else None)
             assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-    options = {"max_positions": 9, "segments": 2, "layer_norm": True, "padding_idx": -1}
-    pairs = [
-        (partial(EmbeddingLayer, 17, 6, **options, dropout=0.0), IDS),
-        (partial(layers.HashedEmbedding, 17, 6, hashes=2, importance_rows=5), IDS),
-        (partial(layers.QuotientRemainderEmbedding, 100, 6), IDS * 3),
-        (partial(layers.NgramEmbedding, SaltedNgram(rows=30), 6, combine="sum"), IDS),
-    ]
-    for build, ids in pairs:
-        plain, layer = build(key=KEY), build(key=KEY, sharding=place)
-        compare(
-            plain,
-            layer,
-            ids,
-            call=lambda layer, ids: layer(ids),
-            place=lambda x: on(mesh, x) if kind is EXPLICIT else on(mesh, x, "data"),
-        )
+
+
+def check_layer(kind: AxisType, build: Any) -> None:
+    """Layers that have a table as a part."""
+    mesh = mesh_of(kind)
+    compare(
+        build(key=KEY),
+        build(key=KEY, sharding=NamedSharding(mesh, ROWS)),
+        IDS,
+        call=lambda layer, ids: layer(ids),
+        place=lambda x: on(mesh, x, "data"),
+    )
+
+
+def check_half_precision() -> None:
+    """Lookups, the tied head and a step of an optimizer in bfloat16."""
+    mesh, call = mesh_of(AUTO), lambda layer, ids: layer.logits(layer(ids))
+    place = NamedSharding(mesh, ROWS)
+    plain = Embedding(17, 6, dtype="bfloat16", key=KEY)
+    layer = plain.with_sharding(place)
+    (want, want_gradients), (got, gradients) = (
+        run(table, IDS, call=call) for table in (plain, layer)
+    )
+    assert got.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want)
+    for one, other in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True
+    ):
+        scale = np.abs(np.asarray(other, np.float32)).max()
+        error = np.asarray(own_rows(one, other), np.float32) - np.asarray(other, np.float32)
+        assert np.abs(error).max() < 0.02 * scale
+    rule = optim.RowWiseAdagrad(0.1)
+    tables = []
+    for table in (plain, layer):
+        model, state = rule.init(table)
+        rows = rule.gather(model, state, jnp.asarray(IDS))
+        ones = eqx.filter(jax.tree.map(jnp.ones_like, rows), eqx.is_inexact_array)
+        tables.append(rule.flush(*rule.update(ones, state, rows)).parameters()["weight"])
+    np.testing.assert_array_equal(*tables)
 
 
 def check_changes(kind: AxisType) -> None:
@@ -249,14 +278,9 @@ def check_changes(kind: AxisType) -> None:
     with tempfile.TemporaryDirectory() as folder:
         layers.save(f"{folder}/a.safetensors", layer)
         assert eqx.tree_equal(layers.load(f"{folder}/a.safetensors"), plain)
-    whole = EmbeddingLayer(17, 8, position=None, key=KEY, sharding=place)
     one = EmbeddingLayer(17, 8, position=None, key=KEY)
+    whole = eqx.tree_at(lambda one: one.token, one, one.token.with_sharding(place))
     np.testing.assert_array_equal(whole.quantized()(IDS), one.quantized()(IDS))
-    half = Embedding(17, 6, dtype="bfloat16", key=KEY, sharding=place)
-    np.testing.assert_array_equal(
-        half([16, 0]), Embedding(17, 6, dtype="bfloat16", key=KEY)([16, 0])
-    )
-    assert half([16]).dtype == jnp.bfloat16
 
 
 def check_errors() -> None:
@@ -264,7 +288,7 @@ def check_errors() -> None:
     with pytest.raises(ValueError, match=r"multiple of the 2 shards of the columns, got 7"):
         Embedding(8, 7, key=KEY, sharding=NamedSharding(mesh, P("rows", "data")))
     with pytest.raises(TypeError, match=r"must be a NamedSharding, got P"):
-        Embedding(8, 6, key=KEY, sharding=ROWS)
+        Embedding(8, 6, key=KEY, sharding=cast(Any, ROWS))
     with pytest.raises(ValueError, match=r"sharding must be that of a table, got P"):
         Embedding(8, 6, key=KEY, sharding=NamedSharding(mesh, P("rows", None, "data")))
     with pytest.raises(ValueError, match=r"key must be given to draw parameters, got None"):
@@ -272,33 +296,30 @@ def check_errors() -> None:
 
 
 class Model(eqx.Module):
-    """A bag and a lookup that share one table, with padding, and a head."""
+    """A table with padding, and a head."""
 
     embed: Embedding
-    bag: EmbeddingBag
     head: Any
 
     @classmethod
     def of(cls, sharding: Any) -> Any:
         embed = Embedding(17, 6, padding_idx=2, key=KEY, sharding=sharding)
-        bag = EmbeddingBag(17, 6, mode="sum", key=KEY, sharding=sharding)
-        bag = eqx.tree_at(lambda bag: bag.weight, bag, embed.weight)
         head = jnp.linspace(-1.0, 1.0, 6)
         if sharding is not None:
             head = jax.device_put(head, NamedSharding(sharding.mesh, P()))
-        return cls(embed, bag, head)
+        return cls(embed, head)
+
+
+def loss(model: Any, ids: Any) -> Any:
+    return jnp.sum(jnp.tanh(model.embed(ids).sum(-2)) @ model.head)
 
 
 def train(rule: Any, model: Any, batches: Any, state: Any = None) -> Any:
     """Return the model, the state and the losses of training steps."""
 
-    def loss(model: Any, ids: Any) -> Any:
-        out = jnp.tanh(model.embed(ids).sum(-2) + model.bag(ids))
-        return jnp.sum(out @ model.head)
-
     @eqx.filter_jit
     def step(model: Any, state: Any, ids: Any) -> Any:
-        rows = rule.gather(model, state, (ids, ids))
+        rows = rule.gather(model, state, ids)
         value, gradients = eqx.filter_value_and_grad(loss)(rows, ids)
         return *rule.update(gradients, state, rows), value
 
@@ -311,54 +332,81 @@ def train(rule: Any, model: Any, batches: Any, state: Any = None) -> Any:
     return model, state, losses
 
 
-def tables(model: Any) -> Any:
-    return model.embed, model.bag
+def train_dense(rule: Any, model: Any, batches: Any) -> tuple[Any, list[float]]:
+    """Return the model and the losses of training steps with an optimizer of optax."""
+    state = rule.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any, ids: Any) -> Any:
+        value, gradients = eqx.filter_value_and_grad(loss)(model, ids)
+        parameters = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = rule.update(gradients, state, parameters)
+        return eqx.apply_updates(model, updates), state, value
+
+    losses = []
+    for ids in batches:
+        model, state, value = step(model, state, jnp.asarray(ids))
+        losses.append(float(value))
+    return model, losses
 
 
 BATCHES = [IDS, (IDS + 3) % 17, IDS % 5, IDS, IDS % 7]
-#: Rules with one and with several numbers for each row, with and without missed steps.
+rate = optax.exponential_decay(0.1, 2, 0.5)
+#: Row optimizers and the same of optax.
 RULES = {
-    "AdamW": partial(optim.RowAdamW, 0.05, weight_decay=0.1, eps=1e-3, amsgrad=True),
-    "momentum": partial(optim.RowSGD, lambda step: 0.1 / (1 + step), momentum=0.9),
-    "row-wise RMSprop": partial(optim.RowWiseRMSprop, 0.05, alpha=0.9),
-    "Adagrad": partial(optim.RowAdagrad, 0.1, initial_accumulator_value=0.1),
+    "AdamW": (
+        partial(optim.RowAdamW, 0.05, weight_decay=0.1, eps=1e-3),
+        optax.adamw(0.05, weight_decay=0.1, eps=1e-3),
+    ),
+    "momentum": (partial(optim.RowSGD, rate, momentum=0.9), optax.sgd(rate, momentum=0.9)),
 }
 
 
 def check_optimizer(name: str, kind: AxisType, spec: P) -> None:
-    """Training on a mesh has the losses, tables and states of training on one device."""
-    mesh = mesh_of(kind)
-    rule = RULES[name](tables=tables, max_missed_steps=3)
-    want_model, want_state, want = train(rule, Model.of(None), map(jnp.asarray, BATCHES))
+    """Training on a mesh has the losses and the table of a dense optimizer."""
+    mesh, (rule, dense) = mesh_of(kind), RULES[name]
+    rule = rule(tables=lambda model: model.embed, max_missed_steps=3)
+    want_model, want = train_dense(dense, Model.of(None), BATCHES)
     batches = [on(mesh, ids, "data") for ids in BATCHES]
     model, state, losses = train(rule, Model.of(NamedSharding(mesh, spec)), batches)
-    np.testing.assert_allclose(losses, want, rtol=2e-5)
-    table, want_table = state.tables[0], want_state.tables[0]
-    for got, wanted in zip(
-        jax.tree.leaves(table), jax.tree.leaves(want_table), strict=True
-    ):
-        np.testing.assert_allclose(own_rows(got, wanted), wanted, atol=2e-6)
-        assert not got.ndim or not got.sharding.is_fully_replicated
-    assert not np.asarray(table.weight)[17:].any()
-    whole, want_whole = rule.flush(model, state), rule.flush(want_model, want_state)
+    np.testing.assert_allclose(losses, want, rtol=2e-5, atol=1e-5)
+    whole = eqx.filter_jit(rule.flush)(model, state).embed
     np.testing.assert_allclose(
-        whole.embed.parameters()["weight"], want_whole.embed.weight, atol=2e-6
+        whole.parameters()["weight"], want_model.embed.weight, rtol=1e-5, atol=1e-5
     )
-    assert whole.embed.weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-    assert not np.asarray(whole.embed.weight)[17:].any()
+    for leaf in (whole.weight, *state.tables[0].arrays.values()):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert not np.asarray(leaf)[17:].any()
+    if kind is AUTO:
+        return
     # Rows for an evaluation, outside of a compiled function.
-    rows = rule.gather(model, state, (batches[1], batches[1]))
-    np.testing.assert_allclose(
-        rows.embed(batches[1]), want_whole.embed(BATCHES[1]), atol=2e-6
-    )
+    rows = rule.gather(model, state, batches[1])
+    got, want = rows.embed(batches[1]), want_model.embed(BATCHES[1])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="is in the optimizer state"):
         model.embed(batches[0])
+
+
+def check_row_wise() -> None:
+    """A state of one number for each row, of a table whose columns are sharded too."""
+    mesh = mesh_of(AUTO)
+    rule = optim.RowWiseAdagrad(
+        0.1, tables=lambda model: model.embed, initial_accumulator_value=0.1
+    )
+    _, want, want_losses = train(rule, Model.of(None), map(jnp.asarray, BATCHES))
+    place = NamedSharding(mesh, P("rows", "data"))
+    _, state, losses = train(rule, Model.of(place), map(jnp.asarray, BATCHES))
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-5, atol=1e-5)
+    pairs = zip(jax.tree.leaves(state.tables), jax.tree.leaves(want.tables), strict=True)
+    for got, wanted in pairs:
+        np.testing.assert_allclose(own_rows(got, wanted), wanted, rtol=1e-5, atol=1e-6)
+        assert not got.ndim or not got.sharding.is_fully_replicated
 
 
 def check_dense_step(kind: AxisType) -> None:
     """A tied head gives every row a gradient, those of zeros at the end excepted."""
     mesh = mesh_of(kind)
-    rule = optim.RowAdam(0.05, eps=0.0)  # zero gradients would be NaN
+    rule = optim.RowRMSprop(0.05, eps=0.0)  # a zero gradient would be NaN
 
     def losses(embed: Any, batches: Any) -> Any:
         @eqx.filter_jit
@@ -383,7 +431,7 @@ def check_dense_step(kind: AxisType) -> None:
         place = NamedSharding(mesh, ROWS)
         batches = [on(mesh, ids, "data") for ids in BATCHES[:3]]
         got, layer = losses(Embedding(17, 6, key=KEY, sharding=place), batches)
-    np.testing.assert_allclose(got, want, rtol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
     np.testing.assert_allclose(layer.parameters()["weight"], plain.weight, atol=1e-5)
     assert not np.asarray(layer.weight)[17:].any()
 
@@ -392,7 +440,7 @@ def check_step_memory(kind: AxisType) -> None:
     """A step has no array as large as the table, and one collective for its rows."""
     mesh = mesh_of(kind)
     place = NamedSharding(mesh, P(("rows", "data"), None))
-    rule = optim.RowAdamW(0.05, max_missed_steps=16)
+    rule = optim.RowSGD(0.05, momentum=0.9, max_missed_steps=16)
     model, state = rule.init(Embedding(400_001, 16, key=KEY, sharding=place))
     ids = on(mesh, IDS, "data")
 
@@ -402,15 +450,14 @@ def check_step_memory(kind: AxisType) -> None:
         return rule.update(gradients, state, rows)
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(model, state, ids).compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     table = 400_001 * 16
     # Rows of a chunk that catches up are the largest array besides the shards.
     assert largest_array(text) < table / 4
-    print(memory)
     assert memory.temp_size_in_bytes < table * 4 / 4
-    assert memory.alias_size_in_bytes >= 3 * table * 4 / 8
-    flush = jax.jit(rule.flush).lower(model, state).compile()
-    assert largest_array(flush.as_text()) < table / 4
+    assert memory.alias_size_in_bytes >= 2 * table * 4 / 8
+    assert largest_array(program_text(rule.flush, model, state)) < table / 4
     # No collective has more than the rows of the batch.
     lines = [line for line in text.splitlines() if re.search(r" all-(reduce|gather)", line)]
     assert max(map(largest_array, lines)) <= IDS.size * 16
@@ -418,12 +465,13 @@ def check_step_memory(kind: AxisType) -> None:
 
 def check_checkpoint() -> None:
     """A checkpoint of 8 devices is restored on 4 and on 1, and training goes on."""
-    rule = RULES["AdamW"](tables=tables, max_missed_steps=3)
+    rule, dense = RULES["momentum"]
+    rule = rule(tables=lambda model: model.embed, max_missed_steps=3)
     batches = list(map(jnp.asarray, BATCHES))
-    _, _, want = train(rule, Model.of(None), batches)
+    _, want = train_dense(dense, Model.of(None), BATCHES)
     mesh = mesh_of(AUTO, (8,))
     model, state, losses = train(rule, Model.of(NamedSharding(mesh, ROWS)), batches[:3])
-    np.testing.assert_allclose(losses, want[:3], rtol=2e-5)
+    np.testing.assert_allclose(losses, want[:3], rtol=2e-5, atol=1e-5)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
@@ -441,7 +489,7 @@ def check_checkpoint() -> None:
             model, state = jax.tree.unflatten(structure, restored.values())
             assert len(state.tables[0].weight) == (20 if devices == 4 else 17)
             _, _, losses = train(rule, model, batches[3:], state)
-            np.testing.assert_allclose(losses, want[3:], rtol=2e-5)
+            np.testing.assert_allclose(losses, want[3:], rtol=2e-5, atol=1e-5)
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -453,26 +501,33 @@ def checks() -> dict[str, Callable[[], None]]:
     """Return every check by name."""
     every: dict[str, Callable[[], None]] = {"row shards: errors": check_errors}
     both = P(("data", "rows"), None)
-    specs = [(EXPLICIT, ROWS, 17), (AUTO, ROWS, 17), (AUTO, P("rows", "data"), 20)]
-    specs += [(EXPLICIT, both, 17), (EXPLICIT, P(None, "data"), 17)]
-    for kind, spec, rows in specs:
-        name = f"row shards: lookup, {kind.name}, {spec}, {rows}"
-        every[name] = partial(check_lookup, kind, spec, rows)
+    for kind, spec, *others in (
+        (EXPLICIT, ROWS, 17),
+        (AUTO, ROWS, 17),
+        (AUTO, P("rows", "data"), 20),
+        (EXPLICIT, both, 17),
+        (EXPLICIT, P(None, "data"), 17, "rows"),
+    ):
+        name = f"row shards: lookup, {kind.name}, {spec}"
+        every[name] = partial(check_lookup, kind, spec, *others)
     for kind in (EXPLICIT, AUTO):
-        own = {
-            "collectives": partial(check_collectives, kind),
-            "layers": partial(check_layers, kind),
-            "dense step": partial(check_dense_step, kind),
-            "memory of a step": partial(check_step_memory, kind),
-        }
-        for name, check in own.items():
-            every[f"row shards: {name}, {kind.name}"] = check
+        every[f"row shards: collectives, {kind.name}"] = partial(check_collectives, kind)
+        every[f"row shards: logits, {kind.name}"] = partial(check_logits, kind)
     for kind, mode in ((AUTO, "sum"), (EXPLICIT, "mean"), (AUTO, "max")):
         every[f"row shards: bags, {mode}"] = partial(check_bags, kind, mode)
+    options = {"max_positions": 9, "segments": 2, "layer_norm": True, "padding_idx": -1}
+    for kind, name, build in (
+        (EXPLICIT, "complete layer", partial(EmbeddingLayer, 17, 6, **options)),
+        (AUTO, "hashed", partial(layers.HashedEmbedding, 17, 6, importance_rows=5)),
+        (AUTO, "n-grams", partial(layers.NgramEmbedding, SaltedNgram(rows=30), 6)),
+    ):
+        every[f"row shards: {name}"] = partial(check_layer, kind, build)
+    every["row shards: half precision"] = check_half_precision
     every["row shards: changes"] = partial(check_changes, EXPLICIT)
-    kinds = [(EXPLICIT, ROWS), (AUTO, P("rows", "data")), (AUTO, both), (EXPLICIT, both)]
-    for rule, (kind, spec) in zip(RULES, kinds, strict=True):
-        name = f"row shards: {rule}, {kind.name}, {spec}"
-        every[name] = partial(check_optimizer, rule, kind, spec)
+    every["row shards: AdamW"] = partial(check_optimizer, "AdamW", AUTO, both)
+    every["row shards: momentum"] = partial(check_optimizer, "momentum", EXPLICIT, ROWS)
+    every["row shards: row-wise Adagrad"] = check_row_wise
+    every["row shards: dense step"] = partial(check_dense_step, EXPLICIT)
+    every["row shards: memory of a step"] = partial(check_step_memory, AUTO)
     every["row shards: checkpoint"] = check_checkpoint
     return every

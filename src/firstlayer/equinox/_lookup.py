@@ -134,20 +134,22 @@ class CheckedIds(NamedTuple):
             return self.valid
         return mask_and(~self.is_padding, self.valid)
 
-    def of_shard(self, shards: RowShards, rows: int) -> "CheckedIds":
-        """Return the ids with rows of this shard only; all others are invalid.
+    def of_shard(
+        self, shards: RowShards, rows: int
+    ) -> tuple["CheckedIds", Bool[Array, "*batch"]]:
+        """Return the ids with those of other shards marked as invalid, and the own ones.
 
         Args:
             shards: Shards of the table.
             rows: Number of rows of each shard.
         """
         index = self.index - shards.first_row(rows)
-        is_own = (index >= 0) & (index < rows)
-        # Ids out of range stay out of range, for checkify. Rows of others do not.
-        others = mask_and(~is_own, self.valid)
-        return self._replace(
-            index=jnp.where(others, 0, index), valid=mask_and(is_own, self.valid)
-        )
+        is_here = (index >= 0) & (index < rows)
+        is_own = is_here if self.valid is None else is_here & self.valid
+        # Ids out of range stay out of range, for checkify; those of others do not.
+        is_other = ~is_here if self.valid is None else ~is_here & self.valid
+        index = jnp.where(is_other, 0, index)
+        return self._replace(index=index, valid=is_own), is_own
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class LookupOptions:
     upcast: bool = False
     shards: RowShards | None = None
 
-    def shards_of(self, weight: "Rows | None") -> RowShards | None:
+    def shards_of(self, weight: "Rows") -> RowShards | None:
         """Return the shards of a complete table; None for a table that has none."""
         return None if isinstance(weight, RowSubset | StoredRows) else self.shards
 
@@ -268,9 +270,8 @@ def rows_of_shard(
         checked: Ids of the complete table.
         options: Options of the lookup.
     """
-    own = checked.of_shard(shards, len(weight))
-    rows = _lookup(options, weight, own)
-    return _fill_invalid(rows, own.valid, 0.0), own
+    own, is_own = checked.of_shard(shards, len(weight))
+    return jnp.where(is_own[..., None], _lookup(options, weight, own), 0.0), own
 
 
 def look_up(
@@ -358,7 +359,7 @@ def nan_if_invalid(
     x: Float[Array, "*batch embedding_dim"], valid: Bool[Array, "*batch"] | None
 ) -> Float[Array, "*batch embedding_dim"]:
     """Return ``x`` with NaN rows where ``valid`` is False."""
-    return _fill_invalid(x, valid, float("nan"))
+    return x if valid is None else jnp.where(valid[..., None], x, float("nan"))
 
 
 def host_values(x: Any) -> np.ndarray | Any | None:
@@ -401,10 +402,6 @@ def limit_norm(
     if options.max_norm is None:
         return rows
     return clip_norms(rows, max_norm=options.max_norm, norm_type=options.norm_type)
-
-
-def _fill_invalid(x: Array, valid: Array | None, value: float) -> Array:
-    return x if valid is None else jnp.where(valid[..., None], x, value)
 
 
 def _take(weight: Array, checked: CheckedIds) -> Array:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -36,8 +36,9 @@ class RowShards:
     @classmethod
     def of(cls, sharding: NamedSharding | None) -> Self | None:
         """Return the shards of a table; None if its rows are not sharded."""
-        is_sharded = sharding is not None and mesh_axes(_entries(sharding)[0])
-        return cls(sharding) if is_sharded else None
+        if sharding is None or not mesh_axes(_entries(sharding)[0]):
+            return None
+        return cls(sharding)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -87,6 +88,23 @@ class RowShards:
         """
         return jax.lax.axis_index(self.axes) * rows
 
+    def sum(self, x: Array, *, axis: int | None = None) -> Array:
+        """Return the sum of an array over the shards, within :meth:`map`.
+
+        Args:
+            x: The array.
+            axis: Axis of which each shard gets a part; None if all get the whole sum.
+        """
+        dtype, devices = x.dtype, self.sharding.mesh.devices
+        if dtype.itemsize < 4 and devices.flat[0].platform == "cpu":
+            # XLA's CPU compiler aborts on sums in half precision.
+            x = x.astype(jnp.float32)
+        if axis is None:
+            x = jax.lax.psum(x, self.axes)
+        else:
+            x = jax.lax.psum_scatter(x, self.axes, scatter_dimension=axis, tiled=True)
+        return x.astype(dtype)
+
     def sum_rows(
         self,
         function: Callable[..., Array],
@@ -109,10 +127,7 @@ class RowShards:
         out = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axes)
 
         def run(weight: Float[Array, "rows width"], *args: Any) -> Array:
-            x = function(weight, *args)
-            if axis is None:
-                return jax.lax.psum(x, self.axes)
-            return jax.lax.psum_scatter(x, self.axes, scatter_dimension=axis, tiled=True)
+            return self.sum(function(weight, *args), axis=axis)
 
         in_specs = (self.spec, *[PartitionSpec()] * len(args))
         return self.map(run, in_specs=in_specs, out_specs=out)(weight, *args)
@@ -176,7 +191,7 @@ def place_table(
             table = jnp.pad(table, ((0, shape[0] - rows), (0, 0)))
         return jax.device_put(table, sharding)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         first, last, _ = index[0].indices(shape[0])
         own = table[index].astype(dtype)
         return np.pad(own, ((0, last - first - len(own)), (0, 0)))
@@ -215,12 +230,21 @@ def replicated_like(sharding: NamedSharding | None) -> NamedSharding | None:
     return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def replicate(tree: Any, sharding: NamedSharding) -> Any:
-    """Return a tree whose arrays are on every device of a table's mesh."""
-    place = replicated_like(sharding)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, place) if eqx.is_array(leaf) else leaf, tree
-    )
+def replicate_others(tree: Any, sharding: NamedSharding) -> Any:
+    """Return a tree whose arrays are on a mesh: every device has those that were on none.
+
+    Args:
+        tree: Tree of arrays and other leaves.
+        sharding: Sharding of a table, on its mesh.
+    """
+
+    def place(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if not is_array or isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        return jax.device_put(leaf, replicated_like(sharding))
+
+    return jax.tree.map(place, tree)
 
 
 def _entries(sharding: NamedSharding) -> Spec:

@@ -88,9 +88,8 @@ def with_table_sharding(
         default: Returns the specification of the result on a mesh with explicit axes, if
             ``out_sharding`` is None.
     """
-    mesh, spec = sharding.mesh, out_sharding
-    if isinstance(out_sharding, NamedSharding):
-        spec = out_sharding.spec
+    is_named = isinstance(out_sharding, NamedSharding)
+    mesh, spec = sharding.mesh, out_sharding.spec if is_named else out_sharding
     if mesh.abstract_mesh.explicit_axes:
         spec = PartitionSpec(*_unique(default())) if spec is None else spec
         return with_specs(partial(function, (*spec,)), weight, *args, specs=spec)

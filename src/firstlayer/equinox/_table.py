@@ -31,7 +31,7 @@ from ._lookup import (
     limit_norm,
     traced_integers,
 )
-from ._module import Module, compiled, native, replace_fields
+from ._module import Module, compiled, native, replace_fields, upcast
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
 from ._row_shards import RowShards, check_sharding, draw_table, place_table
 from ._sharding import OutSharding, Spec, with_sharding, with_table_sharding
@@ -84,8 +84,10 @@ class TableModule(Module):
                 return table
             return _set_row(table, self.padding_idx, 0.0)
 
-        is_placed = sharding is not None and key is not None
-        self.weight = draw_table(draw, key, sharding) if is_placed else draw(key)
+        if self.sharding is None or key is None:
+            self.weight = draw(key)
+        else:
+            self.weight = draw_table(draw, key, self.sharding)
 
     def logits(
         self,
@@ -254,20 +256,20 @@ def _projected(
 ) -> Array:
     if argument is None:
         return limit_norm(weight, options).astype(weight.dtype)
+    shards = options.shards
 
     def run(weight: Array, argument: IdsArgument) -> Array:
         checked = check_ids(argument, weight, options)
-        if options.shards is None:
+        if shards is None:
             return project(weight, checked.index)
-        own_rows = options.shards.spec
-        projected = options.shards.map(
-            project_own, in_specs=(own_rows, PartitionSpec()), out_specs=own_rows
-        )
-        return projected(weight, checked)
 
-    def project_own(weight: Array, checked: CheckedIds) -> Array:
-        own = checked.of_shard(options.shards, len(weight))
-        return project(weight, jnp.where(own.valid, own.index, len(weight)))
+        def project_own(weight: Array, checked: CheckedIds) -> Array:
+            own, is_own = checked.of_shard(shards, len(weight))
+            return project(weight, jnp.where(is_own, own.index, len(weight)))
+
+        in_specs = shards.spec, PartitionSpec()
+        projected = shards.map(project_own, in_specs=in_specs, out_specs=shards.spec)
+        return projected(weight, checked)
 
     def project(weight: Array, index: Integer[Array, "*batch"]) -> Array:
         rows = weight.at[index].get(mode="clip", wrap_negative_indices=False)
@@ -311,12 +313,14 @@ def _products(
         return _product(x, weight, out_sharding)
 
     def run(spec: Spec | None, weight: Array, x: Array) -> Array:
+        dtype = x.dtype
         product = shards.map(
-            _product,
+            lambda x, weight: _product(x.astype(dtype), weight),
             in_specs=(PartitionSpec(), shards.spec),
             out_specs=PartitionSpec(*[None] * (x.ndim - 1), shards.axes),
         )
-        return product(x, weight)[..., :end]
+        # Upcast, because the gradient of x is a sum over the shards.
+        return product(upcast(x), weight)[..., :end]
 
     def default() -> Spec:
         is_even = weight.shape[0] == end

@@ -27,7 +27,7 @@ from ._lookup import (
 from ._module import Module, filter_compiled, replace_fields
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import Offset, Positions, PositionsArgument
-from ._row_shards import replicate
+from ._row_shards import replicate_others
 from ._sharding import OutSharding, sharding_like
 from ._stored import StoredEmbedding, quantize_embedding
 from ._table import Ids
@@ -150,7 +150,7 @@ class EmbeddingLayer(Module):
             self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
         if sharding is not None:
-            self.position, self.segment, self.norm = replicate(
+            self.position, self.segment, self.norm = replicate_others(
                 (self.position, self.segment, self.norm), sharding
             )
 

@@ -16,6 +16,7 @@ from ..._check import positive
 from ...optim.rule import RowOptions
 from .._lookup import IdsArgument, RowSubset, check_ids, host_values
 from .._module import upcast
+from .._row_shards import replicate_others
 from .._sharding import with_specs
 from .._table import TableModule
 from .._unique import unique_ids
@@ -120,6 +121,9 @@ class RowOptimizer:
             rest=dense(others),
             table_of=tuple(numbers),
         )
+        for owner in owners:
+            if owner.sharding is not None:
+                state = replicate_others(state, owner.sharding)
         return model, state
 
     def gather(self, model: PyTree, state: OptimizerState, ids: Any) -> PyTree:

@@ -247,9 +247,16 @@ class TableState(eqx.Module):
         """Return the specifications of the arrays on an explicit mesh."""
         return jax.tree.map(lambda leaf: PartitionSpec(*axis_specs(leaf)), self)
 
-    def _replace(self, *arrays: Any) -> Self:
+    def _replace(
+        self,
+        weight: Float[Array, "rows width"],
+        arrays: dict[str, Float[Array, "rows _"]],
+        row_steps: Int32[Array, " rows"],
+        caught_up: Int32[Array, ""],
+    ) -> Self:
         """Return the same table with other arrays."""
-        return type(self)(*arrays, self.num_rows, self.shards)
+        own = weight, arrays, row_steps, caught_up
+        return type(self)(*own, num_rows=self.num_rows, shards=self.shards)
 
     def _state(self, execution: Execution) -> tuple[Float[Array, "rows _"], ...]:
         """Return the arrays in the rule's order; JAX sorts the keys of dictionaries."""
@@ -389,8 +396,7 @@ def _gather_shards(execution: Execution, table: TableState, *args: Any) -> Array
     shards: Any = table.shards
 
     def run(table: TableState, *args: Any) -> Array:
-        rows = RowRange.of_shard(table, shards).gather(execution, *args)
-        return jax.lax.psum(rows, shards.axes)
+        return shards.sum(RowRange.of_shard(table, shards).gather(execution, *args))
 
     in_specs = (table._shard_specs(), *[PartitionSpec()] * len(args))
     mapped = shards.map(run, in_specs=in_specs, out_specs=PartitionSpec())
