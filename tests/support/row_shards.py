@@ -279,7 +279,8 @@ def check_changes(kind: AxisType) -> None:
         layers.save(f"{folder}/a.safetensors", layer)
         assert eqx.tree_equal(layers.load(f"{folder}/a.safetensors"), plain)
     one = EmbeddingLayer(17, 8, position=None, key=KEY)
-    whole = eqx.tree_at(lambda one: one.token, one, one.token.with_sharding(place))
+    token: Any = one.token
+    whole = eqx.tree_at(lambda one: one.token, one, token.with_sharding(place))
     np.testing.assert_array_equal(whole.quantized()(IDS), one.quantized()(IDS))
 
 

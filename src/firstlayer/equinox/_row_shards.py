@@ -95,15 +95,23 @@ class RowShards:
             x: The array.
             axis: Axis of which each shard gets a part; None if all get the whole sum.
         """
-        dtype, devices = x.dtype, self.sharding.mesh.devices
-        if dtype.itemsize < 4 and devices.flat[0].platform == "cpu":
-            # XLA's CPU compiler aborts on sums in half precision.
-            x = x.astype(jnp.float32)
+        dtype, x = x.dtype, self.summable(x)
         if axis is None:
             x = jax.lax.psum(x, self.axes)
         else:
             x = jax.lax.psum_scatter(x, self.axes, scatter_dimension=axis, tiled=True)
         return x.astype(dtype)
+
+    def summable(self, x: Array) -> Array:
+        """Return an array in a dtype that can be summed over the shards.
+
+        Also for arguments of :meth:`map` that all shards have, because their gradients are
+        sums over the shards.
+        """
+        devices: Any = self.sharding.mesh.devices
+        # XLA's CPU compiler aborts on sums in half precision.
+        is_cpu = devices.flat[0].platform == "cpu"
+        return x.astype(jnp.float32) if is_cpu and x.dtype.itemsize < 4 else x
 
     def sum_rows(
         self,

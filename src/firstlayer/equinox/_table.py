@@ -31,7 +31,7 @@ from ._lookup import (
     limit_norm,
     traced_integers,
 )
-from ._module import Module, compiled, native, replace_fields, upcast
+from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
 from ._row_shards import RowShards, check_sharding, draw_table, place_table
 from ._sharding import OutSharding, Spec, with_sharding, with_table_sharding
@@ -262,7 +262,9 @@ def _projected(
         checked = check_ids(argument, weight, options)
         if shards is None:
             return project(weight, checked.index)
+        return project_shards(shards, weight, checked)
 
+    def project_shards(shards: RowShards, weight: Array, checked: CheckedIds) -> Array:
         def project_own(weight: Array, checked: CheckedIds) -> Array:
             own, is_own = checked.of_shard(shards, len(weight))
             return project(weight, jnp.where(is_own, own.index, len(weight)))
@@ -313,14 +315,12 @@ def _products(
         return _product(x, weight, out_sharding)
 
     def run(spec: Spec | None, weight: Array, x: Array) -> Array:
-        dtype = x.dtype
         product = shards.map(
-            lambda x, weight: _product(x.astype(dtype), weight),
+            _product,
             in_specs=(PartitionSpec(), shards.spec),
             out_specs=PartitionSpec(*[None] * (x.ndim - 1), shards.axes),
         )
-        # Upcast, because the gradient of x is a sum over the shards.
-        return product(upcast(x), weight)[..., :end]
+        return product(shards.summable(x), weight).astype(x.dtype)[..., :end]
 
     def default() -> Spec:
         is_even = weight.shape[0] == end
