@@ -8,6 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -103,8 +104,16 @@ def compare(plain: Any, layer: Any, *args: Any, call: Any, place: Any) -> Any:
     return got
 
 
-def check_lookup(kind: AxisType, spec: P, rows: int, axis: str = "data") -> None:
+def check_lookup(
+    kind: AxisType, spec: P, rows: int, *, axis: str = "data", ambient: bool = False
+) -> None:
+    """Lookups of ids that are sharded over an axis, in the context of the mesh or not."""
     mesh = mesh_of(kind)
+    with jax.set_mesh(mesh) if ambient else nullcontext():
+        _check_lookup(mesh, spec, rows, axis)
+
+
+def _check_lookup(mesh: Any, spec: P, rows: int, axis: str) -> None:
     options = {"padding_idx": 2, "max_norm": 1.5, "scale_grad_by_freq": True}
     plain = Embedding(rows, 6, **options, key=KEY)
     layer = Embedding(rows, 6, **options, key=KEY, sharding=NamedSharding(mesh, spec))
@@ -128,6 +137,8 @@ def check_lookup(kind: AxisType, spec: P, rows: int, axis: str = "data") -> None
     np.testing.assert_array_equal(is_nan, (ids < 0) | (ids >= rows))
     with pytest.raises(IndexError, match=rf"ids\[1\] is {rows}, but num_embeddings is"):
         layer([0, rows])
+    one_by_one = jax.vmap(layer)(jnp.arange(rows))
+    np.testing.assert_array_equal(one_by_one, layer(jnp.arange(rows)))
 
 
 def check_collectives(kind: AxisType) -> None:
@@ -274,6 +285,8 @@ def check_changes(kind: AxisType) -> None:
     check_table(resized, want.weight, 22)
     assert changes == want_changes
     check_table(plain.with_sharding(place), table)
+    few = layers.rows.touched(layer, IDS)
+    np.testing.assert_array_equal(few(IDS), plain(IDS))
     assert eqx.tree_equal(layer.with_sharding(None), plain)
     with tempfile.TemporaryDirectory() as folder:
         layers.save(f"{folder}/a.safetensors", layer)
@@ -502,15 +515,15 @@ def checks() -> dict[str, Callable[[], None]]:
     """Return every check by name."""
     every: dict[str, Callable[[], None]] = {"row shards: errors": check_errors}
     both = P(("data", "rows"), None)
-    for kind, spec, *others in (
-        (EXPLICIT, ROWS, 17),
-        (AUTO, ROWS, 17),
-        (AUTO, P("rows", "data"), 20),
-        (EXPLICIT, both, 17),
-        (EXPLICIT, P(None, "data"), 17, "rows"),
+    for kind, spec, rows, others in (
+        (EXPLICIT, ROWS, 17, {}),
+        (AUTO, ROWS, 17, {}),
+        (AUTO, P("rows", "data"), 20, {"ambient": True}),
+        (EXPLICIT, both, 17, {"ambient": True}),
+        (EXPLICIT, P(None, "data"), 17, {"axis": "rows"}),
     ):
         name = f"row shards: lookup, {kind.name}, {spec}"
-        every[name] = partial(check_lookup, kind, spec, *others)
+        every[name] = partial(check_lookup, kind, spec, rows, **others)
     for kind in (EXPLICIT, AUTO):
         every[f"row shards: collectives, {kind.name}"] = partial(check_collectives, kind)
         every[f"row shards: logits, {kind.name}"] = partial(check_logits, kind)

@@ -54,7 +54,7 @@ class Embedding(TableModule):
     the same numbers on every mesh. Its number of rows need not divide: ``weight`` then ends
     in rows of zeros that are never read, which files and :meth:`parameters` leave out. The
     other axes of the mesh, and those of the columns, work as for any array. Axes may be
-    automatic or explicit.
+    automatic or explicit. ``checkify`` does not work on such a table.
 
     Example:
         >>> import jax
