@@ -775,6 +775,7 @@ FRAMEWORK_ARGUMENTS = {
     "device",
     "key",
     "out_sharding",
+    "sharding",
     "sparse",
     "weight",
     "_weight",

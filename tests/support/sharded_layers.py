@@ -39,6 +39,7 @@ from firstlayer.equinox import (
     XPosRotary,
     rows,
 )
+from tests.support import row_shards, sharded_training
 
 KEY, RNG = jax.random.key(0), np.random.default_rng(0)
 ROWS, COLUMNS = P("m", None), P(None, "m")
@@ -420,7 +421,7 @@ def checks() -> dict[str, Callable[[], None]]:
         name = "explicit" if explicit else "auto"
         every[f"{name}: row optimizer"] = lambda e=explicit: check_rows(explicit=e)
     every["eager placement"] = check_placement
-    return every
+    return every | row_shards.checks() | sharded_training.checks()
 
 
 def main() -> None:

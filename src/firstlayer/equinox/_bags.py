@@ -80,22 +80,33 @@ def checked_weights(shape: tuple[int, ...], weights: Any) -> Real[Any, "*ids"] |
     return weights
 
 
-def pool_matrix(
-    rows: Float[Array, "bags length embedding_dim"],
-    counted: Bool[Array, "bags length"],
-    *,
-    weights: Float[Array, "bags length"] | None,
-    mode: Mode,
-) -> Float[Array, "bags embedding_dim"]:
-    """Pool each bag of 2-D ids with :func:`firstlayer.embeddings.bag.pool`."""
-    steps = jnp.arange(rows.shape[1])
+@dataclass(frozen=True)
+class MatrixBags:
+    """Bags of 2-D ids, one in each row.
 
-    def pool_one(rows: Array, counted: Array, weights: Array | None) -> Array:
-        return pool(rows, counted, steps=steps, weights=weights, mode=mode)
+    Args:
+        count: Number of bags.
+    """
 
-    return jax.vmap(pool_one, in_axes=(0, 0, None if weights is None else 0))(
-        rows, counted, weights
-    )
+    count: int
+
+    def pool(
+        self,
+        rows: Float[Array, "bags length embedding_dim"],
+        counted: Bool[Array, "bags length"],
+        *,
+        weights: Float[Array, "bags length"] | None,
+        mode: Mode,
+    ) -> Float[Array, "bags embedding_dim"]:
+        """Pool rows by bag with :func:`firstlayer.embeddings.bag.pool`."""
+        steps = jnp.arange(rows.shape[1])
+
+        def pool_one(rows: Array, counted: Array, weights: Array | None) -> Array:
+            return pool(rows, counted, steps=steps, weights=weights, mode=mode)
+
+        return jax.vmap(pool_one, in_axes=(0, 0, None if weights is None else 0))(
+            rows, counted, weights
+        )
 
 
 @dataclass(frozen=True, eq=False)

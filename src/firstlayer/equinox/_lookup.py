@@ -11,6 +11,7 @@ passes no gradient to the padding row.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from .._check import float_dtype, ids_in_range
 from ..embeddings.token import clip_norms, mask_out_of_range
 from ..stores.row_store import RowStore
 from ._module import compiled, is_on_host, upcast
-from ._sharding import OutSharding, table_spec, with_sharding
+from ._row_shards import RowShards
+from ._sharding import OutSharding, Spec, table_spec, with_sharding, with_table_sharding
 
 
 class RowSubset(eqx.Module):
@@ -132,6 +134,23 @@ class CheckedIds(NamedTuple):
             return self.valid
         return mask_and(~self.is_padding, self.valid)
 
+    def of_shard(
+        self, shards: RowShards, rows: int
+    ) -> tuple["CheckedIds", Bool[Array, "*batch"]]:
+        """Return the ids with those of other shards marked as invalid, and the own ones.
+
+        Args:
+            shards: Shards of the table.
+            rows: Number of rows of each shard.
+        """
+        index = self.index - shards.first_row(rows)
+        is_here = (index >= 0) & (index < rows)
+        is_own = is_here if self.valid is None else is_here & self.valid
+        # Ids out of range stay out of range, for checkify; those of others do not.
+        is_other = ~is_here if self.valid is None else ~is_here & self.valid
+        index = jnp.where(is_other, 0, index)
+        return self._replace(index=index, valid=is_own), is_own
+
 
 @dataclass(frozen=True)
 class LookupOptions:
@@ -144,6 +163,7 @@ class LookupOptions:
         norm_type: The p of the p-norm.
         scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
         upcast: Return rows in the compute dtype.
+        shards: Shards of the table; None if its rows are not sharded by the layer.
     """
 
     num_embeddings: int
@@ -152,6 +172,11 @@ class LookupOptions:
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
     upcast: bool = False
+    shards: RowShards | None = None
+
+    def shards_of(self, weight: "Rows") -> RowShards | None:
+        """Return the shards of a complete table; None for a table that has none."""
+        return None if isinstance(weight, RowSubset | StoredRows) else self.shards
 
 
 def ids_argument(
@@ -208,15 +233,45 @@ def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
 
 
 def gather_rows(
-    weight: Rows, checked: CheckedIds, options: LookupOptions
+    weight: Rows, checked: CheckedIds, options: LookupOptions, spec: Spec | None = None
 ) -> Float[Array, "*batch embedding_dim"]:
-    """Return the row of each id; an invalid id gives an arbitrary row without gradient."""
+    """Return the row of each id; an invalid id gives an arbitrary row without gradient.
+
+    Args:
+        weight: The table.
+        checked: The ids.
+        options: Options of the lookup.
+        spec: Specification of the result, if it is known and the table is sharded.
+    """
     if isinstance(weight, StoredRows):
         valid, index = checked.valid, checked.index
         rows = weight.take(index if valid is None else jnp.where(valid, index, 0))
         rows = limit_norm(jax.lax.stop_gradient(rows), options)
         return rows if options.upcast else rows.astype(weight.dtype)
-    return _lookup(options, array_in(weight), checked)
+    shards = options.shards_of(weight)
+    if shards is None:
+        return _lookup(options, array_in(weight), checked)
+    shape = (*checked.index.shape, array_in(weight).shape[1])
+
+    def own_rows(weight: Array, checked: CheckedIds) -> Array:
+        return rows_of_shard(shards, weight, checked, options)[0]
+
+    return shards.sum_rows(own_rows, array_in(weight), checked, shape=shape, spec=spec)
+
+
+def rows_of_shard(
+    shards: RowShards, weight: Array, checked: CheckedIds, options: LookupOptions
+) -> tuple[Float[Array, "*batch embedding_dim"], CheckedIds]:
+    """Return the rows of this shard, with zeros for all other ids, and its ids.
+
+    Args:
+        shards: Shards of the table.
+        weight: Rows of this shard.
+        checked: Ids of the complete table.
+        options: Options of the lookup.
+    """
+    own, is_own = checked.of_shard(shards, len(weight))
+    return jnp.where(is_own[..., None], _lookup(options, weight, own), 0.0), own
 
 
 def look_up(
@@ -230,16 +285,55 @@ def look_up(
     Called within a compiled function.
     """
 
-    def run(weight: Rows, argument: IdsArgument) -> Float[Array, "*batch embedding_dim"]:
+    def run(
+        spec: Spec | None, weight: Rows, argument: IdsArgument
+    ) -> Float[Array, "*batch embedding_dim"]:
         checked = check_ids(argument, weight, options)
-        return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
+        return nan_if_invalid(gather_rows(weight, checked, options, spec), checked.valid)
 
-    return with_sharding(
-        run,
-        weight,
-        argument,
+    def default() -> Spec:
+        return table_spec(argument.ids, array_in(weight))
+
+    return with_rows_sharding(
+        options, run, weight, argument, out_sharding=out_sharding, default=default
+    )
+
+
+def with_rows_sharding(
+    options: LookupOptions,
+    function: Callable[..., Any],
+    weight: Rows,
+    *args: Any,
+    out_sharding: OutSharding,
+    default: Callable[[], Spec],
+) -> Any:
+    """Return ``function(spec, weight, *args)`` with the sharding of a layer's result.
+
+    Args:
+        options: Options of the lookup.
+        function: Function of the specification of the result, if it is known and the table
+            is sharded, of the table, and of the other arguments.
+        weight: The table.
+        *args: Trees of arrays.
+        out_sharding: The caller's sharding of the result, or None.
+        default: Returns the specification of the result if ``out_sharding`` is None.
+    """
+    shards = options.shards_of(weight)
+    if shards is None:
+        return with_sharding(
+            partial(function, None),
+            weight,
+            *args,
+            out_sharding=out_sharding,
+            default=default,
+        )
+    return with_table_sharding(
+        function,
+        jnp.asarray(weight),  # raises if the weight is in the state of an optimizer
+        *args,
+        sharding=shards.sharding,
         out_sharding=out_sharding,
-        default=lambda: table_spec(argument.ids, array_in(weight)),
+        default=default,
     )
 
 

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._array import compute_dtype
 from .._check import check_real, float_dtype, not_masked, one_of
+from ._row_shards import place_table
 
 Key = PRNGKeyArray | Any
 #: A name, or a function of key, shape and dtype as in ``jax.nn.initializers``.
@@ -33,9 +35,22 @@ def table_dtype(dtype: Any) -> np.dtype:
 
 
 def given_parameter(
-    value: Float[Any, "..."], shape: tuple[int, ...], *, dtype: Any, name: str = "weight"
+    value: Float[Any, "..."],
+    shape: tuple[int, ...],
+    *,
+    dtype: Any,
+    name: str = "weight",
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
-    """Return the caller's array as a parameter. NumPy arrays are copied."""
+    """Return the caller's array as a parameter. NumPy arrays are copied.
+
+    Args:
+        value: The caller's array.
+        shape: Shape that it must have.
+        dtype: Dtype of the parameter; None is that of the array.
+        name: Name of the array in error messages.
+        sharding: Where to place a table on a mesh; None is where JAX places arrays.
+    """
     array = (
         value if isinstance(value, jax.Array) else np.array(not_masked(value, name=name))
     )
@@ -45,6 +60,9 @@ def given_parameter(
     if isinstance(array, np.ndarray):
         # JAX rejects non-native byte order.
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if sharding is not None:
+        own = array.dtype if isinstance(array, jax.Array) else jnp.asarray(array[:0]).dtype
+        return place_table(array, sharding, own if dtype is None else table_dtype(dtype))
     return jnp.asarray(array, None if dtype is None else table_dtype(dtype))
 
 

@@ -6,6 +6,7 @@ operation with automatic axes, and its result has the sharding of the caller's
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,10 +45,60 @@ def with_sharding(
     if not mesh.explicit_axes:
         raise ValueError(f"out_sharding needs a mesh with explicit axes, got {mesh}")
     spec = PartitionSpec(*_unique(default())) if out_sharding is None else out_sharding
-    sharded = auto_axes(
-        function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, spec)
-    )
-    return sharded(*args)
+    return with_specs(function, *args, specs=spec, mesh=mesh)
+
+
+def with_specs(
+    function: Callable[..., Any], *args: Any, specs: Any, mesh: Any = None
+) -> Any:
+    """Return ``function(*args)``, with these shardings if the mesh has explicit axes.
+
+    Args:
+        function: Function of the arguments, traced with automatic axes.
+        *args: Trees of arrays.
+        specs: Tree of the specifications of the results.
+        mesh: The mesh; None is that of the arguments.
+    """
+    mesh = explicit_mesh(*jax.tree.leaves(args)) if mesh is None else mesh
+    if mesh is None:
+        return function(*args)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    axes = mesh.explicit_axes
+    return auto_axes(function, axes=axes, out_sharding=shardings)(*args)
+
+
+def with_table_sharding(
+    function: Callable[..., Any],
+    weight: Array,
+    *args: Any,
+    sharding: NamedSharding,
+    out_sharding: OutSharding,
+    default: Callable[[], Spec],
+) -> Any:
+    """Return ``function(spec, weight, *args)`` of a table that its layer shards.
+
+    Args:
+        function: Function of the specification of the result, of the table and of the
+            other arguments, traced with automatic axes. The specification is None if JAX
+            chooses it.
+        weight: The table.
+        *args: Trees of arrays.
+        sharding: Sharding of the table.
+        out_sharding: The caller's sharding of the result, or None.
+        default: Returns the specification of the result on a mesh with explicit axes, if
+            ``out_sharding`` is None.
+    """
+    is_named = isinstance(out_sharding, NamedSharding)
+    mesh, spec = sharding.mesh, out_sharding.spec if is_named else out_sharding
+    if mesh.abstract_mesh.explicit_axes:
+        spec = PartitionSpec(*_unique(default())) if spec is None else spec
+        return with_specs(partial(function, (*spec,)), weight, *args, specs=spec)
+    # The gradient of the table has the sharding of the table.
+    weight = jax.lax.with_sharding_constraint(weight, sharding)
+    if spec is None:
+        return function(None, weight, *args)
+    out = function((*spec,), weight, *args)
+    return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, spec))
 
 
 def table_spec(ids: Array, weight: Array) -> Spec:
@@ -63,7 +114,7 @@ def sharding_like(x: Array, rows: tuple[int, ...]) -> OutSharding:
         rows: Shape of the rows, which broadcasts to that of ``x``.
     """
     mesh, specs = explicit_mesh(x), axis_specs(x)
-    if mesh is None or not any(_names(entry) for entry in specs):
+    if mesh is None or not any(mesh_axes(entry) for entry in specs):
         return None
     specs = specs[x.ndim - len(rows) :]
     entries = [None if size == 1 else spec for size, spec in zip(rows, specs, strict=True)]
@@ -72,17 +123,18 @@ def sharding_like(x: Array, rows: tuple[int, ...]) -> OutSharding:
 
 def _unique(spec: Spec) -> Spec:
     """Return ``spec`` if no mesh axis occurs twice in it."""
-    names = [name for entry in spec for name in _names(entry)]
+    names = [name for entry in spec for name in mesh_axes(entry)]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"out_sharding must be given where mesh axis {name!r} shards both the ids "
-                f"and the columns of the table, got None"
+                f"out_sharding must be given where mesh axis {name!r} shards both the "
+                f"argument and the table, got None"
             )
     return spec
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """Return the names of the mesh axes in an entry of a specification."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

@@ -378,7 +378,7 @@ def quantized_embedding(
 
 def quantize_embedding(embedding: Any, format: str) -> StoredEmbedding:
     """Return a layer with the rows of another, quantized."""
-    table = np.asarray(embedding.weight)
+    table = np.asarray(embedding.parameters()["weight"])
     encoded, report = quantize_table(table, format)
     return quantized_embedding(
         encoded,

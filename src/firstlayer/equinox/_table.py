@@ -12,13 +12,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from .._array import axis_specs, compute_dtype
 from .._check import check_real, integers, not_masked, not_negative, padding_index
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.token import check_norm, table_sizes
+from ..files.layer_configs import config_of
 from ._lookup import (
+    CheckedIds,
     IdsArgument,
     LookupOptions,
     Rows,
@@ -30,7 +33,8 @@ from ._lookup import (
 )
 from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
-from ._sharding import OutSharding, with_sharding
+from ._row_shards import RowShards, check_sharding, draw_table, place_table
+from ._sharding import OutSharding, Spec, with_sharding, with_table_sharding
 
 Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int | Any
 
@@ -45,6 +49,7 @@ class TableModule(Module):
     max_norm: float | None = eqx.field(static=True)
     norm_type: float = eqx.field(static=True)
     scale_grad_by_freq: bool = eqx.field(static=True)
+    sharding: NamedSharding | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class TableModule(Module):
         init: Init,
         dtype: Any,
         key: Key | None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         rows, width = table_sizes(num_embeddings, embedding_dim, weight)
         self.num_embeddings = not_negative("num_embeddings", rows)
@@ -66,13 +72,22 @@ class TableModule(Module):
         self.padding_idx = padding_index(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
         self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        self.sharding = check_sharding(sharding, self.embedding_dim)
         shape = (self.num_embeddings, self.embedding_dim)
         if weight is not None:
-            self.weight = given_parameter(weight, shape, dtype=dtype)
+            self.weight = given_parameter(weight, shape, dtype=dtype, sharding=sharding)
+            return
+
+        def draw(key: Key | None) -> Float[Array, "num_embeddings embedding_dim"]:
+            table = draw_parameter(shape, init=init, key=key, dtype=dtype)
+            if self.padding_idx is None:
+                return table
+            return _set_row(table, self.padding_idx, 0.0)
+
+        if self.sharding is None or key is None:
+            self.weight = draw(key)
         else:
-            self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)
-            if self.padding_idx is not None:
-                self.weight = _set_row(self.weight, self.padding_idx, 0.0)
+            self.weight = draw_table(draw, key, self.sharding)
 
     def logits(
         self,
@@ -88,7 +103,8 @@ class TableModule(Module):
         Args:
             x: The vectors.
             out_sharding: Sharding of the result on a mesh with explicit axes, as in
-                ``jnp.dot``.
+                ``jnp.dot``, or for a layer with a ``sharding``. The logits of sharded rows
+                are sharded too, unless their number is not a multiple of the shards.
         """
         check_real(x, name="x", whole=False)
         x = x if isinstance(x, jax.Array) else native(np.asarray(x))
@@ -101,7 +117,7 @@ class TableModule(Module):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
             )
-        return _products(x, self.weight, out_sharding)
+        return _products(self._options(), x, self.weight, out_sharding)
 
     def projected(self, ids: Ids | None = None) -> Self:
         """Return a layer whose stored rows are scaled down to ``max_norm``.
@@ -147,14 +163,26 @@ class TableModule(Module):
                 raise ValueError("key must be given to draw parameters, got None")
             rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         table, changes = resize_table(
-            np.asarray(self.weight),
+            np.asarray(self._own_rows()),
             num_embeddings,
             init=np.asarray(init) if isinstance(init, jax.Array) else init,
             rng=rng,
             padding_idx=self.padding_idx,
         )
-        new = replace_fields(self, weight=jnp.asarray(table), num_embeddings=len(table))
-        return new, changes
+        weight = _placed(table, self.sharding)
+        return replace_fields(self, weight=weight, num_embeddings=len(table)), changes
+
+    def with_sharding(self, sharding: NamedSharding | None) -> Self:
+        """Return a layer whose table is placed on a mesh, or on one device.
+
+        Runs on the host, not under ``jit``; the table passes through host memory.
+
+        Args:
+            sharding: As in the constructor; None is the default device.
+        """
+        sharding = check_sharding(sharding, self.embedding_dim)
+        weight = _placed(np.asarray(self._own_rows()), sharding)
+        return replace_fields(self, weight=weight, sharding=sharding)
 
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
@@ -186,7 +214,24 @@ class TableModule(Module):
         return self.weight
 
     def parameters(self) -> dict[str, Float[Array, "num_embeddings embedding_dim"]]:
-        return {"weight": self.weight}
+        return {"weight": self._own_rows()}
+
+    def config(self) -> dict[str, Any]:
+        return config_of(self, dtype=self.dtype.name)
+
+    def _replace_parameters(self, parameters: dict[str, Float[Array, "..."]]) -> Self:
+        weight = parameters["weight"]
+        if self.sharding is not None:
+            weight = place_table(weight, self.sharding, weight.dtype)
+        return replace_fields(self, weight=weight)
+
+    def _own_rows(self) -> Float[Array, "num_embeddings embedding_dim"]:
+        """Return the table without rows of zeros at its end, copied to the host if any."""
+        is_sharded = self._options().shards_of(self.weight) is not None
+        if not is_sharded or self.weight.shape[0] == self.num_embeddings:
+            return self.weight
+        # A slice whose rows do not divide would be copied to every device.
+        return np.asarray(self.weight)[: self.num_embeddings]  # pyright: ignore
 
     def _check_ids(
         self, ids: Ids, *, name: str = "ids", bound: str = "num_embeddings"
@@ -201,6 +246,7 @@ class TableModule(Module):
             self.norm_type,
             self.scale_grad_by_freq,
             upcast,
+            RowShards.of(self.sharding),
         )
 
 
@@ -210,9 +256,24 @@ def _projected(
 ) -> Array:
     if argument is None:
         return limit_norm(weight, options).astype(weight.dtype)
+    shards = options.shards
 
     def run(weight: Array, argument: IdsArgument) -> Array:
-        index = check_ids(argument, weight, options).index
+        checked = check_ids(argument, weight, options)
+        if shards is None:
+            return project(weight, checked.index)
+        return project_shards(shards, weight, checked)
+
+    def project_shards(shards: RowShards, weight: Array, checked: CheckedIds) -> Array:
+        def project_own(weight: Array, checked: CheckedIds) -> Array:
+            own, is_own = checked.of_shard(shards, len(weight))
+            return project(weight, jnp.where(is_own, own.index, len(weight)))
+
+        in_specs = shards.spec, PartitionSpec()
+        projected = shards.map(project_own, in_specs=in_specs, out_specs=shards.spec)
+        return projected(weight, checked)
+
+    def project(weight: Array, index: Integer[Array, "*batch"]) -> Array:
         rows = weight.at[index].get(mode="clip", wrap_negative_indices=False)
         rows = limit_norm(rows, options).astype(weight.dtype)
         return weight.at[index].set(rows, mode="drop", wrap_negative_indices=False)
@@ -225,22 +286,62 @@ def _projected(
 @compiled
 def _set_row(weight: Array, index: int, row: Any) -> Array:
     def run(weight: Array, row: Any) -> Array:
-        return weight.at[index].set(jnp.asarray(row, weight.dtype))
+        row = jnp.broadcast_to(jnp.asarray(row, weight.dtype), weight.shape[1:])
+        # Every shard of a table writes where it has the row, without communication.
+        return jnp.where((jnp.arange(len(weight)) == index)[:, None], row, weight)
 
     return with_sharding(
         run, weight, row, out_sharding=None, default=lambda: axis_specs(weight)
     )
 
 
-@partial(compiled, static_argnums=2)
+def _placed(table: np.ndarray, sharding: NamedSharding | None) -> Array:
+    if sharding is None:
+        return jnp.asarray(table)
+    return place_table(table, sharding, table.dtype)
+
+
+@partial(compiled, static_argnums=(0, 3))
 def _products(
+    options: LookupOptions,
     x: Float[Array, "*batch width"],
     weight: Float[Array, "rows width"],
     out_sharding: OutSharding,
 ) -> Float[Array, "*batch rows"]:
     """Return the product of ``x`` with every row, summed in the compute dtype of ``x``."""
-    dtype, accumulator = x.dtype, jnp.dtype(compute_dtype(x.dtype))
     weight = jnp.asarray(weight)  # raises if the weight is in the state of an optimizer
+    shards, end = options.shards, options.num_embeddings
+    if shards is None:
+        return _product(x, weight, out_sharding)
+
+    def run(spec: Spec | None, weight: Array, x: Array) -> Array:
+        product = shards.map(
+            _product,
+            in_specs=(PartitionSpec(), shards.spec),
+            out_specs=PartitionSpec(*[None] * (x.ndim - 1), shards.axes),
+        )
+        return product(shards.summable(x), weight).astype(x.dtype)[..., :end]
+
+    def default() -> Spec:
+        is_even = weight.shape[0] == end
+        return (*axis_specs(x)[:-1], axis_specs(weight)[0] if is_even else None)
+
+    return with_table_sharding(
+        run,
+        weight,
+        x,
+        sharding=shards.sharding,
+        out_sharding=out_sharding,
+        default=default,
+    )
+
+
+def _product(
+    x: Float[Array, "*batch width"],
+    weight: Float[Array, "rows width"],
+    out_sharding: OutSharding = None,
+) -> Float[Array, "*batch rows"]:
+    dtype, accumulator = x.dtype, jnp.dtype(compute_dtype(x.dtype))
     if weight.dtype != dtype:
         x, weight = x.astype(accumulator), weight.astype(accumulator)
     axes = (((x.ndim - 1,), (1,)), ((), ()))

@@ -6,18 +6,19 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, Real
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Integer, Real
 
 from .._array import axis_specs
 from .._check import one_of
-from ..embeddings.bag import MODES, Mode
+from ..embeddings.bag import MODES, Mode, divide_or_zero
 from ..stores.row_store import RowStore
 from ._bags import (
+    MatrixBags,
     RaggedBags,
     bag_bounds,
     checked_offsets,
     checked_weights,
-    pool_matrix,
 )
 from ._lookup import (
     CheckedIds,
@@ -29,10 +30,13 @@ from ._lookup import (
     gather_rows,
     mask_and,
     nan_if_invalid,
+    rows_of_shard,
+    with_rows_sharding,
 )
 from ._module import compiled
 from ._parameters import Init, Key
-from ._sharding import OutSharding, Spec, with_sharding
+from ._row_shards import RowShards
+from ._sharding import OutSharding, Spec
 from ._table import Ids, TableModule
 
 
@@ -56,6 +60,9 @@ class EmbeddingBag(TableModule):
         dtype: float64, float32, float16 or bfloat16; None is JAX's default, or the dtype of
             ``weight``.
         key: Random key for a new table.
+        sharding: Where to place the table on a mesh, as in
+            :class:`firstlayer.equinox.Embedding`. Shards pool the rows that they have, so
+            that bags are sent and not rows; maxima need the rows themselves.
 
     Shape:
         - ids: ``(bags, length)``, or ``(n,)`` with offsets; any integer dtype, nested lists
@@ -95,6 +102,7 @@ class EmbeddingBag(TableModule):
         init: Init = "normal",
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         one_of("mode", mode, MODES)
         super().__init__(
@@ -108,6 +116,7 @@ class EmbeddingBag(TableModule):
             init=init,
             dtype=dtype,
             key=key,
+            sharding=sharding,
         )
         self.mode, self.include_last_offset = mode, bool(include_last_offset)
 
@@ -140,8 +149,9 @@ class EmbeddingBag(TableModule):
             ids: Ids of the rows.
             offsets: Start of each bag, for ids of one axis.
             per_sample_weights: Factor of each row.
-            out_sharding: Sharding of the result on a mesh with explicit axes. By default,
-                bags are sharded as 2-D ids or offsets are, and columns as in the table.
+            out_sharding: Sharding of the result on a mesh with explicit axes, or for a
+                layer with a ``sharding``. By default, bags are sharded as 2-D ids or
+                offsets are, and columns as in the table.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         argument = self._check_ids(ids)
@@ -172,6 +182,7 @@ class BagOptions:
 
     def pool(
         self,
+        spec: Spec | None,
         weight: Rows,
         argument: IdsArgument,
         offsets: Integer[Array, " offsets"] | None,
@@ -180,44 +191,60 @@ class BagOptions:
         """Return one row for each bag, within a compiled function."""
         checked = check_ids(argument, weight, self.lookup)
         if offsets is None:
-            out, valid = self._pool_matrix(weight, checked, weights)
+            valid = None if checked.valid is None else jnp.all(checked.valid, axis=1)
+            bags = MatrixBags(argument.ids.shape[0])
         else:
             size = argument.ids.size
             bounds = bag_bounds(offsets, size, include_last=self.include_last_offset)
             bags = RaggedBags(bounds, size)
-            out, valid = self._pool_ragged(weight, checked, weights, bags)
+            valid = jnp.broadcast_to(bags.valid, (bags.count,))
+            if checked.valid is not None:
+                valid = valid & ~bags.any(~checked.valid)
+            in_a_bag = bags.numbers < bags.count
+            checked = checked._replace(valid=mask_and(in_a_bag, checked.valid))
+        shards = self.lookup.shards_of(weight)
+        if shards is None or self.mode == "max":
+            rows = gather_rows(weight, checked, self.lookup)
+            out = _pool(bags, rows, checked, weights, self.mode)
+        else:
+            out = self._pool_shards(shards, bags, array_in(weight), checked, weights, spec)
         return nan_if_invalid(out.astype(weight.dtype), valid)
 
-    def _pool_matrix(
-        self, weight: Rows, checked: CheckedIds, weights: Array | None
-    ) -> tuple[Array, Bool[Array, " bags"] | None]:
-        """Return the bags of 2-D ids, and which of them are valid."""
-        rows, counted = self._counted_rows(weight, checked)
-        weights = None if weights is None else weights.astype(rows.dtype)
-        out = pool_matrix(rows, counted, weights=weights, mode=self.mode)
-        return out, None if checked.valid is None else jnp.all(checked.valid, axis=1)
+    def _pool_shards(
+        self,
+        shards: RowShards,
+        bags: MatrixBags | RaggedBags,
+        weight: Float[Array, "rows embedding_dim"],
+        checked: CheckedIds,
+        weights: Array | None,
+        spec: Spec | None,
+    ) -> Float[Array, "bags embedding_dim"]:
+        """Return sums or means of bags; each shard sums the rows that it has."""
 
-    def _pool_ragged(
-        self, weight: Rows, checked: CheckedIds, weights: Array | None, bags: RaggedBags
-    ) -> tuple[Array, Bool[Array, " bags"]]:
-        """Return the bags of ids with offsets, and which of them are valid."""
-        valid = jnp.broadcast_to(bags.valid, (bags.count,))
-        if checked.valid is not None:
-            valid = valid & ~bags.any(~checked.valid)
-        in_a_bag = bags.numbers < bags.count
-        checked = checked._replace(valid=mask_and(in_a_bag, checked.valid))
-        rows, counted = self._counted_rows(weight, checked)
-        weights = None if weights is None else weights.astype(rows.dtype)
-        return bags.pool(rows, counted, weights=weights, mode=self.mode), valid
+        def sum_own(weight: Array, checked: CheckedIds, weights: Array | None) -> Array:
+            rows, own = rows_of_shard(shards, weight, checked, self.lookup)
+            return _pool(bags, rows, own, weights, "sum")
 
-    def _counted_rows(
-        self, weight: Rows, checked: CheckedIds
-    ) -> tuple[Array, Bool[Array, "*batch"]]:
-        """Return the rows in the compute dtype, and which of them count in their bag."""
-        rows = gather_rows(weight, checked, self.lookup)
-        if checked.has_gradient is None:
-            return rows, jnp.ones(checked.ids.shape, bool)
-        return rows, checked.has_gradient
+        shape = bags.count, weight.shape[1]
+        sums = shards.sum_rows(sum_own, weight, checked, weights, shape=shape, spec=spec)
+        if self.mode == "sum":
+            return sums
+        ones = jnp.ones((*checked.ids.shape, 1), sums.dtype)
+        return divide_or_zero(sums, _pool(bags, ones, checked, weights, "sum"))
+
+
+def _pool(
+    bags: MatrixBags | RaggedBags,
+    rows: Float[Array, "*batch embedding_dim"],
+    checked: CheckedIds,
+    weights: Array | None,
+    mode: Mode,
+) -> Float[Array, "bags embedding_dim"]:
+    """Pool the rows of ids that are valid and not padding."""
+    counted = checked.has_gradient
+    counted = jnp.ones(checked.ids.shape, bool) if counted is None else counted
+    weights = None if weights is None else weights.astype(rows.dtype)
+    return bags.pool(rows, counted, weights=weights, mode=mode)
 
 
 @partial(compiled, static_argnums=(0, 5))
@@ -237,7 +264,8 @@ def pool(
         whole = offsets is None or not options.include_last_offset
         return (axis_specs(starts)[0] if whole else None, axis_specs(array_in(weight))[1])
 
-    return with_sharding(
+    return with_rows_sharding(
+        options.lookup,
         options.pool,
         weight,
         argument,

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from .._array import exact_integers
@@ -30,6 +31,7 @@ from ._constant import Constant
 from ._lookup import host_values
 from ._module import Module, replace_fields
 from ._parameters import Init, Key
+from ._row_shards import replicated_like
 from .bag import EmbeddingBag
 from .token import Embedding
 
@@ -70,7 +72,7 @@ class CombinedRows(Module):
     def parameters(self) -> dict[str, Float[Array, "rows width"]]:
         parts = {"table": self.table, "importance": getattr(self, "importance", None)}
         return {
-            f"{part}.weight": layer.weight
+            f"{part}.weight": layer.parameters()["weight"]
             for part, layer in parts.items()
             if layer is not None
         }
@@ -79,7 +81,7 @@ class CombinedRows(Module):
         layers = {}
         for name, weight in parameters.items():
             part = name.removesuffix(".weight")
-            layers[part] = replace_fields(getattr(self, part), weight=weight)
+            layers[part] = getattr(self, part).with_parameters({"weight": weight})
         return replace_fields(self, **layers)
 
     def _rows(self, ids: Ids) -> Integer[Array, "*batch columns"]:
@@ -129,6 +131,7 @@ class HashedEmbedding(CombinedRows):
         init: Initial values of the table, as for :class:`Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for the table.
+        sharding: Where to place the table on a mesh, as for :class:`Embedding`.
 
     Shape:
         - ids: any shape, any integer dtype, lists; uint32 JAX arrays are pairs
@@ -162,6 +165,7 @@ class HashedEmbedding(CombinedRows):
         init: Init = "normal",
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         self.rows = HashedRows(num_rows=num_rows, hashes=hashes, seed=seed)
         self.embedding_dim, self.combine = embedding_dim, combine
@@ -169,13 +173,21 @@ class HashedEmbedding(CombinedRows):
             embedding_dim, columns=hashes, combine=combine, allowed=COMBINE_HASHES
         )
         self.table = _table(
-            num_rows, width, combine=combine, init=init, dtype=dtype, key=key
+            num_rows,
+            width,
+            combine=combine,
+            init=init,
+            dtype=dtype,
+            key=key,
+            sharding=sharding,
         )
         self.importance_rows = not_negative("importance_rows", importance_rows)
         self.importance = None
         if importance_rows:
             ones = jnp.ones((importance_rows, hashes), self.table.weight.dtype)
-            self.importance = Embedding(weight=ones)
+            # Its width is small, so every device has it.
+            replicated = replicated_like(sharding)
+            self.importance = Embedding(weight=ones, sharding=replicated)
 
     @property
     def num_rows(self) -> int:
@@ -219,6 +231,7 @@ class QuotientRemainderEmbedding(CombinedRows):
         init: Initial values of the table, as for :class:`Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for the table.
+        sharding: Where to place the table on a mesh, as for :class:`Embedding`.
 
     Shape:
         - ids: any shape, any integer dtype, lists; uint32 JAX arrays are pairs
@@ -247,12 +260,19 @@ class QuotientRemainderEmbedding(CombinedRows):
         init: Init = "normal",
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         self.rows = QuotientRemainderRows.of(num_embeddings, buckets)
         self.embedding_dim, self.combine = embedding_dim, combine
         width = vector_width(embedding_dim, columns=2, combine=combine)
         self.table = _table(
-            self.rows.num_rows, width, combine=combine, init=init, dtype=dtype, key=key
+            self.rows.num_rows,
+            width,
+            combine=combine,
+            init=init,
+            dtype=dtype,
+            key=key,
+            sharding=sharding,
         )
 
     @property
@@ -286,6 +306,7 @@ class FrequencyEmbedding(CombinedRows):
         init: Initial values of the table, as for :class:`Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for the table.
+        sharding: Where to place the table on a mesh, as for :class:`Embedding`.
 
     Shape:
         - ids: any shape, any integer dtype, lists; uint32 JAX arrays are pairs
@@ -317,6 +338,7 @@ class FrequencyEmbedding(CombinedRows):
         init: Init = "normal",
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         frequent, order = sorted_frequent(frequent_ids)
         self._frequent, self._order = Constant(frequent), Constant(order)
@@ -331,6 +353,7 @@ class FrequencyEmbedding(CombinedRows):
             init=init,
             dtype=dtype,
             key=key,
+            sharding=sharding,
         )
 
     @property

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from .._array import compute_dtype
@@ -26,6 +27,7 @@ from ._lookup import (
 from ._module import Module, filter_compiled, replace_fields
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import Offset, Positions, PositionsArgument
+from ._row_shards import replicate_others
 from ._sharding import OutSharding, sharding_like
 from ._stored import StoredEmbedding, quantize_embedding
 from ._table import Ids
@@ -60,6 +62,8 @@ class EmbeddingLayer(Module):
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for the tables.
+        sharding: Where to place the token table on a mesh, as for :class:`Embedding`. Every
+            device of the mesh has the other parameters.
 
     Shape:
         - ids: ``(..., length)`` integers
@@ -107,6 +111,7 @@ class EmbeddingLayer(Module):
         init: Init | None = None,
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         self.embedding_dim = positive("embedding_dim", embedding_dim)
         p = probability("dropout", dropout)
@@ -122,7 +127,12 @@ class EmbeddingLayer(Module):
             init = scaled if scale else small_normal
         tables = {"init": init, "dtype": dtype}
         self.token = Embedding(
-            num_embeddings, embedding_dim, padding_idx=padding_idx, key=keys[0], **tables
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            key=keys[0],
+            sharding=sharding,
+            **tables,
         )
         self.position = position_layer(
             position,
@@ -139,6 +149,10 @@ class EmbeddingLayer(Module):
         if layer_norm:
             self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
+        if sharding is not None:
+            self.position, self.segment, self.norm = replicate_others(
+                (self.position, self.segment, self.norm), sharding
+            )
 
     @classmethod
     def from_hf(cls, checkpoint_dir: str | os.PathLike[str], *, dtype: Any = None) -> Self:
@@ -208,7 +222,8 @@ class EmbeddingLayer(Module):
             key: Random key for dropout.
             inference: Whether dropout is off; None uses the layer's own setting.
             out_sharding: Sharding of the token rows, and so of the result, on a mesh with
-                explicit axes; by default that of the ids and of the columns of the table.
+                explicit axes or for a layer with a ``sharding``; by default that of the ids
+                and of the columns of the table.
         """
         arguments = check_arguments(
             self, ids, segments=segments, inputs_embeds=inputs_embeds, mask=mask

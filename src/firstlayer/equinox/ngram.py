@@ -30,7 +30,8 @@ class NgramEmbedding(Module):
         table: Layer with the table, or the width of the rows of a new one.
         layer: Layer of the model whose table it is; may be left out if the scheme has one.
         combine: ``"concat"``, or ``"sum"`` as in BLT.
-        options: Arguments of :class:`Embedding` for a new table, such as ``key``.
+        options: Arguments of :class:`Embedding` for a new table, such as ``key`` and
+            ``sharding``.
 
     Shape:
         - ids: ``(..., length)``, any integer dtype, or lists
@@ -96,10 +97,10 @@ class NgramEmbedding(Module):
         return vectors.reshape(*vectors.shape[:-2], self.embedding_dim)
 
     def parameters(self) -> dict[str, Float[Array, "rows width"]]:
-        return {"table.weight": self.table.weight}
+        return {"table.weight": self.table.parameters()["weight"]}
 
     def _replace_parameters(self, parameters: dict[str, Any]) -> Any:
-        table = replace_fields(self.table, weight=parameters["table.weight"])
+        table = self.table.with_parameters({"weight": parameters["table.weight"]})
         return replace_fields(self, table=table)
 
 

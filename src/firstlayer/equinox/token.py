@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from ..stores.row_store import RowStore
@@ -30,6 +31,7 @@ class Embedding(TableModule):
         dtype: float64, float32, float16 or bfloat16; None is JAX's default, or the dtype of
             ``weight``.
         key: Random key for a new table.
+        sharding: Where to place the table on a mesh; see below.
 
     Shape:
         - ids: any shape, any integer dtype, nested lists too; one id under ``jax.vmap``
@@ -44,6 +46,15 @@ class Embedding(TableModule):
     The output is on the devices of the ids and the table. On a mesh with explicit axes it
     is sharded as the ids are, and its columns as those of the table, unless the call has an
     ``out_sharding``.
+
+    **Tables on a mesh.** With ``sharding=NamedSharding(mesh, P("rows", None))``, each
+    device has a part of the rows: it looks up the ids whose rows it has, and one sum over
+    the devices combines them (a reduce-scatter if the output is sharded over the same
+    axis). Gradients are sharded as the table is. The table is drawn on its devices, with
+    the same numbers on every mesh. Its number of rows need not divide: ``weight`` then ends
+    in rows of zeros that are never read, which files and :meth:`parameters` leave out. The
+    other axes of the mesh, and those of the columns, work as for any array. Axes may be
+    automatic or explicit. ``checkify`` does not work on such a table.
 
     Example:
         >>> import jax
@@ -69,6 +80,7 @@ class Embedding(TableModule):
         init: Init = "normal",
         dtype: Any = None,
         key: Key | None = None,
+        sharding: NamedSharding | None = None,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -81,6 +93,7 @@ class Embedding(TableModule):
             init=init,
             dtype=dtype,
             key=key,
+            sharding=sharding,
         )
 
     @classmethod
@@ -115,7 +128,7 @@ class Embedding(TableModule):
         Args:
             ids: Ids of the rows.
             out_sharding: Sharding of the result on a mesh with explicit axes, as in
-                ``table.at[ids].get``.
+                ``table.at[ids].get``, or for a layer with a ``sharding``.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         argument = self._check_ids(ids)

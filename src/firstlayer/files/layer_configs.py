@@ -70,7 +70,8 @@ _MAX_SIZE = 2**16
 _MAX_PAIRS = 2**13
 # Constructor arguments that affect only how a layer is created or trained.
 _NOT_IN_CONFIG = {
-    *("init", "rng", "key", "device", "output_device", "sparse", "_weight", "_freeze")
+    *("init", "rng", "key", "device", "output_device", "sharding"),
+    *("sparse", "_weight", "_freeze"),
 }
 
 

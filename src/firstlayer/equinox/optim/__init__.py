@@ -66,9 +66,15 @@ the looked-up rows.
 **Checkpoints.** The state is a tree of arrays, stale rows and missed steps included. Save
 ``eqx.filter((model, state), eqx.is_array)`` with orbax or with Equinox's own functions.
 
+**Tables on a mesh.** The state of a table with a ``sharding`` is sharded as the table is. A
+step sends the rows of the batch once, in ``gather``; each device catches up and updates the
+rows that it has. No device holds the whole table or its gradient. To restore a checkpoint
+on another number of devices, initialize the model there and pass ``strict=False`` to
+orbax, which then adds or removes the rows of zeros at the end of tables.
+
 **Accuracy** and the options that cannot be exact are those of :mod:`firstlayer.optim`. Half
 precision tables have a float32 state; a row is rounded when it catches up and when it is
-updated. Explicit meshes are not supported.
+updated.
 """
 
 from ...optim.adagrad import AdagradOptions, WiseAdagradOptions

@@ -105,7 +105,7 @@ class Execution:
         """Return the state of parameters that are not tables, as trees by name."""
 
         def full(value: float, parameter: Array) -> Array:
-            return jnp.full(parameter.shape, value, compute_dtype(parameter.dtype))
+            return jnp.full_like(parameter, value, compute_dtype(parameter.dtype))
 
         return {
             name: jax.tree.map(partial(full, value), parameters)

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32, PyTree
 
 from ..._check import positive
 from ...optim.rule import RowOptions
-from .._lookup import RowSubset, check_ids, host_values
+from .._lookup import IdsArgument, RowSubset, check_ids, host_values
 from .._module import upcast
+from .._row_shards import replicate_others
+from .._sharding import with_specs
 from .._table import TableModule
 from .._unique import unique_ids
 from .execution import Execution
@@ -94,10 +97,11 @@ class RowOptimizer:
         Args:
             model: The model to train.
         """
-        modules, weights = self._modules(model), []
+        modules, owners, weights = self._modules(model), [], []
         is_trained = [one.weight is not None for one in self._modules(self._masked(model))]
         for module, trained in zip(modules, is_trained, strict=True):
             if trained and not any(module.weight is weight for weight in weights):
+                owners.append(module)
                 weights.append(module.weight)
         numbers = [_index_of(module.weight, weights) for module in modules]
         model = self._with_weights(
@@ -112,11 +116,14 @@ class RowOptimizer:
         dense = self.execution.init_dense if self.rest is None else self.rest.init
         state = OptimizerState(
             step=jnp.zeros((), jnp.int32),
-            tables=tuple(TableState.of(weight, self.execution) for weight in weights),
+            tables=tuple(TableState.of(owner, self.execution) for owner in owners),
             missed=MissedSteps.of(self.execution, size=self.max_missed_steps),
             rest=dense(others),
             table_of=tuple(numbers),
         )
+        for owner in owners:
+            if owner.sharding is not None:
+                state = replicate_others(state, owner.sharding)
         return model, state
 
     def gather(self, model: PyTree, state: OptimizerState, ids: Any) -> PyTree:
@@ -166,7 +173,7 @@ class RowOptimizer:
             rows = [_without_padding(modules[i], weights[i]) for i in own]
             given = [_without_padding(modules[i], slopes[i].weight) for i in own]
             gradient = _sum_of_gradients(given, rows)
-            args = gradient, values, execution, missed, step
+            args = gradient, execution, missed, step
             if isinstance(rows[0], RowSubset):
                 table = table.update(rows[0], *args)
             else:
@@ -229,19 +236,23 @@ class RowOptimizer:
             if pending is None or pending:
                 table = table.catch_up(execution, missed, step)
             return dict.fromkeys(users, table.weight)
-        end, looked_up = len(table.row_steps), []
-        for module, ids in users.values():
-            argument, options = module._check_ids(ids), module._options()
-            checked = check_ids(argument, module.weight, options)
-            ids = checked.ids.reshape(-1)
-            if checked.valid is not None:
-                ids = jnp.where(checked.valid.reshape(-1), ids, end)
-            looked_up.append(ids)
-            if module.padding_idx is not None:
-                looked_up.append(jnp.array([module.padding_idx], jnp.int32))
-        ids = unique_ids(jnp.concatenate(looked_up), end=end)
-        values, *_ = table.rows(ids, execution, missed, step)
-        subset = RowSubset(ids, values.astype(table.weight.dtype))
+        end = len(table.row_steps)
+        arguments = [module._check_ids(ids) for module, ids in users.values()]
+
+        def ids_of(arguments: list[IdsArgument]) -> Int32[Array, " n"]:
+            looked_up = []
+            for (module, _), argument in zip(users.values(), arguments, strict=True):
+                checked = check_ids(argument, module.weight, module._options())
+                ids = checked.ids.reshape(-1)
+                if checked.valid is not None:
+                    ids = jnp.where(checked.valid.reshape(-1), ids, end)
+                looked_up.append(ids)
+                if module.padding_idx is not None:
+                    looked_up.append(jnp.array([module.padding_idx], jnp.int32))
+            return unique_ids(jnp.concatenate(looked_up), end=end)
+
+        ids = with_specs(ids_of, arguments, specs=PartitionSpec(None))
+        subset = RowSubset(ids, table.gather(ids, execution, missed, step))
         return {i: _with_padding(module, subset) for i, (module, _) in users.items()}
 
     def _update_rest(
