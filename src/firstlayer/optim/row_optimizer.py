@@ -247,6 +247,7 @@ class RowOptimizer:
             if known is not None and known is not self.table_states[name]:
                 known.catch_up()
             owner.table_state = None if self.rule.lazy else self.table_states[name]
+            owner.optimizer_state = self.table_states[name]
 
     def _checked_gradient(
         self, name: str, grad: RowGradient | np.ndarray
@@ -255,6 +256,7 @@ class RowOptimizer:
         state, is_table = self.table_states[name], name in self._tables
         shape = state.shape if is_table else self._parameters[name].shape
         if isinstance(grad, RowGradient):
+            grad = grad.current()
             if not is_table or np.shape(grad.values)[1:] != shape[1:]:
                 raise ValueError(
                     f"grads[{name!r}] must be for rows of {shape}, "

@@ -398,17 +398,17 @@ class OperatorState(AttachedState):
             self.state_shape = num_rows, self.state_shape[1]
             self.tensors.clear()
 
-    def reset_rows(self, rows: Tensor) -> None:
+    def reset_rows(self, rows: np.ndarray) -> None:
         """Give rows the state of a new table's rows, and no missed steps.
 
         Args:
             rows: Rows, whose weights are as the caller has written them.
         """
         with held_interrupts(), self.lock, torch.no_grad():
-            rows = rows.to(self.device)
+            index = torch.as_tensor(rows, device=self.device)
             for name, x in self.state.items():
-                x.index_fill_(0, rows, self._initial_state.get(name, 0.0))
-            self.row_steps.index_fill_(0, rows, self.step_count)
+                x.index_fill_(0, index, self._initial_state.get(name, 0.0))
+            self.row_steps.index_fill_(0, index, self.step_count)
 
     def continue_from(self, other: Any) -> None:
         """Take over which rows of the table are stale, and the steps they missed.

@@ -356,9 +356,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise out_of_range(index.numpy(), size, name="rows", bound="num_embeddings")
         known = self._table_states.get(parameter)
         with held_interrupts(), torch.no_grad(), torch_errors():
-            if isinstance(known, OperatorState):
-                known.reset_rows(index)
-                return
             if known is not None:
                 known.reset_rows(index.numpy())
                 return
