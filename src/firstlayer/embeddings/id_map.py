@@ -158,9 +158,7 @@ class IdMap:
             batch,
         )
 
-    def keeps(
-        self, rows: Int64[np.ndarray, "*batch"], batch: int
-    ) -> np.ndarray | None:
+    def keeps(self, rows: Int64[np.ndarray, "*batch"], batch: int) -> np.ndarray | None:
         """Return which rows still belong to the ids they had in a batch, or None for all.
 
         Args:
@@ -225,9 +223,7 @@ class IdMap:
     def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> Any:
         from ..kernels.id_map import restore_rows
 
-        given = [
-            _checked_array(state, prefix + name, self.capacity + 1) for name in ARRAYS
-        ]
+        given = [_checked_array(state, prefix + name, self.capacity + 1) for name in ARRAYS]
         ids, uses, order = given
         size = int(np.count_nonzero(order))
         places = np.argsort(order[1 : size + 1], kind="stable")
