@@ -154,7 +154,10 @@ def test_front_ends_have_the_same_rows_and_numbers(mode):
 def test_new_rows_have_the_same_bits_in_every_front_end_and_dtype():
     ids = np.array([2**40, -7, 3, 2**63 - 1])
     for dtype in ("float32", "float16", "bfloat16"):
-        ours, layer = fn.GrowingEmbedding(5, 4, dtype=dtype), fe.GrowingEmbedding(5, 4, dtype=dtype)
+        ours, layer = (
+            fn.GrowingEmbedding(5, 4, dtype=dtype),
+            fe.GrowingEmbedding(5, 4, dtype=dtype),
+        )
         theirs = ft.GrowingEmbedding(5, 4, dtype=getattr(torch, dtype))
         want = ours.vjp(ids)[0]
         rows, layer = layer.assign(ids)
@@ -165,7 +168,9 @@ def test_new_rows_have_the_same_bits_in_every_front_end_and_dtype():
         pairs = jnp.asarray(fe.split_ids(ids))
         assert np.asarray(layer(pairs)).tobytes() == want.tobytes()
         assert not np.asarray(layer([99])).any() and not ours([99]).any()
-        assert layer.ids.tolist() == ours.ids.tolist() == theirs.ids.tolist() == ids.tolist()
+        assert (
+            layer.ids.tolist() == ours.ids.tolist() == theirs.ids.tolist() == ids.tolist()
+        )
     unsigned = fn.GrowingEmbedding(5, 4).assign(np.array([2**64 - 7, 3], np.uint64))
     assert unsigned.tolist() == [1, 2]
     assert fe.GrowingEmbedding(5, 4).assign(np.array([3], np.int8))[0].tolist() == [1]
@@ -292,7 +297,9 @@ def test_states_and_ids_that_do_not_fit_raise():
         layer.load_state_dict({**state, "id_map.ids": np.array([0, 4, 4, 0])})
     assert layer.ids.tolist() == [4, 5]
     other = fe.GrowingEmbedding(3, 2)
-    with pytest.raises(ValueError, match=r"a state of ids has no arrays \['candidate_ids'\]"):
+    with pytest.raises(
+        ValueError, match=r"a state of ids has no arrays \['candidate_ids'\]"
+    ):
         other.with_state({**other.state(), "id_map.candidate_ids": np.zeros(4, int)})
     with pytest.raises(TypeError, match="ids must have values on the host, got traced"):
         eqx.filter_jit(lambda layer, ids: layer(ids))(other, jnp.arange(2))

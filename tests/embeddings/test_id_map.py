@@ -61,7 +61,10 @@ def test_rows_are_those_of_a_dictionary_also_after_a_saved_state(
         if step == saved_at:
             state = id_map.state()
             assert tuple(state) == id_map.state_names
-            ways = [lambda: copy.deepcopy(id_map), lambda: pickle.loads(pickle.dumps(id_map))]
+            ways = [
+                lambda: copy.deepcopy(id_map),
+                lambda: pickle.loads(pickle.dumps(id_map)),
+            ]
             ways.append(lambda state=state: other.restored(state))
             id_map = ways[len(batches) % 3]()
         check(id_map, reference, batch)
@@ -182,7 +185,9 @@ def test_damaged_states_raise_and_change_nothing():
         "order must count the rows that": damaged("order", [0, 0, 1, 2]),
         "order must count": damaged("order", [1, 2, 0, 0]),
         "uses must be at least 1, got 0": damaged("uses", [0, 2, 0, 0]),
-        "candidate_uses must be at least 0, got -1": damaged("candidate_uses", [0, -1, 0, 0]),
+        "candidate_uses must be at least 0, got -1": damaged(
+            "candidate_uses", [0, -1, 0, 0]
+        ),
         "ids must be different, got one twice": damaged("ids", [0, 4, 4, 0]),
     }
     for message, state in cases.items():

@@ -149,7 +149,9 @@ def output(layer: Any, as_array: Any) -> Any:
     name = type(layer).__name__
     if name == "EmbeddingBag":
         return layer(as_array(IDS.flatten()), as_array(torch.tensor([0, 2, 6])))
-    if name in ("Embedding", "EmbeddingLayer", "GrowingEmbedding") or hasattr(layer, "combine"):
+    if name in ("Embedding", "EmbeddingLayer", "GrowingEmbedding") or hasattr(
+        layer, "combine"
+    ):
         return layer(as_array(IDS))
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)
