@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -109,7 +110,7 @@ def step_in_numpy(layer, optimizer, ids, goal):
 @pytest.mark.parametrize("mode", ["exact", "lazy"])
 def test_front_ends_have_the_same_rows_and_numbers(mode):
     options = {"evict": "lfu", "min_count": 2, "seed": 8, "init": "truncated_normal"}
-    rule = {"lr": 0.05, "weight_decay": 0.3}
+    rule: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.3}
     ours = fn.GrowingEmbedding(7, WIDTH, **options)
     theirs = ft.GrowingEmbedding(7, WIDTH, **options)
     optimizer = RowAdamW(ours, mode=mode, **rule)

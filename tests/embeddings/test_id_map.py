@@ -61,12 +61,8 @@ def test_rows_are_those_of_a_dictionary_also_after_a_saved_state(
         if step == saved_at:
             state = id_map.state()
             assert tuple(state) == id_map.state_names
-            ways = [
-                lambda: copy.deepcopy(id_map),
-                lambda: pickle.loads(pickle.dumps(id_map)),
-            ]
-            ways.append(lambda state=state: other.restored(state))
-            id_map = ways[len(batches) % 3]()
+            copies = copy.deepcopy(id_map), pickle.loads(pickle.dumps(id_map))
+            id_map = (*copies, other.restored(state))[len(batches) % 3]
         check(id_map, reference, batch)
     # Another map is not changed.
     assert other.size == 0 and not other.find(np.arange(13)).any()

@@ -181,7 +181,7 @@ def test_a_forward_that_the_backward_repeats_is_not_another_batch():
 
 
 def test_compiled_models_call_the_layer_outside_of_their_graph():
-    model = torch.nn.Sequential(new_layer(3), torch.nn.Linear(WIDTH, 2).double())
+    model: Any = torch.nn.Sequential(new_layer(3), torch.nn.Linear(WIDTH, 2).double())
     run = torch.compile(model, backend="eager")
     for ids in ([1, 2], [3, 4]):
         y = run(torch.tensor(ids))

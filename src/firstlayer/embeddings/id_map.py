@@ -19,6 +19,7 @@ from jaxtyping import Int64
 
 from .._check import one_of, positive
 from .._interrupts import held_interrupts
+from ..kernels.id_arrays import IdArrays, MissingIds
 from .hashed import int64_bits
 
 #: Ways to choose the id that loses its row.
@@ -121,7 +122,7 @@ class IdMap:
         Raises:
             ValueError: If the batch has more ids than there are rows. Nothing changes.
         """
-        from ..kernels.id_map import MissingIds, assign_rows, list_missing
+        from ..kernels.id_map import assign_rows, list_missing
 
         # A copy: another thread may change the ids.
         flat = np.array(ids, np.int64).reshape(-1)
@@ -220,7 +221,7 @@ class IdMap:
             new.born[:] = new.numbers[1]
             self._arrays, self._candidates = new, other._candidates
 
-    def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> Any:
+    def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> IdArrays:
         from ..kernels.id_map import restore_rows
 
         given = [_checked_array(state, prefix + name, self.capacity + 1) for name in ARRAYS]
@@ -249,16 +250,17 @@ class IdMap:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {**self.__dict__, "_lock": None}
-            state["_arrays"] = type(self._arrays)(*(a.copy() for a in self._arrays))
-            if self._candidates is self._arrays:
-                state["_candidates"] = state["_arrays"]
-            else:
+            state["_arrays"] = IdArrays(*(array.copy() for array in self._arrays))
+            state["_candidates"] = None
+            if self.min_count > 1:
                 copies = (array.copy() for array in self._candidates)
-                state["_candidates"] = type(self._candidates)(*copies)
+                state["_candidates"] = IdArrays(*copies)
             return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.min_count == 1:
+            self._candidates = self._arrays
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -271,9 +273,7 @@ def _num_slots(count: int) -> int:
     return 1 << max(2, (2 * count - 1).bit_length())
 
 
-def _new_arrays(capacity: int, num_levels: int) -> Any:
-    from ..kernels.id_map import IdArrays
-
+def _new_arrays(capacity: int, num_levels: int) -> IdArrays:
     rows = capacity + 1
     return IdArrays(
         np.zeros(_num_slots(capacity), np.int64),
@@ -283,7 +283,7 @@ def _new_arrays(capacity: int, num_levels: int) -> Any:
         np.zeros(num_levels + 1, np.int64),
         np.zeros(rows, np.int64),
         np.zeros(rows, np.int64),
-        np.zeros(3, np.int64),
+        np.zeros(2, np.int64),
     )
 
 

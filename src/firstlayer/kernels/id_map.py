@@ -13,10 +13,9 @@ with many, rows that are used less come first (LFU). Every operation on a row ta
 time.
 
 Ids are uint64. Arithmetic on them wraps around, with a warning if Numba's compiler is
-turned off and the functions run in Python.
+turned off and the functions run in Python. The arrays are those of
+:class:`~.id_arrays.IdArrays`.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,47 +27,7 @@ FIRST = np.uint64(0xBF58476D1CE4E5B9)
 SECOND = np.uint64(0x94D049BB133111EB)
 SHIFT_30, SHIFT_27, SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 # Indices of ``numbers``.
-SIZE, BATCH, EVICTIONS = 0, 1, 2
-
-
-class IdArrays(NamedTuple):
-    """Arrays of a map, which change together.
-
-    Args:
-        slots: Row in each slot of the hash table, or 0. A power of two of them.
-        ids: Id of each row.
-        uses: Number of uses of each row.
-        links: Row before and row after each row in the order of eviction.
-        tails: Last row of each level, or 0.
-        seen: Number of the last batch with the row's id.
-        born: Number of the batch in which the row got its id.
-        numbers: Number of rows in use, of batches and of evictions.
-    """
-
-    slots: np.ndarray
-    ids: np.ndarray
-    uses: np.ndarray
-    links: np.ndarray
-    tails: np.ndarray
-    seen: np.ndarray
-    born: np.ndarray
-    numbers: np.ndarray
-
-
-class MissingIds(NamedTuple):
-    """Scratch memory for the distinct ids of a batch that have no row.
-
-    Args:
-        slots: Hash table of places in ``ids``, counted from 1. A power of two of them.
-        ids: The ids, in the order of their first occurrence.
-        counts: Number of times that each occurs.
-        rows: Row that each of them gets, or 0.
-    """
-
-    slots: np.ndarray
-    ids: np.ndarray
-    counts: np.ndarray
-    rows: np.ndarray
+SIZE, BATCH = 0, 1
 
 
 @internal
@@ -260,7 +219,6 @@ def assign_rows(arrays, candidates, rows, missing, count, room, min_count):
                 victim = arrays.links[victim, 1]
             row, victim = victim, arrays.links[victim, 1]
             _evict(arrays, row)
-            numbers[EVICTIONS] += 1
         _put(arrays, row, missing.ids[k], total)
         arrays.seen[row] = arrays.born[row] = numbers[BATCH]
         missing.rows[k] = row
