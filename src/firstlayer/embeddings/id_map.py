@@ -19,7 +19,7 @@ from jaxtyping import Int64
 
 from .._check import one_of, positive
 from .._interrupts import held_interrupts
-from ..kernels.id_arrays import IdArrays, MissingIds
+from ..kernels.id_arrays import BORN, ID, USES, IdArrays, MissingIds
 from .hashed import int64_bits
 
 #: Ways to choose the id that loses its row.
@@ -101,7 +101,7 @@ class IdMap:
     @property
     def ids(self) -> Int64[np.ndarray, " size"]:
         """Id of each row, from row 1 on."""
-        return self._arrays.ids[1 : self.size + 1].view(np.int64).copy()
+        return self._arrays.rows[1 : self.size + 1, ID].copy()
 
     def find(self, ids: Int64[np.ndarray, "*batch"]) -> Int64[np.ndarray, "*batch"]:
         """Return the row of each id, 0 for ids without one; change nothing."""
@@ -169,7 +169,7 @@ class IdMap:
         arrays = self._arrays
         if arrays.numbers[1] == batch:
             return None
-        is_kept = arrays.born[rows] <= batch
+        is_kept = arrays.rows[rows, BORN] <= batch
         return None if is_kept.all() else is_kept
 
     def state(self) -> dict[str, Int64[np.ndarray, " rows"]]:
@@ -189,7 +189,7 @@ class IdMap:
             for prefix, arrays in parts.items():
                 order = np.zeros(self.capacity + 1, np.int64)
                 eviction_order(arrays, order)
-                ids, uses = arrays.ids.view(np.int64).copy(), arrays.uses.copy()
+                ids, uses = arrays.rows[:, ID].copy(), arrays.rows[:, USES].copy()
                 values = dict(zip(ARRAYS, (ids, uses, order), strict=True))
                 state |= {prefix + name: value for name, value in values.items()}
         return state
@@ -218,7 +218,7 @@ class IdMap:
         with self._lock:
             # Gradients of earlier batches belong to the ids before.
             new.numbers[1] = self._arrays.numbers[1] + 1
-            new.born[:] = new.numbers[1]
+            new.rows[:, BORN] = new.numbers[1]
             self._arrays, self._candidates = new, other._candidates
 
     def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> IdArrays:
@@ -274,15 +274,10 @@ def _num_slots(count: int) -> int:
 
 
 def _new_arrays(capacity: int, num_levels: int) -> IdArrays:
-    rows = capacity + 1
     return IdArrays(
         np.zeros(_num_slots(capacity), np.int64),
-        np.zeros(rows, np.uint64),
-        np.zeros(rows, np.int64),
-        np.zeros((rows, 2), np.int64),
+        np.zeros((capacity + 1, 6), np.int64),
         np.zeros(num_levels + 1, np.int64),
-        np.zeros(rows, np.int64),
-        np.zeros(rows, np.int64),
         np.zeros(2, np.int64),
     )
 

@@ -4,28 +4,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+# Columns of ``IdArrays.rows``.
+ID, USES, BEFORE, AFTER, SEEN, BORN = range(6)
+
 
 class IdArrays(NamedTuple):
     """Arrays of a map, which change together.
 
     Args:
         slots: Row in each slot of the hash table, or 0. A power of two of them.
-        ids: Id of each row.
-        uses: Number of uses of each row.
-        links: Row before and row after each row in the order of eviction.
+        rows: For each row: its id, its number of uses, the row before and the row after it
+            in the order of eviction, the number of the last batch with its id, and that of
+            the batch in which it got its id.
         tails: Last row of each level, or 0.
-        seen: Number of the last batch with the row's id.
-        born: Number of the batch in which the row got its id.
         numbers: Number of rows in use, and of batches.
     """
 
     slots: np.ndarray
-    ids: np.ndarray
-    uses: np.ndarray
-    links: np.ndarray
+    rows: np.ndarray
     tails: np.ndarray
-    seen: np.ndarray
-    born: np.ndarray
     numbers: np.ndarray
 
 
