@@ -173,6 +173,8 @@ def weights_gradient(
     dots = _if_in_range(kernels.dot_bags(table, *flat, others=others), table)
     # The quotient rule for Σ w x / Σ w: each weight is also part of the divisor.
     shares = np.bincount(bag, bags.weights * dots, minlength=divisors.size) / divisors
+    if bags.is_mean is not None:
+        shares[~bags.is_mean] = 0
     return dots - shares[bag]
 
 
@@ -188,12 +190,14 @@ def _bag_of_each_id(bags: Bags) -> np.ndarray:
 
 
 def mean_divisors(bags: Bags, dtype: Any) -> Float[np.ndarray, " bags"]:
-    """Return the divisors of a mean, with infinity in place of zero."""
+    """Return the divisors of a mean, with infinity in place of zero; 1 for a sum."""
     totals = np.diff(bags.bounds)
     if bags.weights is not None:
         totals = np.bincount(_bag_of_each_id(bags), bags.weights, minlength=totals.size)
     totals = totals.astype(compute_dtype(dtype))
     totals[totals == 0] = np.inf
+    if bags.is_mean is not None:
+        totals[~bags.is_mean] = 1
     return totals
 
 

@@ -95,6 +95,31 @@ def pool_bags(
     return _pool(ids, weight, offsets, weights, options, gathered)
 
 
+def pool_checked(
+    bags: Bags,
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    *,
+    weights: Float[Tensor, " n"] | None,
+    mode: Mode,
+    sparse: bool,
+) -> Float[Tensor, "bags embedding_dim"]:
+    """Return a row for each bag, by the kernels; stale rows must have been caught up.
+
+    Args:
+        bags: Bags whose ids are in range and which no other code changes.
+        weight: Contiguous table that the kernels can read.
+        weights: ``per_sample_weights`` of the flat ids, in the compute dtype, or None.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
+    """
+    options = BagOptions(mode, None, 2.0, False, sparse, True, None)
+    ids = tensor_of(bags.ids)
+    with without_catch_up():
+        return _pool_by_kernels(
+            weight, weights, ids=ids, bags=bags, options=options, gathered=None
+        )
+
+
 def _pool(
     ids: Tensor,
     weight: Tensor,
@@ -294,7 +319,10 @@ class _PooledBags:
             if self.mode == "mean":
                 # Each weight of Σ w x / Σ w is also in the divisor.
                 shares = torch.zeros_like(divisors).index_add(0, numbers, factors * dots)
-                dots = dots - divide_or_zero(shares, divisors)[numbers]
+                shares = divide_or_zero(shares, divisors)
+                if self.bags.is_mean is not None:
+                    shares = shares.where(tensor_of(self.bags.is_mean), 0.0)
+                dots = dots - shares[numbers]
             d_weights = self._like_weights(dots, weights)
         return d_table, d_weights
 
@@ -310,7 +338,10 @@ class _PooledBags:
         if self.mode != "mean":
             return like.new_ones(size)
         counts = like.new_ones(len(numbers)) if factors is None else factors
-        return like.new_zeros(size).index_add(0, numbers, counts)
+        totals = like.new_zeros(size).index_add(0, numbers, counts)
+        if self.bags.is_mean is None:
+            return totals
+        return totals.where(tensor_of(self.bags.is_mean), 1.0)
 
     def _winner_terms(self, d: Tensor) -> Tensor:
         full = np.diff(self.bags.bounds) > 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..files.layer_configs import config_of
-from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
+from ..files.layer_files import FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._table.stored import quantized_embedding
 from ._tensors.dtypes import as_torch_dtype, dtype_name
@@ -54,11 +54,8 @@ def load(path: Path, *, device: Any = None) -> Any:
 
 
 def _arrays(layer: nn.Module) -> Tensors:
-    # Through the state dict, whose hooks bring stale rows of row optimizers up to date.
-    state = layer.state_dict()
-    names = [name for name, _ in layer.named_parameters()]
-    names += [ENCODED] if ENCODED in state else []
-    return {name: array_of(state[name].cpu()) for name in names}
+    # The state dict brings stale rows of row optimizers up to date.
+    return {name: array_of(value.cpu()) for name, value in layer.state_dict().items()}
 
 
 def _config(layer: Any) -> dict[str, Any]:
@@ -81,7 +78,7 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> nn
 
 
 def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
-    own = dict(layer.named_parameters())
+    own = layer.state_dict()
     missing, unknown = sorted(own.keys() - arrays), sorted(arrays.keys() - own)
     if missing or unknown:
         raise ValueError(
