@@ -8,8 +8,7 @@ pooled is the sum of one row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -119,6 +118,33 @@ class GroupLayout:
     """
 
     tables: tuple[tuple[str, Table], ...]
+    #: Place of each table, by name.
+    places: dict[str, TablePlace] = field(init=False, repr=False, compare=False)
+    #: Number of rows of each joined array, by its name.
+    num_rows: dict[str, int] = field(init=False, repr=False, compare=False)
+    #: Table of each feature, by the feature's name.
+    features: dict[str, TablePlace] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places, features, num_rows = {}, {}, {}
+        for name, table in self.tables:
+            key = str(table.embedding_dim)
+            place = TablePlace(name, table, key, num_rows.get(key, 0))
+            num_rows[key] = place.rows.stop
+            places[name] = place
+            for feature in table.features:
+                if feature in features:
+                    raise ValueError(
+                        f"a feature must be of one table, got {feature!r} in "
+                        f"{features[feature].name!r} and {name!r}"
+                    )
+                features[feature] = place
+        for attribute, value in (
+            ("places", places),
+            ("features", features),
+            ("num_rows", num_rows),
+        ):
+            object.__setattr__(self, attribute, value)
 
     @staticmethod
     def of(tables: Mapping[str, Table | Mapping[str, Any]]) -> "GroupLayout":
@@ -138,39 +164,9 @@ class GroupLayout:
             if not table.features:
                 table = Table(**{**table.to_dict(), "features": (name,)})
             named.append((name, table))
-        layout = GroupLayout(tuple(named))
         if not named:
             raise ValueError("tables must have a table, got none")
-        _check_features(named)
-        return layout
-
-    @cached_property
-    def places(self) -> dict[str, TablePlace]:
-        """Place of each table, by name."""
-        places, before = {}, dict.fromkeys(self.num_rows, 0)
-        for name, table in self.tables:
-            key = str(table.embedding_dim)
-            places[name] = TablePlace(name, table, key, before[key])
-            before[key] += table.num_embeddings
-        return places
-
-    @cached_property
-    def num_rows(self) -> dict[str, int]:
-        """Number of rows of each joined array, by its name."""
-        rows: dict[str, int] = {}
-        for _, table in self.tables:
-            key = str(table.embedding_dim)
-            rows[key] = rows.get(key, 0) + table.num_embeddings
-        return rows
-
-    @cached_property
-    def features(self) -> dict[str, TablePlace]:
-        """Table of each feature, by the feature's name."""
-        return {
-            feature: place
-            for place in self.places.values()
-            for feature in place.table.features
-        }
+        return GroupLayout(tuple(named))
 
     def check_features(self, names: Iterable[str], *, what: str = "features") -> None:
         """Raise a ValueError if a name is not that of a feature."""
@@ -207,18 +203,6 @@ class GroupLayout:
             f"tables.{name}.weight": joined[place.key][place.rows]
             for name, place in self.places.items()
         }
-
-
-def _check_features(tables: Iterable[tuple[str, Table]]) -> None:
-    owners: dict[str, str] = {}
-    for name, table in tables:
-        for feature in table.features:
-            if feature in owners:
-                raise ValueError(
-                    f"a feature must be of one table, got {feature!r} in "
-                    f"{owners[feature]!r} and {name!r}"
-                )
-            owners[feature] = name
 
 
 @dataclass(frozen=True, eq=False)

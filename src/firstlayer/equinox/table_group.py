@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer, Real
 
 from ..embeddings.bag import Mode
 from ..embeddings.table_group import (
@@ -229,7 +229,10 @@ class _Part:
     """Static properties of a feature in a call.
 
     Args:
-        place: Table of the feature.
+        first: Number of rows before its table in the joined table.
+        num_embeddings: Number of rows of its table.
+        mode: Mode of its table.
+        padding_idx: Padding id of its table.
         shape: Shape of its ids.
     """
 
@@ -249,8 +252,8 @@ class _Argument(eqx.Module):
     """Arrays of a feature in a call."""
 
     ids: IdsArgument
-    offsets: Integer[Array, " offsets"] | None
-    weights: Array | None
+    offsets: Integer[Any, " offsets"] | None
+    weights: Real[Any, "*ids"] | None
 
 
 @dataclass(frozen=True, eq=False)

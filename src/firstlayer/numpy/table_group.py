@@ -113,15 +113,17 @@ class TableGroup(Module):
     ) -> tuple[dict[str, np.ndarray], Callable[[Features], dict[str, Any]]]:
         """Return the vectors and their pullback.
 
-        The pullback takes the gradients of some features' vectors. It returns the row
-        gradients of the joined tables (``"joined.{width}.weight"``), and those of
-        ``"per_sample_weights"`` by feature if they were given.
+        The pullback takes the gradients of the features' vectors; one that is left out is
+        zero. It returns the row gradients of the joined tables
+        (``"joined.{width}.weight"``), and those of ``"per_sample_weights"`` by feature if
+        they were given.
 
         Example:
             >>> group = TableGroup({"user": Table(10, 2), "item": Table(5, 2)}, rng=0)
             >>> vectors, pull = group.vjp({"user": [3], "item": [4]})
-            >>> pull({"item": np.ones((1, 2))})["joined.2.weight"].ids.tolist()
-            [14]
+            >>> gradient = pull({"item": np.ones((1, 2))})["joined.2.weight"]
+            >>> gradient.ids.tolist(), gradient.values[:, 0].tolist()
+            ([3, 14], [0.0, 1.0])
         """
         weights = per_sample_weights or {}
         calls = []
@@ -231,10 +233,8 @@ class _Call:
         d = np.zeros(self.pooled.shape, compute_dtype(self.pooled.dtype))
         for part in self.lookup.parts:
             if part.feature in dy:
-                _check_shape(dy[part.feature], part)
-                d[part.bags] = host_array(dy[part.feature], name="dy").reshape(
-                    -1, d.shape[1]
-                )
+                own = _checked_gradient(dy[part.feature], part)
+                d[part.bags] = own.reshape(-1, self.rows.shape[1])
         bags, mode, winners = self.lookup.bags, self.lookup.mode, self.winners
         gradient = table_gradient(bags, d, mode=mode, winners=winners)
         if bags.weights is None:
@@ -246,7 +246,10 @@ class _Call:
         return gradient, flat
 
 
-def _check_shape(dy: Any, part: FeatureBags) -> None:
-    shape = host_array(dy, name="dy").shape
-    if shape != part.shape:
-        raise ValueError(f"dy[{part.feature!r}] must have shape {part.shape}, got {shape}")
+def _checked_gradient(dy: Any, part: FeatureBags) -> np.ndarray:
+    gradient = host_array(dy, name=f"dy[{part.feature!r}]")
+    if gradient.shape != part.shape:
+        raise ValueError(
+            f"dy[{part.feature!r}] must have shape {part.shape}, got {gradient.shape}"
+        )
+    return gradient

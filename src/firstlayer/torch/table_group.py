@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .._check import integers
-from ..embeddings.bag import Mode
 from ..embeddings.table_group import (
     FeatureIds,
     GroupLayout,
@@ -138,12 +137,12 @@ class TableGroup(nn.Module):
 
         Reading it catches up every stale row.
         """
-        return self.layout.views({key: bag.weight for key, bag in self.joined.items()})
+        return self.layout.views({key: bag.weight for key, bag in self._bags.items()})
 
     def reset_parameters(self) -> None:
         """Draw the tables as torch does; padding rows become zero."""
-        for bag in self.joined.values():
-            bag.reset_parameters()  # pyright: ignore
+        for bag in self._bags.values():
+            bag.reset_parameters()
         self._zero_padding()
 
     def forward(
@@ -155,11 +154,11 @@ class TableGroup(nn.Module):
             features: Ids of each feature.
             per_sample_weights: Factor for the row of each id, for some features.
         """
-        device = next(iter(self.joined.values())).weight.device
+        device = next(iter(self._bags.values())).weight.device
         given = per_sample_weights or {}
         ids, weights = _read_features(features, given, self.layout, device=device)
         vectors: dict[str, Tensor] = {}
-        for key, bag in self.joined.items():
+        for key, bag in self._bags.items():
             own = {
                 name: value
                 for name, value in ids.items()
@@ -177,8 +176,7 @@ class TableGroup(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild this layer, as plain values."""
-        weight: Any = next(iter(self.joined.values())).weight
-        dtype = dtype_name(weight.dtype)
+        dtype = dtype_name(next(iter(self._bags.values())).weight.dtype)
         return config_of(self, tables=self.layout.config(), dtype=dtype)
 
     def extra_repr(self) -> str:
@@ -186,6 +184,10 @@ class TableGroup(nn.Module):
             f"{name}=({table.num_embeddings}, {table.embedding_dim}, mode={table.mode!r})"
             for name, table in self.layout.tables
         )
+
+    @property
+    def _bags(self) -> dict[str, Any]:
+        return dict(self.joined.items())
 
     def _look_up(
         self, bag: Any, ids: dict[str, FeatureIds], weights: dict[str, Tensor]
@@ -218,13 +220,13 @@ class TableGroup(nn.Module):
     @torch.no_grad()
     def _zero_padding(self) -> None:
         for place in self.layout.places.values():
-            weight: Any = self.joined[place.key].weight
+            weight = self._bags[place.key].weight
             if place.table.padding_idx is not None and not weight.is_meta:
                 weight[place.first + place.table.padding_idx] = 0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        joined = {key: bag.weight for key, bag in self.joined.items()}
+        joined = {key: bag.weight for key, bag in self._bags.items()}
         for name, weight in self.layout.split(joined).items():
             destination[prefix + name] = weight if keep_vars else weight.detach()
 
@@ -238,7 +240,7 @@ class TableGroup(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        joined = {key: bag.weight for key, bag in self.joined.items()}
+        joined = {key: bag.weight for key, bag in self._bags.items()}
         own = {prefix + name: view for name, view in self.layout.split(joined).items()}
         others = {name: value for name, value in state_dict.items() if name not in own}
         lists = missing_keys, unexpected_keys, error_msgs
@@ -263,7 +265,7 @@ class TableGroup(nn.Module):
 
     def _assign(self, tables: dict[str, Tensor], prefix: str) -> None:
         """Replace the joined parameters by new ones with these tables."""
-        for key, bag in self.joined.items():
+        for key, bag in self._bags.items():
             parts = [
                 tables[f"{prefix}tables.{name}.weight"].detach()
                 for name, place in self.layout.places.items()
@@ -433,7 +435,7 @@ def _array_ids(one: FeatureIds) -> FeatureIds:
     return FeatureIds(array_of(one.ids), offsets)
 
 
-def _nested_like(value: Any, vectors: Tensor, mode: Mode | None) -> Tensor:
+def _nested_like(value: Any, vectors: Tensor, mode: str | None) -> Tensor:
     """Return vectors that are not pooled as a nested tensor if the ids are one."""
     if mode is None and isinstance(value, Tensor) and value.is_nested:
         jagged: Any = value
