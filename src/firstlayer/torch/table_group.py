@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .._check import integers
+from ..embeddings.row_gradient import GradientMemory
 from ..embeddings.table_group import (
     FeatureIds,
     GroupLayout,
@@ -278,6 +279,10 @@ class TableGroup(nn.Module):
 class JoinedTables(EmbeddingBag):
     """Tables of one width, one after the other. The group saves and loads its tables."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gradient_memory = GradientMemory()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
 
@@ -298,10 +303,18 @@ def _pool(bag: Any, lookup: JoinedLookup, weights: dict[str, Tensor]) -> dict[st
         bag.prepare_lookup(torch.cat([ids, padding]) if len(padding) else ids)
         with torch.no_grad(), without_catch_up():
             rows = table[padding]
-    pooled = pool_checked(bags, table, weights=factors, mode=lookup.mode, sparse=bag.sparse)
+    pooled = pool_checked(
+        bags,
+        table,
+        weights=factors,
+        mode=lookup.mode,
+        sparse=bag.sparse,
+        memory=bag.gradient_memory,
+    )
     vectors, rows = {}, iter(rows)
-    for part in lookup.parts:
-        own = pooled[part.bags]
+    # One split, whose backward concatenates; slices would add up arrays of every bag.
+    sizes = [part.bags.stop - part.bags.start for part in lookup.parts]
+    for part, own in zip(lookup.parts, pooled.split(sizes), strict=True):
         if part.padding is not None:
             index = tensor_of(part.padding)
             own = own.index_copy(0, index, next(rows).expand(len(index), -1))
