@@ -15,6 +15,7 @@ MODULES = (
     "layer",
     "rotary",
     "bag",
+    "table_group",
     "torch_layers",
     "optim",
     "optim_operators",
