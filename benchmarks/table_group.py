@@ -101,7 +101,6 @@ def group_step(rows: int) -> Run:
 
 def fbgemm_step(rows: int) -> Run:
     """Return the step of FBGEMM's operator, whose backward updates the tables."""
-    import fbgemm_gpu  # noqa: F401
     import torch
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -127,7 +126,10 @@ def fbgemm_step(rows: int) -> Run:
     inputs = []
     for batch in batches(rows):
         starts = np.cumsum([0, *(ids.size for ids, _ in batch)])
-        bounds = [offsets[:-1] + start for (_, offsets), start in zip(batch, starts)]
+        bounds = [
+            offsets[:-1] + start
+            for (_, offsets), start in zip(batch, starts[:-1], strict=True)
+        ]
         ids = np.concatenate([ids for ids, _ in batch])
         offsets = np.concatenate([*bounds, starts[-1:]])
         inputs.append((torch.from_numpy(ids), torch.from_numpy(offsets)))

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torchrec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ import firstlayer.numpy as fn
 import firstlayer.optim
 import firstlayer.torch as ft
 import firstlayer.torch.optim
+from firstlayer.embeddings.row_gradient import GradientMemory
 from firstlayer.embeddings.table_group import FeatureIds, Table
 from firstlayer.equinox.optim import RowWiseAdagrad as EquinoxRowWiseAdagrad
 from tests.support.optim_cases import OPTIONS
@@ -33,6 +35,14 @@ TABLES = {
 }
 OWNERS = {name: owner for owner, t in TABLES.items() for name in t.features or (owner,)}
 WEIGHTED = ("clicked", "user", "top")
+
+
+def import_torchrec() -> Any:
+    with warnings.catch_warnings():
+        # FBGEMM has no kernels for SSDs on a CPU and warns about it.
+        warnings.simplefilter("ignore")
+        import torchrec
+    return torchrec
 
 
 def features_of(seed, *, batch=5):
@@ -61,14 +71,14 @@ def numpy_group(seed=0, dtype="float64"):
     return group
 
 
-def torch_group(seed=0, *, dtype="float64", **options):
+def torch_group(seed=0, *, dtype="float64", **options) -> Any:
     group = ft.TableGroup(TABLES, dtype=getattr(torch, dtype), **options)
     arrays = numpy_group(seed, dtype).state_dict()
     group.load_state_dict({name: torch.from_numpy(x) for name, x in arrays.items()})
     return group
 
 
-def separate_layer(owner, weight):
+def separate_layer(owner, weight) -> Any:
     table = TABLES[owner]
     if table.mode is None:
         return fn.Embedding(weight=weight, padding_idx=table.padding_idx)
@@ -97,6 +107,10 @@ def separately(group, features, weights, dy):
         if name in weights:
             dweights[name] = pulled["per_sample_weights"]
     return vectors, gradients, dweights
+
+
+def sum_of_squares(vectors) -> Any:
+    return sum((x**2).sum() for x in vectors.values())
 
 
 def gradient_of_vectors(vectors, seed=1):
@@ -137,7 +151,7 @@ def test_numpy_equals_separate_layers(seed, batch, weighted, left_out):
         np.testing.assert_allclose(own, gradient, rtol=1e-10, atol=1e-10)
 
 
-def as_tensors(values, *, requires_grad=False):
+def as_tensors(values, *, requires_grad=False) -> Any:
     return {
         name: tuple(map(torch.from_numpy, x))
         if isinstance(x, tuple)
@@ -146,14 +160,14 @@ def as_tensors(values, *, requires_grad=False):
     }
 
 
-def in_form(form, features):
+def in_form(form, features) -> Any:
     """Return features in another form that a call takes."""
     if form == "offsets":
         return as_tensors(features)
     if form == "nested":
         return {
-            name: torch.nested.nested_tensor_from_jagged(*map(torch.from_numpy, x))
-            for name, x in features.items()
+            name: torch.nested.nested_tensor_from_jagged(ids, offsets)
+            for name, (ids, offsets) in as_tensors(features).items()
         }
     return {
         name: [x.tolist() for x in np.split(ids, offsets[1:-1])]
@@ -186,7 +200,9 @@ def test_torch_equals_numpy(form, sparse):
         )
     flat = {name: x.values() if x.is_nested else x for name, x in vectors.items()}
     assert vectors["tag"].is_nested == (form == "nested")
-    sum((x * torch.from_numpy(dy[name])).sum() for name, x in flat.items()).backward()
+    torch.autograd.backward(
+        list(flat.values()), [torch.from_numpy(dy[name]) for name in flat]
+    )
     for name, value in flat.items():
         np.testing.assert_allclose(value.detach(), expected[name], rtol=1e-12, atol=1e-12)
     joined = {key: bag.weight.grad for key, bag in group.joined.items()}
@@ -238,7 +254,7 @@ def test_equinox_equals_numpy(jit, tmp_path):
     run = eqx.filter_jit(run) if jit else run
     arrays = jax.tree.map(jnp.asarray, weights)
     (_, vectors), (grads, grads_of_weights) = run((group, arrays), given_ids)
-    close = {"rtol": 1e-5, "atol": 1e-5}
+    close: Any = {"rtol": 1e-5, "atol": 1e-5}
     for name, value in vectors.items():
         np.testing.assert_allclose(value, expected[name], **close)
     for name, gradient in grads.parameters().items():
@@ -319,7 +335,7 @@ def test_row_optimizers_of_joined_tables_equal_separate_ones(rule):
         ids, factors = as_tensors(features), as_tensors(weights)
         joined.zero_grad()
         others.zero_grad()
-        sum((x**2).sum() for x in group(ids, factors).values()).backward()
+        sum_of_squares(group(ids, factors)).backward()
         for name, (own, offsets) in ids.items():
             layer = layers[OWNERS[name]]
             if TABLES[OWNERS[name]].mode is None:
@@ -350,7 +366,7 @@ def test_evaluation_leaves_stale_rows_as_they_are():
     for step in range(3):
         optimizer.zero_grad()
         ids = as_tensors(features_of(step, batch=1)[0])
-        sum((x**2).sum() for x in group(ids).values()).backward()
+        sum_of_squares(group(ids)).backward()
         optimizer.step()
     ids, factors = as_tensors(features), as_tensors(weights)
     group.eval()
@@ -367,6 +383,7 @@ def test_evaluation_leaves_stale_rows_as_they_are():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_torchrec(weighted):
+    torchrec = import_torchrec()
     configs = [
         torchrec.EmbeddingBagConfig(
             name="item",
@@ -383,7 +400,7 @@ def test_equals_torchrec(weighted):
         ),
     ]
     theirs = torchrec.EmbeddingBagCollection(configs, is_weighted=weighted)
-    ours = ft.TableGroup.from_torchrec(theirs, sparse=True)
+    ours: Any = ft.TableGroup.from_torchrec(theirs, sparse=True)
     lengths = torch.tensor([2, 0, 1, 3, 1, 1, 0, 2, 2])
     values = torch.tensor([14, 3, 3, 0, 1, 2, 9, 9, 0, 19, 4, 4])
     weights = torch.linspace(0.1, 2.0, len(values)) if weighted else None
@@ -397,12 +414,13 @@ def test_equals_torchrec(weighted):
     assert vectors.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(vectors[name], value)
-    sum((x**2).sum() for x in expected.values()).backward()
-    sum((x**2).sum() for x in vectors.values()).backward()
+    sum_of_squares(expected).backward()
+    sum_of_squares(vectors).backward()
     for config in configs:
         view = ours.layout.places[config.name]
         gradient = ours.joined[view.key].weight.grad.to_dense()[view.rows]
-        other = theirs.embedding_bags[config.name].weight.grad
+        layer: Any = theirs.embedding_bags[config.name]
+        other = layer.weight.grad
         torch.testing.assert_close(gradient, other)
     jagged = features.to_dict()
     again = ours({name: jagged[name] for name in vectors})
@@ -410,6 +428,7 @@ def test_equals_torchrec(weighted):
 
 
 def test_reads_torchrec_configs():
+    torchrec = import_torchrec()
     configs = [
         torchrec.EmbeddingConfig(
             name="word",
@@ -484,7 +503,7 @@ def test_torch_checkpoint_resumes_and_checks_shapes():
                 optimizer.load_state_dict(copy.deepcopy(state))
             optimizer.zero_grad()
             vectors = group(as_tensors(features_of(step, batch=2)[0]))
-            sum((x**2).sum() for x in vectors.values()).backward()
+            sum_of_squares(vectors).backward()
             optimizer.step()
         results.append(group.state_dict())
     for name, value in results[0].items():
@@ -499,6 +518,27 @@ def test_torch_checkpoint_resumes_and_checks_shapes():
     assert group.load_state_dict(missing, strict=False).missing_keys == [
         "tables.tag.weight"
     ]
+
+
+def test_memory_of_gradients_is_used_again_but_never_under_one_that_is_kept(monkeypatch):
+    monkeypatch.setattr(GradientMemory, "MIN_BYTES", 64)
+    group = torch_group(1, sparse=True)
+    bag = group.joined["4"]
+    addresses: list[Any] = []
+    kept: list[Any] = []
+    copies: list[Any] = []
+    for step in range(4):
+        sum_of_squares(group(as_tensors(features_of(7)[0]))).backward()
+        grad: Any = bag.weight.grad
+        addresses.append(grad._values().data_ptr())
+        if step == 1:
+            kept.append(grad)
+            copies.append(grad.to_dense().clone())
+        del grad
+        bag.weight.grad = None
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    torch.testing.assert_close(kept[0].to_dense(), copies[0], rtol=0, atol=0)
+    assert copy.deepcopy(bag).gradient_memory is not bag.gradient_memory
 
 
 def test_copies_pickles_meta_and_two_groups():
@@ -553,7 +593,7 @@ def test_equinox_row_optimizer_equals_numpy(tmp_path):
         small = optimizer.gather(model, state, model.joined_ids(features))
 
         def loss(group):
-            return sum((x**2).sum() for x in group(features).values()) / 2
+            return sum_of_squares(group(features)) / 2
 
         return optimizer.update(eqx.filter_grad(loss)(small), state, small)
 

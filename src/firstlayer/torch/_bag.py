@@ -271,7 +271,7 @@ class _PooledBags:
     winners: np.ndarray | None
     options: LookupOptions
     places: np.ndarray
-    memory: GradientMemory | None
+    memory: GradientMemory | None = None
 
     def gradients(
         self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
