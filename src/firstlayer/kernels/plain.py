@@ -204,7 +204,6 @@ def sum_quantized_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
-    out: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return the sum of each bag's rows, or None if an id is out of range."""
     ids = ids.copy()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..files.layer_configs import config_of
-from ..files.layer_files import FrontEnd, load_layer, save_layer
+from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._table.stored import quantized_embedding
 from ._tensors.dtypes import as_torch_dtype, dtype_name
@@ -54,8 +54,20 @@ def load(path: Path, *, device: Any = None) -> Any:
 
 
 def _arrays(layer: nn.Module) -> Tensors:
-    # The state dict brings stale rows of row optimizers up to date.
-    return {name: array_of(value.cpu()) for name, value in layer.state_dict().items()}
+    return {name: array_of(value.cpu()) for name, value in _tensors(layer).items()}
+
+
+def _tensors(layer: nn.Module) -> dict[str, Any]:
+    """Return the tensors of a file, by name.
+
+    The state dict brings stale rows of row optimizers up to date. Its integers are
+    constants, which the config determines, or the rows of a quantized table.
+    """
+    return {
+        name: value
+        for name, value in layer.state_dict().items()
+        if value.is_floating_point() or name == ENCODED
+    }
 
 
 def _config(layer: Any) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> nn
 
 
 def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
-    own = layer.state_dict()
+    own = _tensors(layer)
     missing, unknown = sorted(own.keys() - arrays), sorted(arrays.keys() - own)
     if missing or unknown:
         raise ValueError(
