@@ -447,9 +447,7 @@ class TableState:
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
-        if self.base_step != self.event_count:
-            # Otherwise every row is at ``base_step``, which smaller values stand for.
-            self.row_steps[rows] = self.event_count
+        self.row_steps[rows] = self.event_count
         weight, weight_rows = self._upcast(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
