@@ -16,6 +16,7 @@ MODULES = (
     "rotary",
     "bag",
     "growing",
+    "table_group",
     "torch_layers",
     "optim",
     "optim_operators",

@@ -32,6 +32,8 @@ LAYERS = {
     "ShortConvGate": ["memory_dim", "embedding_dim"],
     "SinusoidalPositions": ["embedding_dim"],
     "T5Bias": ["num_heads"],
+    "Table": ["num_embeddings", "embedding_dim"],
+    "TableGroup": ["tables"],
     "Time2Vec": ["embedding_dim"],
     "TransformerXLScores": ["num_heads", "head_dim"],
     "XPosRotary": ["head_dim"],

@@ -28,6 +28,8 @@ from firstlayer.equinox import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Table,
+    TableGroup,
     Time2Vec,
     TransformerXLScores,
     XPosRotary,
@@ -114,6 +116,15 @@ CASES: dict[str, Any] = {
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding(
         [7, 2**40, 1], 5, 8, hashes=3, seed=2, key=KEY
+    ),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype="float16",
+        key=KEY,
     ),
     "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
     "TransformerXLScores": lambda: TransformerXLScores(

@@ -35,6 +35,7 @@ from firstlayer.numpy.rotary import RotaryPositions
 from firstlayer.numpy.shaw import ShawScores
 from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from firstlayer.numpy.t5 import T5Bias
+from firstlayer.numpy.table_group import Table, TableGroup
 from firstlayer.numpy.time2vec import Time2Vec
 from firstlayer.numpy.token import Embedding
 from firstlayer.numpy.transformer_xl import TransformerXLScores
@@ -148,6 +149,15 @@ CASES = {
     "FrequencyEmbedding": lambda: FrequencyEmbedding(
         [7, 2**40, 1], 5, 8, hashes=3, seed=2, rng=14
     ),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype="float16",
+        rng=14,
+    ),
     "Time2Vec": lambda: Time2Vec(4, dtype="float64", rng=14),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6, rng=14
@@ -164,6 +174,8 @@ def output(layer):
         return layer(IDS.ravel(), np.array([0, 2, 6]))
     if isinstance(layer, Embedding | EmbeddingLayer | CombinedRows | GrowingEmbedding):
         return layer(IDS)
+    if isinstance(layer, TableGroup):
+        return layer({"clicked": [[3, 0], []]})["clicked"]
     if isinstance(layer, LearnedPositions | SinusoidalPositions):
         return layer(X, offset=1)
     if isinstance(layer, RotaryPositions):

@@ -35,6 +35,7 @@ from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.sinusoidal import SinusoidalPositions
 from firstlayer.torch.t5 import T5Bias
+from firstlayer.torch.table_group import Table, TableGroup
 from firstlayer.torch.time2vec import Time2Vec
 from firstlayer.torch.token import Embedding
 from firstlayer.torch.transformer_xl import TransformerXLScores
@@ -134,6 +135,14 @@ CASES: dict[str, Any] = {
         100, 8, buckets=9, combine="sum"
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding([7, 2**40, 1], 5, 8, hashes=3, seed=2),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype=torch.bfloat16,
+    ),
     "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6
@@ -153,6 +162,8 @@ def output(layer: Any, as_array: Any) -> Any:
         layer, "combine"
     ):
         return layer(as_array(IDS))
+    if name == "TableGroup":
+        return layer({"clicked": [[3, 0], []]})["clicked"]
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)
     if name == "RotaryPositions":

@@ -40,6 +40,8 @@ from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
 from .t5 import T5Bias as T5Bias
+from .table_group import Table as Table
+from .table_group import TableGroup as TableGroup
 from .time2vec import Time2Vec as Time2Vec
 from .token import Embedding as Embedding
 from .transformer_xl import TransformerXLScores as TransformerXLScores
@@ -67,6 +69,8 @@ __all__ = [
     "ShortConvGate",
     "SinusoidalPositions",
     "T5Bias",
+    "Table",
+    "TableGroup",
     "Time2Vec",
     "TransformerXLScores",
     "XPosRotary",

@@ -63,6 +63,7 @@ LAYER_KINDS = {
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
+    "TableGroup": LayerKind("table_group", has_parts=True),
     "Time2Vec": LayerKind("time2vec", ("weight", "bias"), "position."),
     "TransformerXLScores": LayerKind(
         *("transformer_xl", ("weight", "u", "v"), "bias."),
@@ -138,6 +139,11 @@ def check_options(
     kind = LAYER_KINDS[layer_class.__name__]
     for option in options.keys() - (known.keys() - not_in_config(layer_class)):
         raise ValueError(f"{layer_class.__name__} has no option {reprlib.repr(option)}")
+    tables = options.get("tables")
+    if isinstance(tables, dict) and {f"tables.{name}.weight" for name in tables} != {
+        *tensors
+    }:
+        raise ValueError("tables must be those of the file's tensors, got others")
     sizes = {
         option: value
         for option, value in options.items()

@@ -123,6 +123,7 @@ def sum_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return the sum of each bag's rows, or None if an id is out of range."""
     dtype, ids = _compute_dtype(table), ids.copy()
@@ -136,7 +137,10 @@ def sum_bags(
         sums[bag] = rows.sum(axis=0)
     if divisors is not None:
         sums /= divisors[:, None]
-    return sums.astype(table.dtype)
+    if out is None:
+        return sums.astype(table.dtype)
+    out[:] = sums
+    return out
 
 
 def max_bags(

@@ -60,7 +60,7 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
 
 
 def _arrays(layer: Module) -> Tensors:
-    return {**layer.parameters(), **layer.buffers()}
+    return layer.state_arrays()
 
 
 def _with_quantized(layer: Any, encoded: Any, format: str, **options: Any) -> Any:
