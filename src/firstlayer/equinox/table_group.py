@@ -27,7 +27,7 @@ from ..embeddings.table_group import (
 )
 from ..embeddings.token import mask_out_of_range
 from ..files.layer_configs import config_of
-from ._bags import RaggedBags, bag_bounds, checked_weights, pool_matrix
+from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights
 from ._lookup import (
     IdsArgument,
     LookupOptions,
@@ -357,7 +357,7 @@ def _pool(
         weights = jnp.asarray(weights).astype(rows.dtype)
     if argument.offsets is None:
         matrix = shape if len(shape) == 2 else (*shape, 1)
-        vectors = pool_matrix(
+        vectors = MatrixBags(matrix[0]).pool(
             rows.reshape(*matrix, width),
             counted.reshape(matrix),
             weights=None if weights is None else weights.reshape(matrix),
