@@ -19,15 +19,15 @@ The segment with the largest number is the *newest*. Headers and records have ch
 1. *Write rows.* Rows that have no record in the newest segment are appended to it as one
    record, through a mapping of the file, the checksum last. Then the rows may change.
 2. *Commit.* The new segment is written under another name, with a header and no records,
-   and renamed to ``undo-(n+1)``. The rename is the commit. Then the disk space that is
-   allocated after the records of segment ``n`` is cut off. (The new segment overwrites a
-   pruned one, whose pages are in memory. Old records after the header have checksums that depend on
+   and renamed to ``undo-(n+1)``. The rename is the commit. (It overwrites a pruned segment,
+   whose pages are in memory. Old records after the header have checksums that depend on
    the number of their commit, so they are no records of the new segment.)
 3. *Recover.* The records of the newest segment are written back to the arrays, up to the
    first record that is incomplete. Then the records are cut off.
 4. *Go back one commit.* Recover, remove the newest segment, and recover the one before it,
    which is now the newest.
-5. *Prune.* Segments that no kept tag needs are removed, the oldest first.
+5. *Prune.* Segments that no kept tag needs are removed, the oldest first. The disk space
+   that was allocated after the records of a segment that stays is freed.
 
 **Why the store always opens at a commit.** Let ``n`` be the newest segment.
 
@@ -61,7 +61,6 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -155,6 +154,10 @@ class UndoJournal:
         self.commits: list[Commit] = []
         self.newest: Segment
         self._has_failed = False
+        # Segment before the newest, from a commit to the pruning that follows it.
+        self._previous: Segment | None = None
+        # The spare file, if it is mapped. Mapping a file again costs a fault for each page.
+        self._spare_mapping: mmap.mmap | None = None
 
     @classmethod
     def create(
@@ -248,8 +251,7 @@ class UndoJournal:
         # Files of new arrays must exist before a header lists them.
         self._sync_folder()
         self.newest = self._write_segment(commit)
-        previous.cut(previous.end)
-        os.close(previous.descriptor)
+        self._previous = previous
         # The state of each commit can be read from its segment.
         self.commits.append(replace(commit, state=None))
         return commit
@@ -286,14 +288,23 @@ class UndoJournal:
         self._write_back(previous, write, end=removed.commit.previous_bytes)
 
     def prune(self, first: int) -> None:
-        """Remove the commits before number ``first``."""
-        while self.commits[0].number < first:
+        """Remove the commits before number ``first``, after a commit."""
+        previous, self._previous = self._previous, None
+        while (number := self.commits[0].number) < first:
             # The last one is written again by the next commit: its pages are in memory.
-            os.rename(self.path_of(self.commits[0].number), self._spare)
+            os.rename(self.path_of(number), self._spare)
             self.commits.pop(0)
+            self._spare_mapping = None
+            if previous is not None and previous.commit.number == number:
+                self._spare_mapping = previous.mapping
+        if previous is not None:
+            if previous.commit.number >= first:
+                previous.cut(previous.end)
+            os.close(previous.descriptor)
 
     def close(self) -> None:
         """Close the newest segment."""
+        self._spare_mapping = None
         if self.newest.descriptor >= 0:
             os.close(self.newest.descriptor)
             self.newest.descriptor, self.newest.mapping = -1, None
@@ -322,8 +333,8 @@ class UndoJournal:
 
     def _write_segment(self, commit: Commit) -> Segment:
         path = self.path_of(commit.number)
-        temporary = self._spare
-        header = header_of(commit)
+        temporary, header = self._spare, header_of(commit)
+        mapping, self._spare_mapping = self._spare_mapping, None
         # Records of an old commit stay after the header. Their checksums are wrong here.
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -338,7 +349,7 @@ class UndoJournal:
             raise
         with self._failing_for_good():
             self._sync_folder()
-        return Segment(commit, path, len(header), len(header), descriptor)
+        return Segment(commit, path, len(header), len(header), descriptor, mapping)
 
     def _open_segment(self, number: int) -> Segment:
         path = self.path_of(number)

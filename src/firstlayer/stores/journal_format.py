@@ -1,8 +1,8 @@
 """Bytes of an undo journal: the headers of commits, and the records of rows.
 
-A header is JSON text followed by arrays; a record is ids followed by the rows of each array.
-Both have checksums, and both begin at a multiple of 64 bytes of their file, so that the
-numbers in a record are aligned.
+A header is JSON text followed by arrays; a record is ids followed by the rows of each
+array. Both have checksums, and both begin at a multiple of 64 bytes of their file, so that
+the numbers in a record are aligned.
 """
 
 import json
