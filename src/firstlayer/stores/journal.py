@@ -110,7 +110,7 @@ class Segment:
         Rows are copied to them without a buffer and a system call in between. The file may
         be longer than its records: what follows them has no valid checksum.
         """
-        needed = self.end + nbytes
+        needed = aligned(self.end + nbytes)
         if self.mapping is None or len(self.mapping) < needed:
             size = os.fstat(self.descriptor).st_size
             if size < needed:
@@ -181,7 +181,9 @@ class UndoJournal:
         """Open the segments of a folder. :meth:`recover` comes next."""
         numbers = segment_numbers(folder)
         if not numbers:
-            raise FileNotFoundError(f"no training store in {folder}")
+            raise FileNotFoundError(
+                f"the creation of the store in {folder} was not finished; create it again"
+            )
         journal = cls(folder, is_synced=is_synced)
         # Pruning may have removed any of the older ones; a segment below a gap is unusable.
         first = len(numbers) - 1

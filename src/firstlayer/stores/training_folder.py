@@ -131,8 +131,8 @@ def open_training(
 
 
 def is_training_folder(path: Path) -> bool:
-    """Return whether a path is the folder of a training store."""
-    return bool(segment_numbers(path))
+    """Return whether a path is the folder of a training store, complete or not."""
+    return bool(segment_numbers(path)) or (path / LOCK).is_file()
 
 
 def folder_beside(file: Path) -> Path:
@@ -201,7 +201,8 @@ def _file_of(table: TableFile) -> Path:
     if table.format.name not in DTYPES:
         raise ValueError(
             f"{table.path} must be in one of {DTYPES} to be trained, got format "
-            f"{table.format.name}; {advice}"
+            f"{table.format.name}; {advice}, or replace rows with FileStore(path, "
+            'mode="r+")'
         )
     rows = table.parts["weight"]
     if len(rows.segments) != 1 or rows.offsets is not None:
