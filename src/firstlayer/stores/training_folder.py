@@ -31,6 +31,8 @@ Sync = Literal["off", "full"]
 SYNCS = ("off", "full")
 #: Dtypes that a table can be trained in.
 DTYPES = ("float32", "float16", "bfloat16")
+#: File of the table in a folder that :func:`create_store` made.
+WEIGHT = "weight.0.safetensors"
 
 
 def create_store(
@@ -74,10 +76,10 @@ def create_store(
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, folder) as lock:
         # Left by a creation that was killed.
-        known = {LOCK, SPARE, "weight.0.safetensors"}
+        known = {LOCK, SPARE, WEIGHT}
         if others := sorted(set(os.listdir(folder)) - known):
             raise FileExistsError(f"{folder} must be empty, but it has {others[0]}")
-        file = create_array(folder, "weight", "weight.0.safetensors", shape, dtype)
+        file = create_array(folder, "weight", WEIGHT, shape, dtype)
         mapped = MappedArray(folder, file)
         if rows is not None:
             _fill(mapped.array, rows)
@@ -132,7 +134,8 @@ def open_training(
 
 def is_training_folder(path: Path) -> bool:
     """Return whether a path is the folder of a training store, complete or not."""
-    return bool(segment_numbers(path)) or (path / LOCK).is_file()
+    unfinished = all((path / name).is_file() for name in (LOCK, WEIGHT))
+    return unfinished or bool(segment_numbers(path))
 
 
 def folder_beside(file: Path) -> Path:
