@@ -389,8 +389,8 @@ class UndoJournal:
         position = segment.header_bytes
         last = size if end is None else end
         if size > position:
-            # Closed when no array refers to it. Private, not read-only: kernels are compiled
-            # for writable arrays.
+            # Closed when no array refers to it. Private, not read-only, because kernels
+            # are compiled for writable arrays.
             content = mmap.mmap(segment.descriptor, size, access=mmap.ACCESS_COPY)
             while position < min(last, size):
                 record = read_record(content, position, min(last, size), commit)
