@@ -99,9 +99,8 @@ NAMES = {
         "RowStore",
         "SharedStore",
         "TrainingStore",
-        "create_training_store",
+        "create_store",
         "open_store",
-        "open_training_store",
     ],
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.equinox.optim": [name for name in OPTIMIZERS if name != "AveragedRows"],
@@ -114,8 +113,8 @@ SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
-    "TrainingStore": "open_training_store",
-    "create_training_store": "open_training_store",
+    "TrainingStore": "open_store",
+    "create_store": "open_store",
 }
 
 

@@ -99,6 +99,11 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
         values[row] = values[starts[group] : starts[group + 1]].sum(axis=0)
 
 
+def sum_words(words: np.ndarray) -> np.ndarray:
+    """Return the sum of each row of uint64 numbers, modulo 2 ** 64."""
+    return np.add.reduce(words, axis=1)
+
+
 def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return rows of a half-precision table as float32."""
     return table[rows].astype(np.float32)
