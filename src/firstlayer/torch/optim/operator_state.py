@@ -43,7 +43,7 @@ from .table_state import AttachedState, check_class
 
 # Entries of a table that operators process at a time, for each thread on the CPU: their
 # temporary tensors stay in the cache.
-CPU_CHUNK = 1 << 16
+CPU_CHUNK = 1 << 17
 # The same on other devices, where it bounds the memory of temporary tensors.
 DEVICE_CHUNK = 1 << 24
 
