@@ -34,6 +34,12 @@ from firstlayer.torch.optim.row_operators import (
     sum_by_id_static,
     write_rows,
 )
+from firstlayer.torch.optim.static_step import (
+    begin_step,
+    end_step,
+    new_step_tensors,
+    static_step,
+)
 from firstlayer.torch.optim.table_state import ParameterState
 from tests.support.optim_cases import (
     OPTIONS,
@@ -500,11 +506,11 @@ def test_nothing_is_read_from_the_device(name, options, device, monkeypatch):
             assert state.gather_caught_up(ids).shape == (8, WIDTH)
             assert state.first_stale(ids) is None
             state.step(ids, torch.empty(8, WIDTH, device=device), options=group)
-            numbers = state.new_step_tensors()
-            state.begin_step(state.row_tensors(), numbers, ids, group)
+            numbers = new_step_tensors(state)
+            begin_step(state, state.row_tensors(), numbers, ids, group)
             values = torch.empty(8, WIDTH, device=device)
-            state.static_step(state.row_tensors(), numbers, ids, values)
-            state.end_step(group)
+            static_step(state, state.row_tensors(), numbers, ids, values)
+            end_step(state, group)
         assert state.step_count == 6 and state.row_steps.device.type == device
 
 

@@ -78,10 +78,22 @@ class AdamStep(AdamNumbers, Step):
     """Step of Adam."""
 
     def update(self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any) -> Any:
-        mean = mean + self.share1 * (gradient - mean)
-        square = self.beta2 * square + self.share2 * gradient * gradient
-        root = ops.sqrt(square) * self.unbias + self.eps
-        return self.weight_factor * weight - self.size * mean / root, mean, square
+        # Augmented assignments change new arrays in place, which is faster.
+        change = gradient - mean
+        change *= self.share1
+        mean = mean + change
+        change = self.share2 * gradient
+        change *= gradient
+        square = self.beta2 * square
+        square += change
+        root = ops.sqrt(square)
+        root *= self.unbias
+        root += self.eps
+        change = self.size * mean
+        change /= root
+        weight = self.weight_factor * weight
+        weight -= change
+        return weight, mean, square
 
 
 class AmsgradStep(AdamNumbers, Step):
@@ -90,11 +102,21 @@ class AmsgradStep(AdamNumbers, Step):
     def update(
         self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any, largest: Any
     ) -> Any:
-        mean = mean + self.share1 * (gradient - mean)
-        square = self.beta2 * square + self.share2 * gradient * gradient
+        change = gradient - mean
+        change *= self.share1
+        mean = mean + change
+        change = self.share2 * gradient
+        change *= gradient
+        square = self.beta2 * square
+        square += change
         largest = ops.maximum(largest, square)
-        root = ops.sqrt(largest) * self.unbias + self.eps
-        weight = self.weight_factor * weight - self.size * mean / root
+        root = ops.sqrt(largest)
+        root *= self.unbias
+        root += self.eps
+        change = self.size * mean
+        change /= root
+        weight = self.weight_factor * weight
+        weight -= change
         return weight, mean, square, largest
 
 

@@ -29,9 +29,10 @@ from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, resized_rows, stale_row_message
+from .operator_state import OperatorState, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
+from .row_tensors import resized_rows
 from .sparse_gradient import rows_of
 from .stored import store_of
 from .table_state import ParameterState, detach
@@ -425,6 +426,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
                 f"{tuple(parameter.shape)}"
             )
+        if isinstance(known, OperatorState):
+            known.write_deferred()
         rule = self._new_rule(group)
         arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
