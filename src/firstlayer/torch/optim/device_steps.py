@@ -10,6 +10,7 @@ from torch import Tensor
 from ...optim.missed_steps import MissedSteps
 from ...optim.rule import TINY, update_rows
 from .._tensors.dtypes import dtype_name
+from . import rule_ops
 
 
 class DeviceSteps:
@@ -92,7 +93,7 @@ class DeviceSteps:
             old: As in :meth:`catch_up`.
         """
         columns = coefficients.index_select(0, start)[..., None].unbind(1)
-        return self.missed.kind(*columns).catch_up(torch, *old)
+        return self.missed.kind(*columns).catch_up(rule_ops, *old)
 
     def _replayed(
         self, start: Tensor, old: Sequence[Tensor], is_replayed: Tensor

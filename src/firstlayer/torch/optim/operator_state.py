@@ -41,7 +41,6 @@ from .row_tensors import (
     DeferredState,
     RowTensors,
     StepTensors,
-    UpdatedRows,
     check_row_tensors,
     resized_rows,
 )
@@ -49,7 +48,7 @@ from .table_state import AttachedState, check_class
 
 # Entries of a table that operators process at a time, for each thread on the CPU: their
 # temporary tensors stay in the cache.
-CPU_CHUNK = 1 << 16
+CPU_CHUNK = 1 << 18
 # The same on other devices, where it bounds the memory of temporary tensors.
 DEVICE_CHUNK = 1 << 24
 # Entries of each tensor of the state that a lookup may leave to the next step to write.
@@ -243,13 +242,13 @@ class OperatorState(AttachedState):
             tensors = self.row_tensors()
             values = self.record_step(options, every_row=ids is None)
             generator = self._generator(2 * self.step_count + 1)
-            for part in self._updated_rows(tensors, ids):
-                weight = read_rows(tensors.table, part.rows, self.dtype)
-                slopes = read_rows(gradient, part.places, self.dtype)
-                new = update_rows(torch, self.rule, values, weight, slopes, part.state)
-                self.write_weight(tensors, part.rows, new[0], generator)
-                tensors.write_state(part.rows, new[1:])
-                write_number(tensors.row_steps, part.rows, self.step_count)
+            for rows, part, state in self._updated_rows(tensors, ids):
+                weight = read_rows(tensors.table, rows, self.dtype)
+                part = gradient[part].to(self.dtype)
+                new = update_rows(torch, self.rule, values, weight, part, state)
+                self.write_weight(tensors, rows, new[0], generator)
+                tensors.write_state(rows, new[1:])
+                write_number(tensors.row_steps, rows, self.step_count)
             if self.is_caught_up:
                 self.restart(options)
 
@@ -261,8 +260,10 @@ class OperatorState(AttachedState):
         """
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
+            tensors = self.row_tensors() if tensors is None else tensors
             with torch.no_grad():
-                deferred.write(self.row_tensors() if tensors is None else tensors)
+                for rows, state in deferred.current_parts(tensors):
+                    tensors.write_state(rows, state)
 
     def resize_rows(self, kept: Tensor, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added.
@@ -324,25 +325,23 @@ class OperatorState(AttachedState):
 
     def _updated_rows(
         self, tensors: RowTensors, ids: Tensor | None
-    ) -> Iterator[UpdatedRows]:
-        """Yield the rows to update in chunks, with their state.
+    ) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
+        """Yield rows of ``ids``, or all as ranges, their places among them, and their state.
 
         Args:
             tensors: Table and state.
             ids: Rows, each once; None for all.
         """
-        deferred, self._deferred = self._deferred, None
-        places = None
-        if deferred is not None and ids is not None and ids.shape[0]:
-            yield from deferred.take(ids, tensors)
-            # The other rows were up to date when they were read.
-            places = deferred.other_places(ids)
-            ids = ids.index_select(0, places)
-        elif deferred is not None:
-            deferred.write(tensors)
+        deferred = self._deferred
+        if deferred is not None and ids is not None and torch.equal(ids, deferred.rows):
+            self._deferred, lo = None, 0
+            for rows, state in deferred.current_parts(tensors):
+                yield rows, slice(lo, lo + rows.shape[0]), state
+                lo += rows.shape[0]
+            return
+        self.write_deferred(tensors)
         for rows, part in self._chunks(ids):
-            state = [read_rows(x, rows, self.dtype) for x in tensors.state]
-            yield UpdatedRows(rows, part if places is None else places[part], state)
+            yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]
 
     def record_step(self, options: Options, *, every_row: bool) -> Any:
         """Count a step, which other rows miss unless every row is updated.
@@ -383,20 +382,14 @@ class OperatorState(AttachedState):
         generator = self._generator(2 * self.step_count)
         row_steps, on_cpu = tensors.row_steps, is_plain_cpu(tensors.row_steps)
         if on_cpu and ids is not None:
-            is_stale = row_steps.index_select(0, ids) != self.step_count
-            ids = ids[is_stale].unique()
-            is_small = ids.shape[0] * self.shape[1] <= MAX_DEFERRED
-            # Tensors made in inference mode have limits elsewhere.
-            if is_small and not torch.is_inference_mode_enabled():
-                versions = tuple(x._version for x in tensors.state)
-                self._deferred = DeferredState(ids, versions)
+            ids = self._rows_to_catch_up(tensors, ids)
         for rows, _ in self._chunks(ids):
             if on_cpu and isinstance(rows, slice):
                 stale = (row_steps[rows] != self.step_count).nonzero().flatten()
                 if not stale.numel():
                     continue
                 rows = stale + rows.start
-            weight, *state = self.caught_up(tensors, rows, are_stale=on_cpu)
+            weight, *state = self.caught_up(tensors, rows)
             self.write_weight(tensors, rows, weight, generator)
             if self._deferred is not None and isinstance(rows, Tensor):
                 self._deferred.parts.append((rows, state))
@@ -406,13 +399,30 @@ class OperatorState(AttachedState):
         if ids is None:
             self.base_step = self.step_count
 
+    def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
+        """Return the distinct rows of a lookup that are stale, ascending.
+
+        If most rows are stale, all of them are returned, and writing their state is
+        deferred to the next step, which is likely to update the same rows.
+        """
+        rows = ids.unique()
+        is_stale = tensors.row_steps.index_select(0, rows) != self.step_count
+        stale = rows[is_stale]
+        is_small = rows.shape[0] * self.shape[1] <= MAX_DEFERRED
+        if not is_small or 4 * stale.shape[0] < 3 * rows.shape[0]:
+            return stale
+        # Tensors made in inference mode could not be used in a step.
+        if not rows.shape[0] or torch.is_inference_mode_enabled():
+            return stale
+        versions = tuple(x._version for x in tensors.state)
+        self._deferred = DeferredState(rows, versions)
+        return rows
+
     def caught_up(
         self,
         tensors: RowTensors,
         rows: Rows,
         numbers: StepTensors | None = None,
-        *,
-        are_stale: bool = False,
     ) -> Sequence[Tensor]:
         """Return weight and state of rows after the missed steps.
 
@@ -420,7 +430,6 @@ class OperatorState(AttachedState):
             tensors: Table and state.
             rows: Rows to read.
             numbers: Numbers of a step of static size; steps have been replayed.
-            are_stale: Whether all these rows are known to be stale.
         """
         old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
         if self.rule.lazy or self.device_steps.is_empty:
@@ -434,7 +443,12 @@ class OperatorState(AttachedState):
             start = (row_steps - base).clamp(min=0)
             new = self.device_steps.apply(numbers.coefficients, start, old)
         # Rows that are up to date keep their values bit for bit.
-        return new if are_stale else where_rows(row_steps != step, new, old)
+        if numbers is None and is_plain_cpu(row_steps):
+            fresh = (row_steps == step).nonzero().flatten()
+            for x, y in zip(new, old, strict=True):
+                x.index_copy_(0, fresh, y.index_select(0, fresh))
+            return new
+        return where_rows(row_steps != step, new, old)
 
     def write_weight(
         self,

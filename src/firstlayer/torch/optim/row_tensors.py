@@ -53,21 +53,6 @@ class StepTensors:
         return [self.coefficients, self.values, self.steps]
 
 
-@dataclass(frozen=True, eq=False)
-class UpdatedRows:
-    """Rows that a step updates.
-
-    Args:
-        rows: Rows of the table.
-        places: Their places in the gradient.
-        state: Their state before the step.
-    """
-
-    rows: Rows
-    places: Rows
-    state: list[Tensor]
-
-
 @dataclass(eq=False)
 class DeferredState:
     """State of rows whose weights have caught up, written together with the next step.
@@ -85,61 +70,22 @@ class DeferredState:
     versions: tuple[int, ...]
     parts: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
-    def write(self, tensors: RowTensors) -> None:
-        """Write the state of all rows."""
-        for rows, state in self._current_parts(tensors):
-            tensors.write_state(rows, state)
-
-    def take(self, ids: Tensor, tensors: RowTensors) -> Iterator[UpdatedRows]:
-        """Yield the rows among ``ids``, and write the state of the others.
-
-        Args:
-            ids: Rows to update, ascending and each once; at least one.
-            tensors: Table and state.
-        """
-        places, is_found = self._find(ids)
-        all_found, lo = bool(is_found.all()), 0
-        for rows, state in self._current_parts(tensors):
-            part = slice(lo, lo + rows.shape[0])
-            lo, found = part.stop, places[part]
-            if not all_found:
-                missing = (~is_found[part]).nonzero().flatten()
-                kept = is_found[part].nonzero().flatten()
-                others = [x.index_select(0, missing) for x in state]
-                tensors.write_state(rows.index_select(0, missing), others)
-                rows, found = rows.index_select(0, kept), found.index_select(0, kept)
-                state = [x.index_select(0, kept) for x in state]
-            yield UpdatedRows(rows, found, state)
-
-    def other_places(self, ids: Tensor) -> Tensor:
-        """Return the places in ``ids`` that :meth:`take` does not yield."""
-        places, is_found = self._find(ids)
-        is_left = torch.ones_like(ids, dtype=torch.bool)
-        is_left[places[is_found]] = False
-        return is_left.nonzero().flatten()
-
-    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the place of each row in ``ids``, and whether it is there."""
-        places = torch.searchsorted(ids, self.rows).clamp_(max=ids.shape[0] - 1)
-        return places, ids.index_select(0, places) == self.rows
-
-    def _current_parts(
+    def current_parts(
         self, tensors: RowTensors
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the parts, with the state of tensors that were written to since then."""
-        # Read at once: the loop over the parts writes to the tensors.
+        """Yield the parts. Tensors that were written to since then are read again.
+
+        Args:
+            tensors: Table and state.
+        """
+        # Compared at once: the loop over the parts writes to the tensors.
         is_changed = [
             x._version != version
             for x, version in zip(tensors.state, self.versions, strict=True)
         ]
         for rows, state in self.parts:
-            yield (
-                rows,
-                [
-                    read_rows(x, rows, y.dtype) if changed else y
-                    for x, y, changed in zip(tensors.state, state, is_changed, strict=True)
-                ],
-            )
+            choices = zip(tensors.state, state, is_changed, strict=True)
+            yield rows, [read_rows(x, rows, y.dtype) if new else y for x, y, new in choices]
 
 
 def check_row_tensors(
