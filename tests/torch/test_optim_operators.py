@@ -237,6 +237,37 @@ def test_tied_head_updates_every_row_by_operators(operators):
     run.finish()
 
 
+LOOKUPS = ("once", "twice", "with padding", "without a step", "state is reset")
+
+
+@pytest.mark.parametrize("lookups", LOOKUPS)
+def test_state_that_lookups_leave_to_the_step_is_written(lookups, operators):
+    run = Run("AdamW", OPTIONS["AdamW"][0])
+    state = None
+    for number in range(20):
+        # None of the rows is in the batch before.
+        ids = (torch.tensor([5, 1, 8, 3, 0, 7]) + 9 * number) % ROWS
+        if state is not None:
+            run.layer(ids)
+            # Most rows are stale, and their state is in memory of its own.
+            assert state._deferred is not None
+            if lookups in ("twice", "with padding"):
+                # Rows that get no gradient, and for "twice" some that do.
+                run.layer(ids[4:] if lookups == "twice" else (ids + 1) % ROWS)
+            elif lookups == "without a step" and number % 3 == 0:
+                run.layer((ids + 3) % ROWS)
+                assert_close(run.layer.weight.detach(), run.twin.detach(), 1e-6)
+                assert state._deferred is None
+            elif lookups == "state is reset" and number == 10:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    run.ours.state[run.layer.weight][key][ids] = 0.0
+                    run.theirs.state[run.twin][key][ids] = 0.0
+        run.step(ids)
+        state = state_of(run.ours, run.layer.weight)
+        assert state._deferred is None
+    run.finish()
+
+
 def test_grad_scaler_skips_steps_with_infinite_gradients(operators):
     run = Run("AdamW", OPTIONS["AdamW"][0], layer=new_layer(dtype=torch.float32))
     run.twin = nn.Parameter(run.layer.weight.detach().clone())

@@ -113,7 +113,12 @@ class DeviceSteps:
             values = kind(*steps.index_select(1, reached).unsqueeze(-1).unbind())
             part = [x.index_select(0, rows) for x in new]
             part = update_rows(
-                torch, self.missed.rule, values, part[0], torch.zeros_like(part[0]), part[1:]
+                torch,
+                self.missed.rule,
+                values,
+                part[0],
+                torch.zeros_like(part[0]),
+                part[1:],
             )
             for x, y in zip(new, part, strict=True):
                 x.index_copy_(0, rows, y)

@@ -326,7 +326,7 @@ class OperatorState(AttachedState):
     def _updated_rows(
         self, tensors: RowTensors, ids: Tensor | None
     ) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
-        """Yield rows of ``ids``, or all as ranges, their places among them, and their state.
+        """Yield rows of ``ids``, or all as ranges, their places, and their state.
 
         Args:
             tensors: Table and state.

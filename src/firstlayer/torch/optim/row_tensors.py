@@ -70,9 +70,7 @@ class DeferredState:
     versions: tuple[int, ...]
     parts: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
-    def current_parts(
-        self, tensors: RowTensors
-    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def current_parts(self, tensors: RowTensors) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield the parts. Tensors that were written to since then are read again.
 
         Args:
