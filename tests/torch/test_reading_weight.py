@@ -491,7 +491,7 @@ NEVER_ASK: dict[str, Any] = {
     "strided nested tensor": lambda weight: torch.nested.to_padded_tensor(
         torch.nested.nested_tensor([weight]), 0.0
     ),
-    "to_dlpack": lambda weight: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)),
+    "to_dlpack": lambda weight: torch.from_dlpack(_torch.utils.dlpack.to_dlpack(weight)),
     "data of another tensor": lambda weight: (
         other := torch.zeros(1, **DOUBLE),
         setattr(other, "data", weight),
