@@ -339,7 +339,6 @@ class Scheme:
             negative=hashing.negative,
             no_id=hashing.no_id,
             multipliers=np.array(layout.multipliers, np.int64),
-            heads=hashing.heads or 1,
             sizes=np.array(layout.sizes, np.int64),
             offsets=np.array(layout.offsets, np.int64),
         )
