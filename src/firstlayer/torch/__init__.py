@@ -37,6 +37,7 @@ from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .frozen_rows import FrozenRowsEmbedding as FrozenRowsEmbedding
+from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
 from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
@@ -73,6 +74,7 @@ __all__ = [
     "FrequencyEmbedding",
     "FrozenRowsEmbedding",
     "HFRotary",
+    "GrowingEmbedding",
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..files.layer_configs import config_of
+from ..files.layer_configs import ID_MAP, config_of
 from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._table.stored import quantized_embedding
 from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.memory import array_of, tensor_of
 from .bag import EmbeddingBag
+from .growing import GrowingEmbedding
 from .token import Embedding
 
 
@@ -57,7 +58,7 @@ def _arrays(layer: nn.Module) -> Tensors:
     # Through the state dict, whose hooks bring stale rows of row optimizers up to date.
     state = layer.state_dict()
     names = [name for name, _ in layer.named_parameters()]
-    names += [ENCODED] if ENCODED in state else []
+    names += [name for name in state if name == ENCODED or name.startswith(ID_MAP)]
     return {name: array_of(state[name].cpu()) for name in names}
 
 
@@ -81,7 +82,9 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> nn
 
 
 def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
-    own = dict(layer.named_parameters())
+    own: dict[str, Any] = dict(layer.named_parameters())
+    if isinstance(layer, GrowingEmbedding):
+        own |= {ID_MAP + name: x for name, x in layer.id_map.state().items()}
     missing, unknown = sorted(own.keys() - arrays), sorted(arrays.keys() - own)
     if missing or unknown:
         raise ValueError(

@@ -398,6 +398,18 @@ class OperatorState(AttachedState):
             self.state_shape = num_rows, self.state_shape[1]
             self.tensors.clear()
 
+    def reset_rows(self, rows: np.ndarray) -> None:
+        """Give rows the state of a new table's rows, and no missed steps.
+
+        Args:
+            rows: Rows, whose weights are as the caller has written them.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            index = torch.as_tensor(rows, device=self.device)
+            for name, x in self.state.items():
+                x.index_fill_(0, index, self._initial_state.get(name, 0.0))
+            self.row_steps.index_fill_(0, index, self.step_count)
+
     def continue_from(self, other: Any) -> None:
         """Take over which rows of the table are stale, and the steps they missed.
 
@@ -622,7 +634,9 @@ class OperatorState(AttachedState):
                 part[name].copy_(new)
 
     def _add_missing_tensors(self, options: Options) -> None:
-        for name, value in self.rule.initial_state(options).items():
+        #: Initial value of each tensor of the state.
+        self._initial_state = self.rule.initial_state(options)
+        for name, value in self._initial_state.items():
             if name not in self.state:
                 shape, device = self.state_shape, self.device
                 zeros = torch.zeros(shape, dtype=self.dtype, device=device)

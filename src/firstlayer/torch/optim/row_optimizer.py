@@ -325,6 +325,45 @@ class RowOptimizer(torch.optim.Optimizer):
         if parameter in self._row_steps:
             self.row_step(parameter)
 
+    def reset_rows(self, parameter: Tensor, rows: Sequence[int] | Tensor) -> None:
+        """Give rows of a table the state of new rows.
+
+        Call it after rows were given new values that belong to something else, such as
+        another id. :class:`firstlayer.torch.GrowingEmbedding` does so itself.
+
+        Args:
+            parameter: Table.
+            rows: Rows with new values.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> layer = Embedding(4, 2, sparse=True)
+            >>> optimizer = RowAdamW(layer.parameters())
+            >>> layer(torch.tensor([3])).sum().backward()
+            >>> optimizer.step()
+            >>> with torch.no_grad():
+            ...     layer.weight[3] = 0.5
+            >>> optimizer.reset_rows(layer.weight, [3])
+            >>> optimizer.state[layer.weight]["exp_avg"][3].tolist()
+            [0.0, 0.0]
+        """
+        group, saved = self._group_of(parameter), self.state.get(parameter) or {}
+        index = torch.as_tensor(rows, dtype=torch.int64, device="cpu").reshape(-1)
+        with torch_errors():
+            if index.numel() and not all_in_range(index.numpy(), parameter.shape[0]):
+                size = parameter.shape[0]
+                raise out_of_range(index.numpy(), size, name="rows", bound="num_embeddings")
+        known = self._table_states.get(parameter)
+        with held_interrupts(), torch.no_grad(), torch_errors():
+            if known is not None:
+                known.reset_rows(index.numpy())
+                return
+            initial = self._new_rule(group).initial_state(group)
+            for name, x in saved.items():
+                if name != "step" and isinstance(x, Tensor):
+                    x.index_fill_(0, index.to(x.device), initial.get(name, 0.0))
+
     def __getstate__(self) -> dict[str, Any]:
         self._flush_in_memory()
         own = {"_dense": self._dense, "_background": self._background}
