@@ -15,6 +15,7 @@ MODULES = (
     "layer",
     "rotary",
     "bag",
+    "ngram",
     "torch_layers",
     "optim",
     "optim_operators",

@@ -1,4 +1,4 @@
-"""Give a small byte-level language model an n-gram memory on disk, a hundred times its size.
+"""Give a small byte-level language model an n-gram memory on disk, 100× its size.
 
 Two models are trained on the sources of Python's standard library for the same time: a
 transformer, and the same transformer with a memory. Before its first block, the memory
@@ -8,10 +8,17 @@ there by a row optimizer, and after a crash the file returns to the last commit.
 touches only the rows of its batch, so the table may be as large as the disk allows.
 
 The models take turns, step by step, so that other load on the machine slows both. Files
-that neither has seen are held out.
+that neither has seen are held out. On one core, with 100 seconds for each model::
 
-Run it: ``python examples/ngram_memory.py``, optionally with ``--seconds``, the training time
-of each model.
+    seed 0: 478,976 parameters, 160× in the table
+      without memory: 470 steps of 213 ms, held out 1.672 nats per byte
+      with memory: 419 steps of 240 ms, held out 1.193 nats per byte
+    seed 1: 478,976 parameters, 160× in the table
+      without memory: 467 steps of 215 ms, held out 1.628 nats per byte
+      with memory: 416 steps of 241 ms, held out 1.231 nats per byte
+
+Run it: ``python examples/ngram_memory.py``, optionally with the training time of each model
+(``--seconds``).
 """
 
 import argparse

@@ -55,3 +55,19 @@ def test_rows_do_not_depend_on_the_number_of_threads(sizes):
         finally:
             set_num_threads(before)
         assert (found == mix[:, None] % np.array(sizes)).all()
+
+
+def test_ids_beyond_the_map_read_no_memory_outside_of_it():
+    found = ngram_rows(
+        np.array([[2**40, 3]]),
+        None,
+        np.array([5, 6, 7, 8]),
+        fill=0,
+        stop=None,
+        negative="dead",
+        no_id=-1,
+        multipliers=np.array([[1]]),
+        sizes=np.array([100]),
+        offsets=np.array([0]),
+    )
+    assert found.tolist() == [[[8], [8]]]

@@ -1,6 +1,6 @@
 """N-gram tables of every kind of store: the rows in memory, training and prefetches."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ MAKE: dict[str, Any] = {"numpy": np.asarray, "torch": torch.tensor, "equinox": j
 
 
 @contextmanager
-def store_of(kind: str, folder: Path) -> Iterator[RowStore]:
+def store_of(kind: str, folder: Path) -> Generator[RowStore, None, None]:
     """Yield a store of a kind with the rows of ``TABLE``."""
     if kind == "memory":
         store: RowStore = MemoryStore(TABLE)
@@ -107,6 +107,8 @@ def test_training_on_disk_equals_training_in_memory(front_end, tmp_path):
         final = {}
         for place, table in tables.items():
             rng = np.random.default_rng(3)
+            layer: Any
+            optimizer: Any
             if front_end == "numpy":
                 layer = fn.NgramEmbedding(
                     SCHEME, table or fn.Embedding(weight=TABLE.copy())

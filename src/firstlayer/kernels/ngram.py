@@ -152,7 +152,8 @@ def _windows(ticket, full, documents, table, options, windows):
                     else:
                         is_open = negative == HASHED and number != no_id
                 elif is_open and has_table:
-                    number = table[number]
+                    # Another thread may have changed ids after they were checked.
+                    number = table[min(number, table.size - 1)]
                 if is_open and s:
                     if has_stop and number == stop:
                         is_open = False

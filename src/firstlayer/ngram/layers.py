@@ -247,13 +247,13 @@ class NgramArguments:
         """
         arguments = _arguments(self.scheme).items()
         plain = {
-            name: list(value) if isinstance(value, tuple) else value
+            name: _json_value(value)
             for name, value in arguments
             if not isinstance(value, np.ndarray)
         }
         return {
             "scheme": {"class": type(self.scheme).__name__, **plain},
-            "table": table,
+            "table": {"class": "Embedding", **table},
             "layer": self.layer,
             "combine": self.combine,
         }
@@ -338,3 +338,9 @@ def _set(options: Any, **values: Any) -> None:
     """Set arguments of a frozen value that is being constructed to their checked values."""
     for name, value in values.items():
         object.__setattr__(options, name, value)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
