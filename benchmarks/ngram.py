@@ -43,13 +43,13 @@ def _rows(
     missing = np.broadcast_to(documents[..., :1], history.shape)
     places = np.concatenate([missing, documents], -1)
     pad, length = scheme.canonical[scheme.pad], ids.shape[-1]
-    mix = numbers[..., span - 1 :] * layout.multipliers[0]
+    mix: np.ndarray = numbers[..., span - 1 :] * layout.multipliers[0]
     is_open, rows = np.ones(ids.shape, bool), []
     for n in range(1, span):
         part = slice(span - 1 - n, span - 1 - n + length)
         is_open = is_open & (places[..., part] == documents)
         number = np.where(is_open, numbers[..., part], pad)
-        mix = mix ^ number * layout.multipliers[n]
+        mix = np.bitwise_xor(mix, number * layout.multipliers[n])
         heads = slice((n - 1) * scheme.heads, n * scheme.heads)
         local = mix[..., None] % np.array(layout.sizes[heads])
         rows.append(local + np.array(layout.offsets[heads]))

@@ -112,7 +112,7 @@ def test_ngram_memory_lowers_the_loss(tmp_path, capsys):
     example = module("ngram_memory")
     example.LENGTH, example.BATCH, example.WIDTH, example.LAYERS = 64, 8, 32, 1
     folder = ["--folder", str(tmp_path)]
-    example.main([*folder, "--rows", "60000", "--seconds", "1.5", "--seeds", "3"])
+    example.main([*folder, "--rows", "60000", "--seconds", "1", "--seeds", "3"])
     printed = capsys.readouterr().out
     chance, without, with_memory = nats(printed)
     assert "seed 3: " in printed and chance == 5.55

@@ -70,7 +70,8 @@ def ngram_rows(
         len(windows),
         full,
         full[:, :0] if documents is None else documents,
-        np.empty(0, np.int64) if table is None else table,
+        # Clipped, because another thread may have changed ids after they were checked.
+        full if table is None else table.take(full, mode="clip"),
         np.array(options, np.int64),
         windows,
         grain=grain_for(GRAIN, span),
@@ -132,11 +133,11 @@ def _remainder(unsigned, size, inverse, of_sign):
 
 
 @kernel()
-def _windows(ticket, full, documents, table, options, windows):
+def _windows(ticket, full, documents, numbers, options, windows):
     """Write the numbers of the n-gram that ends at each position, newest first."""
     fill, stop, has_stop = options[0], options[1], options[2] != 0
     negative, no_id = options[3], options[4]
-    span, has_table, has_documents = windows.shape[1], table.size > 0, documents.size > 0
+    span, has_documents = windows.shape[1], documents.size > 0
     length = full.shape[1] - span + 1
     for lo, hi in pieces(ticket):
         row, place = lo // length, lo % length + span - 1
@@ -145,15 +146,11 @@ def _windows(ticket, full, documents, table, options, windows):
                 row, place = row + 1, span - 1
             is_open = True
             for s in range(span):
-                number = full[row, place - s]
-                if is_open and number < 0:
-                    if negative == FILL:
-                        number = fill
-                    else:
-                        is_open = negative == HASHED and number != no_id
-                elif is_open and has_table:
-                    # Another thread may have changed ids after they were checked.
-                    number = table[min(number, table.size - 1)]
+                token, number = full[row, place - s], numbers[row, place - s]
+                if token < 0:
+                    number = fill if negative == FILL else token
+                    is_here = negative == FILL or (negative == HASHED and token != no_id)
+                    is_open = is_open and is_here
                 if is_open and s:
                     if has_stop and number == stop:
                         is_open = False
