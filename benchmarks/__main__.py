@@ -16,6 +16,7 @@ MODULES = (
     "rotary",
     "bag",
     "ngram",
+    "growing",
     "torch_layers",
     "optim",
     "optim_operators",

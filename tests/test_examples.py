@@ -1,6 +1,7 @@
 """The examples learn, and their cached decoding equals the uncached one."""
 
 import importlib.util
+import itertools
 import math
 import re
 import runpy
@@ -8,6 +9,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -111,11 +113,15 @@ def test_ngram_memory_lowers_the_loss(tmp_path, capsys):
         shutil.copy(stdlib / f"{name}.py", tmp_path)
     example = module("ngram_memory")
     example.LENGTH, example.BATCH, example.WIDTH, example.LAYERS = 64, 8, 32, 1
+    example.RATE = 5e-3
+    # A step takes one second of this clock.
+    example.time = SimpleNamespace(perf_counter=itertools.count().__next__)
     folder = ["--folder", str(tmp_path)]
-    example.main([*folder, "--rows", "60000", "--seconds", "1", "--seeds", "3"])
+    example.main([*folder, "--rows", "60000", "--seconds", "150", "--seeds", "3"])
     printed = capsys.readouterr().out
     chance, without, with_memory = nats(printed)
     assert "seed 3: " in printed and chance == 5.55
+    assert printed.count("memory: 151 steps of 1000 ms") == 2
     assert with_memory < without - 0.1
 
 

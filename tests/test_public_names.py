@@ -20,6 +20,7 @@ LAYERS = {
     "FireBias": ["num_heads"],
     "FourierFeatures": ["matrix"],
     "FrequencyEmbedding": ["frequent_ids", "num_rows", "embedding_dim"],
+    "GrowingEmbedding": ["capacity", "embedding_dim"],
     "HashedEmbedding": ["num_rows", "embedding_dim"],
     "KerpleBias": ["num_heads"],
     "LearnedPositions": ["max_positions", "embedding_dim"],

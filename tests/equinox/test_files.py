@@ -20,6 +20,7 @@ from firstlayer.equinox import (
     FireBias,
     FourierFeatures,
     FrequencyEmbedding,
+    GrowingEmbedding,
     HashedEmbedding,
     KerpleBias,
     LearnedPositions,
@@ -107,6 +108,9 @@ CASES: dict[str, Any] = {
     "FireBias": lambda: FireBias(3, width=5, key=KEY),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
     "CopeBias": lambda: CopeBias(8, max_positions=5, key=KEY),
+    "GrowingEmbedding": lambda: GrowingEmbedding(
+        5, 8, evict=None, min_count=2, init="xavier", seed=3, dtype="bfloat16"
+    ).assign([3, 2**40, 3, -1])[1],
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, key=KEY
     ),
@@ -156,6 +160,11 @@ CASES: dict[str, Any] = {
 
 def assert_equal(a, b):
     """Assert that two layers have the same structure and the same bits in every leaf."""
+    if isinstance(a, GrowingEmbedding):
+        one, other = a.state(), b.state()
+        assert one.keys() == other.keys() and a.config() == b.config()
+        assert all(bits(one[name]) == bits(other[name]) for name in one)
+        return
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.asarray(one).dtype == np.asarray(other).dtype

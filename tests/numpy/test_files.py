@@ -22,6 +22,7 @@ from firstlayer.numpy.cope import CopeBias
 from firstlayer.numpy.files import load, save
 from firstlayer.numpy.fire import FireBias
 from firstlayer.numpy.fourier import FourierFeatures
+from firstlayer.numpy.growing import GrowingEmbedding
 from firstlayer.numpy.hashed import (
     CombinedRows,
     FrequencyEmbedding,
@@ -52,6 +53,15 @@ X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
 Q, K = np.arange(4), np.arange(-2, 5)
 
 # Layers with options that are not the defaults.
+
+
+def grown(layer):
+    """Return a layer that has given rows to ids, and lost some."""
+    layer.assign([3, 9, 9, 3, 0])
+    layer.assign([1, 0, 2**40])
+    return layer
+
+
 CASES = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, rng=1
@@ -131,6 +141,11 @@ CASES = {
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, rng=13),
     "CopeBias": lambda: CopeBias(8, max_positions=5, rng=14),
+    "GrowingEmbedding": lambda: grown(
+        GrowingEmbedding(
+            5, 8, evict="lfu", min_count=2, init="uniform", seed=3, dtype="float16"
+        )
+    ),
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, rng=14
     ),
@@ -186,7 +201,8 @@ def output(layer):
     """Return the output of a layer of any class."""
     if isinstance(layer, EmbeddingBag):
         return layer(IDS.ravel(), np.array([0, 2, 6]))
-    if isinstance(layer, Embedding | EmbeddingLayer | CombinedRows | NgramEmbedding):
+    looks_up = Embedding | EmbeddingLayer | CombinedRows | GrowingEmbedding | NgramEmbedding
+    if isinstance(layer, looks_up):
         return layer(IDS)
     if isinstance(layer, EngramGate | ShortConvGate | NgramAverage):
         shape = (2, 3, 2, 4) if isinstance(layer, ShortConvGate) else X.shape
@@ -412,6 +428,10 @@ def test_an_invalid_config_of_a_complete_layer_is_refused(change, message, path)
 
 
 HUGE = [
+    (
+        {"table.weight": np.zeros((4, 2)), "id_map.ids": np.zeros(4, np.int64)},
+        {"class": "GrowingEmbedding", "capacity": 2**16, "embedding_dim": 2**16},
+    ),
     (WEIGHT, {**SMALL, "num_embeddings": 10**12}),
     (WEIGHT, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),
     ({}, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),

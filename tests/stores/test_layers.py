@@ -330,6 +330,11 @@ def test_damaged_files_are_refused(front_end, tmp_path):
             "norm.bias must not have dtype uint8",
         ),
         (
+            {**tensors, "norm.bias": np.zeros(40, np.int64)},
+            config,
+            "norm.bias must not have dtype int64",
+        ),
+        (
             {**tensors, "token.encoded": np.zeros((50, 48), np.float32)},
             config,
             "token.encoded must not have dtype float32",

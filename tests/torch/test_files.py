@@ -23,6 +23,7 @@ from firstlayer.torch.cope import CopeBias
 from firstlayer.torch.files import load, save
 from firstlayer.torch.fire import FireBias
 from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.growing import GrowingEmbedding
 from firstlayer.torch.hashed import (
     FrequencyEmbedding,
     HashedEmbedding,
@@ -51,6 +52,15 @@ X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 8)).astype(
 Q, K = torch.arange(4), torch.arange(-2, 5)
 
 # Layers with options that are not the defaults.
+
+
+def grown(layer: Any) -> Any:
+    """Return a layer that has given rows to ids, and lost some."""
+    layer.assign(torch.tensor([3, 9, 9, 3, 0]))
+    layer.assign(torch.tensor([1, 0, 2**40]))
+    return layer
+
+
 CASES: dict[str, Any] = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True
@@ -121,6 +131,9 @@ CASES: dict[str, Any] = {
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1),
     "CopeBias": lambda: CopeBias(8, max_positions=5),
+    "GrowingEmbedding": lambda: grown(
+        GrowingEmbedding(5, 8, evict="lfu", min_count=2, init="uniform", seed=3)
+    ),
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5
     ),
@@ -164,7 +177,9 @@ def output(layer: Any, as_array: Any) -> Any:
     name = type(layer).__name__
     if name == "EmbeddingBag":
         return layer(as_array(IDS.flatten()), as_array(torch.tensor([0, 2, 6])))
-    if name in ("Embedding", "EmbeddingLayer") or hasattr(layer, "combine"):
+    if name in ("Embedding", "EmbeddingLayer", "GrowingEmbedding") or hasattr(
+        layer, "combine"
+    ):
         return layer(as_array(IDS))
     if name in ("EngramGate", "NgramAverage", "ShortConvGate"):
         x = X.reshape(2, 3, 2, 4) if name == "ShortConvGate" else X

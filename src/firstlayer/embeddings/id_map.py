@@ -19,6 +19,7 @@ from jaxtyping import Int64
 
 from .._check import one_of, positive
 from .._interrupts import held_interrupts
+from ..kernels.id_arrays import BORN, ID, USES, IdArrays, MissingIds
 from .hashed import int64_bits
 
 #: Ways to choose the id that loses its row.
@@ -100,7 +101,7 @@ class IdMap:
     @property
     def ids(self) -> Int64[np.ndarray, " size"]:
         """Id of each row, from row 1 on."""
-        return self._arrays.ids[1 : self.size + 1].view(np.int64).copy()
+        return self._arrays.rows[1 : self.size + 1, ID].copy()
 
     def find(self, ids: Int64[np.ndarray, "*batch"]) -> Int64[np.ndarray, "*batch"]:
         """Return the row of each id, 0 for ids without one; change nothing."""
@@ -121,7 +122,7 @@ class IdMap:
         Raises:
             ValueError: If the batch has more ids than there are rows. Nothing changes.
         """
-        from ..kernels.id_map import MissingIds, assign_rows, list_missing
+        from ..kernels.id_map import assign_rows, list_missing
 
         # A copy: another thread may change the ids.
         flat = np.array(ids, np.int64).reshape(-1)
@@ -158,9 +159,7 @@ class IdMap:
             batch,
         )
 
-    def keeps(
-        self, rows: Int64[np.ndarray, "*batch"], batch: int
-    ) -> np.ndarray | None:
+    def keeps(self, rows: Int64[np.ndarray, "*batch"], batch: int) -> np.ndarray | None:
         """Return which rows still belong to the ids they had in a batch, or None for all.
 
         Args:
@@ -170,7 +169,7 @@ class IdMap:
         arrays = self._arrays
         if arrays.numbers[1] == batch:
             return None
-        is_kept = arrays.born[rows] <= batch
+        is_kept = arrays.rows[rows, BORN] <= batch
         return None if is_kept.all() else is_kept
 
     def state(self) -> dict[str, Int64[np.ndarray, " rows"]]:
@@ -190,7 +189,7 @@ class IdMap:
             for prefix, arrays in parts.items():
                 order = np.zeros(self.capacity + 1, np.int64)
                 eviction_order(arrays, order)
-                ids, uses = arrays.ids.view(np.int64).copy(), arrays.uses.copy()
+                ids, uses = arrays.rows[:, ID].copy(), arrays.rows[:, USES].copy()
                 values = dict(zip(ARRAYS, (ids, uses, order), strict=True))
                 state |= {prefix + name: value for name, value in values.items()}
         return state
@@ -219,15 +218,13 @@ class IdMap:
         with self._lock:
             # Gradients of earlier batches belong to the ids before.
             new.numbers[1] = self._arrays.numbers[1] + 1
-            new.born[:] = new.numbers[1]
+            new.rows[:, BORN] = new.numbers[1]
             self._arrays, self._candidates = new, other._candidates
 
-    def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> Any:
+    def _restored(self, state: dict[str, np.ndarray], prefix: str, levels: int) -> IdArrays:
         from ..kernels.id_map import restore_rows
 
-        given = [
-            _checked_array(state, prefix + name, self.capacity + 1) for name in ARRAYS
-        ]
+        given = [_checked_array(state, prefix + name, self.capacity + 1) for name in ARRAYS]
         ids, uses, order = given
         size = int(np.count_nonzero(order))
         places = np.argsort(order[1 : size + 1], kind="stable")
@@ -253,16 +250,17 @@ class IdMap:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {**self.__dict__, "_lock": None}
-            state["_arrays"] = type(self._arrays)(*(a.copy() for a in self._arrays))
-            if self._candidates is self._arrays:
-                state["_candidates"] = state["_arrays"]
-            else:
+            state["_arrays"] = IdArrays(*(array.copy() for array in self._arrays))
+            state["_candidates"] = None
+            if self.min_count > 1:
                 copies = (array.copy() for array in self._candidates)
-                state["_candidates"] = type(self._candidates)(*copies)
+                state["_candidates"] = IdArrays(*copies)
             return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.min_count == 1:
+            self._candidates = self._arrays
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -275,19 +273,12 @@ def _num_slots(count: int) -> int:
     return 1 << max(2, (2 * count - 1).bit_length())
 
 
-def _new_arrays(capacity: int, num_levels: int) -> Any:
-    from ..kernels.id_map import IdArrays
-
-    rows = capacity + 1
+def _new_arrays(capacity: int, num_levels: int) -> IdArrays:
     return IdArrays(
         np.zeros(_num_slots(capacity), np.int64),
-        np.zeros(rows, np.uint64),
-        np.zeros(rows, np.int64),
-        np.zeros((rows, 2), np.int64),
+        np.zeros((capacity + 1, 6), np.int64),
         np.zeros(num_levels + 1, np.int64),
-        np.zeros(rows, np.int64),
-        np.zeros(rows, np.int64),
-        np.zeros(3, np.int64),
+        np.zeros(2, np.int64),
     )
 
 

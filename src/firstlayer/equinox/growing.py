@@ -57,6 +57,9 @@ class GrowingEmbedding(Module):
           ``(*batch, 2)``, see :func:`firstlayer.equinox.split_ids`
         - output: ``(*batch, embedding_dim)``, in the table's dtype
 
+    The row optimizers of :mod:`firstlayer.equinox.optim` give a new row the state of a new
+    table's rows. Other optimizers do not know of it: there the next id inherits the state.
+
     A batch with more different ids than ``capacity`` is a ValueError. Rows are those of the
     last ``assign``, which may have given earlier ones to other ids: assign all ids of one
     step in one call, and use the layer that ``assign`` returns. All copies of a layer share

@@ -14,13 +14,13 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Shaped
 
 from .._check import float_dtype
 from .atomic import Opener, opened_once, replacing
 from .checkpoint import read_header
 
-Tensors = dict[str, Float[np.ndarray, "..."]]
+Tensors = dict[str, Shaped[np.ndarray, "..."]]
 Path = str | os.PathLike[str]
 
 KEY = "firstlayer"

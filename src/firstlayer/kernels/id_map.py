@@ -1,25 +1,24 @@
 """Map from 64-bit ids to rows, with the order in which rows are given to other ids.
 
-``slots`` is a hash table with open addressing and linear probing, which holds row numbers;
-the id of a row is in ``ids``. Erasing shifts later entries back, so there are no
-tombstones.
+``slots`` is a hash table with open addressing and linear probing, which holds row numbers.
+``rows`` has what is known of each row, adjacent in memory. Erasing shifts later entries of
+the hash table back, so there are no tombstones.
 
-Rows are in one doubly linked list, the next one to evict first. ``links[row]`` is the row
-before and the row after; row 0 is both ends. The list is sorted by level, which is the
-number of uses, limited to ``len(tails) - 1``. ``tails[level]`` is the last row of a level,
-or 0. A use moves a row behind the last one of the next level, so the rows of a level are
-in the order of their last use. With a single level, that is the order of all rows (LRU);
-with many, rows that are used less come first (LFU). Every operation on a row takes constant
-time.
+Rows are in one doubly linked list, the next one to evict first; row 0 is both ends. The
+list is sorted by level, which is the number of uses, limited to ``len(tails) - 1``.
+``tails[level]`` is the last row of a level, or 0. A use moves a row behind the last one of
+the next level, so the rows of a level are in the order of their last use. With a single
+level, that is the order of all rows (LRU); with many, rows that are used less come first
+(LFU). Every operation on a row takes constant time.
 
-Ids are uint64. Arithmetic on them wraps around, with a warning if Numba's compiler is
-turned off and the functions run in Python.
+Ids are uint64; ``rows`` has their bits as int64. Arithmetic on them wraps around, with a
+warning if Numba's compiler is turned off and the functions run in Python. The arrays are
+those of :class:`~.id_arrays.IdArrays`.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
+from .id_arrays import AFTER, BEFORE, BORN, ID, SEEN, USES
 from .runtime.compile import internal, kernel
 
 # Constants of SplitMix64; see embeddings/hashed.py.
@@ -28,47 +27,7 @@ FIRST = np.uint64(0xBF58476D1CE4E5B9)
 SECOND = np.uint64(0x94D049BB133111EB)
 SHIFT_30, SHIFT_27, SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 # Indices of ``numbers``.
-SIZE, BATCH, EVICTIONS = 0, 1, 2
-
-
-class IdArrays(NamedTuple):
-    """Arrays of a map, which change together.
-
-    Args:
-        slots: Row in each slot of the hash table, or 0. A power of two of them.
-        ids: Id of each row.
-        uses: Number of uses of each row.
-        links: Row before and row after each row in the order of eviction.
-        tails: Last row of each level, or 0.
-        seen: Number of the last batch with the row's id.
-        born: Number of the batch in which the row got its id.
-        numbers: Number of rows in use, of batches and of evictions.
-    """
-
-    slots: np.ndarray
-    ids: np.ndarray
-    uses: np.ndarray
-    links: np.ndarray
-    tails: np.ndarray
-    seen: np.ndarray
-    born: np.ndarray
-    numbers: np.ndarray
-
-
-class MissingIds(NamedTuple):
-    """Scratch memory for the distinct ids of a batch that have no row.
-
-    Args:
-        slots: Hash table of places in ``ids``, counted from 1. A power of two of them.
-        ids: The ids, in the order of their first occurrence.
-        counts: Number of times that each occurs.
-        rows: Row that each of them gets, or 0.
-    """
-
-    slots: np.ndarray
-    ids: np.ndarray
-    counts: np.ndarray
-    rows: np.ndarray
+SIZE, BATCH = 0, 1
 
 
 @internal
@@ -82,24 +41,25 @@ def _home(id_, slots):
 
 
 @internal
-def _find_slot(slots, ids, id_):
+def _find_slot(arrays, id_):
     """Return the slot of an id, or the empty one where it would be put."""
+    slots, rows, signed = arrays.slots, arrays.rows, np.int64(id_)
     slot = _home(id_, slots)
-    while slots[slot] != 0 and ids[slots[slot]] != id_:
+    while slots[slot] != 0 and rows[slots[slot], ID] != signed:
         slot = (slot + 1) & (slots.size - 1)
     return slot
 
 
 @internal
-def _erase(slots, ids, id_):
+def _erase(arrays, id_):
     """Remove an id from a hash table."""
-    hole = _find_slot(slots, ids, id_)
+    slots, hole = arrays.slots, _find_slot(arrays, id_)
     slot, last = hole, slots.size - 1
     while True:
         slot = (slot + 1) & last
         if slots[slot] == 0:
             break
-        home = _home(ids[slots[slot]], slots)
+        home = _home(np.uint64(arrays.rows[slots[slot], ID]), slots)
         # An entry may move back to the hole unless its search begins behind it.
         if (slot - home) & last >= (slot - hole) & last:
             slots[hole] = slots[slot]
@@ -109,9 +69,9 @@ def _erase(slots, ids, id_):
 
 @internal
 def _unlink(arrays, row, level):
-    before, after = arrays.links[row, 0], arrays.links[row, 1]
-    arrays.links[before, 1] = after
-    arrays.links[after, 0] = before
+    before, after = arrays.rows[row, BEFORE], arrays.rows[row, AFTER]
+    arrays.rows[before, AFTER] = after
+    arrays.rows[after, BEFORE] = before
     if arrays.tails[level] == row:
         is_same = before != 0 and _level(arrays, before) == level
         arrays.tails[level] = before if is_same else 0
@@ -119,7 +79,7 @@ def _unlink(arrays, row, level):
 
 @internal
 def _level(arrays, row):
-    return max(1, min(arrays.uses[row], arrays.tails.size - 1))
+    return max(1, min(arrays.rows[row, USES], arrays.tails.size - 1))
 
 
 @internal
@@ -130,10 +90,10 @@ def _link(arrays, row, level):
         lower -= 1
     # Level 0 has no rows, so its tail is the beginning of the list.
     before = arrays.tails[lower]
-    after = arrays.links[before, 1]
-    arrays.links[row, 0], arrays.links[row, 1] = before, after
-    arrays.links[before, 1] = row
-    arrays.links[after, 0] = row
+    after = arrays.rows[before, AFTER]
+    arrays.rows[row, BEFORE], arrays.rows[row, AFTER] = before, after
+    arrays.rows[before, AFTER] = row
+    arrays.rows[after, BEFORE] = row
     arrays.tails[level] = row
 
 
@@ -144,36 +104,36 @@ def _use(arrays, row):
     last = arrays.tails.size - 1
     if level < last and arrays.tails[level] == row and arrays.tails[level + 1] == 0:
         # The row is where it belongs.
-        before = arrays.links[row, 0]
+        before = arrays.rows[row, BEFORE]
         is_same = before != 0 and _level(arrays, before) == level
         arrays.tails[level] = before if is_same else 0
         arrays.tails[level + 1] = row
-        arrays.uses[row] += 1
+        arrays.rows[row, USES] += 1
         return
     _unlink(arrays, row, level)
-    arrays.uses[row] += 1
+    arrays.rows[row, USES] += 1
     _link(arrays, row, min(level + 1, last))
 
 
 @internal
 def _put(arrays, row, id_, uses):
     """Give a row that is in no list to an id."""
-    arrays.ids[row], arrays.uses[row] = id_, uses
-    arrays.slots[_find_slot(arrays.slots, arrays.ids, id_)] = row
+    arrays.rows[row, ID], arrays.rows[row, USES] = np.int64(id_), uses
+    arrays.slots[_find_slot(arrays, id_)] = row
     _link(arrays, row, _level(arrays, row))
 
 
 @internal
 def _evict(arrays, row):
     _unlink(arrays, row, _level(arrays, row))
-    _erase(arrays.slots, arrays.ids, arrays.ids[row])
+    _erase(arrays, np.uint64(arrays.rows[row, ID]))
 
 
 @kernel()
 def find_rows(arrays, ids, rows):
     """Write the row of each id, or 0 if it has none, to ``rows``."""
     for i in range(ids.size):
-        rows[i] = arrays.slots[_find_slot(arrays.slots, arrays.ids, ids[i])]
+        rows[i] = arrays.slots[_find_slot(arrays, ids[i])]
 
 
 @kernel()
@@ -195,10 +155,10 @@ def list_missing(arrays, candidates, ids, rows, missing, min_count, totals):
     found, count, entitled = 0, 0, 0
     for i in range(ids.size):
         id_ = ids[i]
-        row = arrays.slots[_find_slot(arrays.slots, arrays.ids, id_)]
+        row = arrays.slots[_find_slot(arrays, id_)]
         if row:
-            if arrays.seen[row] != batch:
-                arrays.seen[row] = batch
+            if arrays.rows[row, SEEN] != batch:
+                arrays.rows[row, SEEN] = batch
                 found += 1
             rows[i] = row
             continue
@@ -215,10 +175,10 @@ def list_missing(arrays, candidates, ids, rows, missing, min_count, totals):
     for k in range(count):
         total = missing.counts[k]
         if min_count > 1:
-            slot = _find_slot(candidates.slots, candidates.ids, missing.ids[k])
+            slot = _find_slot(candidates, missing.ids[k])
             row = candidates.slots[slot]
             if row:
-                total += candidates.uses[row]
+                total += candidates.rows[row, USES]
         missing.rows[k] = 1 if total >= min_count else 0
         entitled += missing.rows[k]
     totals[0], totals[1], totals[2] = found, count, entitled
@@ -240,11 +200,11 @@ def assign_rows(arrays, candidates, rows, missing, count, room, min_count):
     Returns:
         Number of ids that got a row; ``missing.rows`` has the rows.
     """
-    numbers, capacity = arrays.numbers, arrays.ids.size - 1
+    numbers, capacity = arrays.numbers, len(arrays.rows) - 1
     for i in range(rows.size):
         if rows[i] > 0:
             _use(arrays, rows[i])
-    given, victim = 0, arrays.links[0, 1]
+    given, victim = 0, arrays.rows[0, AFTER]
     for k in range(count):
         total = missing.counts[k]
         if min_count > 1:
@@ -256,13 +216,12 @@ def assign_rows(arrays, candidates, rows, missing, count, room, min_count):
             numbers[SIZE] += 1
             row = numbers[SIZE]
         else:
-            while arrays.seen[victim] == numbers[BATCH]:
-                victim = arrays.links[victim, 1]
-            row, victim = victim, arrays.links[victim, 1]
+            while arrays.rows[victim, SEEN] == numbers[BATCH]:
+                victim = arrays.rows[victim, AFTER]
+            row, victim = victim, arrays.rows[victim, AFTER]
             _evict(arrays, row)
-            numbers[EVICTIONS] += 1
         _put(arrays, row, missing.ids[k], total)
-        arrays.seen[row] = arrays.born[row] = numbers[BATCH]
+        arrays.rows[row, SEEN] = arrays.rows[row, BORN] = numbers[BATCH]
         missing.rows[k] = row
         given += 1
     for i in range(rows.size):
@@ -278,22 +237,22 @@ def _count_candidate(candidates, id_, count, is_entitled):
     The count of an id that gets a row starts again at 0.
     """
     numbers = candidates.numbers
-    row = candidates.slots[_find_slot(candidates.slots, candidates.ids, id_)]
+    row = candidates.slots[_find_slot(candidates, id_)]
     if row == 0:
         if is_entitled:
             return count
-        if numbers[SIZE] < candidates.ids.size - 1:
+        if numbers[SIZE] < len(candidates.rows) - 1:
             numbers[SIZE] += 1
             row = numbers[SIZE]
         else:
-            row = candidates.links[0, 1]
+            row = candidates.rows[0, AFTER]
             _evict(candidates, row)
         _put(candidates, row, id_, count)
         return count
-    total = candidates.uses[row] + count
+    total = candidates.rows[row, USES] + count
     # To the end of the list, where the most recent are.
     _unlink(candidates, row, _level(candidates, row))
-    candidates.uses[row] = 0 if is_entitled else total
+    candidates.rows[row, USES] = 0 if is_entitled else total
     _link(candidates, row, 1)
     return total
 
@@ -313,7 +272,7 @@ def restore_rows(arrays, ids, uses, order):
     """
     for place in order:
         id_, row = ids[place], place + 1
-        if arrays.slots[_find_slot(arrays.slots, arrays.ids, id_)] != 0:
+        if arrays.slots[_find_slot(arrays, id_)] != 0:
             return arrays.numbers[SIZE]
         _put(arrays, row, id_, uses[place])
         arrays.numbers[SIZE] += 1
@@ -323,8 +282,8 @@ def restore_rows(arrays, ids, uses, order):
 @kernel()
 def eviction_order(arrays, order):
     """Write the place of each row in the order of eviction, from 1, to ``order``."""
-    row, place = arrays.links[0, 1], 0
+    row, place = arrays.rows[0, AFTER], 0
     while row:
         place += 1
         order[row] = place
-        row = arrays.links[row, 1]
+        row = arrays.rows[row, AFTER]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._interrupts import held_interrupts
@@ -150,7 +151,7 @@ class GrowingEmbedding(nn.Module):
         """Return the row of each id of a batch in training; new ids get a row."""
         return self._on_device(self._assign(ids).rows)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def forward(
         self, ids: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
@@ -281,7 +282,7 @@ def _register(layer: GrowingEmbedding) -> None:
         _step_hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
-@torch.compiler.disable
+@_disable_dynamo
 @torch.no_grad()
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Reset the optimizer's state for the rows that ids have lost."""
