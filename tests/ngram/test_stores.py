@@ -15,7 +15,8 @@ import torch
 import firstlayer.equinox as fe
 import firstlayer.numpy as fn
 import firstlayer.torch as ft
-from firstlayer.ngram import ByteGroups, QwenNgram
+from firstlayer.files.safetensors import read, write
+from firstlayer.ngram import ByteGroups, QwenNgram, SaltedNgram
 from firstlayer.optim import RowAdamW
 from firstlayer.stores import (
     MemoryStore,
@@ -161,3 +162,28 @@ def test_a_store_with_too_few_rows_is_refused(front_end):
         module.NgramEmbedding(ByteGroups(sizes=(2, 3), rows=300), MemoryStore(TABLE))
     with pytest.raises(IndexError, match=r"ids\[0, 0\] is 30, but vocab_size is 30"):
         module.NgramEmbedding(SCHEME, MemoryStore(TABLE)).prefetch(MAKE[front_end]([[30]]))
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scheme": {"class": "os"}}, "scheme must be one of ByteGroups, .* got 'os'"),
+        (
+            {"scheme": {"class": "SaltedNgram", "rows": 9, "salts": 10**9}},
+            "scheme must have at most 4096 columns, got 1000000000",
+        ),
+        (
+            {"scheme": {"class": "SaltedNgram", "rows": 99}},
+            "table must have 99 rows, got 9",
+        ),
+        ({"table": {"class": "EmbeddingBag"}}, "table must be the config of an Embedding"),
+    ],
+)
+def test_a_forged_file_is_refused(change, message, tmp_path):
+    path = tmp_path / "a.safetensors"
+    fn.save(path, fn.NgramEmbedding(SaltedNgram(rows=9), 2, rng=0))
+    tensors, config = read(path)
+    write(path, tensors, config | change)
+    with pytest.raises(ValueError, match=message):
+        fn.load(path)
