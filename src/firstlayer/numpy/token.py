@@ -312,6 +312,17 @@ class Embedding(Module):
             return np.ones(ids.shape, bool)
         return ids != self.padding_idx
 
+    def prefetch(self, ids: Ids) -> None:
+        """Start to read the rows of a coming lookup, if the table is on disk.
+
+        Args:
+            ids: Ids of any shape. One out of range is an IndexError.
+        """
+        if self.store is None:
+            ids_in_range(ids, self.num_embeddings)
+        else:
+            self.store.prefetch(ids)
+
     def catch_up(self, ids: Int[np.ndarray, "*batch"] | None = None) -> None:
         """Apply the optimizer steps that stale rows have missed.
 
