@@ -787,17 +787,24 @@ METHODS = {
     "Embedding": ["from_store", "logits", "mask", "resize", "set_padding"],
     "EmbeddingBag": ["from_store", "logits", "mask", "resize", "set_padding"],
     "EmbeddingLayer": ["config", "from_hf", "logits", "mask", "quantized"],
+    "EngramGate": ["config", "options_class", "parameter_shapes"],
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "FrequencyEmbedding": ["config"],
+    "GrowingEmbedding": ["assign", "config", "rows"],
     "HashedEmbedding": ["config"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
+    "NgramAverage": ["config", "options_class", "parameter_shapes"],
+    "NgramEmbedding": [
+        *("config", "config_with", "prefetch", "scheme_arrays", "scheme_from")
+    ],
     "QuotientRemainderEmbedding": ["config"],
     "RotaryPositions": [
         *("at_length", "config", "dinov3", "from_hf", "phases", "pixtral", "rerotate")
     ],
     "ShawScores": ["config", "scores"],
+    "ShortConvGate": ["advance", "config", "options_class", "parameter_shapes"],
     "SinusoidalPositions": ["config", "encode", "marian", "tensor2tensor", "timestep"],
     "T5Bias": ["bias", "config"],
     "Time2Vec": ["config"],
@@ -847,4 +854,5 @@ def test_front_ends_have_the_same_layers():
     }
     assert names["numpy"] == set.intersection(*names.values())
     assert {*METHODS, "load", "save"} <= names["numpy"]
-    assert {case.name for case in CASES.values()} == set(METHODS)
+    # A GrowingEmbedding maps ids on the host; see tests/embeddings/test_growing.py.
+    assert {case.name for case in CASES.values()} == set(METHODS) - {"GrowingEmbedding"}

@@ -16,17 +16,24 @@ from firstlayer.equinox import (
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
+    EngramGate,
     FireBias,
     FourierFeatures,
     FrequencyEmbedding,
+    GrowingEmbedding,
     HashedEmbedding,
     KerpleBias,
     LearnedPositions,
+    NgramAverage,
+    NgramEmbedding,
     QuotientRemainderEmbedding,
     RotaryPositions,
     ShawScores,
+    ShortConvGate,
     SinusoidalPositions,
     T5Bias,
+    Table,
+    TableGroup,
     Time2Vec,
     TransformerXLScores,
     XPosRotary,
@@ -35,6 +42,7 @@ from firstlayer.equinox import (
 )
 from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
+from firstlayer.ngram import ByteGroups, Engram
 from firstlayer.positions.scaling import YaRN
 from tests.equinox.test_token import bits
 
@@ -102,6 +110,9 @@ CASES: dict[str, Any] = {
     "FireBias": lambda: FireBias(3, width=5, key=KEY),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
     "CopeBias": lambda: CopeBias(8, max_positions=5, key=KEY),
+    "GrowingEmbedding": lambda: GrowingEmbedding(
+        5, 8, evict=None, min_count=2, init="xavier", seed=3, dtype="bfloat16"
+    ).assign([3, 2**40, 3, -1])[1],
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, key=KEY
     ),
@@ -110,6 +121,43 @@ CASES: dict[str, Any] = {
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding(
         [7, 2**40, 1], 5, 8, hashes=3, seed=2, key=KEY
+    ),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype="float16",
+        key=KEY,
+    ),
+    "EngramGate": lambda: EngramGate(5, 8, eps=0.1, dtype="bfloat16", key=KEY),
+    "ShortConvGate": lambda: ShortConvGate(
+        *(5, 4),
+        streams=2,
+        kernel_size=3,
+        dilation=2,
+        bias=True,
+        eps=0.1,
+        conv_eps=0.2,
+        key=KEY,
+    ),
+    "NgramAverage": lambda: NgramAverage(2, 3, 8, key=KEY),
+    "NgramEmbedding": lambda: NgramEmbedding(
+        Engram(
+            order=3,
+            heads=2,
+            base=[13, 17],
+            layers=(1, 4),
+            canonical=np.arange(10) // 2,
+            pad=3,
+            seed=2,
+        ),
+        Embedding(140, 3, padding_idx=2, max_norm=1.5, key=KEY),
+        layer=4,
+    ),
+    "NgramEmbedding sum": lambda: NgramEmbedding(
+        ByteGroups(sizes=(2, 3), rows=11, functions=2), 3, combine="sum", key=KEY
     ),
     "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
     "TransformerXLScores": lambda: TransformerXLScores(
@@ -123,6 +171,11 @@ CASES: dict[str, Any] = {
 
 def assert_equal(a, b):
     """Assert that two layers have the same structure and the same bits in every leaf."""
+    if isinstance(a, GrowingEmbedding):
+        one, other = a.state(), b.state()
+        assert one.keys() == other.keys() and a.config() == b.config()
+        assert all(bits(one[name]) == bits(other[name]) for name in one)
+        return
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.asarray(one).dtype == np.asarray(other).dtype

@@ -103,6 +103,47 @@ class HashedRows:
         return namespace_of(ids).stack(columns, -1)
 
 
+class HashedArguments:
+    """Arguments of the hash as properties, for the layers of every front end."""
+
+    rows: Any
+
+    @property
+    def _hashed(self) -> HashedRows:
+        return getattr(self.rows, "hashed", self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that ids are hashed to."""
+        return self._hashed.num_rows
+
+    @property
+    def hashes(self) -> int:
+        """Number of rows that an id is hashed to."""
+        return self._hashed.hashes
+
+    @property
+    def seed(self) -> int:
+        """Seed of the hashes."""
+        return self._hashed.seed
+
+
+class QuotientRemainderArguments:
+    """Arguments of quotients and remainders as properties, for every front end."""
+
+    rows: Any
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of ids."""
+        return self.rows.num_embeddings
+
+    @property
+    def buckets(self) -> int:
+        """Number of remainders."""
+        return self.rows.buckets
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuotientRemainderRows:
     """Rows of the remainder and the quotient of an id, in one table.
@@ -220,6 +261,25 @@ def int64_bits(ids: np.ndarray, *, name: str = "ids") -> np.ndarray:
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
     native = ids.astype(ids.dtype.newbyteorder("="), copy=False)
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64)
+
+
+def hash_bits(ids: np.ndarray, *, seed: int, first: int, count: int) -> np.ndarray:
+    """Return ``mix(mix(id + G) ^ key(k))`` for several ``k``, ``(n, count)`` int64.
+
+    Args:
+        ids: int64, ``(n,)``.
+        seed: Seed of the hashes.
+        first: The first ``k``.
+        count: Number of hashes.
+
+    Example:
+        >>> rows = hash_bits(np.array([5]), seed=0, first=0, count=2) >> 1 & 2**63 - 1
+        >>> (rows % 1000).tolist()
+        [[778, 359]]
+    """
+    numbers = np.arange(first + 2, first + 2 + count, dtype=np.int64)
+    keys = _mixed(numbers * _signed(_GAMMA) + _signed(seed))
+    return _mixed(_mixed(ids + _signed(_GAMMA))[:, None] ^ keys)
 
 
 def split_ids(ids: Any) -> np.ndarray:
