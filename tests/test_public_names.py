@@ -61,6 +61,7 @@ NAMES = {
         "convert_layout",
         "get_num_threads",
         "ngram",
+        "open_vectors",
         "positions",
         "query_temperature",
         "set_num_threads",

@@ -24,7 +24,7 @@ from ..files.checkpoint import (
     read_bytes,
     role_of,
 )
-from ..word_vectors.folder import TOKENIZER, read_config, read_one_save
+from ..vector_files.folder import TOKENIZER, read_config, read_one_save
 from .position_scheme import Scheme, position_scheme
 from .row_statistics import row_statistics
 

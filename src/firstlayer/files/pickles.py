@@ -33,7 +33,9 @@ class Record:
         if isinstance(state, tuple) and len(state) == 2:
             # Attributes in a dict and in slots.
             state = {**(state[0] or {}), **(state[1] or {})}
-        self.attributes = dict(state) if isinstance(state, dict) else {}
+        # Python 2 wrote names as bytes.
+        items = state.items() if isinstance(state, dict) else ()
+        self.attributes = {_text(name): value for name, value in items}
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Ignore the items of a subclass of dict."""
@@ -56,9 +58,6 @@ class _Array:
                 pass
             case _:
                 raise ValueError("it has a malformed array")
-        # Pickles of Python 2 hold bytes as text.
-        if isinstance(content, str):
-            content = content.encode("latin1")
         is_shape = all(type(axis) is int and axis >= 0 for axis in shape)
         if not is_shape or not isinstance(content, bytes | bytearray):
             raise ValueError("it has a malformed array")
@@ -72,6 +71,7 @@ class _Dtype:
     """A dtype of numbers."""
 
     def __init__(self, code: Any, *args: Any) -> None:
+        code = _text(code)
         if not isinstance(code, str) or len(code) > 16:
             raise ValueError("it has a malformed dtype")
         try:
@@ -83,18 +83,21 @@ class _Dtype:
 
     def __setstate__(self, state: Any) -> None:
         match state:
-            case (_, "<" | ">" | "=" | "|" as order, *_):
-                self.value = self.value.newbyteorder(order)
+            case (_, order, *_) if _text(order) in ("<", ">", "=", "|"):
+                self.value = self.value.newbyteorder(_text(order))
             case _:
                 raise ValueError("it has a malformed dtype")
 
 
 def _scalar(dtype: Any, content: Any = b"") -> Any:
-    if isinstance(content, str):
-        content = content.encode("latin1")
-    if not isinstance(dtype, _Dtype) or len(content) != dtype.value.itemsize:
+    is_valid = isinstance(dtype, _Dtype) and isinstance(content, bytes)
+    if not is_valid or len(content) != dtype.value.itemsize:
         raise ValueError("it has a malformed number")
     return np.frombuffer(content, dtype.value)[0]
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
@@ -137,8 +140,8 @@ class _Unpickler(pickle._Unpickler):
     """Unpickler that knows a fixed list of names."""
 
     def __init__(self, content: bytes, names: Names, load: Callable[[Any], Any] | None):
-        # Python 2 wrote text as bytes; latin1 keeps every byte.
-        super().__init__(io.BytesIO(content), encoding="latin1")
+        # Python 2 wrote texts and the contents of arrays alike.
+        super().__init__(io.BytesIO(content), encoding="bytes")
         self._names, self._load = names, load
 
     def find_class(self, module: str, name: str) -> Any:

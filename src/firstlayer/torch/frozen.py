@@ -6,6 +6,7 @@ parameter with the trained rows, so no optimizer updates them or keeps a state f
 state dict does not show this: it has one ``weight``, in the order of the ids.
 """
 
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 from .._check import ids_in_range
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
+from ._table.pretrained import table_tensor
 from ._table.lookup import (
     as_index,
     checked_padding_idx,
@@ -111,7 +113,7 @@ class PartlyFrozenEmbedding(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Float[Tensor, "num_embeddings embedding_dim"],
+        embeddings: Float[Tensor, "num_embeddings embedding_dim"] | str | os.PathLike[str],
         *,
         frozen: Iterable[int] | Integer[Tensor, " ids"],
         padding_idx: int | None = None,
@@ -121,12 +123,13 @@ class PartlyFrozenEmbedding(nn.Module):
         """Return a layer with these initial rows, including the padding row.
 
         Args:
-            embeddings: The table, copied.
+            embeddings: The table, copied, or the path of a file with vectors.
             frozen: Ids that are not trained.
             padding_idx: Id of padding; negative counts from the end.
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
         """
+        embeddings = table_tensor(embeddings)
         return cls(
             *embeddings.shape,
             frozen=frozen,

@@ -61,22 +61,24 @@ def read_text(
     *,
     name: str,
     line_number: int,
+    begin: bytes = b"",
     num_rows: int | None = None,
     has_words: bool = True,
 ) -> VectorTable:
     """Read lines up to the end of a file.
 
     Args:
-        file: The file, at the first row.
+        file: The file, at the first row or after ``begin``.
         width: Number of numbers in a line.
         name: Name of the file in errors.
         line_number: Number of the first line.
+        begin: Bytes of the first row that were read already.
         num_rows: Number of rows that the header declares, or None.
         has_words: Whether each line begins with a word. Words are ``""`` otherwise.
     """
     words: list[str] = []
     parts = []
-    for chunk in _chunks(file, name):
+    for chunk in _chunks(file, begin, name):
         if not has_words:
             # A word that is dropped afterwards, in front of each line.
             chunk = b"- " + chunk.rstrip(b"\n").replace(b"\n", b"\n- ") + b"\n"
@@ -98,9 +100,9 @@ def read_text(
     return VectorTable(words if has_words else [""] * len(words), weight)
 
 
-def _chunks(file: BinaryIO, name: str) -> Iterator[bytes]:
+def _chunks(file: BinaryIO, begin: bytes, name: str) -> Iterator[bytes]:
     """Yield whole lines, several at a time; blank lines at the end are left out."""
-    rest = b""
+    rest = begin
     while block := file.read(CHUNK_BYTES):
         block = rest + block
         cut = block.rstrip(b"\r\n \t").rfind(b"\n") + 1
