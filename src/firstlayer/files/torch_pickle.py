@@ -116,7 +116,10 @@ def _content_start(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     # The header in front of a member has lengths of its own.
     file.seek(member.header_offset + 26)
     lengths = file.read(4)
-    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    name, extra = (
+        int.from_bytes(lengths[:2], "little"),
+        int.from_bytes(lengths[2:], "little"),
+    )
     return member.header_offset + 30 + name + extra
 
 

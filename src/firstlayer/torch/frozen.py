@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from .._check import ids_in_range
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
-from ._table.pretrained import table_tensor
 from ._table.lookup import (
     as_index,
     checked_padding_idx,
@@ -36,6 +35,7 @@ from ._table.module import (
     tied_logits,
     write_padding_row,
 )
+from ._table.pretrained import table_tensor
 from ._tensors.dtypes import upcast
 from ._tensors.errors import torch_errors
 from ._tensors.memory import is_eager

@@ -14,8 +14,8 @@ from ._table.host import HostTableModule, checked_output_device
 from ._table.lookup import LookupOptions, as_index, checked_padding_idx, lookup
 from ._table.max_norm import renormalized
 from ._table.module import check_arguments
-from ._table.pretrained import table_tensor
 from ._table.prefetch import lookup_gathered
+from ._table.pretrained import table_tensor
 
 
 class Embedding(HostTableModule, TorchEmbedding):

@@ -55,8 +55,9 @@ def _words(path: Path, rows: int, need_words: bool) -> list[str]:
 def check_table(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     """Raise unless an array is a table of floats."""
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"{path} has an array of shape {shape}, but a table has rows and "
-                         "a width")
+        raise ValueError(
+            f"{path} has an array of shape {shape}, but a table has rows and a width"
+        )
     if dtype.kind != "f":
         raise ValueError(f"{path} must have a table of floats, got {dtype.str}")
 

@@ -114,9 +114,7 @@ def _words(data: mmap.mmap, place: int, path: Path) -> tuple[list[bytes], int]:
     return words, place
 
 
-def _matrix(
-    data: mmap.mmap, place: int, header: _Header, path: Path
-) -> tuple[int, int]:
+def _matrix(data: mmap.mmap, place: int, header: _Header, path: Path) -> tuple[int, int]:
     """Return the offset of the first row, and the number of rows."""
     is_quantized, rows, width = struct.unpack_from("<?2q", data, place)
     start = place + 17

@@ -72,7 +72,7 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
         return read_npy(place, need_words=need_words)
     if begin.startswith(FASTTEXT_MAGIC):
         return read_fasttext(place)
-    if begin.startswith(ZIP_MAGIC) and _is_npz(place):
+    if begin.startswith(ZIP_MAGIC) and is_npz(place):
         return read_npz(place, need_words=need_words)
     # The opcode and version that begin a pickle.
     if begin[0] == 0x80 and begin[1] in (2, 3, 4, 5) and not begin.startswith(OLD_MAGIC):
@@ -99,7 +99,8 @@ def read_rows(path: str | os.PathLike[str]) -> np.ndarray:
     return np.require(rows, np.float32, ["C", "W"])
 
 
-def _is_npz(path: Path) -> bool:
+def is_npz(path: Path) -> bool:
+    """Return whether a zip archive holds arrays of NumPy."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".npy") for name in archive.namelist())
@@ -226,7 +227,11 @@ def _lines(file: BinaryIO, path: Path, *, size: int | None) -> VectorTable:
         return _word2vec(file, *counts, path=path, left=size and size - len(first))
     fields = first.split(b"\t") if b"\t" in first.strip() else []
     # A whole number may be a word.
-    if fields and b"." in fields[0] and all(number_of(f.strip()) is not None for f in fields):
+    if (
+        fields
+        and b"." in fields[0]
+        and all(number_of(f.strip()) is not None for f in fields)
+    ):
         table = read_text(
             file, len(fields), name=str(path), line_number=1, begin=first, has_words=False
         )

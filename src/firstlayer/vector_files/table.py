@@ -1,6 +1,7 @@
 """A table of vectors with words, as every reader of a file returns it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
@@ -71,7 +72,14 @@ class VectorTable:
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
 
+    def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
+        """Return the vectors of words by their numbers."""
+        numbers = np.asarray(numbers, np.int64)
+        rows = self.weight[numbers if self.mapping is None else self.mapping[numbers]]
+        return rows if self.scale is None else rows * self.scale[numbers, None]
+
     def rows(self) -> Float32[np.ndarray, "words width"]:
         """Return one row for each word."""
-        weight = self.weight if self.mapping is None else self.weight[self.mapping]
-        return weight if self.scale is None else weight * self.scale[:, None]
+        if self.mapping is None and self.scale is None:
+            return self.weight
+        return self.take(np.arange(len(self.words)))

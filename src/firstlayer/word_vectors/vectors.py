@@ -96,9 +96,7 @@ class Vectors:
     def __contains__(self, word: object) -> bool:
         return isinstance(word, str) and self._found(word) is not None
 
-    def __getitem__(
-        self, word: str | Sequence[str]
-    ) -> Float32[np.ndarray, "..."]:
+    def __getitem__(self, word: str | Sequence[str]) -> Float32[np.ndarray, "..."]:
         """Return the vector of a word, or one row for each of several words.
 
         An unknown word is a KeyError.
@@ -196,8 +194,8 @@ class Vectors:
         for spelling in spellings:
             # Without a mark, a piece continues a word.
             is_whole = not self.mark or spelling.startswith(self.mark)
-            for token in (self.mark + spelling, spelling) if is_whole else (
-                self.mark + spelling,
+            for token in (
+                (self.mark + spelling, spelling) if is_whole else (self.mark + spelling,)
             ):
                 if token in self.rows:
                     return self.rows[token]
