@@ -23,7 +23,7 @@ Decorator = Callable[[Callable[..., Any]], Any]
 #: Seconds between lines of progress where there is no terminal.
 SECONDS_PER_LINE = 10.0
 #: Width of a progress bar, in columns.
-MIN_BAR, MAX_BAR = 4, 40
+MIN_BAR, MAX_BAR = 8, 40
 #: Type of options that count something.
 COUNT = click.IntRange(min=1)
 
@@ -231,13 +231,12 @@ def _bar(what: str, total: float | None) -> Generator[Callable[..., None], None,
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    # Description, percentage and time left, with a space between columns. The bar shrinks
-    # with the terminal, and the note is cut to what is left.
-    fixed = len(what) + len(" 100 % 0:00:00 ")
-    width = max(MIN_BAR, min(MAX_BAR, console.width - fixed - 1))
-    room = console.width - fixed - 1 - (width if total is not None else 0)
+    # Rich drops columns that do not fit. The bar gives way to the note down to its least
+    # width, then the note is cut.
+    room = console.width - len(what) - len(" 100 % 0:00:00  ")
+    bar_column = BarColumn(bar_width=max(MIN_BAR, min(MAX_BAR, room)))
     of_total = (
-        BarColumn(bar_width=width),
+        bar_column,
         TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(compact=True),
     )
@@ -251,8 +250,9 @@ def _bar(what: str, total: float | None) -> Generator[Callable[..., None], None,
     task = bar.add_task(what, total=total, note="")
 
     def draw(done: float, note: str = "") -> None:
-        # A table that does not fit loses its bar.
-        shown = note if len(note) < room else note[: max(0, room - 2)] + "…" * (room > 2)
+        bar_column.bar_width = max(MIN_BAR, min(MAX_BAR, room - len(note) - 1))
+        left = max(0, room - bar_column.bar_width - 1)
+        shown = note if len(note) <= left else note[: max(0, left - 1)]
         bar.update(task, completed=done, note=shown)
         bar.start()  # started late, so that earlier messages keep their own lines
 

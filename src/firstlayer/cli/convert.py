@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 EXAMPLES = """
 firstlayer convert model.safetensors table.safetensors --format int8
 firstlayer convert model.gguf table.safetensors --format bfloat16
-firstlayer convert glove.6B.300d.txt glove         a folder, opened in milliseconds
-firstlayer convert vectors vectors.bin             for gensim
-firstlayer convert vectors vectors.tsv             for TensorBoard's projector
+firstlayer convert glove.6B.300d.txt glove    a folder, which opens faster
+firstlayer convert vectors vectors.bin        for gensim
+firstlayer convert vectors vectors.tsv        for TensorBoard's projector
 """
 #: Copied from :mod:`firstlayer.vector_files.writing`, so that help needs no import.
 KINDS = ("folder", "word2vec", "word2vec-binary", "glove", "tsv", "npy", "parquet")

@@ -92,7 +92,8 @@ def command(
 ) -> None:
     """Measure the memory of training: parameters, gradient, optimizer state, activations.
 
-    Tables are given by size, or by a file or folder as for firstlayer neighbors. Bytes are "allocated" if
+    Tables are given by size, or by a file or folder as for firstlayer neighbors.
+    Bytes are "allocated" if
     counted during a real training step, "virtual" if counted on tensors without memory, and
     "computed" if derived from the sizes. Row optimizers (row-…) use row gradients. A second
     table compares the memory of position schemes.

@@ -122,7 +122,8 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
             args: ``freeze`` (True by default) and the other arguments of torch, in order.
             options: The same by name.
         """
-        return super().from_pretrained(table_tensor(embeddings), *args, **options)
+        layer: Any = super().from_pretrained(table_tensor(embeddings), *args, **options)
+        return layer
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Self:

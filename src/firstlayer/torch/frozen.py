@@ -129,16 +129,16 @@ class PartlyFrozenEmbedding(nn.Module):
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
         """
-        embeddings = table_tensor(embeddings)
+        table = table_tensor(embeddings)
         return cls(
-            *embeddings.shape,
+            *table.shape,
             frozen=frozen,
             padding_idx=padding_idx,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
-            _weight=embeddings,
-            device=embeddings.device,
-            dtype=embeddings.dtype,
+            _weight=table,
+            device=table.device,
+            dtype=table.dtype,
         )
 
     @property

@@ -138,15 +138,15 @@ class FrozenRowsEmbedding(Embedding):
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
         """
-        embeddings = table_tensor(embeddings)
+        table = table_tensor(embeddings)
         return cls(
-            *embeddings.shape,
+            *table.shape,
             padding_idx=padding_idx,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
-            _weight=embeddings,
+            _weight=table,
             frozen=frozen,
         )
 

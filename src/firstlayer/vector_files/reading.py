@@ -273,7 +273,7 @@ def _binary(data: bytes, rows: int, width: int, *, name: str) -> VectorTable:
             f"{name} is truncated: {rows} rows of {width} numbers in {len(data)} bytes"
         )
     words, weight = [], np.empty((rows, width), np.float32)
-    flat = memoryview(weight.reshape(-1).view(np.uint8))
+    flat = weight.reshape(-1).view(np.uint8).data
     find = data.find
     for row in range(rows):
         space = find(b" ", place, place + MAX_WORD_BYTES)

@@ -71,8 +71,8 @@ def format_of(path: str | os.PathLike[str]) -> str | None:
     """Return the format that a file's name implies, or None.
 
     Example:
-        >>> format_of("a.tsv"), format_of("a.vec.gz"), format_of("vectors"), format_of("a.b")
-        ('tsv', 'word2vec', 'folder', None)
+        >>> [format_of(name) for name in ("a.tsv", "a.vec.gz", "vectors", "a.b")]
+        ['tsv', 'word2vec', 'folder', None]
     """
     name = Path(path).name
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
@@ -256,7 +256,8 @@ def _write_folder(
         normalize=table.normalize,
     )
     report(len(rows))
-    return Written([os.fspath(path)], *rows.shape, left_out, duplicates)
+    num_rows, width = rows.shape
+    return Written([os.fspath(path)], num_rows, width, left_out, duplicates)
 
 
 def word_level_tokenizer(vocabulary: dict[str, int]) -> str:
