@@ -447,3 +447,13 @@ def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
     assert "config.json must be a JSON object, got list" in error_message(
         "inspect", tmp_path
     )
+
+
+def test_tensor_names_cannot_control_the_terminal(tmp_path):
+    name = "\x1b[2J\x9b31m\nx\u202e.wte.weight"
+    save_file({name: np.ones((2, 2), np.float32)}, tmp_path / "m.safetensors")
+    text = stdout_of("inspect", tmp_path / "m.safetensors")
+    assert "wte.weight (token): 2 × 2 F32" in text
+    assert text.replace("\n", "").isprintable()
+    message = error_message("inspect", tmp_path / "m.safetensors", "--tensor", "\x1b[2J")
+    assert message.isprintable()

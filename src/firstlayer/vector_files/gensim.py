@@ -94,6 +94,8 @@ def _words(own: dict[str, Any], path: Path) -> list[str]:
     for name in WORDS:
         words = own.get(name)
         if isinstance(words, list):
+            if not words:
+                raise ValueError(f"{path} has no words")
             return [_word(word) for word in words]
     raise ValueError(f"{path} has no list of words that is known from gensim")
 

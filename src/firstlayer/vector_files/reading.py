@@ -225,13 +225,12 @@ def _lines(file: BinaryIO, path: Path, *, size: int | None) -> VectorTable:
     counts = counts_in(first)
     if counts is not None:
         return _word2vec(file, *counts, path=path, left=size and size - len(first))
-    fields = first.split(b"\t") if b"\t" in first.strip() else []
-    # A whole number may be a word.
-    if (
-        fields
-        and b"." in fields[0]
-        and all(number_of(f.strip()) is not None for f in fields)
-    ):
+    fields = [field.strip() for field in first.strip().split(b"\t")]
+    # A whole number may be a word, unless the words are in another file.
+    has_word = number_of(fields[0]) is None or (
+        fields[0].isdigit() and words_beside(path) is None
+    )
+    if len(fields) > 1 and not has_word and is_row(first):
         table = read_text(
             file, len(fields), name=str(path), line_number=1, begin=first, has_words=False
         )

@@ -14,8 +14,8 @@ import numpy as np
 from .. import kernels
 from .table import VectorTable
 
-#: Bytes that are parsed at a time.
-CHUNK_BYTES = 1 << 24
+#: Bytes that are parsed at a time, the first time and at most.
+FIRST_BYTES, CHUNK_BYTES = 1 << 18, 1 << 24
 #: Longest line: a row of 65,536 numbers of 24 characters is shorter.
 MAX_LINE_BYTES = 1 << 21
 _NUMBER = re.compile(
@@ -102,8 +102,10 @@ def read_text(
 
 def _chunks(file: BinaryIO, begin: bytes, name: str) -> Iterator[bytes]:
     """Yield whole lines, several at a time; blank lines at the end are left out."""
-    rest = begin
-    while block := file.read(CHUNK_BYTES):
+    rest, size = begin, min(FIRST_BYTES, CHUNK_BYTES)
+    while block := file.read(size):
+        # A read allocates its size, however short the file is.
+        size = min(2 * size, CHUNK_BYTES)
         block = rest + block
         cut = block.rstrip(b"\r\n \t").rfind(b"\n") + 1
         rest = block[cut:]

@@ -50,7 +50,9 @@ def words_beside(path: Path) -> tuple[Path, list[str]] | None:
         if content is None or file == path:
             continue
         words = words_in_lines(content)
-        return file, [word.partition("\t")[0] for word in words]
+        if file.suffix == ".tsv":
+            words = [word.partition("\t")[0] for word in words]
+        return file, words
     return None
 
 

@@ -5,6 +5,7 @@ word: its own row, the row of the piece that begins a word, or the mean of its p
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -140,10 +141,13 @@ class Vectors:
         rows = self.weight[numbers if self.mapping is None else self.mapping[numbers]]
         return rows if self.scale is None else rows * self.scale[numbers, None]
 
-    @property
+    @cached_property
     def unknown(self) -> int | None:
         """Row of the unknown token, or None."""
         model = getattr(self.tokenizer, "model", None)
+        if type(model).__name__ == "Unigram":
+            # Only its JSON names the unknown token of this model.
+            return json.loads(self.tokenizer.to_str())["model"].get("unk_id")
         return self.rows.get(getattr(model, "unk_token", None) or UNKNOWN)
 
     def shown(self, row: int) -> str:
@@ -173,6 +177,8 @@ class Vectors:
             if numbers:
                 pieces = " ".join(self.words[number] for number in numbers)
                 note = f"{word} is the mean of {pieces}"
+                if spaced := self._as_sum(word):
+                    note += f": for a sum, write {spaced!r}"
                 return WordVector(word, self.take(numbers).mean(axis=0), numbers, note)
         elif word in self.rows:
             # A piece inside of words, in a table without a tokenizer.
@@ -214,11 +220,17 @@ class Vectors:
             best = best or ids
         return best
 
-    def _hint(self, word: str) -> str:
+    def _as_sum(self, word: str) -> str:
+        """Return words joined by + or - with spaces between them, or ``""``."""
         terms = [term for term in re.split("[-+]", word) if term]
-        if len(terms) > 1 and all(term in self for term in terms):
-            spaced = re.sub("([-+])", r" \1 ", word)
-            return f": put spaces around + and -, as in '{' '.join(spaced.split())}'"
+        # A hyphen alone joins the parts of a word.
+        if "+" not in word or len(terms) < 2 or not all(term in self for term in terms):
+            return ""
+        return " ".join(re.sub("([-+])", r" \1 ", word).split())
+
+    def _hint(self, word: str) -> str:
+        if spaced := self._as_sum(word):
+            return f": for a sum, write {spaced!r}"
         near = [other for other in self.rows if abs(len(other) - len(word)) < 2]
         same = [other for other in near if other.casefold() == word.casefold()]
         close = same or difflib.get_close_matches(word, near[:MAX_COMPARED], n=1)
