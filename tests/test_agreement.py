@@ -876,7 +876,8 @@ def test_a_folder_of_vectors_is_a_layer_in_every_front_end(tmp_path):
     assert not ft.Embedding.from_pretrained(path).weight.requires_grad
     layer = ft.Embedding.from_pretrained(path, False, sparse=True)
     layer(torch.tensor([2])).sum().backward()
-    assert layer.weight.grad.coalesce().indices().tolist() == [[2]]
+    gradient: Any = layer.weight.grad
+    assert gradient.coalesce().indices().tolist() == [[2]]
     tensor = torch.from_numpy(rows.copy())
     assert ft.Embedding.from_pretrained(tensor).weight.data_ptr() == tensor.data_ptr()
     for layer_class in (ft.PartlyFrozenEmbedding, ft.FrozenRowsEmbedding):

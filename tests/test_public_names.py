@@ -156,7 +156,9 @@ def test_dir_lists_lazily_imported_names():
 
 
 def test_names_of_front_ends_are_hinted_at():
-    with pytest.raises(ImportError, match="import Embedding from a front end: firstlayer.n"):
+    with pytest.raises(
+        ImportError, match="import Embedding from a front end: firstlayer.n"
+    ):
         exec("from firstlayer import Embedding")
     assert sorted(firstlayer._IN_FRONT_ENDS) == sorted(NAMES["firstlayer.numpy"])
     assert not hasattr(firstlayer, "nothing")

@@ -140,7 +140,11 @@ def test_lines_are_encoded_as_mean_rows_in_both_formats(tables, tmp_path):
     for name in ("out.npy", "out.jsonl"):
         args = ["encode", folder / "a.txt", tmp_path / "in.txt", "-o", tmp_path / name]
         found = json.loads(stdout_of(*args, "--json"))
-        assert found == {"path": str(tmp_path / name), "shape": [2500, 6], "without_words": 358}
+        assert found == {
+            "path": str(tmp_path / name),
+            "shape": [2500, 6],
+            "without_words": 358,
+        }
     rows = np.load(tmp_path / "out.npy")
     known = [[w for w in line.split() if w in vectors] for line in lines]
     want = [vectors[ws].mean(axis=0) if ws else np.zeros(6) for ws in known]
@@ -236,14 +240,20 @@ def test_similarity_needs_two_words(tables):
 
 BAD = {
     "empty": (b"", "bad is empty"),
-    "text": (b"some text\nand more\n", "bad is not a file with vectors: expected safetensors,"),
+    "text": (
+        b"some text\nand more\n",
+        "bad is not a file with vectors: expected safetensors,",
+    ),
     "short": (b"5 4\nword 1 2 3 4\n", "bad is truncated: 5 rows of 4 numbers in 13 bytes"),
     "huge": (b"9999999999999 300\nword ", "bad is truncated"),
     "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "declares 2 rows, but has at least 3"),
     "width": (b"a 1 2 3\nb 1 2\n", "bad must have a word and 3 numbers in line 2"),
     "number": (b"a 1 2 3\nb 1 x 3\n", "bad must have a word and 3 numbers in line 2"),
     "binary": (b"2 1\na \0\0\0\0b \0\0\0", "bad is truncated: it has 1 of 2 rows"),
-    "fasttext": ((793712314).to_bytes(4, "little") + b"\x0c", "bad is cut short: it has 5 bytes of a header"),
+    "fasttext": (
+        (793712314).to_bytes(4, "little") + b"\x0c",
+        "bad is cut short: it has 5 bytes of a header",
+    ),
     "words": (
         b"\x02\0\0\0\0\0\0\0{}",
         "bad has no words: neither tokenizer.json nor vocab.txt is in its folder",
@@ -342,7 +352,9 @@ def test_empty_queries_and_rows_without_direction_are_refused(tables, tmp_path):
     (tmp_path / "nan.txt").write_text("a nan 1\nb 1 2\nzero 0 0\n")
     want = "'a' has a vector that is not finite"
     assert error_message("neighbors", tmp_path / "nan.txt", "a") == want
-    assert "has a vector of zeros" in error_message("neighbors", tmp_path / "nan.txt", "zero")
+    assert "has a vector of zeros" in error_message(
+        "neighbors", tmp_path / "nan.txt", "zero"
+    )
     assert near(tmp_path / "nan.txt", "b") == [("zero", 0.0)]
 
 

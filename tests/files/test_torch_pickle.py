@@ -37,13 +37,14 @@ def test_tensors_of_every_dtype_equal_torch(tmp_path):
 
 
 def test_nested_and_sharded_checkpoints_are_read(tmp_path):
-    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 4)})
+    layer = torch.nn.Embedding(5, 4)
+    model = torch.nn.ModuleDict({"wte": layer})
     optimizer = torch.optim.AdamW(model.parameters())
-    model["wte"](torch.tensor([1])).sum().backward()
+    layer(torch.tensor([1])).sum().backward()
     optimizer.step()
     state = {"epoch": 3, "lr": 0.1, "state_dict": model.state_dict()}
     torch.save(state | {"optimizer": optimizer.state_dict()}, tmp_path / "a.ckpt")
-    want = model["wte"].weight.detach().numpy()
+    want = layer.weight.detach().numpy()
     np.testing.assert_array_equal(
         open_checkpoint(tmp_path / "a.ckpt").token_table().read(), want
     )

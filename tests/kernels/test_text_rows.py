@@ -43,6 +43,7 @@ def test_random_numbers_equal_those_of_python():
     with np.errstate(over="ignore"):
         want = np.array([np.float32(float(field)) for field in fields])
     got = parsed(fields, 20)
-    np.testing.assert_array_equal(got.ravel().view(np.uint32)[~np.isnan(want)],
-                                  want.view(np.uint32)[~np.isnan(want)])
+    np.testing.assert_array_equal(
+        got.ravel().view(np.uint32)[~np.isnan(want)], want.view(np.uint32)[~np.isnan(want)]
+    )
     np.testing.assert_array_equal(np.isnan(got.ravel()), np.isnan(want))

@@ -51,7 +51,9 @@ def gguf_vocabulary(rows: np.ndarray, words: list[str]) -> bytes:
     tokens = b"".join(gguf_string(word.encode()) for word in words)
     values = (
         gguf_string(b"general.name") + struct.pack("<I", 8) + gguf_string(b"x"),
-        gguf_string(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(words)) + tokens,
+        gguf_string(b"tokenizer.ggml.tokens")
+        + struct.pack("<IIQ", 9, 8, len(words))
+        + tokens,
     )
     tensors = {"token_embd.weight": (0, rows.shape, rows.tobytes())}
     return gguf_bytes(tensors, values=values)

@@ -68,8 +68,14 @@ def test_plain_version_equals_the_kernel():
             out = np.empty((len(words), 4), np.float32)
             counts = np.empty(len(words), np.int64)
             module.mean_subword_rows(
-                text, bounds, own, table, buckets=buckets, lengths=lengths,
-                out=out, counts=counts,
+                text,
+                bounds,
+                own,
+                table,
+                buckets=buckets,
+                lengths=lengths,
+                out=out,
+                counts=counts,
             )
             results.append((out, counts))
         np.testing.assert_array_equal(results[0][1], results[1][1])

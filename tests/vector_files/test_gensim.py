@@ -3,6 +3,7 @@
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ SENTENCES = [["king", "queen", "naïve", "漢字"]] * 5
 @pytest.mark.parametrize("sep_limit", [1, 10**9])
 def test_models_equal_gensim(sep_limit, tmp_path):
     path = str(tmp_path / "a.model")
-    options = {"vector_size": 5, "min_count": 1, "epochs": 1, "workers": 1}
+    options: dict[str, Any] = {"vector_size": 5, "min_count": 1, "epochs": 1, "workers": 1}
     words = Word2Vec(SENTENCES, **options)
     words.save(path, sep_limit=sep_limit)
     found = read_gensim(Path(path))

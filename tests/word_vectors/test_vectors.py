@@ -99,12 +99,16 @@ def test_vocab_txt_of_bert_is_a_tokenizer(minilm, tmp_path):
     for word in ("King", "unbelievably", "naïveté", "[MASK]"):
         assert vectors.find(word).numbers == minilm.find(word).numbers
     texts = ["The whales sang unbelievably.", "déjà vu"]
-    np.testing.assert_array_equal(*(next(encode(v, texts)) for v in (vectors, minilm)))
+    got, want = next(encode(vectors, texts)), next(encode(minilm, texts))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_upper_case_is_lower_case_in_uncased_tables_only():
     rows = np.eye(3, dtype=np.float32)
-    uncased, cased = Vectors(["king", "été", "c"], rows), Vectors(["king", "Red", "c"], rows)
+    uncased, cased = (
+        Vectors(["king", "été", "c"], rows),
+        Vectors(["king", "Red", "c"], rows),
+    )
     assert uncased["KING"].tolist() == [1, 0, 0] and uncased["Été"].tolist() == [0, 1, 0]
     (got,) = encode(uncased, ["King ÉTÉ"])
     np.testing.assert_allclose(got, [[0.5, 0.5, 0]])
@@ -120,7 +124,9 @@ def test_clustered_tables_use_their_mapping():
     scale = np.array([1, 2, -0.5], np.float32)
     vectors = Vectors(["a", "b", "c"], rows, mapping=np.array([0, 1, 1]), scale=scale)
     np.testing.assert_allclose(vectors["c"], -0.5 * rows[1], rtol=1e-6)
-    np.testing.assert_allclose(similarities(vectors, ["b", "c"]).cosines[0, 1], -1, rtol=1e-6)
+    np.testing.assert_allclose(
+        similarities(vectors, ["b", "c"]).cosines[0, 1], -1, rtol=1e-6
+    )
     assert vectors[["a", "b"]].shape == (2, 4) and len(vectors) == 3
 
 

@@ -93,9 +93,7 @@ def read_text(
             break
     if num_rows is not None and len(words) != num_rows:
         at_least = "" if len(words) < num_rows else "at least "
-        raise ValueError(
-            f"{name} declares {num_rows} rows, but has {at_least}{len(words)}"
-        )
+        raise ValueError(f"{name} declares {num_rows} rows, but has {at_least}{len(words)}")
     weight = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return VectorTable(words if has_words else [""] * len(words), weight)
 
