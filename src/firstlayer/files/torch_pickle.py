@@ -6,7 +6,9 @@ uncompressed member. PyTorch is not needed, and nothing in the pickle is run
 """
 
 import math
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -15,6 +17,17 @@ from .pickles import COMMON, Record, read_pickle
 
 #: How files of torch before 1.6 begin: a pickled magic number.
 OLD_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+#: What :mod:`zipfile` raises for damaged archives, besides ValueError.
+ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+    EOFError,
+    KeyError,
+)
 MAX_PICKLE_BYTES = 100_000_000
 #: Dtype code of the safetensors format and bytes of a number, by the class of a storage.
 STORAGES = {
@@ -75,7 +88,7 @@ def read_torch(file: BinaryIO, *, size: int, source: str) -> dict[str, TorchTens
     try:
         with zipfile.ZipFile(file) as archive:
             return _tensors(file, archive, size=size, source=source)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, KeyError):
+    except ZIP_ERRORS:
         raise ValueError(f"{source} is a damaged zip archive") from None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..files.checkpoint import open_regular
 from ..files.npy import parse_npy_header, read_npy_header
+from ..files.torch_pickle import ZIP_ERRORS
 from .table import VectorTable
 from .vocabulary import matched_words, words_beside
 
@@ -77,7 +78,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
                     info.filename.removesuffix(".npy"): _array(archive.read(info), path)
                     for info in members
                 }
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+        except ZIP_ERRORS:
             raise ValueError(f"{path} is a damaged zip archive") from None
 
 

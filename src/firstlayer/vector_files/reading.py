@@ -15,7 +15,7 @@ from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, open_
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
-from ..files.torch_pickle import OLD_MAGIC
+from ..files.torch_pickle import OLD_MAGIC, ZIP_ERRORS
 from ..stores import open_store
 from .arrays import read_npy, read_npz
 from .fasttext import MAGIC as FASTTEXT_MAGIC
@@ -104,7 +104,7 @@ def is_npz(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".npy") for name in archive.namelist())
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+    except ZIP_ERRORS:
         raise ValueError(f"{path} is a damaged zip archive") from None
 
 
