@@ -100,6 +100,9 @@ def _tensors(
     if len(pickles) != 1:
         raise ValueError(f"{source} is a zip archive that torch.save did not write")
     info = members[pickles[0]]
+    # Reading a member allocates the size that it claims to have.
+    if any(member.compress_size > size for member in members.values()):
+        raise ValueError(f"{source} claims to hold more than it can")
     if info.file_size > min(MAX_PICKLE_BYTES, size):
         raise ValueError(f"{source} has a description of {info.file_size} bytes")
     prefix = pickles[0].removesuffix("data.pkl")

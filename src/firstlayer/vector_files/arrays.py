@@ -72,7 +72,9 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
                 members = [
                     info for info in archive.infolist() if info.filename.endswith(".npy")
                 ]
-                if sum(info.file_size for info in members) > MAX_RATIO * size:
+                claimed = sum(info.file_size for info in members)
+                packed = sum(info.compress_size for info in members)
+                if claimed > MAX_RATIO * size or packed > size:
                     raise ValueError(f"{path} claims to hold more than it can")
                 return {
                     info.filename.removesuffix(".npy"): _array(archive.read(info), path)
