@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from gensim.models import KeyedVectors
 
@@ -155,7 +156,7 @@ def test_convert_refuses_before_anything_is_written(tmp_path, monkeypatch):
     path.write_text("a 1 2\n")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     message = error_message("convert", path, tmp_path / "a.parquet")
-    assert message == "writing .parquet needs pyarrow: pip install pyarrow"
+    assert message == "writing .parquet needs pyarrow: pip install 'firstlayer[parquet]'"
     assert not (tmp_path / "a.parquet").exists()
 
 
@@ -170,3 +171,17 @@ def test_what_is_left_out_is_said(tmp_path):
     done = call("convert", tmp_path / "a.npz", tmp_path / "folder")
     assert "1 row left out, whose words occur before" in done.stderr
     assert Path(tmp_path / "folder" / "tokenizer.json").exists()
+
+
+def test_parquet_has_a_column_of_words_and_one_of_vectors(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    words = ["a", "b c", "日本", "a\nb", ""]
+    monkeypatch.setattr(writing, "CHUNK_NUMBERS", 6)
+    reported = []
+    written = write_vectors(
+        VectorTable(words, rows), tmp_path / "a.parquet", "parquet", report=reported.append
+    )
+    assert (written.rows, written.width) == (5, 3) and len(reported) > 1
+    found = parquet.read_table(tmp_path / "a.parquet").to_pydict()
+    assert found["word"] == words
+    np.testing.assert_array_equal(np.array(found["vector"], np.float32), rows)

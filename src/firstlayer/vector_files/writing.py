@@ -286,11 +286,12 @@ def _write_parquet(
 ) -> Written:
     """Write columns ``word`` and ``vector``."""
     try:
-        import pyarrow as pa  # pyright: ignore[reportMissingImports]
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "writing .parquet needs pyarrow: pip install pyarrow", name="pyarrow"
+            "writing .parquet needs pyarrow: pip install 'firstlayer[parquet]'",
+            name="pyarrow",
         ) from None
     width = table.weight.shape[1]
     kept = np.arange(len(table.words))
