@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_alone import run_alone
 from tests.test_public_names import NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -29,14 +28,19 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    run_blocks(page)
+
+
+def test_code_blocks_of_the_readme_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(ROOT / "README.md")
+
+
+def run_blocks(page: Path) -> None:
+    """Run the code blocks of a page, in order and in one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
     for i, code in enumerate(blocks(page)):
         exec(compile(code, f"{page.name}, block {i + 1}", "exec"), names)
-
-
-def test_code_blocks_of_the_readme_run(tmp_path):
-    # In a process of their own, because install() changes torch.
-    run_alone(*blocks(ROOT / "README.md"), folder=tmp_path)
 
 
 def test_the_site_builds_without_warnings(tmp_path):
