@@ -124,7 +124,7 @@ class NgramEmbedding(NgramArguments, nn.Module):
         """Return the constructor arguments that rebuild this layer, as plain values."""
         table = self.table
         own = config_of(table, dtype=dtype_name(table.weight.dtype))
-        return self.config_with(own)
+        return self._config_with(own)
 
     def _rows(self, ids: Tensor, **others: Tensor | None) -> Tensor:
         check_tensor(ids, name="ids")
