@@ -349,7 +349,9 @@ class EmbeddingLayer(nn.Module):
     def _draw(self) -> None:
         std = self.embedding_dim**-0.5 if self.scale else 0.02
         for table in (self.token, self.segment):
-            if table is not None:
+            if isinstance(table, TableModule):
+                table.draw_rows(std)
+            elif table is not None:
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)

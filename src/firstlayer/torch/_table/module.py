@@ -79,6 +79,14 @@ class TableModule(nn.Module):
         request_large_pages(self.weight)
         super().reset_parameters()  # pyright: ignore
 
+    def draw_rows(self, std: float) -> None:
+        """Draw the table from a normal distribution.
+
+        Args:
+            std: Standard deviation.
+        """
+        nn.init.normal_(self.weight, std=std)
+
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Catch up the rows of ``ids`` and install the gradient hook if one is needed.
 

@@ -1,0 +1,186 @@
+"""Shard the tables of layers over a device mesh."""
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from .._tensors.errors import WrongType, WrongValue
+from .._tensors.row_parameter import is_row_tensor
+from .._tensors.shard import TableShard, shard_of
+from ..bag import EmbeddingBag
+from ..layer import EmbeddingLayer
+from ..optim.stored import store_of
+from ..token import Embedding
+from .bags import ShardedEmbeddingBag
+from .exchange import Traffic
+from .module import ShardedTableModule
+from .rows import ShardedEmbedding
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard_rows(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    input_layouts: Placement | None = None,
+    output_layouts: Placement | None = None,
+) -> M:
+    """Shard the rows of a layer's table over a mesh, in place, and return the layer.
+
+    The parameter becomes this rank's rows, an ordinary tensor. With ``sparse=True`` its
+    gradient has the rows of the batch that this rank owns, and row optimizers train it as
+    they train any table. Call it on all ranks, before the optimizer is made. All ranks have
+    the same table before, or a table on the meta device: then ``to_empty`` and
+    ``reset_parameters`` make it.
+
+    Gradients are averaged over ranks with different batches, as DDP does.
+
+    Args:
+        module: :class:`~firstlayer.torch.Embedding`,
+            :class:`~firstlayer.torch.EmbeddingBag`, or a layer with one:
+            :class:`~firstlayer.torch.EmbeddingLayer` (its token table), n-gram and hashed
+            embeddings.
+        mesh: Mesh with one axis. With two axes, rows are sharded over the second, and the
+            ranks along the first have copies, as with ``fully_shard``.
+        input_layouts: ``Shard(0)``, the default: ids differ by rank, as in data-parallel
+            training. ``Replicate()``: all ranks of the last axis have the same ids, as in
+            tensor-parallel training.
+        output_layouts: ``Shard(n)`` divides the output of replicated ids along axis ``n``,
+            as for sequence parallelism; None leaves it complete. Only for ``Embedding``.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from firstlayer.torch import Embedding
+        >>> mesh = init_device_mesh("cpu", (1,))  # torchrun starts more processes
+        >>> table = shard_rows(Embedding(10, 4, sparse=True), mesh)
+        >>> table
+        ShardedEmbedding(10, 4, sparse=True, rows 0 to 10)
+        >>> table(torch.tensor([3, 9])).shape
+        torch.Size([2, 4])
+        >>> torch.distributed.destroy_process_group()
+    """
+    replicated = _has_replicated_ids(input_layouts)
+    scattered_axis = None
+    if output_layouts is not None and not output_layouts.is_replicate():
+        if not isinstance(output_layouts, Shard) or not replicated:
+            raise WrongValue(
+                "output_layouts must be None or Replicate(), or Shard(n) with "
+                f"input_layouts=Replicate(), got {output_layouts}"
+            )
+        scattered_axis = output_layouts.dim
+    for table in _tables_of(module, "shard_rows"):
+        is_bag = isinstance(table, EmbeddingBag)
+        if is_bag and scattered_axis is not None:
+            raise WrongValue(f"output_layouts must be None for bags, got {output_layouts}")
+        _check_table(table, mesh)
+        shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0)
+        sharded: Any = table
+        sharded.__class__ = ShardedEmbeddingBag if is_bag else ShardedEmbedding
+        if scattered_axis is not None:
+            sharded.scattered_axis = scattered_axis
+        sharded.distribute(shard, has_replicated_ids=replicated)
+    return module
+
+
+class ShardedRows(ParallelStyle):
+    """Shards rows in a plan of ``parallelize_module``; see :func:`shard_rows`.
+
+    Args:
+        input_layouts: As in :func:`shard_rows`.
+        output_layouts: As in :func:`shard_rows`.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from firstlayer.torch import Embedding
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 2))
+        >>> plan = {"0": ShardedRows(input_layouts=Replicate())}
+        >>> parallelize_module(model, mesh, plan)[0]
+        ShardedEmbedding(10, 4, rows 0 to 10)
+        >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+    ) -> None:
+        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return shard_rows(
+            module,
+            device_mesh,
+            input_layouts=self.input_layouts,
+            output_layouts=self.output_layouts,
+        )
+
+
+def sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are parts of tables.
+
+    Other wrappers must leave them alone: ``fully_shard(model, ignored_params=...)``.
+
+    Args:
+        module: Any module.
+    """
+    return {each for each in module.parameters() if shard_of(each) is not None}
+
+
+def traffic(module: nn.Module) -> Traffic:
+    """Return the bytes that this rank has sent for the sharded tables of a module.
+
+    Subtract two results to get the bytes in between.
+
+    Args:
+        module: Any module.
+    """
+    total = Traffic()
+    for each in module.modules():
+        if isinstance(each, ShardedTableModule):
+            total = total + each.exchange.sent
+            if each.average.replicas is not None:
+                total = total + each.average.replicas.sent
+    return total
+
+
+def _has_replicated_ids(layout: Placement | None) -> bool:
+    if layout is None or (isinstance(layout, Shard) and layout.dim == 0):
+        return False
+    if isinstance(layout, Replicate):
+        return True
+    raise WrongValue(f"input_layouts must be Shard(0) or Replicate(), got {layout}")
+
+
+def _tables_of(module: nn.Module, name: str) -> list[Any]:
+    """Return the tables of a layer that are to be sharded."""
+    inner: Any = module.token if isinstance(module, EmbeddingLayer) else module
+    inner = getattr(inner, "table", inner)
+    if type(inner) not in (Embedding, EmbeddingBag):
+        raise WrongType(
+            f"{name} needs a layer of firstlayer.torch with a table in memory, "
+            f"got {type(inner).__name__}"
+        )
+    return [inner]
+
+
+def _check_table(table: Any, mesh: DeviceMesh) -> None:
+    """Raise if a table cannot be sharded."""
+    weight: Tensor = table.weight
+    if mesh.ndim not in (1, 2):
+        raise WrongValue(f"mesh must have 1 or 2 axes, got {mesh.ndim}")
+    if store_of(weight) is not None or hasattr(weight, "device_mesh"):
+        raise WrongType(
+            "the table must be an ordinary tensor, got one on disk or a DTensor"
+        )
+    if is_row_tensor(weight):
+        raise WrongValue("the table must be sharded before a row optimizer trains it")
