@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,6 +87,9 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     meshes = {n: DeviceMesh("cpu", list(range(n))) for n in range(1, size + 1)}
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]]) if size == 4 else None
+    warnings.simplefilter("error")
+    # Training with a tied head.
+    warnings.filterwarnings("ignore", "the gradient of a table of", UserWarning)
     while call := pipe.recv_bytes():
         try:
             function, args, used = pickle.loads(call)

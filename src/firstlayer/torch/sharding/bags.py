@@ -21,7 +21,7 @@ from .._tensors.row_parameter import without_catch_up
 from ..bag import EmbeddingBag
 from ..functional import embedding_bag, flat_bags
 from ..optim.table_state import catch_up, reads_out_of_place
-from .exchange import ARGUMENT_ERRORS, Route, sum_over_ranks
+from .exchange import ARGUMENT_ERRORS, Route, sum_gradient_over_ranks, sum_over_ranks
 from .gradient import with_averaged_gradient
 from .rows import ShardedRowsModule
 
@@ -73,8 +73,7 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
             per_sample_weights: Factor for the row of each id; None is 1.
         """
         given = [self._to_host(x) for x in (input, offsets, per_sample_weights)]
-        bags: Any = None
-        error = None
+        error, bags = None, self._no_bags()
         try:
             bags = self._flatten(*given)
         except ARGUMENT_ERRORS as caught:
@@ -117,9 +116,9 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
         steps = torch.arange(len(flat), device=device)
         return TorchBags(flat, bag_indices(bounds, steps), bounds, weights)
 
-    def _pool_rows(self, bags: Any, error: Exception | None) -> Tensor:
+    def _pool_rows(self, bags: TorchBags, error: Exception | None) -> Tensor:
         """Pool rows that have been fetched; raise the error of any rank."""
-        unique, index = self.unique_rows(None if bags is None else bags.ids, error)
+        unique, index = self.unique_rows(bags.ids, error)
         return embedding_bag(
             index,
             unique,
@@ -130,21 +129,27 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
             include_last_offset=True,
         )
 
-    def _pool_own(self, bags: Any) -> Tensor:
+    def _no_bags(self) -> TorchBags:
+        """Return the bags of a rank whose arguments are wrong."""
+        none = torch.zeros(0, dtype=torch.int64, device=self.weight.device)
+        return TorchBags(none, none, none.new_zeros(1), None)
+
+    def _pool_own(self, bags: TorchBags) -> Tensor:
         """Pool the rows of this rank, and sum over ranks."""
         start, stop = self.shard.bounds
         is_own = (bags.ids >= start) & (bags.ids < stop)
-        own = bags.subset(is_own.nonzero()[:, 0])
+        shared = bags
+        if bags.weights is not None:
+            weights = sum_gradient_over_ranks(bags.weights, self.exchange)
+            shared = bags._replace(weights=weights)
+        own = shared.subset(is_own.nonzero()[:, 0])
         counts = torch.bincount(own.bags, minlength=own.num_bags)
         sums = self._sum_owned(own.ids - start, counts, own.weights)
         return _divided(sum_over_ranks(sums, self.exchange), bags, self.mode)
 
-    def _pool_at_owners(self, bags: TorchBags | None, error: Exception | None) -> Tensor:
+    def _pool_at_owners(self, bags: TorchBags, error: Exception | None) -> Tensor:
         """Have the owners of the rows pool them, and sum what each returns."""
         exchange, layout, device = self.exchange, self.shard.layout, self.weight.device
-        if bags is None:
-            none = torch.zeros(0, dtype=torch.int64, device=device)
-            bags = TorchBags(none, none, none.new_zeros(1), None)
         owners = bags.ids // layout.chunk
         order = owners.argsort(stable=True)
         ordered, owners = bags.subset(order), owners[order]
