@@ -85,7 +85,11 @@ class NgramEmbedding(nn.Module):
             documents: Document of each id of a packed sequence.
             dead: True at ids that n-grams must not read.
         """
-        rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        try:
+            rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        except Exception as error:
+            self.table.announce(error)
+            raise
         vectors = self.table(rows)
         return vectors.flatten(-2) if self.combine == "concat" else vectors.sum(-2)
 

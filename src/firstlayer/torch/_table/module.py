@@ -96,6 +96,15 @@ class TableModule(nn.Module):
         catch_up(weight, ids)
         self._install_grad_hook(weight)
 
+    def announce(self, error: Exception) -> None:
+        """Do nothing; a sharded table raises the error on all ranks.
+
+        Layers call it for errors in their arguments before they look up rows.
+
+        Args:
+            error: The error.
+        """
+
     def reads_out_of_place(self, ids: Any) -> bool:
         """Return whether a lookup corrects what it returns and leaves stale rows alone."""
         weight = self._parameters.get("weight")

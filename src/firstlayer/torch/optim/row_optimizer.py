@@ -33,7 +33,7 @@ from .model_hooks import add_hooks, warn_of_dense_gradient
 from .operator_state import OperatorState, resized_rows, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
-from .sharded import create_dense_state, to_dtensors, to_local
+from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
 from .stored import store_of
 from .table_state import ParameterState, detach
@@ -109,14 +109,16 @@ class RowOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
+        rule = self._new_rule(options)
         with torch_errors():
-            self._new_rule(options).check(options)
+            rule.check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
             with torch_errors():
                 check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
+            check_whole_rows(parameter, rule)
             is_sharded = shard_of(parameter) is not None and not parameter.is_meta
             if store_of(parameter) is None and not is_sharded:
                 detach(parameter)

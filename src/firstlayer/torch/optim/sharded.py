@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...optim.rule import Rule
 from .._tensors.shard import TableShard, shard_of
 
 
@@ -39,6 +40,21 @@ def to_local(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         return shard.to_local(array, name=name)
 
     return _convert(state_dict, optimizer, convert)
+
+
+def check_whole_rows(parameter: Tensor, rule: Rule) -> None:
+    """Raise if a rule has one number for each row, and a rank only some columns.
+
+    Args:
+        parameter: Parameter, which may be a shard or not.
+        rule: Update rule.
+    """
+    shard = shard_of(parameter)
+    if shard is not None and shard.dim == 1 and rule.state_width(2) == 1:
+        raise ValueError(
+            "an optimizer with one number for each row needs whole rows, "
+            "got a table whose columns are sharded"
+        )
 
 
 @torch.no_grad()

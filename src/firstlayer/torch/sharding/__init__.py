@@ -21,6 +21,7 @@ time-out of the process group.
 
 from .exchange import Traffic as Traffic
 from .parallel import ShardedRows as ShardedRows
+from .parallel import shard_columns as shard_columns
 from .parallel import shard_rows as shard_rows
 from .parallel import sharded_parameters as sharded_parameters
 from .parallel import traffic as traffic
@@ -28,6 +29,7 @@ from .parallel import traffic as traffic
 __all__ = [
     "ShardedRows",
     "Traffic",
+    "shard_columns",
     "shard_rows",
     "sharded_parameters",
     "traffic",

@@ -21,7 +21,8 @@ from .._tensors.row_parameter import without_catch_up
 from ..bag import EmbeddingBag
 from ..functional import embedding_bag, flat_bags
 from ..optim.table_state import catch_up, reads_out_of_place
-from .exchange import ARGUMENT_ERRORS, Route, sum_gradient_over_ranks, sum_over_ranks
+from .collectives import sum_gradient_over_ranks, sum_over_ranks
+from .exchange import ARGUMENT_ERRORS, Route
 from .gradient import with_averaged_gradient
 from .rows import ShardedRowsModule
 
@@ -58,6 +59,16 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
     Made by :func:`firstlayer.torch.sharding.shard_rows`.
     """
 
+    @property
+    def num_counts(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Numbers that a lookup exchanges with each rank before it starts."""
+        return 1 if self.fetches_rows else 3
+
+    @property
+    def fetches_rows(self) -> bool:
+        """Whether rows are sent and not pooled vectors."""
+        return self.mode == "max" or self.scale_grad_by_freq
+
     @torch.compiler.disable
     def forward(
         self,
@@ -80,7 +91,7 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
             if self.has_replicated_ids:
                 raise
             error = caught
-        if self.mode == "max" or self.scale_grad_by_freq:
+        if self.fetches_rows:
             pooled = self._pool_rows(bags, error)
         elif self.has_replicated_ids:
             pooled = self._pool_own(bags)

@@ -1,7 +1,7 @@
 """Layers whose columns are sharded: every rank has all rows, of fewer columns.
 
 For tables that are wide rather than long. A lookup reads this rank's columns of every
-rank's ids, and no rank reads more than another, however the ids are distributed.
+rank's ids, so that no rank reads more than another, however the ids are distributed.
 """
 
 from typing import Any
@@ -10,14 +10,21 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from .._table.lookup import as_index, lookup
-from .._table.module import tied_logits
+from .._table.lookup import lookup
 from .._tensors.dtypes import upcast
-from .._tensors.errors import check_ids, check_tensor
+from .._tensors.errors import check_tensor
 from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from ..token import Embedding
-from .exchange import ARGUMENT_ERRORS, collective, sum_gradient_over_ranks
+from .collectives import (
+    gather_batches,
+    gather_columns,
+    return_columns,
+    scatter_sum,
+    sum_gradient_over_ranks,
+    sum_over_ranks,
+)
+from .exchange import ARGUMENT_ERRORS
 from .gradient import with_averaged_gradient
 from .module import ShardedTableModule
 
@@ -37,14 +44,34 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
         Args:
             input: Ids of any shape and any integer dtype.
         """
-        ids = self._to_host(input)
+        ids, counts = self._to_host(input), self.shard.layout.counts
         if self.has_replicated_ids:
-            flat, nums = self._checked_ids(ids), None
+            own = self.owned_columns(self._checked_ids(ids).view(ids.shape))
+            rows = gather_columns(own, counts, self.exchange)
         else:
-            flat, nums = self._every_id(ids)
-        columns = self._own_columns_of(flat)
-        rows = self._exchange_columns(columns, nums).view(*ids.shape, self.embedding_dim)
+            every_id, nums = self._gather_ids(ids)
+            own, dtype = self.owned_columns(every_id), self.weight.dtype
+            rows = return_columns(own, nums, counts, self.exchange, dtype=dtype)
+            rows = rows.reshape(*ids.shape, self.embedding_dim)
         return self._to_output_device(rows.to(self.weight.dtype))
+
+    def owned_columns(
+        self, ids: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch columns"]:
+        """Return this rank's columns of rows, in the compute dtype."""
+        weight = self.weight
+        if reads_out_of_place(weight, ids, training=self.training):
+            return upcast(caught_up_rows(weight, ids))
+        catch_up(weight, ids)
+        self._install_grad_hook(weight)
+        with without_catch_up():
+            return lookup(
+                ids,
+                with_averaged_gradient(weight, self.average),
+                padding_idx=self._own_padding,
+                sparse=self.sparse,
+                upcast_output=True,
+            )
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
@@ -53,4 +80,26 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
 
         Each rank multiplies with its columns. Every row gets a gradient.
         """
-        raise NotImplementedError
+        exchange, (start, stop) = self.exchange, self.shard.bounds
+        if self.has_replicated_ids:
+            check_tensor(x, name="x")
+            x = sum_gradient_over_ranks(x, exchange)
+            return sum_over_ranks(self.own_logits(x[..., start:stop]), exchange)
+        nums = self.exchange_batch_sizes(x)
+        every_x = gather_batches(x.reshape(-1, self.embedding_dim), nums, exchange)
+        own = self.own_logits(every_x[:, start:stop])
+        logits = scatter_sum(own, 0, nums, exchange)
+        return logits.view(*x.shape[:-1], self.num_embeddings)
+
+    def _gather_ids(self, ids: Any) -> tuple[Integer[Tensor, " all"], list[int]]:
+        """Return the ids of all ranks, and how many each has."""
+        device, error = self.weight.device, None
+        flat = torch.zeros(0, dtype=torch.int64, device=device)
+        try:
+            flat = self._checked_ids(ids)
+        except ARGUMENT_ERRORS as caught:
+            error = caught
+        numbers = [[len(flat)]] * self.exchange.size
+        received = self.exchange.counts(numbers, error=error, device=device)
+        nums = [n for (n,) in received]
+        return torch.cat(self.exchange.all_gather(flat, nums, kind="ids")), nums

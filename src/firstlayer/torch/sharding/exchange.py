@@ -3,12 +3,11 @@
 Every function here must be called on all ranks of the group, in the same order.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float, Integer, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
@@ -193,68 +192,3 @@ class _SendValues(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.route.reverse.send(grads[0], kind="gradients"), None, None, None
-
-
-class _Collective(torch.autograd.Function):
-    """A linear function of all ranks' tensors, and the one that its gradient takes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.run = backward
-        return forward(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.run(grads[0]), None, None
-
-
-def collective(
-    x: Tensor,
-    *,
-    forward: Callable[[Tensor], Tensor],
-    backward: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return ``forward(x)``, whose gradient is ``backward`` of the result's gradient.
-
-    Args:
-        x: Tensor.
-        forward: Linear function of the tensors of all ranks.
-        backward: Its transpose.
-    """
-    return _Collective.apply(x, forward, backward)  # pyright: ignore
-
-
-def sum_over_ranks(
-    x: Float[Tensor, "*shape"], exchange: Exchange
-) -> Float[Tensor, "*shape"]:
-    """Return the sum of every rank's values, for a result that all ranks use alike.
-
-    Their gradients of the result are equal, so each is the gradient of the sum.
-    """
-    return collective(
-        x,
-        forward=lambda x: exchange.all_reduce(x, kind="rows"),
-        backward=lambda gradient: gradient,
-    )
-
-
-def sum_gradient_over_ranks(
-    x: Float[Tensor, "*shape"], exchange: Exchange
-) -> Float[Tensor, "*shape"]:
-    """Return ``x``; its gradient is the sum of every rank's."""
-    return collective(
-        x,
-        forward=lambda x: x.view_as(x),
-        backward=lambda gradient: exchange.all_reduce(gradient, kind="gradients"),
-    )
-
-
-def owner_counts(ids: Integer[Tensor, " n"], chunk: int, ranks: int) -> list[int]:
-    """Return how many of the ids each rank owns."""
-    return torch.bincount(ids // chunk, minlength=ranks).tolist()

@@ -5,32 +5,64 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from .._table.host import HostTableModule
-from .._table.lookup import checked_padding_idx
-from .._table.module import coalesce_gradient, write_padding_row
-from .._tensors.errors import WrongValue
+from .._table.lookup import as_index, checked_padding_idx
+from .._table.module import coalesce_gradient, tied_logits, write_padding_row
+from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import TableShard
-from .exchange import Exchange
-from .gradient import GradientAverage
+from ..optim.sparse_gradient import RowGradientTensor
+from ..optim.table_state import catch_up
+from .exchange import ARGUMENT_ERRORS, Exchange
+from .gradient import GradientAverage, with_averaged_gradient
 
 # Rows that are drawn from one seed, so that initial values do not depend on the ranks.
 BLOCK = 1024
 
 
-class ShardedTableModule(HostTableModule):
+class ShardedWeight(nn.Module):
+    """Base class of modules whose ``weight`` is a part of a table.
+
+    State dicts have the whole table as a DTensor, and whole tables can be loaded.
+    """
+
+    shard: TableShard
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key = f"{prefix}weight"
+        destination[key] = self.shard.to_dtensor(destination[key].detach())
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        key, errors = f"{prefix}weight", args[-1]
+        given = state_dict.get(key)
+        if given is not None:
+            if tuple(given.shape) != self.shard.shape:
+                errors.append(
+                    f"size mismatch for {key}: the shape in the checkpoint is "
+                    f"{tuple(given.shape)}, that of the table {self.shard.shape}"
+                )
+                return
+            state_dict = {**state_dict, key: self.shard.to_local(given, name=key)}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class ShardedTableModule(ShardedWeight, HostTableModule):
     """Base class of layers of which each rank has a part of the table.
 
     ``weight`` is an ordinary parameter with this rank's part. ``num_embeddings``,
     ``embedding_dim`` and ``padding_idx`` are those of the whole table.
     """
 
-    shard: TableShard
     #: Whether every rank looks up the same ids.
     has_replicated_ids: bool
+    #: Numbers that a lookup exchanges with each rank before it starts.
+    num_counts: int = 1
     exchange: Exchange
     average: GradientAverage
 
@@ -118,6 +150,47 @@ class ShardedTableModule(HostTableModule):
         """Raise TypeError: resize a table before it is sharded."""
         raise TypeError("a sharded table cannot be resized; resize it before shard_rows")
 
+    def _checked_ids(self, ids: Any) -> Integer[Tensor, " n"]:
+        """Return flat int64 ids in range, or raise."""
+        check_tensor(ids, name="ids")
+        check_ids(ids, self.num_embeddings)
+        index = as_index(ids)
+        if not index.is_cpu:
+            # The values on a device are read only here.
+            check_ids(index.cpu(), self.num_embeddings)
+        return index.reshape(-1).to(torch.int64)
+
+    def announce(self, error: Exception) -> None:
+        """Raise an error of this rank on all ranks, which look up rows in this call.
+
+        Args:
+            error: Error in the arguments of a layer with this table.
+        """
+        if not self.has_replicated_ids:
+            numbers = [[0] * self.num_counts] * self.exchange.size
+            self.exchange.counts(numbers, error=error, device=self.weight.device)
+
+    def own_logits(self, x: Float[Tensor, "*batch columns"]) -> Tensor:
+        """Return the product of ``x`` with this rank's part of the table."""
+        weight = self.weight
+        catch_up(weight)
+        self._install_grad_hook(weight)
+        with without_catch_up():
+            return tied_logits(x, with_averaged_gradient(weight, self.average))
+
+    def exchange_batch_sizes(self, x: Any) -> list[int]:
+        """Return how many vectors each rank has, or raise the error of one on all."""
+        error, num = None, 0
+        try:
+            # Logits of a table without rows, for their checks.
+            empty = self.weight.new_empty((0, self.embedding_dim))
+            num = tied_logits(x, empty).shape[:-1].numel()
+        except ARGUMENT_ERRORS as caught:
+            error = caught
+        numbers = [[num]] * self.exchange.size
+        received = self.exchange.counts(numbers, error=error, device=self.weight.device)
+        return [n for (n,) in received]
+
     def _row_bounds(self) -> tuple[int, int]:
         """Return this rank's first row, and the first after its last."""
         return self.shard.bounds if self.shard.dim == 0 else (0, self.num_embeddings)
@@ -150,31 +223,13 @@ class ShardedTableModule(HostTableModule):
             return
         coalesce_gradient(weight)
         grad = weight.grad
+        if isinstance(grad, RowGradientTensor):
+            grad.table_shard = self.shard
         if self.max_norm is not None and grad is not None:
             # This rank has the gradient of its rows from every rank.
             is_sparse = grad.is_sparse
             rows = grad._indices()[0] if is_sparse else (grad != 0).any(dim=1)
             self._renormalize(rows)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        key = f"{prefix}weight"
-        destination[key] = self.shard.to_dtensor(destination[key].detach())
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        key, errors = f"{prefix}weight", args[-1]
-        given = state_dict.get(key)
-        if given is not None:
-            if tuple(given.shape) != self.shard.shape:
-                errors.append(
-                    f"size mismatch for {key}: the shape in the checkpoint is "
-                    f"{tuple(given.shape)}, that of the table {self.shard.shape}"
-                )
-                return
-            state_dict = {**state_dict, key: self.shard.to_local(given, name=key)}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def extra_repr(self) -> str:
         part = "columns" if self.shard.dim else "rows"

@@ -2,21 +2,22 @@
 
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .._tensors.errors import WrongType, WrongValue
-from .._tensors.row_parameter import is_row_tensor
 from .._tensors.shard import TableShard, shard_of
 from ..bag import EmbeddingBag
 from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
 from .bags import ShardedEmbeddingBag
+from .columns import ShardedColumnsEmbedding
 from .exchange import Traffic
+from .head import tie_head
 from .module import ShardedTableModule
 from .rows import ShardedEmbedding
 
@@ -29,6 +30,7 @@ def shard_rows(
     *,
     input_layouts: Placement | None = None,
     output_layouts: Placement | None = None,
+    head: nn.Linear | None = None,
 ) -> M:
     """Shard the rows of a layer's table over a mesh, in place, and return the layer.
 
@@ -52,6 +54,8 @@ def shard_rows(
             tensor-parallel training.
         output_layouts: ``Shard(n)`` divides the output of replicated ids along axis ``n``,
             as for sequence parallelism; None leaves it complete. Only for ``Embedding``.
+        head: Linear layer whose weight is that of the table. It stays tied, and computes
+            the logits of all rows. ``layer.logits`` does the same without such a layer.
 
     Example:
         >>> import torch
@@ -74,17 +78,61 @@ def shard_rows(
                 f"input_layouts=Replicate(), got {output_layouts}"
             )
         scattered_axis = output_layouts.dim
-    for table in _tables_of(module, "shard_rows"):
-        is_bag = isinstance(table, EmbeddingBag)
-        if is_bag and scattered_axis is not None:
-            raise WrongValue(f"output_layouts must be None for bags, got {output_layouts}")
-        _check_table(table, mesh)
-        shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0)
-        sharded: Any = table
-        sharded.__class__ = ShardedEmbeddingBag if is_bag else ShardedEmbedding
-        if scattered_axis is not None:
-            sharded.scattered_axis = scattered_axis
-        sharded.distribute(shard, has_replicated_ids=replicated)
+    table = _checked_table(module, mesh, head, "shard_rows")
+    is_bag = isinstance(table, EmbeddingBag)
+    if is_bag and scattered_axis is not None:
+        raise WrongValue(f"output_layouts must be None for bags, got {output_layouts}")
+    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0)
+    table.__class__ = ShardedEmbeddingBag if is_bag else ShardedEmbedding
+    if scattered_axis is not None:
+        table.scattered_axis = scattered_axis
+    table.distribute(shard, has_replicated_ids=replicated)
+    if head is not None:
+        tie_head(head, table)
+    return module
+
+
+def shard_columns(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    input_layouts: Placement | None = None,
+    head: nn.Linear | None = None,
+) -> M:
+    """Shard the columns of a layer's table over a mesh, in place, and return the layer.
+
+    Every rank has all rows, of fewer columns. Otherwise as :func:`shard_rows`. Optimizers
+    whose state has one number for each row need whole rows and refuse such a table.
+
+    Args:
+        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
+            ``max_norm`` and ``scale_grad_by_freq``.
+        mesh: As in :func:`shard_rows`.
+        input_layouts: As in :func:`shard_rows`.
+        head: As in :func:`shard_rows`.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from firstlayer.torch import Embedding
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> shard_columns(Embedding(10, 4, sparse=True), mesh)
+        ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4)
+        >>> torch.distributed.destroy_process_group()
+    """
+    replicated = _has_replicated_ids(input_layouts)
+    table = _checked_table(module, mesh, head, "shard_columns")
+    if isinstance(table, EmbeddingBag):
+        raise WrongType("shard_columns needs an Embedding, got EmbeddingBag")
+    if table.max_norm is not None or table.scale_grad_by_freq:
+        raise WrongValue(
+            "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
+        )
+    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1)
+    table.__class__ = ShardedColumnsEmbedding
+    table.distribute(shard, has_replicated_ids=replicated)
+    if head is not None:
+        tie_head(head, table)
     return module
 
 
@@ -161,26 +209,26 @@ def _has_replicated_ids(layout: Placement | None) -> bool:
     raise WrongValue(f"input_layouts must be Shard(0) or Replicate(), got {layout}")
 
 
-def _tables_of(module: nn.Module, name: str) -> list[Any]:
-    """Return the tables of a layer that are to be sharded."""
-    inner: Any = module.token if isinstance(module, EmbeddingLayer) else module
-    inner = getattr(inner, "table", inner)
-    if type(inner) not in (Embedding, EmbeddingBag):
+def _checked_table(
+    module: nn.Module, mesh: DeviceMesh, head: nn.Linear | None, name: str
+) -> Any:
+    """Return the table of a layer, or raise if it cannot be sharded."""
+    table: Any = module.token if isinstance(module, EmbeddingLayer) else module
+    table = getattr(table, "table", table)
+    if type(table) not in (Embedding, EmbeddingBag):
         raise WrongType(
             f"{name} needs a layer of firstlayer.torch with a table in memory, "
-            f"got {type(inner).__name__}"
+            f"got {type(table).__name__}"
         )
-    return [inner]
-
-
-def _check_table(table: Any, mesh: DeviceMesh) -> None:
-    """Raise if a table cannot be sharded."""
-    weight: Tensor = table.weight
+    weight = table.weight
     if mesh.ndim not in (1, 2):
         raise WrongValue(f"mesh must have 1 or 2 axes, got {mesh.ndim}")
-    if store_of(weight) is not None or hasattr(weight, "device_mesh"):
+    if store_of(weight) is not None or type(weight) is not nn.Parameter:
+        kind = "a table on disk" if store_of(weight) is not None else type(weight).__name__
         raise WrongType(
-            "the table must be an ordinary tensor, got one on disk or a DTensor"
+            f"{name} needs a table that is an ordinary parameter without an optimizer, "
+            f"got {kind}"
         )
-    if is_row_tensor(weight):
-        raise WrongValue("the table must be sharded before a row optimizer trains it")
+    if head is not None and (type(head) is not nn.Linear or head.weight is not weight):
+        raise WrongValue("head must be a torch.nn.Linear with the weight of the table")
+    return table

@@ -15,23 +15,23 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from .._table.lookup import as_index, lookup
+from .._table.lookup import lookup
 from .._table.max_norm import renormalized
-from .._table.module import tied_logits
 from .._tensors.dtypes import upcast
-from .._tensors.errors import check_ids, check_tensor
+from .._tensors.errors import check_tensor
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import ShardLayout
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from ..token import Embedding
-from .exchange import (
-    ARGUMENT_ERRORS,
-    Route,
-    collective,
-    owner_counts,
+from .collectives import (
+    gather_batches,
+    gather_columns,
+    return_columns,
+    scatter_sum,
     sum_gradient_over_ranks,
     sum_over_ranks,
 )
+from .exchange import ARGUMENT_ERRORS, Route
 from .gradient import with_averaged_gradient
 from .module import ShardedTableModule
 
@@ -96,7 +96,7 @@ class ShardedRowsModule(ShardedTableModule):
         if unique is None or index is None:
             unique = index = torch.zeros(0, dtype=torch.int64, device=device)
         layout = self.shard.layout
-        sent = owner_counts(unique, layout.chunk, layout.ranks)
+        sent = torch.bincount(unique // layout.chunk, minlength=layout.ranks).tolist()
         received = self.exchange.counts([[n] for n in sent], error=error, device=device)
         route = Route(self.exchange, sent, [n for (n,) in received])
         requested = route.send(unique, kind="ids") - self.shard.bounds[0]
@@ -111,7 +111,15 @@ class ShardedRowsModule(ShardedTableModule):
 
         Each rank multiplies with its rows. Every row gets a gradient.
         """
-        return _logits(self, x)
+        exchange, counts = self.exchange, self.shard.layout.counts
+        if self.has_replicated_ids:
+            check_tensor(x, name="x")
+            x = sum_gradient_over_ranks(x, exchange)
+            return gather_columns(self.own_logits(x), counts, exchange)
+        nums = self.exchange_batch_sizes(x)
+        every_x = gather_batches(x.reshape(-1, self.embedding_dim), nums, exchange)
+        logits = return_columns(self.own_logits(every_x), nums, counts, exchange)
+        return logits.view(*x.shape[:-1], self.num_embeddings)
 
     def project(self, ids: Integer[Tensor, "*batch"] | None = None) -> None:
         """Scale stored rows of this rank down to ``max_norm``: those of ``ids``, or all."""
@@ -124,15 +132,6 @@ class ShardedRowsModule(ShardedTableModule):
         catch_up(self.weight, own)
         with without_catch_up():
             self._renormalize(own)
-
-    def _checked_ids(self, ids: Any) -> Integer[Tensor, " n"]:
-        """Return flat int64 ids in range, or raise."""
-        check_tensor(ids, name="ids")
-        check_ids(ids, self.num_embeddings)
-        index = as_index(ids)
-        if not index.is_cpu:
-            check_ids(index.cpu(), self.num_embeddings)
-        return index.reshape(-1).to(torch.int64)
 
     def _sum_own_rows(self, ids: Integer[Tensor, " n"]) -> Float[Tensor, "n width"]:
         """Return the rows of ids that all ranks have alike."""
@@ -166,118 +165,13 @@ class ShardedEmbedding(ShardedRowsModule, Embedding):
             rows = self._scattered(ids, self.scattered_axis)
         else:
             unique, index = self.unique_rows(ids)
+            index = index.view(ids.shape)
             rows = lookup(index, unique, scale_grad_by_freq=self.scale_grad_by_freq)
-            rows = rows.view(*ids.shape, self.embedding_dim)
         return self._to_output_device(rows.to(self.weight.dtype))
 
     def _scattered(self, ids: Tensor, axis: int) -> Tensor:
         """Return this rank's part of the output, divided along an axis."""
         flat = self._checked_ids(ids)
         rows = self._own_rows_or_zero(flat).view(*ids.shape, self.embedding_dim)
-        return scatter_sum(rows, axis, self)
-
-
-def scatter_sum(
-    x: Float[Tensor, "*shape"], axis: int, layer: ShardedTableModule
-) -> Float[Tensor, "*part"]:
-    """Return this rank's part, along an axis, of the sum over ranks.
-
-    Args:
-        x: Tensor of the same shape on every rank.
-        axis: Axis, divided as ``torch.chunk`` divides.
-        layer: Layer whose ranks they are.
-    """
-    exchange = layer.exchange
-    layout = ShardLayout(x.shape[axis], exchange.size)
-    mine = [layout.counts[exchange.rank]] * exchange.size
-
-    def forward(x: Tensor) -> Tensor:
-        moved = x.movedim(axis, 0)
-        parts = exchange.all_to_all(moved, sent=layout.counts, received=mine, kind="rows")
-        parts = parts.view(exchange.size, mine[0], *moved.shape[1:])
-        return parts.sum(0).movedim(0, axis)
-
-    def backward(gradient: Tensor) -> Tensor:
-        moved = gradient.movedim(axis, 0).contiguous()
-        parts = exchange.all_gather(moved, layout.counts, kind="gradients")
-        return torch.cat(parts).movedim(0, axis)
-
-    return collective(x, forward=forward, backward=backward)
-
-
-def _logits(layer: ShardedRowsModule, x: Tensor) -> Tensor:
-    exchange, weight = layer.exchange, layer.weight
-    if layer.has_replicated_ids:
-        check_tensor(x, name="x")
-        catch_up(weight)
-        layer._install_grad_hook(weight)
-        x = sum_gradient_over_ranks(x, exchange)
-        with without_catch_up():
-            own = tied_logits(x, with_averaged_gradient(weight, layer.average))
-        return _gather_last(own, layer)
-    error = None
-    try:
-        with without_catch_up():
-            # A table without rows has the checks of any other.
-            tied_logits(x, weight[:0])
-    except ARGUMENT_ERRORS as caught:
-        error, x = caught, weight.new_zeros(0, weight.shape[1])
-    num = x.numel() // max(1, x.shape[-1])
-    received = exchange.counts([[num]] * exchange.size, error=error, device=weight.device)
-    nums = [n for (n,) in received]
-    catch_up(weight)
-    layer._install_grad_hook(weight)
-    every_x = _gather_batches(x.reshape(num, -1), nums, layer)
-    with without_catch_up():
-        own = tied_logits(every_x, with_averaged_gradient(weight, layer.average))
-    return _return_logits(own, nums, layer).view(*x.shape[:-1], layer.num_embeddings)
-
-
-def _gather_batches(x: Tensor, nums: list[int], layer: ShardedRowsModule) -> Tensor:
-    """Return the vectors of all ranks; a gradient is the sum of what each rank has."""
-    exchange = layer.exchange
-    mine = [nums[exchange.rank]] * exchange.size
-
-    def backward(gradient: Tensor) -> Tensor:
-        parts = exchange.all_to_all(gradient, sent=nums, received=mine, kind="gradients")
-        return parts.view(exchange.size, mine[0], -1).sum(0)
-
-    return collective(
-        x,
-        forward=lambda x: torch.cat(exchange.all_gather(x, nums, kind="rows")),
-        backward=backward,
-    )
-
-
-def _return_logits(own: Tensor, nums: list[int], layer: ShardedRowsModule) -> Tensor:
-    """Return each rank the logits of its vectors, from all ranks' rows."""
-    exchange, counts = layer.exchange, layer.shard.layout.counts
-    num, count = nums[exchange.rank], counts[exchange.rank]
-    there = [n * count for n in nums]
-    back = [num * n for n in counts]
-
-    def forward(own: Tensor) -> Tensor:
-        flat = exchange.all_to_all(own.reshape(-1), sent=there, received=back, kind="rows")
-        parts = flat.split(back)
-        return torch.cat([p.view(num, n) for p, n in zip(parts, counts, strict=True)], 1)
-
-    def backward(gradient: Tensor) -> Tensor:
-        flat = torch.cat([part.reshape(-1) for part in gradient.split(counts, 1)])
-        flat = exchange.all_to_all(flat, sent=back, received=there, kind="gradients")
-        return flat.view(sum(nums), count)
-
-    return collective(own, forward=forward, backward=backward)
-
-
-def _gather_last(own: Tensor, layer: ShardedRowsModule) -> Tensor:
-    """Return the logits of all ranks' rows."""
-    exchange, layout = layer.exchange, layer.shard.layout
-    start, stop = layer.shard.bounds
-
-    def forward(own: Tensor) -> Tensor:
-        moved = own.movedim(-1, 0).contiguous()
-        return torch.cat(exchange.all_gather(moved, layout.counts, kind="rows")).movedim(
-            0, -1
-        )
-
-    return collective(own, forward=forward, backward=lambda d: d[..., start:stop])
+        counts = ShardLayout(rows.shape[axis], self.exchange.size).counts
+        return scatter_sum(rows, axis, counts, self.exchange)
