@@ -1,10 +1,12 @@
 """Lookups, gradients and steps of tables whose rows are sharded."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from firstlayer.torch import Embedding
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowSGD, clip_grad_norm_
@@ -246,3 +248,49 @@ def test_ranks_without_rows_or_ids_take_part(processes):
     for _, whole in [*results, empty]:
         torch.testing.assert_close(whole, reference.weight.detach())
     assert empty[0].shape == (0, 3) and torch.equal(results[0][0], weight[[0, 1, 1, 0]])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest new tensor."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight, self.largest = weight.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            values = x._values() if isinstance(x, torch.Tensor) and x.is_sparse else x
+            if isinstance(values, torch.Tensor):
+                storage = values.untyped_storage()
+                if storage.data_ptr() != self.weight:
+                    self.largest = max(self.largest, storage.nbytes())
+        return out
+
+
+def measure_memory(rank: Any, replicated: bool) -> Any:
+    layout = Replicate() if replicated else None
+    layer: Any = Embedding(100_000, 8, sparse=True)
+    shard_rows(layer, rank.mesh, input_layouts=layout)
+    optimizer = RowAdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0 if replicated else rank.rank)
+    for _ in range(3):
+        ids = torch.randint(0, 100_000, (64,), generator=generator)
+        largest = LargestTensor(layer.weight)
+        tracemalloc.start()
+        with largest:
+            layer(ids).square().sum().backward()
+            clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        optimizer.zero_grad()
+    return largest.largest, peak
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_memory_of_a_step_follows_the_batch(processes, replicated):
+    # A shard has 1.6 MB, and 128 rows have 4 KB.
+    for largest, peak in processes.run(measure_memory, replicated, size=2):
+        assert 0 < largest <= 16_384
+        assert peak < 200_000

@@ -216,9 +216,10 @@ def _checked_table(
     table: Any = module.token if isinstance(module, EmbeddingLayer) else module
     table = getattr(table, "table", table)
     if type(table) not in (Embedding, EmbeddingBag):
+        is_torch = type(table).__module__.startswith("torch.nn.")
+        kind = f"{'torch.nn.' if is_torch else ''}{type(table).__name__}"
         raise WrongType(
-            f"{name} needs a layer of firstlayer.torch with a table in memory, "
-            f"got {type(table).__name__}"
+            f"{name} needs a layer of firstlayer.torch with a table in memory, got {kind}"
         )
     weight = table.weight
     if mesh.ndim not in (1, 2):
