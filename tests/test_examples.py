@@ -56,7 +56,7 @@ def text_file(folder: Path) -> str:
 def test_every_example_is_tested():
     known = (
         "accelerate_loop bag_classifier hf_trainer lightning_trainer next_token "
-        "text_classifier transformer transformer_jax"
+        "sharded text_classifier transformer transformer_jax"
     )
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
 
