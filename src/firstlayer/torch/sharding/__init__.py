@@ -25,10 +25,14 @@ from .parallel import shard_columns as shard_columns
 from .parallel import shard_rows as shard_rows
 from .parallel import sharded_parameters as sharded_parameters
 from .parallel import traffic as traffic
+from .torchrec import copy_to_torchrec as copy_to_torchrec
+from .torchrec import from_torchrec as from_torchrec
 
 __all__ = [
     "ShardedRows",
     "Traffic",
+    "copy_to_torchrec",
+    "from_torchrec",
     "shard_columns",
     "shard_rows",
     "sharded_parameters",
