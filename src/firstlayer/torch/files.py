@@ -58,6 +58,12 @@ def _arrays(layer: nn.Module) -> Tensors:
     state = layer.state_dict()
     names = [name for name, _ in layer.named_parameters()]
     names += [ENCODED] if ENCODED in state else []
+    for name in names:
+        if hasattr(state[name], "device_mesh"):
+            raise TypeError(
+                f"save needs whole tensors, but {name} is sharded; save the state_dict "
+                "with torch.distributed.checkpoint"
+            )
     return {name: array_of(state[name].cpu()) for name in names}
 
 

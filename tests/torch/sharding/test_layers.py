@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
+import firstlayer.torch
 from firstlayer.ngram import SaltedNgram
 from firstlayer.torch import (
     Embedding,
@@ -195,6 +197,25 @@ def test_the_rest_of_a_model_compiles(processes):
         torch.testing.assert_close(out, want)
 
 
+def wrap_in_ddp(rank: Any) -> Any:
+    model: Any = nn.Sequential(built("embedding"), nn.Linear(5, 3))
+    reference = copy.deepcopy(model)
+    shard_rows(model[0], rank.mesh)
+    names = [n for n, p in model.named_parameters() if p in sharded_parameters(model)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model, process_group=rank.mesh.get_group())
+    wrapped(batch(rank.rank, 0)).square().sum().backward()
+    losses = [reference(batch(n, 0)).square().sum() for n in range(2)]
+    (torch.stack(losses).sum() / 2).backward()
+    want = model[0].shard.part(reference[0].weight.grad.to_dense())
+    torch.testing.assert_close(torch.Tensor(model[0].weight.grad.to_dense()), want)
+    torch.testing.assert_close(model[1].weight.grad, reference[1].weight.grad)
+
+
+def test_ddp_around_the_rest_leaves_the_table_alone(processes):
+    processes.run(wrap_in_ddp, size=2)
+
+
 def draw(rank: Any, columns: bool) -> Any:
     torch.manual_seed(7 + rank.rank)
     large = Embedding(3000, 6, padding_idx=2500, device="meta")
@@ -289,6 +310,8 @@ def refuse(rank: Any) -> list[str]:
         lambda: shard_columns(Embedding(3, 2, max_norm=1.0), mesh),
         lambda: RowWiseAdagrad(by_columns.parameters()),
         lambda: sharded.resize(50),
+        lambda: firstlayer.torch.save("unused", shard_rows(complete(), mesh)),
+        lambda: shard_rows(complete(), mesh).quantized(),
         lambda: torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0),
         lambda: clip_grad_norm_(sharded.parameters(), 1.0, norm_type=0),
     ]  # fmt: skip
@@ -319,6 +342,9 @@ def test_wrong_arguments_are_errors(processes):
         "an optimizer with one number for each row needs whole rows, "
         "got a table whose columns are sharded",
         "a sharded table cannot be resized; resize it before shard_rows",
+        "save needs whole tensors, but token.weight is sharded; save the state_dict with "
+        "torch.distributed.checkpoint",
+        "a sharded table cannot be quantized; quantize the whole table",
         "the norm of the gradient of a sharded table needs all ranks; "
         "use firstlayer.torch.optim.clip_grad_norm_",
         "norm_type must be positive for sharded gradients, got 0.0",

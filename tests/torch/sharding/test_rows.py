@@ -3,6 +3,7 @@
 import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -294,3 +295,37 @@ def test_memory_of_a_step_follows_the_batch(processes, replicated):
     for largest, peak in processes.run(measure_memory, replicated, size=2):
         assert 0 < largest <= 16_384
         assert peak < 200_000
+
+
+def check_random_lookups(rank: Any, seeds: range) -> None:
+    dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    id_dtypes = torch.int64, torch.int32, torch.uint8, torch.int16
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        rows, width, dtype = *rng.integers(1, 40, 2).tolist(), dtypes[seed % 4]
+        weight = torch.from_numpy(rng.standard_normal((rows, width))).to(dtype)
+        padding = int(rng.integers(rows)) if seed % 3 else None
+        shapes = [tuple(rng.integers(0, 5, rng.integers(0, 4))) for _ in range(4)]
+        every = [torch.from_numpy(rng.integers(0, rows, shape)) for shape in shapes]
+        factors = [torch.from_numpy(rng.standard_normal((*s, width))) for s in shapes]
+        layer: Any = Embedding(
+            rows, width, padding_idx=padding, sparse=bool(seed % 2), _weight=weight.clone()
+        )
+        shard_rows(layer, rank.mesh)
+        assert sum(layer.shard.layout.counts) == rows
+        ids = torch.as_tensor(every[rank.rank]).to(id_dtypes[seed // 4 % 4])
+        out = layer(ids)
+        assert out.dtype == dtype and torch.equal(out, weight[every[rank.rank]])
+        (out.double() * factors[rank.rank]).sum().backward()
+        want = torch.zeros(rows, width, dtype=torch.float64)
+        for each, factor in zip(every, factors, strict=True):
+            want.index_add_(0, each.reshape(-1), factor.reshape(-1, width))
+        if padding is not None:
+            want[padding] = 0
+        close = {4: 1e-4, 8: 1e-10, 2: 5e-2}[dtype.itemsize]
+        got = whole_gradient(layer).double()
+        torch.testing.assert_close(got, want / 4, rtol=close, atol=close)
+
+
+def test_lookups_of_any_shape_and_dtype(processes):
+    processes.run(check_random_lookups, range(24), size=4)

@@ -73,6 +73,7 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
                 upcast_output=True,
             )
 
+    @torch.compiler.disable
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:

@@ -59,15 +59,20 @@ def shard_rows(
 
     Example:
         >>> import torch
+        >>> from torch import distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from firstlayer.torch import Embedding
-        >>> mesh = init_device_mesh("cpu", (1,))  # torchrun starts more processes
+        >>> store = dist.HashStore()  # torchrun starts more processes than one
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,))
         >>> table = shard_rows(Embedding(10, 4, sparse=True), mesh)
         >>> table
         ShardedEmbedding(10, 4, sparse=True, rows 0 to 10)
         >>> table(torch.tensor([3, 9])).shape
         torch.Size([2, 4])
-        >>> torch.distributed.destroy_process_group()
+        >>> len(sharded_parameters(table)), traffic(table).rows
+        (1, 0)
+        >>> dist.destroy_process_group()
     """
     replicated = _has_replicated_ids(input_layouts)
     scattered_axis = None
@@ -113,12 +118,15 @@ def shard_columns(
 
     Example:
         >>> import torch
+        >>> from torch import distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from firstlayer.torch import Embedding
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> shard_columns(Embedding(10, 4, sparse=True), mesh)
         ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4)
-        >>> torch.distributed.destroy_process_group()
+        >>> dist.destroy_process_group()
     """
     replicated = _has_replicated_ids(input_layouts)
     table = _checked_table(module, mesh, head, "shard_columns")
@@ -145,15 +153,18 @@ class ShardedRows(ParallelStyle):
 
     Example:
         >>> import torch
+        >>> from torch import distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor.parallel import parallelize_module
         >>> from firstlayer.torch import Embedding
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 2))
         >>> plan = {"0": ShardedRows(input_layouts=Replicate())}
         >>> parallelize_module(model, mesh, plan)[0]
         ShardedEmbedding(10, 4, rows 0 to 10)
-        >>> torch.distributed.destroy_process_group()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

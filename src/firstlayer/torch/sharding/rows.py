@@ -104,6 +104,7 @@ class ShardedRowsModule(ShardedTableModule):
         rows = route.reverse.send_values(rows, dtype=self.weight.dtype)
         return UniqueRows(rows, index)
 
+    @torch.compiler.disable
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
@@ -154,8 +155,8 @@ class ShardedEmbedding(ShardedRowsModule, Embedding):
     @torch.compiler.disable
     def forward(
         self, input: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*batch embedding_dim"]:
-        """Return the rows of the ids. All ranks must call it.
+    ) -> Float[Tensor, "*output embedding_dim"]:
+        """Return the rows of the ids, or this rank's part. All ranks must call it.
 
         Args:
             input: Ids of any shape and any integer dtype.

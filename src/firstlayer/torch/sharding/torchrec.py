@@ -26,6 +26,14 @@ def from_torchrec(collection: nn.Module) -> nn.ModuleDict:
     Args:
         collection: ``EmbeddingBagCollection`` or ``EmbeddingCollection``, before
             ``DistributedModelParallel`` shards it.
+
+    Example:
+        >>> collection = nn.Module()  # in place of an EmbeddingBagCollection
+        >>> collection.embedding_bags = nn.ModuleDict({"a": nn.EmbeddingBag(9, 4)})
+        >>> from_torchrec(collection)
+        ModuleDict(
+          (a): EmbeddingBag(9, 4, mode='mean')
+        )
     """
     bags = getattr(collection, "embedding_bags", None)
     tables = bags if bags is not None else getattr(collection, "embeddings", None)
