@@ -68,12 +68,11 @@ class Processes:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """End the processes."""
-        for pipe in self.pipes:
-            pipe.send_bytes(b"")
+        """End the processes, which have nothing to save."""
         for process in self.processes:
-            process.join(10)
             process.kill()
+        for process in self.processes:
+            process.join()
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
@@ -90,11 +89,11 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     warnings.simplefilter("error")
     # Training with a tied head.
     warnings.filterwarnings("ignore", "the gradient of a table of", UserWarning)
-    while call := pipe.recv_bytes():
+    while True:
+        call = pipe.recv_bytes()
         try:
             function, args, used = pickle.loads(call)
             result, error = function(Rank(rank, meshes[used], grid), *args), None
         except Exception:  # sent to the test
             result, error = None, traceback.format_exc()
         pipe.send((result, error))
-    dist.destroy_process_group()
