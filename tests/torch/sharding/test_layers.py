@@ -370,6 +370,33 @@ def raise_in_layers(rank: Any) -> list[str]:
     return messages
 
 
+def raise_on_a_grid(rank: Any, replicated: bool) -> list[str]:
+    layout = Replicate() if replicated else None
+    table: Any = shard_rows(built("embedding"), rank.grid, input_layouts=layout)
+    # The ranks 2 and 3 are the second replica.
+    is_wrong = rank.rank >= 2 if replicated else rank.rank == 3
+    messages = []
+    for call, right, wrong in (
+        (table, torch.tensor([1]), torch.tensor([23])),
+        (table.logits, torch.ones(2, 5), torch.ones(2, 4)),
+    ):
+        with pytest.raises((IndexError, ValueError)) as caught:
+            call(wrong if is_wrong else right)
+        messages.append(str(caught.value))
+        call(right).sum().backward()
+    return messages
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_errors_are_raised_by_all_replicas(processes, replicated):
+    rank = 2 if replicated else 3
+    for messages in processes.run(raise_on_a_grid, replicated, size=4):
+        assert messages == [
+            f"ids[0] is 23, but num_embeddings is 23, on rank {rank}",
+            f"x must end in embedding_dim 5, got shape (2, 4), on rank {rank}",
+        ]
+
+
 def test_errors_in_arguments_of_layers_are_raised_by_all(processes):
     first, second = processes.run(raise_in_layers, size=2)
     assert first == second == [

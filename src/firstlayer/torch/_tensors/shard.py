@@ -6,6 +6,7 @@ DTensor, so that checkpoints do not depend on the number of ranks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -59,27 +60,27 @@ class TableShard:
     shape: tuple[int, int]
     dim: int
 
-    @property
+    @cached_property
     def group(self) -> Any:
         """Process group of the ranks that together have the table."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
-    @property
+    @cached_property
     def replica_group(self) -> Any:
         """Process group of the ranks with the same shard; None if there is one copy."""
         return self.mesh.get_group(0) if self.num_replicas > 1 else None
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Number of copies of the table."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
-    @property
+    @cached_property
     def layout(self) -> ShardLayout:
         """Division of the rows or columns."""
         return ShardLayout(self.shape[self.dim], self.mesh.size(self.mesh.ndim - 1))
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[int, int]:
         """First row or column of this rank, and the first after its last."""
         return self.layout.bounds(self.mesh.get_local_rank(self.mesh.ndim - 1))

@@ -88,9 +88,9 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
         try:
             bags = self._flatten(*given)
         except ARGUMENT_ERRORS as caught:
-            if self.has_replicated_ids:
-                raise
             error = caught
+        if self.has_replicated_ids:
+            self.raise_together(error)
         if self.fetches_rows:
             pooled = self._pool_rows(bags, error)
         elif self.has_replicated_ids:
@@ -160,7 +160,7 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
 
     def _pool_at_owners(self, bags: TorchBags, error: Exception | None) -> Tensor:
         """Have the owners of the rows pool them, and sum what each returns."""
-        exchange, layout, device = self.exchange, self.shard.layout, self.weight.device
+        exchange, layout = self.exchange, self.shard.layout
         owners = bags.ids // layout.chunk
         order = owners.argsort(stable=True)
         ordered, owners = bags.subset(order), owners[order]
@@ -174,14 +174,14 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
         num_segments = torch.bincount(owners, minlength=layout.ranks).tolist()
         numbers = [list(each) for each in zip(num_ids, num_segments, strict=True)]
         numbers = [[*each, has_weights] for each in numbers]
-        received = exchange.counts(numbers, error=error, device=device)
+        received = self.exchange_counts(numbers, error)
         ids_route = Route(exchange, num_ids, [each[0] for each in received])
         route = Route(exchange, num_segments, [each[1] for each in received])
         weights = None
         if any(each[2] for each in received):
             weights = ordered.weights
             if weights is None:
-                weights = torch.ones(len(order), dtype=compute_dtype(self.weight.dtype))
+                weights = torch.ones_like(order, dtype=compute_dtype(self.weight.dtype))
             weights = ids_route.send_values(weights, kind="ids")
         ids = ids_route.send(ordered.ids, kind="ids") - self.shard.bounds[0]
         counts = route.send(lengths.to(torch.int32), kind="ids")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._table.lookup import lookup
 from .._tensors.dtypes import upcast
-from .._tensors.errors import check_tensor
 from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from ..token import Embedding
@@ -46,7 +45,7 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
         """
         ids, counts = self._to_host(input), self.shard.layout.counts
         if self.has_replicated_ids:
-            own = self.owned_columns(self._checked_ids(ids).view(ids.shape))
+            own = self.owned_columns(self.replicated_ids(ids).view(ids.shape))
             rows = gather_columns(own, counts, self.exchange)
         else:
             every_id, nums = self._gather_ids(ids)
@@ -82,11 +81,10 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
         Each rank multiplies with its columns. Every row gets a gradient.
         """
         exchange, (start, stop) = self.exchange, self.shard.bounds
+        nums = self.exchange_batch_sizes(x)
         if self.has_replicated_ids:
-            check_tensor(x, name="x")
             x = sum_gradient_over_ranks(x, exchange)
             return sum_over_ranks(self.own_logits(x[..., start:stop]), exchange)
-        nums = self.exchange_batch_sizes(x)
         every_x = gather_batches(x.reshape(-1, self.embedding_dim), nums, exchange)
         own = self.own_logits(every_x[:, start:stop])
         logits = scatter_sum(own, 0, nums, exchange)
@@ -100,7 +98,6 @@ class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
             flat = self._checked_ids(ids)
         except ARGUMENT_ERRORS as caught:
             error = caught
-        numbers = [[len(flat)]] * self.exchange.size
-        received = self.exchange.counts(numbers, error=error, device=device)
+        received = self.exchange_counts([[len(flat)]] * self.exchange.size, error)
         nums = [n for (n,) in received]
         return torch.cat(self.exchange.all_gather(flat, nums, kind="ids")), nums

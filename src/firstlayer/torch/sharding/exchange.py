@@ -61,7 +61,12 @@ class Exchange:
         self.sent = Traffic()
 
     def counts(
-        self, counts: list[list[int]], *, error: Exception | None, device: torch.device
+        self,
+        counts: list[list[int]],
+        *,
+        error: Exception | None,
+        device: torch.device,
+        others: "Exchange | None" = None,
     ) -> list[list[int]]:
         """Return the numbers that each rank has for this one, or raise an error together.
 
@@ -69,6 +74,7 @@ class Exchange:
             counts: Numbers for each rank.
             error: Error in the arguments of this rank, which all ranks raise.
             device: Device of the group's tensors.
+            others: Collectives of the other groups, one rank of each, which raise it too.
         """
         rows = [[int(error is not None), *numbers] for numbers in counts]
         sent = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -76,15 +82,26 @@ class Exchange:
         dist.all_to_all_single(received, sent, group=self.group)
         self._count("counts", sent[0].nbytes * (self.size - 1))
         numbers = received.tolist()
-        if any(flag for flag, *_ in numbers):
-            self._raise_together(error)
-        return [others for _, *others in numbers]
+        failed = any(flag for flag, *_ in numbers)
+        if others is not None:
+            flags = torch.tensor(int(failed), device=device)
+            failed = bool(others.all_reduce(flags, kind="counts"))
+        if failed:
+            self._raise_together(error, others)
+        return [own for _, *own in numbers]
 
-    def _raise_together(self, error: Exception | None) -> NoReturn:
-        mine = None if error is None else (type(error), str(error), dist.get_rank())
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, mine, group=self.group)
-        cls, message, rank = next(each for each in errors if each is not None)
+    def _raise_together(
+        self, error: Exception | None, others: "Exchange | None"
+    ) -> NoReturn:
+        first: Any = None
+        if error is not None:
+            first = type(error), str(error), dist.get_rank()
+        for exchange in (self, others):
+            if exchange is not None:
+                errors: list[Any] = [None] * exchange.size
+                dist.all_gather_object(errors, first, group=exchange.group)
+                first = next((each for each in errors if each is not None), None)
+        cls, message, rank = first
         raise cls(f"{message}, on rank {rank}") from error
 
     def all_to_all(

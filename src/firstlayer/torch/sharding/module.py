@@ -166,9 +166,46 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         Args:
             error: Error in the arguments of a layer with this table.
         """
-        if not self.has_replicated_ids:
-            numbers = [[0] * self.num_counts] * self.exchange.size
-            self.exchange.counts(numbers, error=error, device=self.weight.device)
+        if self.has_replicated_ids:
+            self.raise_together(error)
+        else:
+            self.exchange_counts([[0] * self.num_counts] * self.exchange.size, error)
+
+    def exchange_counts(
+        self, counts: list[list[int]], error: Exception | None
+    ) -> list[list[int]]:
+        """Return the numbers that each rank has for this one, or raise an error on all.
+
+        Args:
+            counts: Numbers for each rank.
+            error: Error in the arguments of this rank, or None.
+        """
+        return self.exchange.counts(
+            counts, error=error, device=self.weight.device, others=self.average.replicas
+        )
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise an error in replicated arguments, also on the ranks of other replicas.
+
+        Args:
+            error: Error, which all ranks of this replica have, or None.
+        """
+        replicas = self.average.replicas
+        if replicas is not None:
+            numbers: list[list[int]] = [[]] * replicas.size
+            replicas.counts(numbers, error=error, device=self.weight.device)
+        elif error is not None:
+            raise error
+
+    def replicated_ids(self, ids: Any) -> Integer[Tensor, " n"]:
+        """Return flat ids that all ranks have alike, or raise an error on all."""
+        flat, error = torch.zeros(0, dtype=torch.int64, device=self.weight.device), None
+        try:
+            flat = self._checked_ids(ids)
+        except ARGUMENT_ERRORS as caught:
+            error = caught
+        self.raise_together(error)
+        return flat
 
     def own_logits(self, x: Float[Tensor, "*batch columns"]) -> Tensor:
         """Return the product of ``x`` with this rank's part of the table."""
@@ -179,7 +216,11 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             return tied_logits(x, with_averaged_gradient(weight, self.average))
 
     def exchange_batch_sizes(self, x: Any) -> list[int]:
-        """Return how many vectors each rank has, or raise the error of one on all."""
+        """Return how many vectors each rank has, or raise the error of one on all.
+
+        Args:
+            x: Argument of :meth:`logits`.
+        """
         error, num = None, 0
         try:
             # Logits of a table without rows, for their checks.
@@ -187,8 +228,10 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             num = tied_logits(x, empty).shape[:-1].numel()
         except ARGUMENT_ERRORS as caught:
             error = caught
-        numbers = [[num]] * self.exchange.size
-        received = self.exchange.counts(numbers, error=error, device=self.weight.device)
+        if self.has_replicated_ids:
+            self.raise_together(error)
+            return [num] * self.exchange.size
+        received = self.exchange_counts([[num]] * self.exchange.size, error)
         return [n for (n,) in received]
 
     def _row_bounds(self) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from .._table.lookup import lookup
 from .._table.max_norm import renormalized
 from .._tensors.dtypes import upcast
-from .._tensors.errors import check_tensor
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import ShardLayout
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
@@ -85,7 +84,7 @@ class ShardedRowsModule(ShardedTableModule):
             error: Error in other arguments of this rank, which all ranks raise.
         """
         if self.has_replicated_ids:
-            unique, index = self._checked_ids(ids).unique(return_inverse=True)
+            unique, index = self.replicated_ids(ids).unique(return_inverse=True)
             return UniqueRows(self._sum_own_rows(unique), index)
         unique, index, device = None, None, self.weight.device
         try:
@@ -97,7 +96,7 @@ class ShardedRowsModule(ShardedTableModule):
             unique = index = torch.zeros(0, dtype=torch.int64, device=device)
         layout = self.shard.layout
         sent = torch.bincount(unique // layout.chunk, minlength=layout.ranks).tolist()
-        received = self.exchange.counts([[n] for n in sent], error=error, device=device)
+        received = self.exchange_counts([[n] for n in sent], error)
         route = Route(self.exchange, sent, [n for (n,) in received])
         requested = route.send(unique, kind="ids") - self.shard.bounds[0]
         rows = self.owned_rows(requested)
@@ -113,11 +112,10 @@ class ShardedRowsModule(ShardedTableModule):
         Each rank multiplies with its rows. Every row gets a gradient.
         """
         exchange, counts = self.exchange, self.shard.layout.counts
+        nums = self.exchange_batch_sizes(x)
         if self.has_replicated_ids:
-            check_tensor(x, name="x")
             x = sum_gradient_over_ranks(x, exchange)
             return gather_columns(self.own_logits(x), counts, exchange)
-        nums = self.exchange_batch_sizes(x)
         every_x = gather_batches(x.reshape(-1, self.embedding_dim), nums, exchange)
         logits = return_columns(self.own_logits(every_x), nums, counts, exchange)
         return logits.view(*x.shape[:-1], self.num_embeddings)
@@ -172,7 +170,7 @@ class ShardedEmbedding(ShardedRowsModule, Embedding):
 
     def _scattered(self, ids: Tensor, axis: int) -> Tensor:
         """Return this rank's part of the output, divided along an axis."""
-        flat = self._checked_ids(ids)
+        flat = self.replicated_ids(ids)
         rows = self._own_rows_or_zero(flat).view(*ids.shape, self.embedding_dim)
         counts = ShardLayout(rows.shape[axis], self.exchange.size).counts
         return scatter_sum(rows, axis, counts, self.exchange)
