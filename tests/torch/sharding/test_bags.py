@@ -145,3 +145,24 @@ def test_an_error_of_one_rank_is_raised_by_all(processes, mode):
         ]
         want = table(mode=mode)(torch.tensor([[1, 2, 3]])).detach()
         torch.testing.assert_close(out, want)
+
+
+def mix_weights(rank: Any) -> Any:
+    layer: Any = shard_rows(table(mode="sum"), rank.mesh)
+    # One rank without weights, one with constants, two that train them.
+    weights = [None, torch.ones(1, 4) * 2, *torch.full((2, 1, 4), 3.0)][rank.rank]
+    if rank.rank >= 2 and weights is not None:
+        weights.requires_grad_()
+    out = layer(torch.tensor([[1, 5, 9, 12]]), per_sample_weights=weights)
+    out.sum().backward()
+    return out.detach(), None if weights is None else weights.grad
+
+
+def test_ranks_may_differ_in_weights(processes):
+    rows = table().weight.detach()[[1, 5, 9, 12]]
+    results = processes.run(mix_weights, size=4)
+    for factor, (out, _) in zip((1, 2, 3, 3), results, strict=True):
+        torch.testing.assert_close(out[0], rows.sum(0) * factor)
+    assert results[0][1] is None and results[1][1] is None
+    for _, grad in results[2:]:
+        torch.testing.assert_close(grad[0], rows.sum(1))

@@ -26,6 +26,8 @@ from .exchange import ARGUMENT_ERRORS, Route
 from .gradient import with_averaged_gradient
 from .rows import ShardedRowsModule
 
+NO_WEIGHTS, CONSTANT_WEIGHTS, TRAINED_WEIGHTS = range(3)
+
 
 class TorchBags(NamedTuple):
     """Concatenated bags on the device of the table, without padding.
@@ -164,24 +166,25 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
         owners = bags.ids // layout.chunk
         order = owners.argsort(stable=True)
         ordered, owners = bags.subset(order), owners[order]
-        # Ids of one bag with one owner are a segment, whose sum travels.
+        # Ids of one bag with one owner are a segment. Its sum is sent back.
         segments, lengths = torch.unique_consecutive(
             owners * max(1, bags.num_bags) + ordered.bags, return_counts=True
         )
-        has_weights = int(bags.weights is not None)
         num_ids = torch.bincount(owners, minlength=layout.ranks).tolist()
         owners = segments // max(1, bags.num_bags)
         num_segments = torch.bincount(owners, minlength=layout.ranks).tolist()
-        numbers = [list(each) for each in zip(num_ids, num_segments, strict=True)]
-        numbers = [[*each, has_weights] for each in numbers]
-        received = self.exchange_counts(numbers, error)
+        kind = _kind_of(bags.weights)
+        pairs = zip(num_ids, num_segments, strict=True)
+        received = self.exchange_counts([[*pair, kind] for pair in pairs], error)
         ids_route = Route(exchange, num_ids, [each[0] for each in received])
         route = Route(exchange, num_segments, [each[1] for each in received])
-        weights = None
-        if any(each[2] for each in received):
-            weights = ordered.weights
+        weights, kind = ordered.weights, max(each[2] for each in received)
+        if kind != NO_WEIGHTS:
             if weights is None:
                 weights = torch.ones_like(order, dtype=compute_dtype(self.weight.dtype))
+            if kind == TRAINED_WEIGHTS and not weights.requires_grad:
+                # All ranks must send gradients back.
+                weights = weights.detach().requires_grad_()
             weights = ids_route.send_values(weights, kind="ids")
         ids = ids_route.send(ordered.ids, kind="ids") - self.shard.bounds[0]
         counts = route.send(lengths.to(torch.int32), kind="ids")
@@ -222,6 +225,14 @@ class ShardedEmbeddingBag(ShardedRowsModule, EmbeddingBag):
                 sparse=self.sparse,
                 **options,
             )
+
+
+def _kind_of(weights: Tensor | None) -> int:
+    """Return which weights a rank has, so that all send the same."""
+    if weights is None:
+        return NO_WEIGHTS
+    is_trained = weights.requires_grad and torch.is_grad_enabled()
+    return TRAINED_WEIGHTS if is_trained else CONSTANT_WEIGHTS
 
 
 def _bounds(counts: Integer[Tensor, " n"]) -> Integer[Tensor, " ends"]:
