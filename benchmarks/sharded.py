@@ -75,8 +75,9 @@ class Setup(NamedTuple):
         return torch.randn(self.rows, self.width, generator=generator)
 
 
+#: Takes a step on a batch by number, and drops the gradients.
 Step = Callable[[int], None]
-#: A step on a batch by number, some rows of the table, and bytes sent so far or None.
+#: A step, some rows of the table, and bytes sent so far or None.
 Built = tuple[Step, Callable[[], Any], Callable[[], float | None]]
 
 
@@ -86,9 +87,9 @@ def _ours(setup: Setup, mesh: Any) -> Built:
     optimizer = RowAdamW(layer.parameters(), lr=RATE)
 
     def step(number: int) -> None:
-        optimizer.zero_grad()
         layer(setup.own[number]).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     def sample() -> Any:
         return layer(setup.every[0][:100]).detach()
@@ -105,9 +106,9 @@ def _bags(setup: Setup, mesh: Any) -> Built:
     optimizer = RowAdamW(layer.parameters(), lr=RATE)
 
     def step(number: int) -> None:
-        optimizer.zero_grad()
         layer(setup.own[number].view(-1, BAG)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     def sample() -> Any:
         return layer(setup.every[0][:100, None]).detach()
@@ -121,10 +122,10 @@ def _dtensor(setup: Setup, mesh: Any) -> Built:
     optimizer = torch.optim.AdamW(layer.parameters(), lr=RATE, fused=True)
 
     def step(number: int) -> None:
-        optimizer.zero_grad()
         # The mean over processes, as in data-parallel training.
         (layer(setup.every[number]).sum() / PROCESSES).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     def sample() -> Any:
         return layer(setup.every[0][:100]).detach()
