@@ -18,6 +18,7 @@ from ..ngram.gates import (
     short_conv_gate,
 )
 from ..ngram.scheme import Scheme, check_num_rows
+from ._table.module import TableModule
 from ._tensors.dtypes import upcast_together
 from ._tensors.errors import WrongType, check_tensor, torch_errors
 from .token import Embedding
@@ -88,7 +89,8 @@ class NgramEmbedding(nn.Module):
         try:
             rows = self._rows(ids, history=history, documents=documents, dead=dead)
         except Exception as error:
-            self.table.announce(error)
+            if isinstance(self.table, TableModule):
+                self.table.announce(error)
             raise
         vectors = self.table(rows)
         return vectors.flatten(-2) if self.combine == "concat" else vectors.sum(-2)
