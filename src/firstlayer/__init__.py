@@ -46,10 +46,10 @@ _MODULE_OF = {
 #: Names that each front end has.
 _IN_FRONT_ENDS = frozenset(
     "AlibiBias CopeBias Embedding EmbeddingBag EmbeddingLayer EngramGate FireBias "
-    "FourierFeatures FrequencyEmbedding HashedEmbedding KerpleBias LearnedPositions "
-    "NgramAverage NgramEmbedding QuotientRemainderEmbedding RotaryPositions ShawScores "
-    "ShortConvGate SinusoidalPositions T5Bias Time2Vec TransformerXLScores XPosRotary load "
-    "save".split()
+    "FourierFeatures FrequencyEmbedding GrowingEmbedding HashedEmbedding KerpleBias "
+    "LearnedPositions NgramAverage NgramEmbedding QuotientRemainderEmbedding "
+    "RotaryPositions ShawScores ShortConvGate SinusoidalPositions T5Bias Table TableGroup "
+    "Time2Vec TransformerXLScores XPosRotary load save".split()
 )
 
 __all__ = ["__version__", "ngram", "positions", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsupportedDunderAll]

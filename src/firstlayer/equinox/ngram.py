@@ -134,7 +134,7 @@ class NgramEmbedding(NgramArguments, Module):
         return {f"table.{name}": x for name, x in self.table.parameters().items()}
 
     def config(self) -> dict[str, Any]:
-        return self.config_with(self.table.config())
+        return self._config_with(self.table.config())
 
     def _replace_parameters(self, parameters: dict[str, Any]) -> Any:
         own = {name.removeprefix("table."): x for name, x in parameters.items()}

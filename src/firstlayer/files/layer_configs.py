@@ -30,7 +30,7 @@ class LayerKind(NamedTuple):
             :mod:`firstlayer.positions.phases`.
         distances: Options that are integers but not sizes of anything.
         has_parts: Whether it consists of other layers, which have the parameters.
-        states_shapes: Whether its class has ``parameter_shapes``, which returns the shapes
+        states_shapes: Whether its class has ``_parameter_shapes``, which returns the shapes
             of the parameters of a config.
         has_scheme: Whether its rows are those of an n-gram scheme: the config has those of
             the scheme and of the table, and files have the arrays of the scheme.

@@ -66,7 +66,7 @@ def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     arrays = front_end.arrays(layer).items()
     tensors = {kind.prefix + name: array for name, array in arrays}
     if kind.has_scheme:
-        tensors |= {SCHEME + name: array for name, array in layer.scheme_arrays().items()}
+        tensors |= {SCHEME + name: array for name, array in layer._scheme_arrays().items()}
     skipped = not_in_config(layer_class)
     config = front_end.config(layer)
     config = {option: value for option, value in config.items() if option not in skipped}
@@ -148,7 +148,7 @@ def _build(
     if LAYER_KINDS[name].has_scheme:
         return _build_ngram(layer_class, options, tensors, front_end)
     if LAYER_KINDS[name].states_shapes:
-        _check_shapes(layer_class.parameter_shapes(options), tensors)
+        _check_shapes(layer_class._parameter_shapes(options), tensors)
         return front_end.build(layer_class, options, tensors)
     if not LAYER_KINDS[name].has_parts:
         return front_end.build(layer_class, options, parameters_in(name, tensors))
@@ -185,7 +185,7 @@ def _build_ngram(
         if not name.startswith(SCHEME)
     }
     layer = _build(table, own, front_end, file_tensors=own)
-    return layer_class(layer_class.scheme_from(scheme, arrays), layer, **options)
+    return layer_class(layer_class._scheme_from(scheme, arrays), layer, **options)
 
 
 def _check_shapes(shapes: dict[str, tuple[int, ...]], tensors: Tensors) -> None:

@@ -148,14 +148,14 @@ class AverageOptions:
 class GateArguments:
     """Base class of the gates of every front end: their arguments as properties."""
 
-    options_class: type[Any] = EngramOptions
+    _options_class: type[Any] = EngramOptions
     options: Any
 
     @classmethod
-    def parameter_shapes(cls, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(cls, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter of a layer with this config."""
         options = {name: value for name, value in config.items() if name != "dtype"}
-        specs = cls.options_class(**options).parameters()
+        specs = cls._options_class(**options).parameters()
         return {name: spec.shape for name, spec in specs.items()}
 
     @property
@@ -186,7 +186,7 @@ class EngramArguments(GateArguments):
 class ShortConvArguments(EngramArguments):
     """Arguments of ``ShortConvGate`` as properties."""
 
-    options_class = ShortConvOptions
+    _options_class = ShortConvOptions
 
     @property
     def kernel_size(self) -> int:
@@ -212,7 +212,7 @@ class ShortConvArguments(EngramArguments):
 class AverageArguments(GateArguments):
     """Arguments of ``NgramAverage`` as properties."""
 
-    options_class = AverageOptions
+    _options_class = AverageOptions
 
     @property
     def columns(self) -> int:
@@ -239,7 +239,7 @@ class NgramArguments:
         columns = self.scheme.columns if self.combine == "concat" else 1
         return columns * self.table.embedding_dim
 
-    def config_with(self, table: dict[str, Any]) -> dict[str, Any]:
+    def _config_with(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that rebuild the layer, except the arrays of the scheme.
 
         Args:
@@ -258,13 +258,13 @@ class NgramArguments:
             "combine": self.combine,
         }
 
-    def scheme_arrays(self) -> dict[str, np.ndarray]:
+    def _scheme_arrays(self) -> dict[str, np.ndarray]:
         """Return the arguments of the scheme that are arrays."""
         arguments = _arguments(self.scheme).items()
         return {k: v for k, v in arguments if isinstance(v, np.ndarray)}
 
     @staticmethod
-    def scheme_from(config: Any, arrays: Mapping[str, np.ndarray]) -> Scheme:
+    def _scheme_from(config: Any, arrays: Mapping[str, np.ndarray]) -> Scheme:
         """Return the scheme of a config and of arrays, which may be forged."""
         arguments = dict(config) if isinstance(config, Mapping) else {}
         name = arguments.pop("class", None)

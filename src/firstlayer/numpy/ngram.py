@@ -150,7 +150,7 @@ class NgramEmbedding(NgramArguments, Module):
         return {f"table.{name}": x for name, x in self.table.parameters().items()}
 
     def config(self) -> dict[str, Any]:
-        return self.config_with(self.table.config())
+        return self._config_with(self.table.config())
 
     def __repr__(self) -> str:
         return f"NgramEmbedding({self.scheme!r}, {self.table!r}, combine={self.combine!r})"
