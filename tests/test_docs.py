@@ -84,6 +84,13 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert expected in pages
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_outside_of_the_site_lead_to_files(name):
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text())
+    missing = [to for to in links if "://" not in to and not (ROOT / to).exists()]
+    assert not missing
+
+
 def test_readme_has_code_blocks():
     assert len(blocks(ROOT / "README.md")) >= 2
 
