@@ -35,8 +35,8 @@ from .row_step import RowStep
 from .row_tensors import resized_rows
 from .saved_state import check_tensors, saved_arrays
 from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
-from .step_hook import install_step_hook
 from .sparse_gradient import rows_of
+from .step_hook import install_step_hook
 from .stored import store_of
 from .table_state import ParameterState, detach
 
