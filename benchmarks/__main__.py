@@ -15,6 +15,8 @@ MODULES = (
     "layer",
     "rotary",
     "bag",
+    "growing",
+    "table_group",
     "torch_layers",
     "optim",
     "optim_operators",

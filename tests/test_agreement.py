@@ -790,6 +790,7 @@ METHODS = {
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
     "FrequencyEmbedding": ["config"],
+    "GrowingEmbedding": ["assign", "config", "rows"],
     "HashedEmbedding": ["config"],
     "KerpleBias": ["bias", "config"],
     "LearnedPositions": ["config", "encode", "resize", "resize_grid", "set_padding"],
@@ -847,4 +848,5 @@ def test_front_ends_have_the_same_layers():
     }
     assert names["numpy"] == set.intersection(*names.values())
     assert {*METHODS, "load", "save"} <= names["numpy"]
-    assert {case.name for case in CASES.values()} == set(METHODS)
+    # A GrowingEmbedding maps ids on the host; see tests/embeddings/test_growing.py.
+    assert {case.name for case in CASES.values()} == set(METHODS) - {"GrowingEmbedding"}

@@ -20,6 +20,7 @@ LAYERS = {
     "FireBias": ["num_heads"],
     "FourierFeatures": ["matrix"],
     "FrequencyEmbedding": ["frequent_ids", "num_rows", "embedding_dim"],
+    "GrowingEmbedding": ["capacity", "embedding_dim"],
     "HashedEmbedding": ["num_rows", "embedding_dim"],
     "KerpleBias": ["num_heads"],
     "LearnedPositions": ["max_positions", "embedding_dim"],
@@ -31,6 +32,8 @@ LAYERS = {
     "ShortConvGate": ["memory_dim", "embedding_dim"],
     "SinusoidalPositions": ["embedding_dim"],
     "T5Bias": ["num_heads"],
+    "Table": ["num_embeddings", "embedding_dim"],
+    "TableGroup": ["tables"],
     "Time2Vec": ["embedding_dim"],
     "TransformerXLScores": ["num_heads", "head_dim"],
     "XPosRotary": ["head_dim"],
@@ -96,9 +99,8 @@ NAMES = {
         "RowStore",
         "SharedStore",
         "TrainingStore",
-        "create_training_store",
+        "create_store",
         "open_store",
-        "open_training_store",
     ],
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.equinox.optim": [name for name in OPTIMIZERS if name != "AveragedRows"],
@@ -111,8 +113,8 @@ SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
-    "TrainingStore": "open_training_store",
-    "create_training_store": "open_training_store",
+    "TrainingStore": "open_store",
+    "create_store": "open_store",
 }
 
 

@@ -19,6 +19,7 @@ from firstlayer.equinox import (
     FireBias,
     FourierFeatures,
     FrequencyEmbedding,
+    GrowingEmbedding,
     HashedEmbedding,
     KerpleBias,
     LearnedPositions,
@@ -27,6 +28,8 @@ from firstlayer.equinox import (
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Table,
+    TableGroup,
     Time2Vec,
     TransformerXLScores,
     XPosRotary,
@@ -102,6 +105,9 @@ CASES: dict[str, Any] = {
     "FireBias": lambda: FireBias(3, width=5, key=KEY),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, key=KEY),
     "CopeBias": lambda: CopeBias(8, max_positions=5, key=KEY),
+    "GrowingEmbedding": lambda: GrowingEmbedding(
+        5, 8, evict=None, min_count=2, init="xavier", seed=3, dtype="bfloat16"
+    ).assign([3, 2**40, 3, -1])[1],
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, key=KEY
     ),
@@ -110,6 +116,15 @@ CASES: dict[str, Any] = {
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding(
         [7, 2**40, 1], 5, 8, hashes=3, seed=2, key=KEY
+    ),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype="float16",
+        key=KEY,
     ),
     "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
     "TransformerXLScores": lambda: TransformerXLScores(
@@ -123,6 +138,11 @@ CASES: dict[str, Any] = {
 
 def assert_equal(a, b):
     """Assert that two layers have the same structure and the same bits in every leaf."""
+    if isinstance(a, GrowingEmbedding):
+        one, other = a.state(), b.state()
+        assert one.keys() == other.keys() and a.config() == b.config()
+        assert all(bits(one[name]) == bits(other[name]) for name in one)
+        return
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.asarray(one).dtype == np.asarray(other).dtype

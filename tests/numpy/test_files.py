@@ -21,6 +21,7 @@ from firstlayer.numpy.cope import CopeBias
 from firstlayer.numpy.files import load, save
 from firstlayer.numpy.fire import FireBias
 from firstlayer.numpy.fourier import FourierFeatures
+from firstlayer.numpy.growing import GrowingEmbedding
 from firstlayer.numpy.hashed import (
     CombinedRows,
     FrequencyEmbedding,
@@ -34,6 +35,7 @@ from firstlayer.numpy.rotary import RotaryPositions
 from firstlayer.numpy.shaw import ShawScores
 from firstlayer.numpy.sinusoidal import SinusoidalPositions
 from firstlayer.numpy.t5 import T5Bias
+from firstlayer.numpy.table_group import Table, TableGroup
 from firstlayer.numpy.time2vec import Time2Vec
 from firstlayer.numpy.token import Embedding
 from firstlayer.numpy.transformer_xl import TransformerXLScores
@@ -45,6 +47,15 @@ X = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("float32")
 Q, K = np.arange(4), np.arange(-2, 5)
 
 # Layers with options that are not the defaults.
+
+
+def grown(layer):
+    """Return a layer that has given rows to ids, and lost some."""
+    layer.assign([3, 9, 9, 3, 0])
+    layer.assign([1, 0, 2**40])
+    return layer
+
+
 CASES = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True, rng=1
@@ -124,6 +135,11 @@ CASES = {
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1, rng=13),
     "CopeBias": lambda: CopeBias(8, max_positions=5, rng=14),
+    "GrowingEmbedding": lambda: grown(
+        GrowingEmbedding(
+            5, 8, evict="lfu", min_count=2, init="uniform", seed=3, dtype="float16"
+        )
+    ),
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5, rng=14
     ),
@@ -132,6 +148,15 @@ CASES = {
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding(
         [7, 2**40, 1], 5, 8, hashes=3, seed=2, rng=14
+    ),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype="float16",
+        rng=14,
     ),
     "Time2Vec": lambda: Time2Vec(4, dtype="float64", rng=14),
     "TransformerXLScores": lambda: TransformerXLScores(
@@ -147,8 +172,10 @@ def output(layer):
     """Return the output of a layer of any class."""
     if isinstance(layer, EmbeddingBag):
         return layer(IDS.ravel(), np.array([0, 2, 6]))
-    if isinstance(layer, Embedding | EmbeddingLayer | CombinedRows):
+    if isinstance(layer, Embedding | EmbeddingLayer | CombinedRows | GrowingEmbedding):
         return layer(IDS)
+    if isinstance(layer, TableGroup):
+        return layer({"clicked": [[3, 0], []]})["clicked"]
     if isinstance(layer, LearnedPositions | SinusoidalPositions):
         return layer(X, offset=1)
     if isinstance(layer, RotaryPositions):
@@ -375,6 +402,10 @@ def test_an_invalid_config_of_a_complete_layer_is_refused(change, message, path)
 
 
 HUGE = [
+    (
+        {"table.weight": np.zeros((4, 2)), "id_map.ids": np.zeros(4, np.int64)},
+        {"class": "GrowingEmbedding", "capacity": 2**16, "embedding_dim": 2**16},
+    ),
     (WEIGHT, {**SMALL, "num_embeddings": 10**12}),
     (WEIGHT, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),
     ({}, {**SMALL, "num_embeddings": 2**16, "embedding_dim": 2**16}),

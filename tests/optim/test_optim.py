@@ -20,7 +20,15 @@ from firstlayer.numpy import (
     load,
     save,
 )
-from firstlayer.optim import RowAdagrad, RowAdam, RowAdamW, RowLion, RowRMSprop, RowSGD
+from firstlayer.optim import (
+    AveragedRows,
+    RowAdagrad,
+    RowAdam,
+    RowAdamW,
+    RowLion,
+    RowRMSprop,
+    RowSGD,
+)
 from firstlayer.optim.adam import interpolation
 from tests.support.optim_cases import (
     OPTIONS,
@@ -605,3 +613,54 @@ def test_invalid_arguments_of_resize_rows_raise():
         optimizer.resize_rows("weight", [0, 1, 9, 2])
     with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
         optimizer.resize_rows("w", range(4))
+
+
+@pytest.mark.parametrize("name, number", [("AdamW", 2), ("Adagrad", 1), ("SGD", 2)])
+def test_reset_rows_start_from_a_new_state_and_miss_no_steps(name, number):
+    options, rng = OPTIONS[name][number], np.random.default_rng(0)
+    # The drift of Adam is a polynomial.
+    tolerance = 1e-4 if name == "AdamW" else 1e-9
+    table = rng.standard_normal((9, 2))
+    layer = Embedding(weight=table.copy())
+    optimizer = getattr(firstlayer.optim, f"Row{name}")(layer, **options)
+    average = AveragedRows(optimizer, decay=0.7)
+    twin = torch.nn.Parameter(torch.from_numpy(table.copy()))
+    theirs, mean = dense(name, [twin], **options), table.copy()
+
+    def step():
+        ids = rng.integers(0, 6, 3)
+        y, pull = layer.vjp(ids)
+        assert_close(y, twin.detach()[ids], tolerance)
+        optimizer.step(pull(y - 1.0))
+        average.update_parameters()
+        theirs.zero_grad()
+        (0.5 * (twin[torch.from_numpy(ids)] - 1.0).square().sum()).backward()
+        theirs.step()
+        kept = 0.7 if average.n_averaged > 1 else 0.0
+        mean[:] = kept * mean + (1 - kept) * twin.detach().numpy()
+
+    for _ in range(8):
+        step()
+    rows, values = np.array([7, 2, 5]), rng.standard_normal((3, 2))
+    layer.stored_weight[rows] = values
+    optimizer.reset_rows("weight", rows)
+    mean[rows] = values
+    with torch.no_grad():
+        twin[rows] = torch.from_numpy(values)
+    initial = options.get("initial_accumulator_value", 0.0)
+    for x in theirs.state[twin].values():
+        if isinstance(x, torch.Tensor) and x.dim():
+            x[rows] = initial
+    for _ in range(12):
+        step()
+    assert_close(layer.weight, twin.detach(), tolerance)
+    assert_close(average.average("weight"), mean, tolerance)
+
+
+@pytest.mark.rejects
+def test_invalid_arguments_of_reset_rows_raise():
+    optimizer = RowAdamW(Embedding(9, 2, rng=0))
+    with pytest.raises(IndexError, match=r"rows\[1\] is 9, but num_embeddings is 9"):
+        optimizer.reset_rows("weight", [0, 9])
+    with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
+        optimizer.reset_rows("w", [0])

@@ -22,6 +22,7 @@ from firstlayer.torch.cope import CopeBias
 from firstlayer.torch.files import load, save
 from firstlayer.torch.fire import FireBias
 from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.growing import GrowingEmbedding
 from firstlayer.torch.hashed import (
     FrequencyEmbedding,
     HashedEmbedding,
@@ -34,6 +35,7 @@ from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.sinusoidal import SinusoidalPositions
 from firstlayer.torch.t5 import T5Bias
+from firstlayer.torch.table_group import Table, TableGroup
 from firstlayer.torch.time2vec import Time2Vec
 from firstlayer.torch.token import Embedding
 from firstlayer.torch.transformer_xl import TransformerXLScores
@@ -44,6 +46,15 @@ X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 8)).astype(
 Q, K = torch.arange(4), torch.arange(-2, 5)
 
 # Layers with options that are not the defaults.
+
+
+def grown(layer: Any) -> Any:
+    """Return a layer that has given rows to ids, and lost some."""
+    layer.assign(torch.tensor([3, 9, 9, 3, 0]))
+    layer.assign(torch.tensor([1, 0, 2**40]))
+    return layer
+
+
 CASES: dict[str, Any] = {
     "Embedding": lambda: Embedding(
         10, 8, padding_idx=-1, max_norm=1.5, norm_type=1.0, scale_grad_by_freq=True
@@ -114,6 +125,9 @@ CASES: dict[str, Any] = {
     ),
     "ShawScores": lambda: ShawScores(8, max_left=3, max_right=1),
     "CopeBias": lambda: CopeBias(8, max_positions=5),
+    "GrowingEmbedding": lambda: grown(
+        GrowingEmbedding(5, 8, evict="lfu", min_count=2, init="uniform", seed=3)
+    ),
     "HashedEmbedding": lambda: HashedEmbedding(
         9, 6, hashes=3, combine="concat", importance_rows=4, seed=5
     ),
@@ -121,6 +135,14 @@ CASES: dict[str, Any] = {
         100, 8, buckets=9, combine="sum"
     ),
     "FrequencyEmbedding": lambda: FrequencyEmbedding([7, 2**40, 1], 5, 8, hashes=3, seed=2),
+    "TableGroup": lambda: TableGroup(
+        {
+            "user": Table(9, 4),
+            "item": Table(5, 4, features=["clicked", "bought"], mode="max", padding_idx=-1),
+            "tag": Table(3, 2, mode=None),
+        },
+        dtype=torch.bfloat16,
+    ),
     "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6
@@ -136,8 +158,12 @@ def output(layer: Any, as_array: Any) -> Any:
     name = type(layer).__name__
     if name == "EmbeddingBag":
         return layer(as_array(IDS.flatten()), as_array(torch.tensor([0, 2, 6])))
-    if name in ("Embedding", "EmbeddingLayer") or hasattr(layer, "combine"):
+    if name in ("Embedding", "EmbeddingLayer", "GrowingEmbedding") or hasattr(
+        layer, "combine"
+    ):
         return layer(as_array(IDS))
+    if name == "TableGroup":
+        return layer({"clicked": [[3, 0], []]})["clicked"]
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)
     if name == "RotaryPositions":

@@ -34,6 +34,12 @@ from firstlayer.torch.optim.row_operators import (
     sum_by_id_static,
     write_rows,
 )
+from firstlayer.torch.optim.static_step import (
+    begin_step,
+    end_step,
+    new_step_tensors,
+    static_step,
+)
 from firstlayer.torch.optim.table_state import ParameterState
 from tests.support.optim_cases import (
     OPTIONS,
@@ -228,6 +234,37 @@ def test_tied_head_updates_every_row_by_operators(operators):
         with pytest.warns(UserWarning) if number == 3 else nullcontext():
             run.ours.step()
         run.theirs.step()
+    run.finish()
+
+
+LOOKUPS = ("once", "twice", "with padding", "without a step", "state is reset")
+
+
+@pytest.mark.parametrize("lookups", LOOKUPS)
+def test_state_that_lookups_leave_to_the_step_is_written(lookups, operators):
+    run = Run("AdamW", OPTIONS["AdamW"][0])
+    state = None
+    for number in range(20):
+        # None of the rows is in the batch before.
+        ids = (torch.tensor([5, 1, 8, 3, 0, 7]) + 9 * number) % ROWS
+        if state is not None:
+            run.layer(ids)
+            # Most rows are stale, and their state is in memory of its own.
+            assert state._deferred is not None
+            if lookups in ("twice", "with padding"):
+                # Rows that get no gradient, and for "twice" some that do.
+                run.layer(ids[4:] if lookups == "twice" else (ids + 1) % ROWS)
+            elif lookups == "without a step" and number % 3 == 0:
+                run.layer((ids + 3) % ROWS)
+                assert_close(run.layer.weight.detach(), run.twin.detach(), 1e-6)
+                assert state._deferred is None
+            elif lookups == "state is reset" and number == 10:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    run.ours.state[run.layer.weight][key][ids] = 0.0
+                    run.theirs.state[run.twin][key][ids] = 0.0
+        run.step(ids)
+        state = state_of(run.ours, run.layer.weight)
+        assert state._deferred is None
     run.finish()
 
 
@@ -500,11 +537,11 @@ def test_nothing_is_read_from_the_device(name, options, device, monkeypatch):
             assert state.gather_caught_up(ids).shape == (8, WIDTH)
             assert state.first_stale(ids) is None
             state.step(ids, torch.empty(8, WIDTH, device=device), options=group)
-            numbers = state.new_step_tensors()
-            state.begin_step(state.row_tensors(), numbers, ids, group)
+            numbers = new_step_tensors(state)
+            begin_step(state, state.row_tensors(), numbers, ids, group)
             values = torch.empty(8, WIDTH, device=device)
-            state.static_step(state.row_tensors(), numbers, ids, values)
-            state.end_step(group)
+            static_step(state, state.row_tensors(), numbers, ids, values)
+            end_step(state, group)
         assert state.step_count == 6 and state.row_steps.device.type == device
 
 
@@ -599,6 +636,48 @@ def test_optimizer_state_follows_rows_that_are_resized(
     for _ in range(30):
         run.step(torch.randint(0, len(weight), (4,)))
     run.finish()
+
+
+@pytest.mark.parametrize("name, number", [("AdamW", 2), ("Adagrad", 1)])
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_reset_rows_start_from_a_new_state_and_miss_no_steps(
+    name, number, by_kernels, monkeypatch
+):
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", lambda parameter: by_kernels)
+    options = OPTIONS[name][number]
+    run = Run(name, options)
+    draw = draw_ids("uniform", np.random.default_rng(11))
+    for _ in range(10):
+        run.step(torch.from_numpy(draw()))
+    rows, weight = torch.tensor([9, 3, 30]), run.layer.weight
+    values = torch.randn(3, WIDTH, dtype=torch.float64)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        # Stale rows stay stale.
+        weight[rows], run.twin[rows] = values, values
+    run.ours.reset_rows(weight, rows)
+    for x in run.theirs.state[run.twin].values():
+        if isinstance(x, torch.Tensor) and x.dim():
+            x[rows] = options.get("initial_accumulator_value", 0.0)
+    for _ in range(20):
+        run.step(torch.from_numpy(draw()))
+    run.finish()
+    # A state that was loaded, before the first step.
+    loaded = getattr(firstlayer.torch.optim, f"Row{name}")([weight], **options)
+    loaded.load_state_dict(copy.deepcopy(run.ours.state_dict()))
+    loaded.reset_rows(weight, [4])
+    for key, x in loaded.state_dict()["state"][0].items():
+        if x.dim():
+            want = run.ours.state[weight][key].clone()
+            want[4] = options.get("initial_accumulator_value", 0.0)
+            assert torch.equal(x, want)
+
+
+@pytest.mark.rejects
+def test_resetting_rows_that_a_table_does_not_have_raises():
+    layer = Embedding(9, 2, sparse=True)
+    optimizer = RowAdamW(layer.parameters(), lr=0.1)
+    with pytest.raises(IndexError, match=r"rows\[1\] is 9, but num_embeddings is 9"):
+        optimizer.reset_rows(layer.weight, [0, 9])
 
 
 def test_resized_layers_state_follows_in_compiled_steps_and_loaded_states():

@@ -169,7 +169,7 @@ def grammar(count=4000):
         "verb": "sees hears follows finds likes".split(),
     }
     words = np.array(list(kinds.values()))[[0, 1, 2, 0, 1]]
-    picks = rng.integers(0, 5, (count, 5))
+    picks = np.random.default_rng(0).integers(0, 5, (count, 5))
     text = ". ".join(" ".join(words[range(5), row]) for row in picks)
     return text, kinds
 

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from .. import kernels
 from .._array import cast, compute_dtype, namespace_of
 from .._check import changed_ids
-from .ragged import Bags, bag_indices
-from .row_gradient import RowGradient
+from .ragged import Bags
+from .row_gradient import GradientMemory, RowGradient
 
 T = TypeVar("T")
 Mode = Literal["sum", "mean", "max"]
@@ -113,6 +113,7 @@ def table_gradient(
     mode: Mode,
     winners: np.ndarray | None = None,
     scale_grad_by_freq: bool = False,
+    memory: GradientMemory | None = None,
 ) -> RowGradient:
     """Return the gradient of the table that :func:`pool_ragged` read.
 
@@ -124,6 +125,7 @@ def table_gradient(
         mode: Mode they were pooled with.
         winners: Index in ``bags.ids`` of each maximum, for ``"max"``.
         scale_grad_by_freq: Divide each row by the number of times its id was counted.
+        memory: Memory for the gradient.
     """
     order, groups, unique = kernels.group_by_id(bags.ids)
     if winners is None:
@@ -131,7 +133,11 @@ def table_gradient(
             dy = dy / mean_divisors(bags, dy.dtype)[:, None]
         weights = None if bags.weights is None else bags.weights[order]
         bag = _bag_of_each_id(bags)[order]
-        sums = _if_in_range(kernels.sum_bags(dy, bag, groups, weights=weights), dy)
+        out = None
+        if memory is not None:
+            out = memory.array((unique.size, dy.shape[1]), dy.dtype)
+        sums = kernels.sum_bags(dy, bag, groups, weights=weights, out=out)
+        sums = _if_in_range(sums, dy)
     else:
         row = np.empty_like(order)
         row[order] = np.repeat(np.arange(unique.size), np.diff(groups))
@@ -173,6 +179,8 @@ def weights_gradient(
     dots = _if_in_range(kernels.dot_bags(table, *flat, others=others), table)
     # The quotient rule for Σ w x / Σ w: each weight is also part of the divisor.
     shares = np.bincount(bag, bags.weights * dots, minlength=divisors.size) / divisors
+    if bags.is_mean is not None:
+        shares[~bags.is_mean] = 0
     return dots - shares[bag]
 
 
@@ -184,16 +192,18 @@ def _if_in_range(result: T | None, table: np.ndarray) -> T:
 
 
 def _bag_of_each_id(bags: Bags) -> np.ndarray:
-    return bag_indices(bags.bounds, np.arange(bags.ids.size))
+    return np.repeat(np.arange(bags.bounds.size - 1), np.diff(bags.bounds))
 
 
 def mean_divisors(bags: Bags, dtype: Any) -> Float[np.ndarray, " bags"]:
-    """Return the divisors of a mean, with infinity in place of zero."""
+    """Return the divisors of a mean, with infinity in place of zero; 1 for a sum."""
     totals = np.diff(bags.bounds)
     if bags.weights is not None:
         totals = np.bincount(_bag_of_each_id(bags), bags.weights, minlength=totals.size)
     totals = totals.astype(compute_dtype(dtype))
     totals[totals == 0] = np.inf
+    if bags.is_mean is not None:
+        totals[~bags.is_mean] = 1
     return totals
 
 

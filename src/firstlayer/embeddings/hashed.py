@@ -222,6 +222,25 @@ def int64_bits(ids: np.ndarray, *, name: str = "ids") -> np.ndarray:
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64)
 
 
+def hash_bits(ids: np.ndarray, *, seed: int, first: int, count: int) -> np.ndarray:
+    """Return ``mix(mix(id + G) ^ key(k))`` for several ``k``, ``(n, count)`` int64.
+
+    Args:
+        ids: int64, ``(n,)``.
+        seed: Seed of the hashes.
+        first: The first ``k``.
+        count: Number of hashes.
+
+    Example:
+        >>> rows = hash_bits(np.array([5]), seed=0, first=0, count=2) >> 1 & 2**63 - 1
+        >>> (rows % 1000).tolist()
+        [[778, 359]]
+    """
+    numbers = np.arange(first + 2, first + 2 + count, dtype=np.int64)
+    keys = _mixed(numbers * _signed(_GAMMA) + _signed(seed))
+    return _mixed(_mixed(ids + _signed(_GAMMA))[:, None] ^ keys)
+
+
 def split_ids(ids: Any) -> np.ndarray:
     """Return 64-bit ids as pairs of 32 bits, ``(..., 2)`` uint32, the low bits first.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Int64, Integer, Real
+from jaxtyping import Bool, Float, Int, Int64, Integer, Real
 
 from .._array import compute_dtype, namespace_of
 from .._check import ids_in_range, integers, positions_array
@@ -22,12 +22,14 @@ class Bags:
         bounds: Start of each bag, and the end of the last.
         weights: Factor of each row, or None for 1.
         kept: Index of each id in the caller's flattened ids; None if all count.
+        is_mean: Bags that mode ``"mean"`` averages, the others are summed; None for all.
     """
 
     ids: Int64[np.ndarray, " counted"]
     bounds: Int64[np.ndarray, " ends"]
     weights: Float[np.ndarray, " counted"] | None
     kept: Int64[np.ndarray, " counted"] | None
+    is_mean: Bool[np.ndarray, " bags"] | None = None
 
 
 def flatten_bags(
@@ -60,8 +62,27 @@ def flatten_bags(
     ids = ids_in_range(ids, num_embeddings)
     bounds = bag_bounds(ids.shape, offsets, include_last_offset=include_last_offset)
     if weights is not None:
-        weights = _weights_like(ids, weights).astype(compute_dtype(dtype)).reshape(-1)
-    flat, end = np.ascontiguousarray(ids).reshape(-1), int(bounds[-1])
+        weights = weights_like(ids, weights).astype(compute_dtype(dtype)).reshape(-1)
+    flat = np.ascontiguousarray(ids).reshape(-1)
+    return counted_bags(flat, bounds, weights, padding_idx=padding_idx)
+
+
+def counted_bags(
+    flat: Int64[np.ndarray, " n"],
+    bounds: Int64[np.ndarray, " ends"],
+    weights: Float[np.ndarray, " n"] | None,
+    *,
+    padding_idx: int | None,
+) -> Bags:
+    """Return bags without padding and without ids after the last bag.
+
+    Args:
+        flat: Ids, in range.
+        bounds: Start of each bag, and the end of the last.
+        weights: Factor of each row, or None.
+        padding_idx: Id that does not count; not negative.
+    """
+    end = int(bounds[-1])
     if padding_idx is None and end == flat.size:
         return Bags(flat, bounds, weights, None)
     counted = np.arange(flat.size) < end
@@ -78,6 +99,7 @@ def bag_bounds(
     offsets: Integer[Any, " offsets"] | list[Any] | None,
     *,
     include_last_offset: bool = False,
+    name: str = "offsets",
 ) -> Int64[np.ndarray, " ends"]:
     """Return the start of each bag in the flat ids, and the end of the last.
 
@@ -85,6 +107,7 @@ def bag_bounds(
         shape: Shape of the ids.
         offsets: Start of each bag; None for 2-D ids.
         include_last_offset: Whether the last offset is the end of the last bag.
+        name: Name of the offsets in error messages.
 
     Example:
         >>> bag_bounds((2, 3), None).tolist(), bag_bounds((6,), [0, 5]).tolist()
@@ -94,17 +117,17 @@ def bag_bounds(
         if offsets is None:
             return np.arange(shape[0] + 1) * shape[1]
         raise ValueError(
-            f"offsets must be None for ids of 2 axes, got shape {np.shape(offsets)}"
+            f"{name} must be None for ids of 2 axes, got shape {np.shape(offsets)}"
         )
     if len(shape) != 1:
         raise ValueError(f"ids must have 1 or 2 axes, got shape {shape}")
     if offsets is None:
-        raise ValueError("offsets must be given for ids of 1 axis, got None")
+        raise ValueError(f"{name} must be given for ids of 1 axis, got None")
     # A copy: another thread may change the offsets after the check.
-    bounds = integers(offsets, name="offsets").copy()
+    bounds = integers(offsets, name=name).copy()
     if include_last_offset and bounds.shape == (0,):
-        raise ValueError("offsets must have an end with include_last_offset, got none")
-    _check_offsets(bounds, shape[0])
+        raise ValueError(f"{name} must have an end with include_last_offset, got none")
+    _check_offsets(bounds, shape[0], name)
     bounds = bounds.astype(np.int64, copy=False)
     return bounds if include_last_offset else np.append(bounds, shape[0])
 
@@ -125,30 +148,32 @@ def bag_indices(
     return namespace_of(bounds).searchsorted(bounds, steps, side="right") - 1
 
 
-def _weights_like(ids: np.ndarray, weights: Any) -> np.ndarray:
-    weights = positions_array(weights, name="per_sample_weights")
+def weights_like(
+    ids: Integer[np.ndarray, "*batch"], weights: Any, *, name: str = "per_sample_weights"
+) -> Real[np.ndarray, "*batch"]:
+    """Return weights as an array if they have the shape of the ids."""
+    weights = positions_array(weights, name=name)
     if weights.shape != ids.shape:
         raise ValueError(
-            f"per_sample_weights must have the shape {ids.shape} of ids, "
-            f"got {weights.shape}"
+            f"{name} must have the shape {ids.shape} of ids, got {weights.shape}"
         )
     return weights
 
 
-def _check_offsets(offsets: np.ndarray, size: int) -> None:
+def _check_offsets(offsets: np.ndarray, size: int, name: str) -> None:
     if offsets.ndim != 1:
-        raise ValueError(f"offsets must have 1 axis, got shape {offsets.shape}")
+        raise ValueError(f"{name} must have 1 axis, got shape {offsets.shape}")
     if not offsets.size and size:
-        raise ValueError(f"offsets must begin with 0, got none for {size} ids")
+        raise ValueError(f"{name} must begin with 0, got none for {size} ids")
     if offsets.size and offsets[0] != 0:
-        raise ValueError(f"offsets must begin with 0, got {offsets[0]}")
+        raise ValueError(f"{name} must begin with 0, got {offsets[0]}")
     decreases = offsets[1:] < offsets[:-1]
     if decreases.any():
         at = int(np.argmax(decreases)) + 1
         raise ValueError(
-            f"offsets must not decrease, got {offsets[at]} after {offsets[at - 1]}"
+            f"{name} must not decrease, got {offsets[at]} after {offsets[at - 1]}"
         )
     if offsets.size and int(offsets[-1]) > size:
         raise ValueError(
-            f"offsets must be at most {size}, the number of ids, got {offsets[-1]}"
+            f"{name} must be at most {size}, the number of ids, got {offsets[-1]}"
         )

@@ -5,7 +5,9 @@ A batch of 4096 ids reads at most 4096 rows of a table of a million. Sums are fl
 3000, while a sum in bfloat16 stops at 256.
 """
 
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
@@ -36,12 +38,52 @@ class RowGradient:
         out[self.ids] = self.values
         return out
 
+    def current(self) -> "RowGradient":
+        """Return the gradient without rows that have been given to another id since."""
+        return self
+
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """Return the sum of two gradients of one table, to accumulate batches."""
         return sum_by_id(
             np.concatenate([self.ids, other.ids]),
             np.concatenate([self.values, other.values]),
         )
+
+
+class GradientMemory:
+    """Memory of a table's row gradients, used again for the next one.
+
+    The operating system clears the pages of a large new array, which takes longer than
+    writing a gradient to it. Memory is used again only if nothing else refers to it, so a
+    gradient that is kept keeps its values. Copies and pickles start without memory.
+
+    Example:
+        >>> memory = GradientMemory()
+        >>> first = memory.array((1 << 20, 4), np.float32)
+        >>> second = memory.array((1 << 20, 4), np.float32)
+        >>> np.shares_memory(first, second)
+        False
+    """
+
+    #: Smaller arrays are allocated as usual.
+    MIN_BYTES = 1 << 24
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+        """Return an array with arbitrary values."""
+        size = shape[0] * shape[1] * np.dtype(dtype).itemsize
+        if size < self.MIN_BYTES:
+            return np.empty(shape, dtype)
+        # One reference is the attribute, the other one the argument.
+        if self._bytes.size < size or sys.getrefcount(self._bytes) > 2:
+            # An eighth more, because batches differ in size.
+            self._bytes = np.empty(size + size // 8, np.uint8)
+        return self._bytes[:size].view(dtype).reshape(shape)
+
+    def __reduce__(self) -> Any:
+        return GradientMemory, ()
 
 
 def sum_by_id(

@@ -63,20 +63,20 @@ def bag_bounds(
     return jnp.concatenate([offsets, jnp.full((1,), size, jnp.int32)])
 
 
-def checked_weights(shape: tuple[int, ...], weights: Any) -> Real[Any, "*ids"] | None:
+def checked_weights(
+    shape: tuple[int, ...], weights: Any, *, name: str = "per_sample_weights"
+) -> Real[Any, "*ids"] | None:
     """Return ``per_sample_weights`` as an array of the shape of the ids, or None."""
     if weights is None:
         return None
     if not isinstance(weights, jax.Array):
-        weights = native(host_array(weights, name="per_sample_weights"))
+        weights = native(host_array(weights, name=name))
     if weights.dtype.kind not in "iu" and weights.dtype.name not in FLOATS:
         raise TypeError(
-            f"per_sample_weights must be integers or reals, got {dtype_text(weights.dtype)}"
+            f"{name} must be integers or reals, got {dtype_text(weights.dtype)}"
         )
     if weights.shape != shape:
-        raise ValueError(
-            f"per_sample_weights must have the shape {shape} of ids, got {weights.shape}"
-        )
+        raise ValueError(f"{name} must have the shape {shape} of ids, got {weights.shape}")
     return weights
 
 

@@ -17,6 +17,7 @@ from ..files.layer_files import ENCODED, FrontEnd, array_of_shape, load_layer, s
 from ..files.safetensors import Path, Tensors
 from ._module import Module, replace_fields
 from ._stored import EncodedRows, quantized_embedding
+from .growing import GrowingEmbedding
 
 
 def save(path: Path, layer: Module) -> None:
@@ -49,6 +50,8 @@ def load(path: Path) -> Any:
 
 
 def _arrays(layer: Module) -> Tensors:
+    if isinstance(layer, GrowingEmbedding):
+        return layer.state()
     arrays = {name: np.asarray(value) for name, value in layer.parameters().items()}
     rows = getattr(getattr(layer, "token", None), "rows", None)
     if isinstance(rows, EncodedRows):
@@ -59,7 +62,10 @@ def _arrays(layer: Module) -> Tensors:
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
     if parameters.keys() <= inspect.signature(layer_class).parameters.keys():
         return layer_class(**options, **parameters)
-    if LAYER_KINDS[layer_class.__name__].has_parts:
+    kind = LAYER_KINDS[layer_class.__name__]
+    if kind.grows:
+        return layer_class(**options).with_state(parameters)
+    if kind.has_parts:
 
         def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jnp.zeros(array_of_shape(parameters, shape).shape, dtype)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, get_args
 
 from jaxtyping import Shaped
 
+#: Prefix of the names of the arrays of an id map in files and state dicts.
+ID_MAP = "id_map."
 _FIRE_NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
@@ -26,6 +28,8 @@ class LayerKind(NamedTuple):
             :mod:`firstlayer.positions.phases`.
         distances: Options that are integers but not sizes of anything.
         has_parts: Whether it consists of other layers, which have the parameters.
+        grows: Whether ids get rows while it is trained: ``init`` is part of its config, and
+            files have the arrays of its id map.
     """
 
     module: str
@@ -34,6 +38,7 @@ class LayerKind(NamedTuple):
     has_phase_tables: bool = False
     distances: tuple[str, ...] = ()
     has_parts: bool = False
+    grows: bool = False
 
 
 LAYER_KINDS = {
@@ -45,6 +50,9 @@ LAYER_KINDS = {
     "FireBias": LayerKind("fire", ("c", "multiplier", *_FIRE_NETWORK), "bias."),
     "FrequencyEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "FourierFeatures": LayerKind("fourier", has_phase_tables=True),
+    "GrowingEmbedding": LayerKind(
+        "growing", distances=("min_count", "seed"), has_parts=True, grows=True
+    ),
     "HashedEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "KerpleBias": LayerKind("kerple", ("r1", "r2"), "bias."),
     "LearnedPositions": LayerKind("learned", ("weight",), "position."),
@@ -55,6 +63,7 @@ LAYER_KINDS = {
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
+    "TableGroup": LayerKind("table_group", has_parts=True),
     "Time2Vec": LayerKind("time2vec", ("weight", "bias"), "position."),
     "TransformerXLScores": LayerKind(
         *("transformer_xl", ("weight", "u", "v"), "bias."),
@@ -103,7 +112,8 @@ def config_of(layer: Any, **overrides: Any) -> dict[str, Any]:
 
 def not_in_config(layer_class: type) -> set[str]:
     """Return the constructor arguments of a layer class that a config leaves out."""
-    return _NOT_IN_CONFIG | {*LAYER_KINDS[layer_class.__name__].parameters}
+    kind = LAYER_KINDS[layer_class.__name__]
+    return (_NOT_IN_CONFIG - ({"init"} if kind.grows else set())) | {*kind.parameters}
 
 
 def parameters_in(
@@ -129,6 +139,11 @@ def check_options(
     kind = LAYER_KINDS[layer_class.__name__]
     for option in options.keys() - (known.keys() - not_in_config(layer_class)):
         raise ValueError(f"{layer_class.__name__} has no option {reprlib.repr(option)}")
+    tables = options.get("tables")
+    if isinstance(tables, dict) and {f"tables.{name}.weight" for name in tables} != {
+        *tensors
+    }:
+        raise ValueError("tables must be those of the file's tensors, got others")
     sizes = {
         option: value
         for option, value in options.items()

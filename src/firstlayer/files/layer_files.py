@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from .._check import float_dtype, integer, padding_index
-from .layer_configs import LAYER_KINDS, check_options, not_in_config, parameters_in
+from .layer_configs import (
+    ID_MAP,
+    LAYER_KINDS,
+    check_options,
+    not_in_config,
+    parameters_in,
+)
 from .safetensors import Path, Tensors, read, write
 
 #: Name of the rows of a quantized table in a file, and of their format in its config.
@@ -88,7 +94,8 @@ def array_of_shape(arrays: Tensors, shape: tuple[int, ...]) -> np.ndarray:
 def _build_quantized(config: dict[str, Any], tensors: Tensors, front_end: FrontEnd) -> Any:
     """Return the layer of a file, whose token table may be quantized."""
     for name, tensor in tensors.items():
-        if (tensor.dtype == np.uint8) != (name == ENCODED):
+        is_wrong = (tensor.dtype == np.uint8) != (name == ENCODED)
+        if is_wrong or (tensor.dtype == np.int64) != name.startswith(ID_MAP):
             raise ValueError(f"{name} must not have dtype {tensor.dtype}")
     if QUANTIZED not in config and ENCODED not in tensors:
         return _build(config, tensors, front_end, file_tensors=tensors)
@@ -125,12 +132,15 @@ def _build(
     if layer_class is None:
         raise ValueError(f"class must be that of a layer, got {reprlib.repr(name)}")
     check_options(layer_class, options, file_tensors)
-    for size in ("num_embeddings", "embedding_dim"):
+    for size in ("num_embeddings", "capacity", "embedding_dim"):
         # A constructor may take them from a given weight, but a file states them.
         if size in inspect.signature(layer_class).parameters:
             if size not in options:
                 raise ValueError(f"missing the option {size!r}")
             integer(size, options[size])
+    if LAYER_KINDS[name].grows:
+        # No larger than the tensor of the file.
+        array_of_shape(tensors, (options["capacity"] + 1, options["embedding_dim"]))
     if not LAYER_KINDS[name].has_parts:
         return front_end.build(layer_class, options, parameters_in(name, tensors))
     if "position" not in inspect.signature(layer_class).parameters:

@@ -14,13 +14,13 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Shaped
 
 from .._check import float_dtype
 from .atomic import Opener, opened_once, replacing
 from .checkpoint import read_header
 
-Tensors = dict[str, Float[np.ndarray, "..."]]
+Tensors = dict[str, Shaped[np.ndarray, "..."]]
 Path = str | os.PathLike[str]
 
 KEY = "firstlayer"
@@ -33,6 +33,7 @@ CODES = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "int64": "I64",  # id maps
     "uint8": "U8",  # rows of quantized tables
 }
 
@@ -42,7 +43,8 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
-        tensors: Arrays of float64, float32, float16, bfloat16 or uint8, kept bit for bit.
+        tensors: Arrays of float64, float32, float16, bfloat16, int64 or uint8, kept bit for
+            bit.
         config: Options of the layer, as values that JSON can represent.
 
     Example:
@@ -85,7 +87,7 @@ def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str
 
 
 def _contiguous(tensor: np.ndarray) -> np.ndarray:
-    if tensor.dtype == np.uint8:
+    if tensor.dtype in (np.uint8, np.int64):
         return np.ascontiguousarray(tensor)
     # By name, because a byte-swapped dtype has the same name as the native one.
     return np.asarray(tensor, float_dtype(tensor.dtype.name), order="C")

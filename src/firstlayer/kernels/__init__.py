@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .row_io import upcast_rows as upcast_rows
     from .row_sums import sum_groups as sum_groups
     from .row_sums import sum_runs as sum_runs
+    from .row_sums import sum_words as sum_words
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
     from .skipgram import draw_targets as draw_targets
@@ -71,7 +72,7 @@ _NAMES = {
     "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
-    "row_sums": ("sum_groups", "sum_runs"),
+    "row_sums": ("sum_groups", "sum_runs", "sum_words"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
     "skipgram": ("draw_targets", "group_targets", "noise_table", "skipgram_gradients"),
 }

@@ -12,7 +12,14 @@ with another thread.
 import numpy as np
 
 from .runtime.compile import bits_of, downcast, is_row, kernel, prefetch, upcast
-from .runtime.lanes import LANES_BYTES, load, prefetch_lanes, store, zeros
+from .runtime.lanes import (
+    LANES_BYTES,
+    is_streamed,
+    load,
+    prefetch_lanes,
+    store_or_stream,
+    zeros,
+)
 from .runtime.pool import grain_for, pieces, run
 
 # Number of ids between the row that is read and the one that is prefetched.
@@ -28,6 +35,7 @@ def sum_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return the sum of each bag's rows, in the dtype of ``table``.
 
@@ -39,8 +47,10 @@ def sum_bags(
         bounds: Start of each bag in ``ids``, and the end of the last.
         weights: Factor of each id, in the compute dtype.
         divisors: Divisor of each bag's sum, in the compute dtype.
+        out: Contiguous array of the result's shape and dtype to write to; None allocates.
     """
-    out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
+    if out is None:
+        out = np.empty((bounds.size - 1, table.shape[1]), table.dtype)
     absent, has_bad_id = _absent(table), np.zeros(1, np.int64)
     block = LANES_BYTES // absent.itemsize
     run(
@@ -54,6 +64,7 @@ def sum_bags(
         absent if divisors is None else divisors,
         block,
         bits_of(out),
+        is_streamed(out),
         has_bad_id,
         grain=_grain(ids, out),
     )
@@ -117,11 +128,10 @@ def _grain(ids: np.ndarray, out: np.ndarray) -> int:
 
 @kernel()
 def _sum_wide(
-    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, has_bad_id
+    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, streams, has_bad_id
 ):
     width, end = out.shape[1], ids.size
-    total = np.empty(width, weights.dtype)
-    one = type(total[0])(1)
+    flat, one = out.reshape(-1), type(weights[0])(1)
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             first, last = bounds[bag], bounds[bag + 1]
@@ -142,18 +152,14 @@ def _sum_wide(
                         sums = sums + weights[i] * load(sums, table, row)
                     else:
                         sums = sums + load(sums, table, row)
-                store(sums, total, start)
-            if divisors.size:
-                divisor = divisors[bag]
-                for d in range(width):
-                    total[d] /= divisor
-            for d in range(width):
-                out[bag, d] = downcast(total[d], out[bag, d])
+                if divisors.size:
+                    sums = sums / divisors[bag]
+                store_or_stream(sums, flat, bag * width + start, streams)
 
 
 @kernel()
 def _sum_narrow(
-    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, has_bad_id
+    ticket, table, num_rows, ids, bounds, weights, divisors, block, out, streams, has_bad_id
 ):
     width = out.shape[1]
     total = np.empty(width, weights.dtype)

@@ -1,7 +1,8 @@
 """Grouping of equal ids.
 
 A least-significant-digit radix sort in base 2048: one stable pass for each digit of the
-largest id, usually two.
+largest id, usually two. An id and its index are sorted as one number if they fit into 63
+bits, so that a pass reads memory in order.
 """
 
 import numpy as np
@@ -10,6 +11,8 @@ from .runtime.compile import internal, kernel
 
 # Bits of a digit.
 BITS = 11
+# Returned for ids that are too large for pairs.
+DOES_NOT_FIT = -2
 
 
 def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -30,7 +33,10 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids = ids.copy()
     order, spare, unique = (np.empty(ids.size, np.int64) for _ in range(3))
     bounds = np.empty(ids.size + 1, np.int64)
-    count = group_tokens(ids, np.arange(ids.size), order, spare, bounds, unique)
+    index_bits = ids.size.bit_length()
+    count = _group_pairs(ids, index_bits, order, spare, bounds, unique)
+    if count == DOES_NOT_FIT:
+        count = group_tokens(ids, np.arange(ids.size), order, spare, bounds, unique)
     if count < 0:
         raise IndexError(f"ids must not be negative, got {ids.min()}")
     # Gradients keep their ids, and a view would keep the longer array alive.
@@ -66,6 +72,63 @@ def group_tokens(ids, tokens, order, spare, bounds, unique):
     count = 0
     for i in range(order.size):
         id_ = ids[order[i]]
+        if count == 0 or id_ != unique[count - 1]:
+            bounds[count], unique[count] = i, id_
+            count += 1
+    bounds[count] = order.size
+    return count
+
+
+@kernel()
+def _group_pairs(ids, index_bits, order, spare, bounds, unique):
+    """Group ids by sorting numbers of an id and its index; see :func:`group_by_id`.
+
+    Args:
+        ids: Private copy of the ids.
+        index_bits: Bits of an index.
+        order: Indices, sorted by id.
+        spare: Scratch memory of the size of ``ids``.
+        bounds: Bounds of the groups; at most one more than there are ids.
+        unique: Id of each group.
+
+    Returns:
+        Number of groups, -1 if an id is negative, or ``DOES_NOT_FIT``.
+    """
+    least, most = 0, 0
+    for id_ in ids:
+        least, most = min(least, id_), max(most, id_)
+    if least < 0:
+        return -1
+    id_bits = 0
+    while id_bits < 63 and most >> id_bits:
+        id_bits += 1
+    if id_bits + index_bits > 63:
+        return DOES_NOT_FIT
+    passes = max(1, -(-id_bits // BITS))
+    bits = -(-id_bits // passes)
+    mask, starts = (1 << bits) - 1, np.zeros((passes, (1 << bits) + 1), np.int64)
+    source, target = order, spare
+    if passes % 2:
+        source, target = spare, order
+    for i in range(ids.size):
+        id_ = ids[i]
+        source[i] = id_ << index_bits | i
+        for digit in range(passes):
+            starts[digit, 1 + (id_ >> digit * bits & mask)] += 1
+    for digit in range(passes):
+        start, shift = starts[digit], index_bits + digit * bits
+        for value in range(mask):
+            start[value + 1] += start[value]
+        for pair in source:
+            value = pair >> shift & mask
+            target[start[value]] = pair
+            start[value] += 1
+        source, target = target, source
+    # The pairs are in ``order``.
+    count, index_mask = 0, (1 << index_bits) - 1
+    for i in range(order.size):
+        id_ = order[i] >> index_bits
+        order[i] &= index_mask
         if count == 0 or id_ != unique[count - 1]:
             bounds[count], unique[count] = i, id_
             count += 1

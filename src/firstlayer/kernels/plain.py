@@ -99,6 +99,11 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
         values[row] = values[starts[group] : starts[group + 1]].sum(axis=0)
 
 
+def sum_words(words: np.ndarray) -> np.ndarray:
+    """Return the sum of each row of uint64 numbers, modulo 2 ** 64."""
+    return np.add.reduce(words, axis=1)
+
+
 def upcast_rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return rows of a half-precision table as float32."""
     return table[rows].astype(np.float32)
@@ -123,6 +128,7 @@ def sum_bags(
     *,
     weights: np.ndarray | None = None,
     divisors: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return the sum of each bag's rows, or None if an id is out of range."""
     dtype, ids = _compute_dtype(table), ids.copy()
@@ -136,7 +142,10 @@ def sum_bags(
         sums[bag] = rows.sum(axis=0)
     if divisors is not None:
         sums /= divisors[:, None]
-    return sums.astype(table.dtype)
+    if out is None:
+        return sums.astype(table.dtype)
+    out[:] = sums
+    return out
 
 
 def max_bags(

@@ -11,6 +11,7 @@ from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
+from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
 from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
@@ -25,6 +26,8 @@ from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
 from .t5 import T5Bias as T5Bias
+from .table_group import Table as Table
+from .table_group import TableGroup as TableGroup
 from .time2vec import Time2Vec as Time2Vec
 from .token import Embedding as Embedding
 from .transformer_xl import TransformerXLScores as TransformerXLScores
@@ -40,6 +43,7 @@ __all__ = [
     "FireBias",
     "FourierFeatures",
     "FrequencyEmbedding",
+    "GrowingEmbedding",
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
@@ -51,6 +55,8 @@ __all__ = [
     "ShortConvGate",
     "SinusoidalPositions",
     "T5Bias",
+    "Table",
+    "TableGroup",
     "Time2Vec",
     "TransformerXLScores",
     "XPosRotary",

@@ -27,6 +27,10 @@ class Module:
         """
         return {}
 
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the state dict and of files, by name, not copied."""
+        return {**self.parameters(), **self.buffers()}
+
     def embeddings(self) -> dict[str, Any]:
         """Return the layers that look rows up by id, by the name of their parameter."""
         return {
@@ -47,7 +51,7 @@ class Module:
         this call makes, as JSON in an array of uint8.
         """
         references = references_of(self)
-        own = {**self.parameters(), **self.buffers()}.items()
+        own = self.state_arrays().items()
         copies = {
             name: value.copy() for name, value in own if name + REFERENCE not in references
         }
@@ -59,8 +63,8 @@ class Module:
         A table on disk returns to the commit that ``state`` refers to.
 
         Args:
-            state: An array of the same shape for each name in :meth:`parameters`. It is
-                cast to the parameter's dtype.
+            state: An array of the same shape for each name in :meth:`state_arrays`. It
+                is cast to the parameter's dtype.
         """
         references = checked_references(self, state)
         state = {
@@ -70,7 +74,7 @@ class Module:
         }
         own = {
             name: value
-            for name, value in {**self.parameters(), **self.buffers()}.items()
+            for name, value in self.state_arrays().items()
             if name not in references
         }
         missing, unknown = sorted(own.keys() - state), sorted(state.keys() - own)

@@ -47,7 +47,8 @@ def load(path: Path) -> Any:
 def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Module:
     if parameters.keys() <= inspect.signature(layer_class).parameters.keys():
         return layer_class(**options, **parameters)
-    if LAYER_KINDS[layer_class.__name__].has_parts:
+    kind = LAYER_KINDS[layer_class.__name__]
+    if kind.has_parts and not kind.grows:
 
         def uninitialized(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
             return np.empty_like(array_of_shape(parameters, shape))
@@ -59,7 +60,7 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
 
 
 def _arrays(layer: Module) -> Tensors:
-    return {**layer.parameters(), **layer.buffers()}
+    return layer.state_arrays()
 
 
 def _with_quantized(layer: Any, encoded: Any, format: str, **options: Any) -> Any:

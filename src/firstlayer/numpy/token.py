@@ -76,6 +76,8 @@ class Embedding(Module):
     #: Optimizer state that stale rows are caught up from; see :mod:`firstlayer.optim`.
     #: Neither copied nor pickled.
     table_state: "TableState | None" = None
+    #: State of the optimizer that trains the table, in lazy mode too. Not copied either.
+    optimizer_state: "TableState | None" = None
     #: Whether rows are read from a store, so that there is no ``weight``.
     is_stored = False
     #: Store of the table if it is trained on disk.
@@ -336,7 +338,7 @@ class Embedding(Module):
         # A copy has no optimizer to catch its rows up later.
         refuse_copy(self.store)
         self.catch_up()
-        return {**self.__dict__, "table_state": None}
+        return {**self.__dict__, "table_state": None, "optimizer_state": None}
 
     def _clipped(self, rows: np.ndarray, max_norm: float) -> np.ndarray:
         clipped = clip_norms(upcast(rows), max_norm=max_norm, norm_type=self.norm_type)

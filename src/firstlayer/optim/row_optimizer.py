@@ -135,10 +135,7 @@ class RowOptimizer:
             >>> changes = layer.resize(6)
             >>> optimizer.resize_rows("weight", changes.kept, len(changes.added))
         """
-        if name not in self._tables:
-            raise ValueError(
-                f"name must be of a table, {sorted(self._tables)}, got {name!r}"
-            )
+        self._check_table_name(name)
         state = self.table_states[name]
         kept = integers(np.asarray(kept_ids), name="kept_ids").astype(np.int64).reshape(-1)
         num_rows, owner = kept.size + not_negative("new_rows", new_rows), self._tables[name]
@@ -154,6 +151,31 @@ class RowOptimizer:
             raise out_of_range(kept, state.shape[0], name="kept_ids", bound=bound)
         state.resize_rows(kept, num_rows, self.options)
         self._parameters[name] = owner.stored_weight
+
+    def reset_rows(self, name: str, rows: Any) -> None:
+        """Give rows of a table the state of new rows.
+
+        Call it after rows were given new values that belong to something else, such as
+        another id. :class:`firstlayer.numpy.GrowingEmbedding` does so itself.
+
+        Args:
+            name: Name of the table among the layer's parameters.
+            rows: Rows with new values.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdamW
+            >>> layer = Embedding(4, 2, rng=0)
+            >>> optimizer = RowAdamW(layer)
+            >>> layer.weight[3] = 0.5
+            >>> optimizer.reset_rows("weight", [3])
+        """
+        self._check_table_name(name)
+        state = self.table_states[name]
+        index = integers(np.asarray(rows), name="rows").astype(np.int64).reshape(-1)
+        if not all_in_range(index, state.shape[0]):
+            raise out_of_range(index, state.shape[0], name="rows", bound="num_embeddings")
+        state.reset_rows(index)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Bring every row up to date and return copies of the state's arrays.
@@ -185,6 +207,12 @@ class RowOptimizer:
         """Return the shape of a parameter; its table state may have another."""
         state = self.table_states[name]
         return state.shape if name in self._tables else self._parameters[name].shape
+
+    def _check_table_name(self, name: str) -> None:
+        if name not in self._tables:
+            raise ValueError(
+                f"name must be of a table, {sorted(self._tables)}, got {name!r}"
+            )
 
     def _new_table_state(
         self, name: str, state: dict[str, np.ndarray] | None = None, *, step: int = 0
@@ -219,6 +247,7 @@ class RowOptimizer:
             if known is not None and known is not self.table_states[name]:
                 known.catch_up()
             owner.table_state = None if self.rule.lazy else self.table_states[name]
+            owner.optimizer_state = self.table_states[name]
 
     def _checked_gradient(
         self, name: str, grad: RowGradient | np.ndarray
@@ -227,6 +256,7 @@ class RowOptimizer:
         state, is_table = self.table_states[name], name in self._tables
         shape = state.shape if is_table else self._parameters[name].shape
         if isinstance(grad, RowGradient):
+            grad = grad.current()
             if not is_table or np.shape(grad.values)[1:] != shape[1:]:
                 raise ValueError(
                     f"grads[{name!r}] must be for rows of {shape}, "

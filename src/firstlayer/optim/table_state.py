@@ -315,6 +315,28 @@ class TableState:
             self.shape = num_rows, self.shape[1]
             self.state_shape = num_rows, self.state_shape[1]
 
+    def reset_rows(self, rows: Int64[np.ndarray, " n"]) -> None:
+        """Give rows the state of a new table's rows, and no missed steps.
+
+        Their weights are as the caller has written them, and averages start from there.
+
+        Args:
+            rows: Rows that belong to something else from now on.
+        """
+        with held_interrupts(), self.lock:
+            if any(average.is_swapped for average in self.averages):
+                raise ValueError(
+                    "rows must not be reset while averages replace the weights"
+                )
+            self._check_arrays()
+            self._before_write(rows)
+            for name, array in self.state.items():
+                array[rows] = self._initial_state.get(name, 0.0)
+            self.has_state[rows] = False
+            self.row_steps[rows] = self.event_count
+            for average in self.averages:
+                average.values[rows] = self._checked(self.table())[rows]
+
     def check_step(
         self,
         ids: np.ndarray | None,
@@ -497,7 +519,9 @@ class TableState:
                 raise ValueError(f"{name} must be contiguous and writable, got it not so")
 
     def _add_missing_arrays(self, options: Options) -> None:
-        for name, value in self.rule.initial_state(options).items():
+        #: Initial value of each array of the state.
+        self._initial_state = self.rule.initial_state(options)
+        for name, value in self._initial_state.items():
             if name in self.state:
                 continue
             if self.stored is not None:

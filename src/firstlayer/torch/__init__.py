@@ -37,6 +37,7 @@ from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .frozen_rows import FrozenRowsEmbedding as FrozenRowsEmbedding
+from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
 from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
@@ -56,6 +57,8 @@ from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions
 from .t5 import T5Bias as T5Bias
+from .table_group import Table as Table
+from .table_group import TableGroup as TableGroup
 from .time2vec import Time2Vec as Time2Vec
 from .token import Embedding as Embedding
 from .transformer_xl import TransformerXLScores as TransformerXLScores
@@ -73,6 +76,7 @@ __all__ = [
     "FrequencyEmbedding",
     "FrozenRowsEmbedding",
     "HFRotary",
+    "GrowingEmbedding",
     "HashedEmbedding",
     "KerpleBias",
     "LearnedPositions",
@@ -85,6 +89,8 @@ __all__ = [
     "ShortConvGate",
     "SinusoidalPositions",
     "T5Bias",
+    "Table",
+    "TableGroup",
     "Time2Vec",
     "TransformerXLScores",
     "XPosRotary",

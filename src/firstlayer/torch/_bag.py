@@ -25,6 +25,7 @@ from ..embeddings.bag import (
     weights_gradient,
 )
 from ..embeddings.ragged import Bags, bag_bounds, bag_indices, flatten_bags
+from ..embeddings.row_gradient import GradientMemory
 from ._table.lookup import INDEX, LookupOptions, as_index, divide_gradient, lookup
 from ._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
 from ._tensors.errors import OutOfRange, torch_errors
@@ -46,7 +47,10 @@ SMALL_BAGS = 1 << 15
 
 @dataclass(frozen=True)
 class BagOptions:
-    """Options of the bags. ``padding_idx`` counts from the front."""
+    """Options of the bags.
+
+    ``padding_idx`` counts from the front. ``memory`` is that of the table's gradient.
+    """
 
     mode: Mode
     max_norm: float | None
@@ -55,6 +59,7 @@ class BagOptions:
     sparse: bool
     include_last_offset: bool
     padding_idx: int | None
+    memory: GradientMemory | None = None
 
     def lookup_options(self, weight: Tensor) -> LookupOptions:
         """Return the options that the gradient of a table depends on."""
@@ -93,6 +98,33 @@ def pool_bags(
         with without_catch_up():
             return _pool(ids, weight, offsets, weights, options, gathered)
     return _pool(ids, weight, offsets, weights, options, gathered)
+
+
+def pool_checked(
+    bags: Bags,
+    weight: Float[Tensor, "num_embeddings embedding_dim"],
+    *,
+    weights: Float[Tensor, " n"] | None,
+    mode: Mode,
+    sparse: bool,
+    memory: GradientMemory | None = None,
+) -> Float[Tensor, "bags embedding_dim"]:
+    """Return a row for each bag, by the kernels; stale rows must have been caught up.
+
+    Args:
+        bags: Bags whose ids are in range and which no other code changes.
+        weight: Contiguous table that the kernels can read.
+        weights: ``per_sample_weights`` of the flat ids, in the compute dtype, or None.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Make the gradient of the table a coalesced sparse tensor.
+        memory: Memory for the gradient of the table.
+    """
+    options = BagOptions(mode, None, 2.0, False, sparse, True, None, memory)
+    ids = tensor_of(bags.ids)
+    with without_catch_up():
+        return _pool_by_kernels(
+            weight, weights, ids=ids, bags=bags, options=options, gathered=None
+        )
 
 
 def _pool(
@@ -208,7 +240,12 @@ class _KernelBags(torch.autograd.Function):
         rows = _Rows.of(weight, bags, gathered)
         y, winners = rows.pool(options.mode)
         ctx.bags = _PooledBags(
-            bags, options.mode, winners, options.lookup_options(weight), rows.bags.ids
+            bags,
+            options.mode,
+            winners,
+            options.lookup_options(weight),
+            rows.bags.ids,
+            options.memory,
         )
         return tensor_of(y)
 
@@ -234,6 +271,7 @@ class _PooledBags:
     winners: np.ndarray | None
     options: LookupOptions
     places: np.ndarray
+    memory: GradientMemory | None = None
 
     def gradients(
         self, dy: Tensor, weights: Tensor | None, *, table: Tensor | None, trained: bool
@@ -262,6 +300,7 @@ class _PooledBags:
                     mode=self.mode,
                     winners=self.winners,
                     scale_grad_by_freq=self.options.scale_grad_by_freq,
+                    memory=self.memory,
                 )
                 d_table = self.options.to_tensor(rows)
             if table is not None and weights is not None:
@@ -294,7 +333,10 @@ class _PooledBags:
             if self.mode == "mean":
                 # Each weight of Σ w x / Σ w is also in the divisor.
                 shares = torch.zeros_like(divisors).index_add(0, numbers, factors * dots)
-                dots = dots - divide_or_zero(shares, divisors)[numbers]
+                shares = divide_or_zero(shares, divisors)
+                if self.bags.is_mean is not None:
+                    shares = shares.where(tensor_of(self.bags.is_mean), 0.0)
+                dots = dots - shares[numbers]
             d_weights = self._like_weights(dots, weights)
         return d_table, d_weights
 
@@ -310,7 +352,10 @@ class _PooledBags:
         if self.mode != "mean":
             return like.new_ones(size)
         counts = like.new_ones(len(numbers)) if factors is None else factors
-        return like.new_zeros(size).index_add(0, numbers, counts)
+        totals = like.new_zeros(size).index_add(0, numbers, counts)
+        if self.bags.is_mean is None:
+            return totals
+        return totals.where(tensor_of(self.bags.is_mean), 1.0)
 
     def _winner_terms(self, d: Tensor) -> Tensor:
         full = np.diff(self.bags.bounds) > 0

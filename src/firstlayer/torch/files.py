@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..files.layer_configs import config_of
+from ..files.layer_configs import ID_MAP, config_of
 from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._table.stored import quantized_embedding
@@ -54,11 +54,20 @@ def load(path: Path, *, device: Any = None) -> Any:
 
 
 def _arrays(layer: nn.Module) -> Tensors:
-    # Through the state dict, whose hooks bring stale rows of row optimizers up to date.
-    state = layer.state_dict()
-    names = [name for name, _ in layer.named_parameters()]
-    names += [ENCODED] if ENCODED in state else []
-    return {name: array_of(state[name].cpu()) for name in names}
+    return {name: array_of(value.cpu()) for name, value in _tensors(layer).items()}
+
+
+def _tensors(layer: nn.Module) -> dict[str, Any]:
+    """Return the tensors of a file, by name.
+
+    The state dict brings stale rows of row optimizers up to date. Its integers are
+    constants, which the config determines, the rows of a quantized table, or an id map.
+    """
+    return {
+        name: value
+        for name, value in layer.state_dict().items()
+        if value.is_floating_point() or name == ENCODED or name.startswith(ID_MAP)
+    }
 
 
 def _config(layer: Any) -> dict[str, Any]:
@@ -81,7 +90,7 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> nn
 
 
 def _check_parameters(layer: nn.Module, arrays: Tensors) -> None:
-    own = dict(layer.named_parameters())
+    own = _tensors(layer)
     missing, unknown = sorted(own.keys() - arrays), sorted(arrays.keys() - own)
     if missing or unknown:
         raise ValueError(

@@ -303,15 +303,19 @@ class EmbeddingLayer(nn.Module):
     def _prepare_lookups(self, arguments: LayerArguments) -> LayerArguments:
         """Catch up the rows that this call reads, and install gradient hooks.
 
-        If the token table is read out of place, the arguments returned have its rows. In
-        compiled code the modules do this in their forward.
+        If the token table is in a store or is read out of place, the arguments returned
+        have its rows. In compiled code the modules do this in their forward.
         """
         if is_compiling():
             return arguments
         ids, segments = arguments.ids, arguments.segments
         if ids is not None and arguments.embeds is None:
-            token = self._modules.get("token")  # faster than the attribute
-            if isinstance(token, TableModule):
+            # Faster than the attribute.
+            token: Any = self._modules.get("token")
+            if _is_stored(token):
+                if not has_hooks(token):
+                    arguments = arguments._replace(embeds=token.upcast_rows(ids))
+            elif isinstance(token, TableModule):
                 if token.training or not token.reads_out_of_place(ids):
                     token.prepare_lookup(ids)
                 elif type(token) is Embedding and not has_hooks(token):

@@ -125,10 +125,10 @@ class Embedding(HostTableModule, TorchEmbedding):
 
         Example:
             >>> import tempfile, torch
-            >>> from firstlayer.stores import create_training_store
+            >>> from firstlayer.stores import create_store
             >>> from firstlayer.torch.optim import RowAdamW
             >>> folder = tempfile.mkdtemp()
-            >>> with create_training_store(folder + "/table", (1000, 4)) as store:
+            >>> with create_store(folder + "/table", (1000, 4)) as store:
             ...     embedding = Embedding.from_store(store, padding_idx=0)
             ...     optimizer = RowAdamW(embedding.parameters(), lr=0.1)
             ...     embedding(torch.tensor([3, 5])).sum().backward()

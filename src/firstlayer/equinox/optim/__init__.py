@@ -54,6 +54,10 @@ RuntimeError: this table of shape (100, 8) is in the optimizer state, where rows
 of dense gradients. To accumulate gradients, gather the ids of all micro-batches once, and
 add up the gradients with ``jax.tree.map``.
 
+**Growing tables.** ``rows, state = optimizer.assign(model, state, ids)`` gives rows of a
+:class:`~firstlayer.equinox.GrowingEmbedding` to new ids, on the host and before the
+compiled step, which takes the rows. New rows start with the initial state.
+
 **Sizes are static.** The number of ids is that of their array's shape. Fill up smaller
 batches with -1, which moves nothing. Donate the model and the state to the step; otherwise
 XLA copies all tables.

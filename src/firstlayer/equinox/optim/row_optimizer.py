@@ -20,6 +20,7 @@ from .._row_shards import replicate_others
 from .._sharding import with_specs
 from .._table import TableModule
 from .._unique import unique_ids
+from ..growing import GrowingEmbedding, host_bits
 from .execution import Execution
 from .missed_steps import MissedSteps
 from .table_state import DetachedTable, TableState
@@ -52,8 +53,8 @@ class RowOptimizer:
         lr: Learning rate: a number, or a function of the number of steps taken before, such
             as a schedule of optax.
         tables: Function that returns the tables of a model to train by row: an
-            ``Embedding`` or ``EmbeddingBag``, or a list, tuple or dictionary of them. By
-            default the model itself.
+            ``Embedding``, ``EmbeddingBag`` or ``GrowingEmbedding``, or a list, tuple or
+            dictionary of them. By default the model itself.
         rest: The optax transformation for all other floating-point arrays. By default they
             are updated densely by the same rule.
         mask: Tree of booleans with the structure of the model or a prefix of it, or a
@@ -195,6 +196,51 @@ class RowOptimizer:
         model, rest = self._update_rest(slopes, state.rest, model, values)
         return model, OptimizerState(step, tuple(tables), missed, rest, state.table_of)
 
+    def assign(
+        self, model: PyTree, state: OptimizerState, ids: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Give rows of growing tables to new ids, on the host, and return the rows of ids.
+
+        New rows start with the initial state, like the rows of a new table. The arrays of
+        ``state`` are donated: only the returned state is valid afterwards.
+
+        Args:
+            model: From :meth:`init` or :meth:`update`.
+            state: The state that was returned with it.
+            ids: All ids of a step, in the structure that ``tables`` returns. Ids of layers
+                other than ``GrowingEmbedding`` are returned as they are.
+
+        Returns:
+            Rows in the structure of ``ids``, to look up with ``layer.table(rows)`` and to
+            pass to :meth:`gather`, and the state.
+
+        Example:
+            >>> from firstlayer.equinox import GrowingEmbedding
+            >>> from firstlayer.equinox.optim import RowAdamW
+            >>> optimizer = RowAdamW(0.1)
+            >>> layer, state = optimizer.init(GrowingEmbedding(100, 4))
+            >>> rows, state = optimizer.assign(layer, state, [2**40, 7, 2**40])
+            >>> rows.tolist()
+            [1, 2, 1]
+            >>> optimizer.gather(layer, state, rows).table(rows).shape
+            (3, 4)
+        """
+        layers, structure = jax.tree.flatten(self.tables(model), is_leaf=_is_module)
+        self._check_state(state)
+        _check_detached(self._modules(model), state)
+        rows, tables = self._ids_of_modules(model, ids), list(state.tables)
+        for i, (layer, number) in enumerate(zip(layers, state.table_of, strict=True)):
+            if isinstance(layer, GrowingEmbedding) and number is not None:
+                assigned = layer.id_map.assign(host_bits(rows[i]))
+                rows[i] = assigned.rows.astype(jnp.int32)
+                if assigned.new_rows.size:
+                    table = tables[number]
+                    new = layer.new_rows(assigned, table.weight.dtype)
+                    arguments = *new, self.execution, state.step
+                    tables[number] = _reset_rows(arguments, table)
+        state = eqx.tree_at(lambda one: one.tables, state, tuple(tables))
+        return jax.tree.unflatten(structure, rows), state
+
     def flush(self, model: PyTree, state: OptimizerState) -> PyTree:
         """Return the complete model, with every row caught up.
 
@@ -269,6 +315,10 @@ class RowOptimizer:
     def _modules(self, model: PyTree) -> list[Any]:
         """Return the modules with a table, each of them once for each place."""
         modules = jax.tree.leaves(self.tables(model), is_leaf=_is_module)
+        modules = [
+            module.table if isinstance(module, GrowingEmbedding) else module
+            for module in modules
+        ]
         for module in modules:
             if not isinstance(module, TableModule):
                 raise TypeError(
@@ -305,6 +355,13 @@ class RowOptimizer:
         if callable(mask) and not isinstance(mask, eqx.Module):
             mask = mask(model)
         return eqx.filter(model, mask)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _reset_rows(
+    arguments: tuple[Any, Any, Execution, Array], table: TableState
+) -> TableState:
+    return table.reset_rows(*arguments)
 
 
 def _is_module(node: Any) -> bool:

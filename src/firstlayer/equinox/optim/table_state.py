@@ -258,6 +258,31 @@ class TableState(eqx.Module):
         own = weight, arrays, row_steps, caught_up
         return type(self)(*own, num_rows=self.num_rows, shards=self.shards)
 
+    def reset_rows(
+        self,
+        ids: Int32[Array, " n"],
+        values: Float[Array, "n width"],
+        execution: Execution,
+        step: Int32[Array, ""],
+    ) -> Self:
+        """Return the table with new values in some rows, whose state is a new table's.
+
+        Args:
+            ids: The rows, ascending; those beyond the table are left out.
+            values: Their values.
+            execution: The rule.
+            step: Number of steps taken.
+        """
+        zeros = jnp.zeros((ids.size, execution.rule.state_width(self.weight.shape[1])))
+        state = [zeros + value for value in execution.initial_state.values()]
+        steps = jnp.zeros(ids.size, jnp.int32) + step
+        return type(self)(
+            _scatter(self.weight, ids, values),
+            self._with_rows(execution, ids, state),
+            _scatter(self.row_steps, ids, steps),
+            self.caught_up,
+        )
+
     def _state(self, execution: Execution) -> tuple[Float[Array, "rows _"], ...]:
         """Return the arrays in the rule's order; JAX sorts the keys of dictionaries."""
         return tuple(self.arrays[name] for name in execution.initial_state)

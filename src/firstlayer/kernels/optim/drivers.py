@@ -25,6 +25,8 @@ from .rows import run_on_rows
 
 # Rows that are prefetched ahead of the current one.
 AHEAD = 2
+# The same for rules with one number per row, whose loops take less time per row.
+ROW_WISE_AHEAD = 8
 # Smaller coefficients count as zero: arithmetic on float32 denormals is slow.
 TINY = 1e-30
 I64, DOUBLE = ir.IntType(64), ir.DoubleType()
@@ -289,8 +291,9 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row = weight_rows[i], state_rows[i]
-            if i + AHEAD < hi:
-                prefetch_row(weight, weight_rows[i + AHEAD])
+            if i + ROW_WISE_AHEAD < hi:
+                prefetch_row(weight, weight_rows[i + ROW_WISE_AHEAD])
+                prefetch_row(totals, state_rows[i + ROW_WISE_AHEAD])
             squares = number(0)
             for d in range(width):
                 g = values.total_gradient(scalars, weight[wrow, d], gradient[i, d])

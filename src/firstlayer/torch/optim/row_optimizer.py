@@ -16,22 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import kernels
 from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_names, check_stored_step, checked_step
+from ...optim.table_state import check_stored_step, checked_step
 from ...stores.training import TrainingStore
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, resized_rows, stale_row_message
+from .operator_state import OperatorState, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
+from .row_tensors import resized_rows
+from .saved_state import check_tensors, saved_arrays
+from .sharding import install_step_hook
 from .sparse_gradient import rows_of
 from .stored import store_of
 from .table_state import ParameterState, detach
@@ -101,7 +103,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {**self._dense.defaults, **own})
         if isinstance(params, nn.Module):
             add_hooks(params)
-        _install_step_hook()
+        install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
@@ -223,7 +225,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
-        _check_tensors(state_dict)
+        check_tensors(state_dict)
         self._check_stored_steps(state_dict)
         with held_interrupts():
             self._flush_in_memory()
@@ -325,6 +327,45 @@ class RowOptimizer(torch.optim.Optimizer):
         if parameter in self._row_steps:
             self.row_step(parameter)
 
+    def reset_rows(self, parameter: Tensor, rows: Sequence[int] | Tensor) -> None:
+        """Give rows of a table the state of new rows.
+
+        Call it after rows were given new values that belong to something else, such as
+        another id. :class:`firstlayer.torch.GrowingEmbedding` does so itself.
+
+        Args:
+            parameter: Table.
+            rows: Rows with new values.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> layer = Embedding(4, 2, sparse=True)
+            >>> optimizer = RowAdamW(layer.parameters())
+            >>> layer(torch.tensor([3])).sum().backward()
+            >>> optimizer.step()
+            >>> with torch.no_grad():
+            ...     layer.weight[3] = 0.5
+            >>> optimizer.reset_rows(layer.weight, [3])
+            >>> optimizer.state[layer.weight]["exp_avg"][3].tolist()
+            [0.0, 0.0]
+        """
+        group, saved = self._group_of(parameter), self.state.get(parameter) or {}
+        index = torch.as_tensor(rows, dtype=torch.int64, device="cpu").reshape(-1)
+        with torch_errors():
+            if index.numel() and not all_in_range(index.numpy(), parameter.shape[0]):
+                size = parameter.shape[0]
+                raise out_of_range(index.numpy(), size, name="rows", bound="num_embeddings")
+        known = self._table_states.get(parameter)
+        with held_interrupts(), torch.no_grad(), torch_errors():
+            if known is not None:
+                known.reset_rows(index.numpy())
+                return
+            initial = self._new_rule(group).initial_state(group)
+            for name, x in saved.items():
+                if name != "step" and isinstance(x, Tensor):
+                    x.index_fill_(0, index.to(x.device), initial.get(name, 0.0))
+
     def __getstate__(self) -> dict[str, Any]:
         self._flush_in_memory()
         own = {"_dense": self._dense, "_background": self._background}
@@ -340,7 +381,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 saved = state["state"].get(parameter)
                 if saved and not (store_of(parameter) and saved.keys() == {"step"}):
                     owner = f"parameter {number} of its group"
-                    _saved_arrays(saved, parameter, rule, required=required, owner=owner)
+                    saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
         self._background = vars(self).get("_background", False)
         self._table_states = {}
@@ -425,8 +466,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
                 f"{tuple(parameter.shape)}"
             )
+        if isinstance(known, OperatorState):
+            known.write_deferred()
         rule = self._new_rule(group)
-        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
         copies: dict[str, Any] = {
             name: value.detach().to(
@@ -460,7 +503,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the state of a table on disk, which continues from its store."""
         known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
         rule = self._new_rule(group)
-        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
             # Arrays of a table in memory, which are copied to the store.
             given = {name: array_of(upcast(array)) for name, array in arrays.items()}
@@ -547,89 +590,3 @@ def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
     if ids.shape[0] != 1:
         raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
     return (ids[0], values) if grad.is_coalesced() else sum_by_id(ids[0], values)
-
-
-# Module state: a hook that torch calls before the step of every optimizer. It is installed
-# with the first row optimizer of a process that is part of a process group.
-_step_hooks: list[Any] = []
-
-
-def _install_step_hook() -> None:
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if in_group and not _step_hooks:
-        _step_hooks.append(register_optimizer_step_pre_hook(_check_not_sharded))
-
-
-def _check_not_sharded(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the optimizer is a ZeroRedundancyOptimizer of a row optimizer.
-
-    Each rank trains some of the parameters and broadcasts them after the step. Other ranks
-    would read stale rows, and loading a state would bypass the row optimizer.
-    """
-    local = getattr(optimizer, "optim", None)
-    if isinstance(local, RowOptimizer):
-        raise TypeError(
-            f"{type(local).__name__} cannot be sharded by {type(optimizer).__name__}, "
-            "whose other ranks would read stale rows; give it to every rank instead"
-        )
-
-
-def _saved_arrays(
-    saved: dict[str, Any],
-    parameter: Tensor,
-    rule: Rule,
-    *,
-    required: set[str],
-    owner: str,
-) -> dict[str, Tensor]:
-    """Return the arrays of a parameter's saved state, or raise if they do not fit it.
-
-    Args:
-        saved: State of a parameter, as in ``Optimizer.state``.
-        parameter: Parameter, which may be a table or not.
-        rule: Update rule.
-        required: Names of arrays that the state must have.
-        owner: Description of the parameter in error messages.
-    """
-    # torch.optim.SGD without momentum has None for its buffer.
-    arrays = {
-        name: value
-        for name, value in saved.items()
-        if name != "step" and (isinstance(value, Tensor) or name in rule.array_names)
-    }
-    arrays = {name: value for name, value in arrays.items() if value is not None}
-    with torch_errors():
-        check_names(rule, arrays, required=required, owner=owner)
-        if "step" in saved:
-            checked_step(f"step of {owner}", saved["step"])
-        elif arrays and rule.depends_on_step:
-            raise ValueError(f"the state of {owner} must have step, got {sorted(saved)}")
-    shapes = [tuple(parameter.shape)]
-    if parameter.dim() == 2 and rule.state_width(2) == 1:
-        shapes.append((shapes[0][0], 1))
-    for name, value in arrays.items():
-        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
-        if not is_dense or value.is_meta or value.is_nested:
-            kind = type(value).__name__
-            raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
-        if tuple(value.shape) not in shapes or not value.is_floating_point():
-            raise ValueError(
-                f"{name} of {owner} must be real of shape {shapes[-1]}, "
-                f"got {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
-            )
-    return arrays
-
-
-def _check_tensors(state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
-    for number, saved in state_dict["state"].items():
-        if not isinstance(saved, dict):
-            kind = type(saved).__name__
-            raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and name != "step":
-                if value.is_meta or value.is_nested or not value.is_floating_point():
-                    raise ValueError(
-                        f"{name} of parameter {number} must be real and have values, "
-                        f"got {dtype_name(value.dtype)} on {value.device}"
-                    )
