@@ -1,7 +1,7 @@
 """Griffe extension for the reference: writes docstrings as Markdown.
 
-Help texts use roles such as ``:class:`Name```, which Markdown does not know, and the heading
-``Example:``, which griffe calls ``Examples:``.
+Docstrings use roles such as ``:class:`Name```, which Markdown does not know, and the
+heading ``Example:``, which griffe calls ``Examples:``.
 """
 
 import re

@@ -7,16 +7,16 @@ a light and on a dark page, and the background is transparent.
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from firstlayer.numpy import Embedding, EmbeddingBag, RotaryPositions
 from firstlayer.optim import RowAdamW
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent / "pictures"
 GREY, BLUE, ORANGE, GREEN, PINK = "#7b7b7b", "#2f86cc", "#d9730d", "#159a6a", "#c2569b"
@@ -39,6 +39,12 @@ STYLE: Any = {
 }
 
 
+def _figure(height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(9, height), layout="constrained")
+
+
 def rotations(positions: Any, head_dim: int, pair: int) -> Any:
     """Return cosine and sine by which RotaryPositions rotates a pair, in float32."""
     x = np.zeros((len(positions), head_dim), np.float32)
@@ -46,9 +52,11 @@ def rotations(positions: Any, head_dim: int, pair: int) -> Any:
     return RotaryPositions(head_dim)(x, positions)[:, [pair, pair + head_dim // 2]]
 
 
-def rotary() -> Figure:
+def rotary() -> "Figure":
     """Draw two pairs at several positions, and the product of a query and a key."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    from matplotlib.patches import Circle
+
+    figure = _figure(3.2)
     fast, slow, products = figure.subplots(1, 3, width_ratios=[1, 1, 1.4])
     for axes, pair, title in (fast, 0, "pair 0: 1 radian"), (slow, 4, "pair 4: 0.1 radian"):
         axes.add_patch(Circle((0, 0), 1, fill=False, color=GREY, lw=0.6))
@@ -57,20 +65,30 @@ def rotary() -> Figure:
                 "",
                 (x, y),
                 (0, 0),
-                arrowprops={"arrowstyle": "->", "color": BLUE, "alpha": 1 - 0.13 * position},
+                arrowprops={
+                    "arrowstyle": "->",
+                    "color": BLUE,
+                    "alpha": 1 - 0.13 * position,
+                },
             )
             axes.text(1.18 * x, 1.18 * y, str(position), ha="center", va="center")
-        axes.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"{title} a step")
+        axes.set(
+            xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"{title} a step"
+        )
         axes.axis("off")
     _draw_products(products)
     return figure
 
 
-def _draw_products(axes: Axes) -> None:
+def _draw_products(axes: "Axes") -> None:
     layer, rng = RotaryPositions(32), np.random.default_rng(3)
     q, k = rng.standard_normal((2, 1, 32))
     distances = np.arange(0, 33)
-    for first, color, mark in (40, BLUE, "-"), (5_000, ORANGE, "o"), (1_000_000, GREEN, "x"):
+    for first, color, mark in (
+        (40, BLUE, "-"),
+        (5_000, ORANGE, "o"),
+        (1_000_000, GREEN, "x"),
+    ):
         keys = layer(np.repeat(k, 33, axis=0), first - distances)
         scores = (layer(q, [first]) * keys).sum(-1)
         axes.plot(distances, scores, mark, color=color, ms=4.5, label=f"query at {first:,}")
@@ -78,9 +96,9 @@ def _draw_products(axes: Axes) -> None:
     axes.legend(fontsize=8.5)
 
 
-def large_positions() -> Figure:
+def large_positions() -> "Figure":
     """Draw the error of cosines at growing positions, and cosines at ten million."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = _figure(3.4)
     errors, cosines = figure.subplots(1, 2)
     at = 2 ** np.arange(4, 24)
     near = at[:, None] + np.arange(-8, 8)
@@ -102,8 +120,12 @@ def large_positions() -> Figure:
 
     start, steps = 10_000_000, np.arange(25)
     dense = np.linspace(0, 24, 200)
-    cosines.plot(dense, np.cos((start + dense) * frequency), color=GREY, lw=0.7, label="exact")
-    wrong = np.cos(((start + steps).astype(np.float32) * np.float32(frequency)).astype(float))
+    cosines.plot(
+        dense, np.cos((start + dense) * frequency), color=GREY, lw=0.7, label="exact"
+    )
+    wrong = np.cos(
+        ((start + steps).astype(np.float32) * np.float32(frequency)).astype(float)
+    )
     cosines.plot(steps, wrong, "s", color=ORANGE, ms=4, label="angle in float32")
     ours = rotations(start + steps, 32, 1)[:, 0]
     cosines.plot(steps, ours, "o", color=BLUE, ms=4, label="Firstlayer")
@@ -141,7 +163,7 @@ def dense_weights() -> Any:
     return np.array(found)
 
 
-def row_weights(mode: str) -> Any:
+def row_weights(mode: Literal["exact", "lazy"]) -> Any:
     """Return the stored weight after each step of RowAdamW, and what lookups return."""
     layer = Embedding(weight=np.ones((2, 1)))
     optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.2, mode=mode)
@@ -157,15 +179,19 @@ def row_weights(mode: str) -> Any:
     return np.array(stored), read
 
 
-def missed_steps() -> Figure:
+def missed_steps() -> "Figure":
     """Draw one weight under dense AdamW, exact row updates and lazy row updates."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = _figure(3.4)
     axes, steps = figure.subplots(), np.arange(STEPS + 1)
     stored, read = row_weights("exact")
     lazy, _ = row_weights("lazy")
     axes.plot(steps, dense_weights(), color=GREY, lw=1.2, label="dense AdamW")
-    axes.step(steps, stored, where="post", color=BLUE, ls="--", label="RowAdamW: stored row")
-    axes.plot(*zip(*read.items(), strict=True), "o", color=BLUE, label="RowAdamW: row as read")
+    axes.step(
+        steps, stored, where="post", color=BLUE, ls="--", label="RowAdamW: stored row"
+    )
+    axes.plot(
+        *zip(*read.items(), strict=True), "o", color=BLUE, label="RowAdamW: row as read"
+    )
     axes.step(steps, lazy, where="post", color=ORANGE, lw=1.2, label='mode="lazy"')
     low = axes.get_ylim()[0]
     for step in GRADIENTS:
@@ -176,9 +202,11 @@ def missed_steps() -> Figure:
     return figure
 
 
-def bags() -> Figure:
+def bags() -> "Figure":
     """Draw ids, offsets and rows of three bags, and their sums."""
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    from matplotlib.patches import FancyArrowPatch
+
+    figure = _figure(3.3)
     axes = figure.subplots()
     table = np.array([[1.0, 0], [0, 1], [2, 2], [3, 1], [0, 4]])
     ids, offsets, colors = [4, 1, 2, 3, 3], [0, 3, 3], [BLUE, ORANGE, GREEN]
@@ -205,7 +233,9 @@ def bags() -> Figure:
     return figure
 
 
-def _box(axes: Axes, x: float, y: float, numbers: Any, color: str) -> None:
+def _box(axes: "Axes", x: float, y: float, numbers: Any, color: str) -> None:
+    from matplotlib.patches import Rectangle
+
     height = 0.62 * len(numbers)
     corner = (x - 0.28, y - height / 2)
     axes.add_patch(Rectangle(corner, 0.56, height, fill=False, edgecolor=color))
@@ -214,7 +244,7 @@ def _box(axes: Axes, x: float, y: float, numbers: Any, color: str) -> None:
         axes.text(x, at, f"{number:g}", ha="center", va="center")
 
 
-PICTURES: dict[str, Callable[[], Figure]] = {
+PICTURES: dict[str, Callable[[], "Figure"]] = {
     "rotary": rotary,
     "large_positions": large_positions,
     "missed_steps": missed_steps,
@@ -224,9 +254,13 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 def svg(name: str) -> str:
     """Return a picture as SVG."""
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
         file = io.StringIO()
-        PICTURES[name]().savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        PICTURES[name]().savefig(
+            file, format="svg", transparent=True, metadata={"Date": None}
+        )
     return file.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the docs are those that docs/pictures.py draws, and show what they say."""
+"""Pictures and pages that scripts in docs write: up to date, and correct."""
 
 import importlib.util
 import re
