@@ -123,6 +123,19 @@ class StoredEmbedding(Embedding):
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Do nothing: rows of a store are not trained."""
 
+    def prefetch(self, ids: Integer[Tensor, "*batch"]) -> None:
+        """Start to read the rows of a coming lookup; see :meth:`RowStore.prefetch`.
+
+        Does nothing in compiled code, and for a quantized table in memory.
+
+        Args:
+            ids: Ids of any shape and any integer dtype.
+        """
+        check_tensor(ids, name="ids")
+        if self.encoded is None and not torch.compiler.is_compiling():
+            with torch_errors():
+                self.row_store.prefetch(array_of(as_index(ids).cpu()))
+
     def forward(
         self, input: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
