@@ -145,6 +145,7 @@ class LearnedPositions(Module):
                 that of the positions and of the columns of the table.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> layer = LearnedPositions(3, 1, weight=jnp.ones((3, 1)))
             >>> layer.encode(jnp.array([2, 0])).shape
             (2, 1)
@@ -160,6 +161,7 @@ class LearnedPositions(Module):
         that of :func:`firstlayer.positions.learned.resize_linear`.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> layer = LearnedPositions(4, 2, weight=jnp.ones((4, 2)))
             >>> layer.resize(16).weight.shape
             (16, 2)
@@ -181,6 +183,7 @@ class LearnedPositions(Module):
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> layer = LearnedPositions(4, 8, weight=jnp.ones((4, 8)))
             >>> layer.resize_grid((3, 3), grid=(2, 2)).weight.shape
             (9, 8)
@@ -202,6 +205,7 @@ class LearnedPositions(Module):
         """Return a layer with ``value`` written into the padding row.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> weight = jnp.ones((5, 2))
             >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0, weight=weight)
             >>> layer.set_padding(0.5).weight[0].tolist()
