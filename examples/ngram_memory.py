@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from firstlayer.ngram import ByteGroups
-from firstlayer.stores import TrainingStore, create_training_store
+from firstlayer.stores import TrainingStore, create_store
 from firstlayer.torch import EmbeddingLayer, EngramGate, NgramEmbedding, RotaryPositions
 from firstlayer.torch.optim import RowWiseAdagrad
 
@@ -173,7 +173,7 @@ def compare(
     shape = rows, ROW_WIDTH
     with (
         tempfile.TemporaryDirectory() as folder,
-        create_training_store(f"{folder}/table", shape, rows=small_rows(seed)) as store,
+        create_store(f"{folder}/table", shape, rows=small_rows(seed)) as store,
     ):
         trainers = {"without": Trainer(), "with": Trainer(store)}
         train(list(trainers.values()), text, seconds, seed)

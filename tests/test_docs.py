@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_alone import run_alone
 from tests.test_public_names import NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -26,17 +25,47 @@ def blocks(page: Path) -> list[str]:
     return [textwrap.dedent(code) for _, code in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs"))
+)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
+    run_blocks(page)
+
+
+def test_code_blocks_of_the_readme_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(ROOT / "README.md")
+
+
+def run_blocks(page: Path) -> None:
+    """Run the code blocks of a page, in order and in one namespace.
+
+    The comment after a ``print(...)``, on its line or alone on the next one, begins with
+    its output.
+    """
+    printed: list[tuple[int, str]] = []
+
+    def record(*values: object) -> None:
+        printed.append((sys._getframe(1).f_lineno, " ".join(map(str, values))))
+
+    names: dict[str, object] = {"__name__": "__main__", "print": record}
     for i, code in enumerate(blocks(page)):
+        printed.clear()
         exec(compile(code, f"{page.name}, block {i + 1}", "exec"), names)
+        lines = [*code.splitlines(), ""]
+        for number, text in printed:
+            after, below = re.search(r" # (.+)", lines[number - 1]), lines[number]
+            shown = after[1] if after else below.strip().removeprefix("# ")
+            is_shown = shown == text or shown.startswith((f"{text}:", f"{text} "))
+            assert is_shown, f"{page.name}, block {i + 1}: {text!r} is shown as {shown!r}"
 
 
-def test_code_blocks_of_the_readme_run(tmp_path):
-    # In a process of their own, because install() changes torch.
-    run_alone(*blocks(ROOT / "README.md"), folder=tmp_path)
+def test_wrong_output_on_a_page_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)  # 2: the sum\nprint(2 * 3)\n# 7\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md, block 1: '6' is shown as '7'"):
+        run_blocks(page)
 
 
 def test_the_site_builds_without_warnings(tmp_path):
@@ -44,13 +73,22 @@ def test_the_site_builds_without_warnings(tmp_path):
     for part in ("docs", "src", "zensical.toml"):
         (tmp_path / part).symlink_to(ROOT / part)
     command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {str(p.relative_to(tmp_path / "site")) for p in tmp_path.glob("site/**/*.html")}
     for page in PAGES:
         name = page.relative_to(ROOT / "docs").with_suffix("")
         expected = "index.html" if name.name == "index" else f"{name}/index.html"
         assert expected in pages
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_outside_of_the_site_lead_to_files(name):
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text())
+    missing = [to for to in links if "://" not in to and not (ROOT / to).exists()]
+    assert not missing
 
 
 def test_readme_has_code_blocks():

@@ -59,7 +59,7 @@ def text_file(folder: Path) -> str:
 def test_every_example_is_tested():
     known = (
         "accelerate_loop bag_classifier hf_trainer lightning_trainer next_token "
-        "ngram_memory text_classifier transformer transformer_jax"
+        "ngram_memory sharded text_classifier transformer transformer_jax"
     )
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
 

@@ -106,6 +106,16 @@ NAMES = {
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.equinox.optim": [name for name in OPTIMIZERS if name != "AveragedRows"],
     "firstlayer.torch.optim": [*OPTIMIZERS, "RowStep", "clip_grad_norm_"],
+    "firstlayer.torch.sharding": [
+        "ShardedRows",
+        "Traffic",
+        "copy_to_torchrec",
+        "from_torchrec",
+        "shard_columns",
+        "shard_rows",
+        "sharded_parameters",
+        "traffic",
+    ],
 }
 # These keep the whole signature of torch's classes, which starts with the same names.
 TORCH_SIGNATURES = ("Embedding", "EmbeddingBag")
@@ -116,6 +126,10 @@ SHARED_EXAMPLES = {
     "RowOptimizer": "RowAdamW",
     "TrainingStore": "open_store",
     "create_store": "open_store",
+    "Traffic": "shard_rows",
+    "copy_to_torchrec": "from_torchrec",
+    "sharded_parameters": "shard_rows",
+    "traffic": "shard_rows",
 }
 
 

@@ -22,7 +22,7 @@ from firstlayer.stores import (
     MemoryStore,
     RowStore,
     SharedStore,
-    create_training_store,
+    create_store,
     open_store,
 )
 from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
@@ -45,7 +45,7 @@ def store_of(kind: str, folder: Path) -> Generator[RowStore, None, None]:
     elif kind == "shared":
         store = SharedStore(f"ngram-{folder.name}", TABLE)
     elif kind == "training":
-        store = create_training_store(folder / "table", TABLE.shape, rows=TABLE)
+        store = create_store(folder / "table", TABLE.shape, rows=TABLE)
     else:
         path, name = folder / "table.safetensors", kind.removesuffix("file").strip()
         MemoryStore(TABLE).convert(path, format=name or None).close()

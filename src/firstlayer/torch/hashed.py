@@ -41,9 +41,13 @@ class CombinedRows(nn.Module):
         Args:
             ids: Ids of any shape and any integer dtype.
         """
-        check_tensor(ids, name="ids")
-        ids = as_index(ids).long()
-        rows = self._rows(ids)
+        try:
+            check_tensor(ids, name="ids")
+            ids = as_index(ids).long()
+            rows = self._rows(ids)
+        except Exception as error:
+            self.table.announce(error)
+            raise
         weights = self._weights(ids)
         if isinstance(self.table, EmbeddingBag):
             flat = None if weights is None else weights.reshape(-1, rows.shape[-1])

@@ -204,15 +204,20 @@ class EmbeddingLayer(nn.Module):
             # Not self(...), which would call hooks twice.
             out = EmbeddingLayer.forward(self, **flat)
             return torch.nested.nested_tensor_from_jagged(out, tokens.offsets())
-        arguments = check_arguments(
-            self,
-            ids,
-            positions=positions,
-            offset=offset,
-            segments=segments,
-            inputs_embeds=inputs_embeds,
-            mask=mask,
-        )
+        try:
+            arguments = check_arguments(
+                self,
+                ids,
+                positions=positions,
+                offset=offset,
+                segments=segments,
+                inputs_embeds=inputs_embeds,
+                mask=mask,
+            )
+        except Exception as error:
+            if inputs_embeds is None and isinstance(self.token, TableModule):
+                self.token.announce(error)
+            raise
         arguments = self._prepare_lookups(arguments)
         dropout = self.dropout
         # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
@@ -365,7 +370,9 @@ class EmbeddingLayer(nn.Module):
     def _draw(self) -> None:
         std = self.embedding_dim**-0.5 if self.scale else 0.02
         for table in (self.token, self.segment):
-            if table is not None:
+            if isinstance(table, TableModule):
+                table.draw_rows(std)
+            elif table is not None:
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)

@@ -30,6 +30,7 @@ from ..ngram.layers import (
 )
 from ..ngram.scheme import Scheme
 from ..stores.row_store import RowStore
+from ._table.module import TableModule
 from ._tensors.dtypes import dtype_name, upcast_together
 from ._tensors.errors import WrongType, check_tensor, torch_errors
 from .token import Embedding
@@ -97,7 +98,12 @@ class NgramEmbedding(NgramArguments, nn.Module):
             documents: Document of each id of a packed sequence.
             dead: True at ids that n-grams must not read.
         """
-        rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        try:
+            rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        except Exception as error:
+            if isinstance(self.table, TableModule):
+                self.table.announce(error)
+            raise
         vectors = self.table(rows)
         return vectors.flatten(-2) if self.combine == "concat" else vectors.sum(-2)
 

@@ -35,6 +35,7 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from .._tensors.shard import shard_of
 from ..bag import EmbeddingBag
 from ..functional import checked_mode, embedding_bag
 from ..token import Embedding
@@ -412,6 +413,8 @@ def quantized_embedding(
 
 def quantize_embedding(embedding: Embedding, format: str) -> StoredEmbedding:
     """Return a layer with the rows of another, quantized, on the same device."""
+    if shard_of(embedding.weight) is not None:
+        raise TypeError("a sharded table cannot be quantized; quantize the whole table")
     weight = embedding.weight.detach()
     with torch_errors():
         encoded, report = quantize_table(array_of_table(weight.cpu()), format)

@@ -27,14 +27,16 @@ from ...stores.training import TrainingStore
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
+from .._tensors.shard import shard_of
 from .model_hooks import add_hooks, warn_of_dense_gradient
 from .operator_state import OperatorState, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
 from .row_tensors import resized_rows
 from .saved_state import check_tensors, saved_arrays
-from .sharding import install_step_hook
+from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
+from .step_hook import install_step_hook
 from .stored import store_of
 from .table_state import ParameterState, detach
 
@@ -110,24 +112,29 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {**self._dense.defaults, **own})
         if isinstance(params, nn.Module):
             add_hooks(params)
+        create_dense_state(self, self._dense)
         install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
+        rule = self._new_rule(options)
         with torch_errors():
-            self._new_rule(options).check(options)
+            rule.check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
             with torch_errors():
                 check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
-            if store_of(parameter) is None:
+            check_whole_rows(parameter, rule)
+            is_sharded = shard_of(parameter) is not None and not parameter.is_meta
+            if store_of(parameter) is None and not is_sharded:
                 detach(parameter)
             else:
-                # Rows may be stale from an earlier run; lookups bring them up to date.
-                self._adopt_stored(parameter, group)
+                # Rows on disk may be stale from an earlier run; lookups bring them up to
+                # date. Checkpoints of shards are loaded into the arrays of the state.
+                self._adopt_new(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
@@ -233,16 +240,17 @@ class RowOptimizer(torch.optim.Optimizer):
         """Bring every row up to date and return the state.
 
         The state of a table on disk is in its store: only its step is returned, and its
-        rows may stay stale.
+        rows may stay stale. The state of a sharded table is a DTensor.
         """
         self._flush_in_memory()
-        return super().state_dict()
+        return to_dtensors(super().state_dict(), self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this optimizer, or of torch's optimizer of that name.
 
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
+        state_dict = to_local(state_dict, self)
         check_tensors(state_dict)
         self._check_stored_steps(state_dict)
         with held_interrupts():
@@ -254,7 +262,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     detach(parameter)
                 else:
                     self._table_states[parameter] = state
-                    self._adopt_stored(parameter, self._group_of(parameter))
+                    self._adopt_new(parameter, self._group_of(parameter))
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
@@ -540,7 +548,7 @@ class RowOptimizer(torch.optim.Optimizer):
             check_stored_step(known, saved["step"], name="step")
         return known
 
-    def _adopt_stored(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _adopt_new(self, parameter: Tensor, group: dict[str, Any]) -> None:
         with held_interrupts(), torch.no_grad():
             state = self._table_state(parameter, group)
             self._adopt(state)
