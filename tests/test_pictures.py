@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.test_public_names import NAMES
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -60,3 +62,13 @@ def test_command_line_page_is_up_to_date():
     assert command_line.PAGE.read_text() == command_line.page(), (
         "run python docs/command_line.py"
     )
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_public_name_is_in_the_reference(module):
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    described = {*re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    # Modules; their names have entries of their own.
+    modules = {"__version__", "functional", "ngram", "positions", "rows"}
+    names = {f"{module}.{name}" for name in {*NAMES[module]} - modules}
+    assert names <= described

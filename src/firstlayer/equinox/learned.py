@@ -184,9 +184,9 @@ class LearnedPositions(Module):
 
         Example:
             >>> import jax.numpy as jnp
-            >>> layer = LearnedPositions(4, 8, weight=jnp.ones((4, 8)))
+            >>> layer = LearnedPositions(5, 8, weight=jnp.ones((5, 8)))
             >>> layer.resize_grid((3, 3), grid=(2, 2)).weight.shape
-            (9, 8)
+            (10, 8)
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         resize_table = resize_grid(

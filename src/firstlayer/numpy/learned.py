@@ -210,10 +210,10 @@ class LearnedPositions(Module):
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
 
         Example:
-            >>> layer = LearnedPositions(4, 8, rng=0)
+            >>> layer = LearnedPositions(5, 8, rng=0)  # a class token and a grid of 2 × 2
             >>> layer.resize_grid((3, 3), grid=(2, 2))
             >>> layer.weight.shape
-            (9, 8)
+            (10, 8)
         """
         self._replace(
             resize_grid(

@@ -176,10 +176,10 @@ class LearnedPositions(nn.Module):
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
 
         Example:
-            >>> layer = LearnedPositions(4, 8)
+            >>> layer = LearnedPositions(5, 8)  # a class token and a grid of 2 × 2
             >>> layer.resize_grid((3, 3), grid=(2, 2))
             >>> layer.weight.shape
-            torch.Size([9, 8])
+            torch.Size([10, 8])
         """
         rows = resize_grid(
             self._positions(),
