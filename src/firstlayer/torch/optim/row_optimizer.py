@@ -225,7 +225,8 @@ class RowOptimizer(torch.optim.Optimizer):
         Example:
             >>> from firstlayer.torch import Embedding
             >>> from firstlayer.torch.optim import RowAdamW
-            >>> table = Embedding.from_pretrained(torch.ones(2, 1), freeze=False, sparse=True)
+            >>> ones = torch.ones(2, 1)
+            >>> table = Embedding.from_pretrained(ones, freeze=False, sparse=True)
             >>> optimizer = RowAdamW(table, lr=0.5, weight_decay=1.0)
             >>> table(torch.tensor([0])).sum().backward()
             >>> optimizer.step()
