@@ -121,11 +121,6 @@ NAMES = {
 TORCH_SIGNATURES = ("Embedding", "EmbeddingBag")
 # Names whose example is in the docstring of another.
 SHARED_EXAMPLES = {
-    "load": "save",
-    "get_num_threads": "set_num_threads",
-    "RowOptimizer": "RowAdamW",
-    "TrainingStore": "open_store",
-    "create_store": "open_store",
     "Traffic": "shard_rows",
     "copy_to_torchrec": "from_torchrec",
     "sharded_parameters": "shard_rows",

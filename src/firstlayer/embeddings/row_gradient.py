@@ -33,7 +33,12 @@ class RowGradient:
     values: Float[np.ndarray, "rows *width"]
 
     def dense(self, num_embeddings: int) -> Float[np.ndarray, "num_embeddings *width"]:
-        """Return the gradient in the table's shape, zero for rows without a gradient."""
+        """Return the gradient in the table's shape, zero for rows without a gradient.
+
+        Example:
+            >>> RowGradient(np.array([2]), np.ones((1, 2), np.float32)).dense(3).tolist()
+            [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+        """
         out = np.zeros((num_embeddings, *self.values.shape[1:]), self.values.dtype)
         out[self.ids] = self.values
         return out

@@ -34,7 +34,14 @@ class Module(eqx.Module):
         return config_of(self, **overrides)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
-        """Return the trained arrays by name."""
+        """Return the trained arrays by name.
+
+        Example:
+            >>> from firstlayer.equinox import EmbeddingLayer
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, key=jax.random.key(0))
+            >>> list(layer.parameters())
+            ['token.weight', 'position.weight']
+        """
         return {}
 
     def with_parameters(self, parameters: dict[str, Any]) -> Self:
@@ -43,6 +50,12 @@ class Module(eqx.Module):
         Args:
             parameters: One array for each name in :meth:`parameters`, of the same shape.
                 They are rounded to the layer's dtype.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer = Embedding(2, 1, key=jax.random.key(0))
+            >>> layer.with_parameters({"weight": jnp.ones((2, 1))})([1]).tolist()
+            [[1.0]]
         """
         own = self.parameters()
         missing, unknown = sorted(own.keys() - parameters), sorted(parameters.keys() - own)

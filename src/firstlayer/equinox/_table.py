@@ -132,6 +132,12 @@ class TableModule(Module):
             out_sharding: Sharding of the result on a mesh with explicit axes, as in
                 ``jnp.dot``, or for a layer with a ``sharding``. The logits of sharded rows
                 are sharded too, unless their number is not a multiple of the shards.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer = Embedding(weight=jnp.array([[1.0, 0.0], [0.0, 2.0]]))
+            >>> layer.logits(jnp.array([3.0, 4.0])).tolist()
+            [3.0, 8.0]
         """
         check_real(x, name="x", whole=False)
         x = x if isinstance(x, jax.Array) else native(np.asarray(x))
@@ -155,6 +161,12 @@ class TableModule(Module):
         Args:
             ids: Rows to scale; None is all. If the buffers are donated to the surrounding
                 ``jit``, only these rows are read and written.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer = Embedding(weight=jnp.full((1, 4), 3.0), max_norm=1.0)
+            >>> layer.projected().weight.tolist()
+            [[0.5, 0.5, 0.5, 0.5]]
         """
         if self.max_norm is None:
             return self
@@ -179,6 +191,12 @@ class TableModule(Module):
                 them with the mean and covariance of the old rows; an array holds them;
                 otherwise as for a new table.
             key: Random key.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer, changes = Embedding(weight=jnp.ones((3, 2))).resize(5)
+            >>> changes.kept, changes.added, layer.weight.shape
+            (range(0, 3), range(3, 5), (5, 2))
         """
         added = not_negative("num_embeddings", num_embeddings) - self.num_embeddings
         rng = None
@@ -214,7 +232,14 @@ class TableModule(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer with ``value`` written into the padding row."""
+        """Return a layer with ``value`` written into the padding row.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer = Embedding(weight=jnp.ones((3, 2)), padding_idx=0).set_padding(0.5)
+            >>> layer.weight[0].tolist()
+            [0.5, 0.5]
+        """
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         row = not_masked(value, name="value")
@@ -223,7 +248,14 @@ class TableModule(Module):
         return replace_fields(self, weight=_set_row(self.weight, self.padding_idx, row))
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> layer = Embedding(weight=jnp.ones((3, 2)), padding_idx=0)
+            >>> layer.mask(jnp.array([[2, 1, 0]])).tolist()
+            [[True, True, False]]
+        """
         ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)
         if self.padding_idx is None:
             return jnp.ones(ids.shape, bool)

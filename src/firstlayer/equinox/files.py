@@ -45,6 +45,15 @@ def load(path: Path) -> Any:
     Args:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
             states the reason. Float64 needs ``jax_enable_x64``.
+
+    Example:
+        >>> import tempfile
+        >>> from firstlayer.numpy import Embedding
+        >>> from firstlayer.numpy import save as save_from_numpy
+        >>> path = tempfile.mkdtemp() + "/a.safetensors"
+        >>> save_from_numpy(path, Embedding(10, 4, rng=0))
+        >>> load(path).weight.shape
+        (10, 4)
     """
     return load_layer(path, FRONT_END)
 

@@ -255,13 +255,26 @@ class EmbeddingLayer(Module):
         return self.token.padding_idx
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch length"]:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> key = jax.random.key(0)
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, padding_idx=0, key=key)
+            >>> layer.mask(jnp.array([[5, 0]])).tolist()
+            [[True, False]]
+        """
         return self.token.mask(ids)
 
     def logits(
         self, x: Float[Any, "*batch embedding_dim"], *, out_sharding: OutSharding = None
     ) -> Float[Array, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every token row: the tied output head."""
+        """Return the product of ``x`` with every token row: the tied output head.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, key=jax.random.key(0))
+            >>> layer.logits(layer(jnp.array([[1, 2, 3]]))).shape
+            (1, 3, 10)
+        """
         return self.token.logits(x, out_sharding=out_sharding)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:

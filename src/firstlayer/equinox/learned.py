@@ -143,6 +143,12 @@ class LearnedPositions(Module):
             dtype: Dtype of the result, the table's by default.
             out_sharding: Sharding of the result on a mesh with explicit axes; by default
                 that of the positions and of the columns of the table.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> layer = LearnedPositions(3, 1, weight=jnp.ones((3, 1)))
+            >>> layer.encode(jnp.array([2, 0])).shape
+            (2, 1)
         """
         at = checked_positions(positions, self._check)
         dtype = self.weight.dtype if dtype is None else table_dtype(dtype)
@@ -153,6 +159,12 @@ class LearnedPositions(Module):
 
         Rows before position 0 are kept. Runs on the host, not under ``jit``. ``align`` is
         that of :func:`firstlayer.positions.learned.resize_linear`.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> layer = LearnedPositions(4, 2, weight=jnp.ones((4, 2)))
+            >>> layer.resize(16).weight.shape
+            (16, 2)
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         return self._with_rows(before, resize_linear(rows, max_positions, align=align))
@@ -169,6 +181,12 @@ class LearnedPositions(Module):
         """Return a layer for another grid of image patches.
 
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> layer = LearnedPositions(5, 8, weight=jnp.ones((5, 8)))
+            >>> layer.resize_grid((3, 3), grid=(2, 2)).weight.shape
+            (10, 8)
         """
         before, rows = np.split(np.asarray(self.weight), [self.row_offset])
         resize_table = resize_grid(
@@ -184,7 +202,15 @@ class LearnedPositions(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer with ``value`` written into the padding row."""
+        """Return a layer with ``value`` written into the padding row.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> weight = jnp.ones((5, 2))
+            >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0, weight=weight)
+            >>> layer.set_padding(0.5).weight[0].tolist()
+            [0.5, 0.5]
+        """
         return replace_fields(self, table=self.table.set_padding(value))
 
     def parameters(self) -> dict[str, Float[Array, "rows embedding_dim"]]:

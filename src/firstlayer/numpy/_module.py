@@ -17,7 +17,13 @@ class Module:
     """Base class of the NumPy layers."""
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return the trainable arrays by name, not copied."""
+        """Return the trainable arrays by name, not copied.
+
+        Example:
+            >>> from firstlayer.numpy import EmbeddingLayer
+            >>> list(EmbeddingLayer(10, 4, max_positions=8, rng=0).parameters())
+            ['token.weight', 'position.weight']
+        """
         return {}
 
     def buffers(self) -> dict[str, np.ndarray]:
@@ -49,6 +55,15 @@ class Module:
 
         For a table on disk, ``"{name}.store"`` is the path of its store and the commit that
         this call makes, as JSON in an array of uint8.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> layer = Embedding(2, 1, rng=0)
+            >>> state = layer.state_dict()
+            >>> layer.weight[:] = 7
+            >>> layer.load_state_dict(state)
+            >>> bool((layer.weight == 7).any())
+            False
         """
         references = references_of(self)
         own = self.state_arrays().items()

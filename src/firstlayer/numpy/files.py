@@ -40,6 +40,14 @@ def load(path: Path) -> Any:
     Args:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
             states the reason.
+
+    Example:
+        >>> import tempfile
+        >>> from firstlayer.numpy.token import Embedding
+        >>> path = tempfile.mkdtemp() + "/a.safetensors"
+        >>> save(path, Embedding(10, 4, rng=0))
+        >>> load(path).weight.shape
+        (10, 4)
     """
     return load_layer(path, FRONT_END)
 

@@ -118,7 +118,13 @@ class GrowingEmbedding(Module):
         return self.id_map.find(_bits(ids))
 
     def assign(self, ids: Ids) -> Int64[np.ndarray, "*batch"]:
-        """Return the row of each id of a batch in training; new ids get a row."""
+        """Return the row of each id of a batch in training; new ids get a row.
+
+        Example:
+            >>> layer = GrowingEmbedding(10, 4)
+            >>> layer.assign([2**40, -7, 2**40]).tolist()
+            [1, 2, 1]
+        """
         return self._assign(ids).rows
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:

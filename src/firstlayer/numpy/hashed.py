@@ -50,7 +50,16 @@ class CombinedRows(Module):
     def vjp(
         self, ids: Ids
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, RowGradient]]]:
-        """Return the output and its pullback, to the row gradients of the tables."""
+        """Return the output and its pullback, to the row gradients of the tables.
+
+        Example:
+            >>> from firstlayer.numpy import HashedEmbedding
+            >>> layer = HashedEmbedding(100, 4, rng=0)
+            >>> vectors, pull = layer.vjp([2**40, -7])
+            >>> gradients = pull(np.ones_like(vectors))
+            >>> sorted(gradients) == sorted(layer.parameters())
+            True
+        """
         return self._forward(ids)
 
     def _forward(self, ids: Ids) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:

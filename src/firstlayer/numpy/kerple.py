@@ -116,7 +116,16 @@ class KerpleBias(Bias):
         return bias, pullback
 
     def project(self) -> None:
-        """Clamp the stored parameters to their limits. Call it after an optimizer step."""
+        """Clamp the stored parameters to their limits. Call it after an optimizer step.
+
+        Example:
+            >>> layer = KerpleBias(2, rng=0)
+            >>> for value in layer.parameters().values():
+            ...     value[:] = -1.0  # a step of an optimizer that went too far
+            >>> layer.project()
+            >>> all((value > 0).all() for value in layer.parameters().values())
+            True
+        """
         self.r1[...], self.r2[...] = kerple_limited(self.r1, self.r2, form=self.form)
 
     def parameters(self) -> dict[str, np.ndarray]:

@@ -241,11 +241,26 @@ class EmbeddingLayer(Module):
         return self.token.padding_idx
 
     def mask(self, ids: Int[Any, "*batch length"] | list[Any]) -> np.ndarray:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, padding_idx=0, rng=0)
+            >>> layer.mask([[5, 0]]).tolist()
+            [[True, False]]
+        """
         return self.token.mask(ids)
 
     def train(self, mode: bool = True) -> "EmbeddingLayer":
-        """Switch dropout on if ``mode``, off otherwise, and return the layer."""
+        """Switch dropout on if ``mode``, off otherwise, and return the layer.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, dropout=0.5, rng=0).eval()
+            >>> bool((layer([[1, 2]]) == layer([[1, 2]])).all())
+            True
+            >>> layer = layer.train()
+            >>> bool((layer([[1, 2]]) == layer([[1, 2]])).all())
+            False
+        """
         self.training = mode
         return self
 
@@ -254,7 +269,13 @@ class EmbeddingLayer(Module):
         return self.train(False)
 
     def logits(self, x: Float[Any, "*batch embedding_dim"]) -> np.ndarray:
-        """Return the product of ``x`` with every token row: the tied output head."""
+        """Return the product of ``x`` with every token row: the tied output head.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, rng=0)
+            >>> layer.logits(layer([[1, 2, 3]])).shape
+            (1, 3, 10)
+        """
         return self.token.logits(x)
 
     def parameters(self) -> dict[str, np.ndarray]:

@@ -121,6 +121,12 @@ class LearnedPositions(Module):
         Args:
             positions: Integers or reals of any shape.
             dtype: Dtype of the result, the table's by default.
+
+        Example:
+            >>> layer = LearnedPositions(3, 1, rng=0)
+            >>> layer.weight[:] = [[0.0], [1.0], [2.0]]
+            >>> layer.encode([2, 0]).tolist()
+            [[2.0], [0.0]]
         """
         rows = self._rows(positions_array(positions))
         dtype = self.table.stored_weight.dtype if dtype is None else float_dtype(dtype)
@@ -180,6 +186,13 @@ class LearnedPositions(Module):
 
         Rows before position 0 are kept. ``align`` is that of
         :func:`firstlayer.positions.learned.resize_linear`.
+
+        Example:
+            >>> layer = LearnedPositions(2, 1, rng=0)
+            >>> layer.weight[:] = [[0.0], [4.0]]
+            >>> layer.resize(3, align="ends")
+            >>> layer.weight.tolist()
+            [[0.0], [2.0], [4.0]]
         """
         self._replace(resize_linear(self._positions, max_positions, align=align))
 
@@ -195,6 +208,12 @@ class LearnedPositions(Module):
         """Resize the table of image patches to another grid in place.
 
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
+
+        Example:
+            >>> layer = LearnedPositions(5, 8, rng=0)  # a class token and a grid of 2 × 2
+            >>> layer.resize_grid((3, 3), grid=(2, 2))
+            >>> layer.weight.shape
+            (10, 8)
         """
         self._replace(
             resize_grid(
@@ -208,7 +227,14 @@ class LearnedPositions(Module):
         )
 
     def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
-        """Write ``value`` to the padding row."""
+        """Write ``value`` to the padding row.
+
+        Example:
+            >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0, rng=0)
+            >>> layer.set_padding(0.5)
+            >>> layer.weight[0].tolist()
+            [0.5, 0.5]
+        """
         self.table.set_padding(value)
 
     def parameters(self) -> dict[str, np.ndarray]:

@@ -243,6 +243,11 @@ class Embedding(Module):
         """Return the product of ``x`` with every row: the tied output head.
 
         Sums are in float32 (float64 for float64); the result has the dtype of ``x``.
+
+        Example:
+            >>> layer = Embedding(weight=np.array([[1.0, 0.0], [0.0, 2.0]]))
+            >>> layer.logits(np.array([3.0, 4.0])).tolist()
+            [3.0, 8.0]
         """
         x = host_array(x, name="x")
         check_real(x, name="x", whole=False)
@@ -267,6 +272,12 @@ class Embedding(Module):
 
         Every row takes part, the padding row included, so the gradient of the table is
         dense.
+
+        Example:
+            >>> layer = Embedding(weight=np.array([[1.0, 0.0], [0.0, 2.0]]))
+            >>> logits, pull = layer.logits_vjp(np.array([[3.0, 4.0]]))
+            >>> pull(np.array([[1.0, 0.0]]))["x"].tolist()
+            [[1.0, 0.0]]
         """
         x = host_array(x, name="x").copy()
         logits = self.logits(x)
@@ -284,6 +295,12 @@ class Embedding(Module):
 
         Call this after an optimizer step, so that all reads until the next step see the
         same rows.
+
+        Example:
+            >>> layer = Embedding(weight=np.array([[3.0, 4.0]]), max_norm=1.0)
+            >>> layer.project()
+            >>> layer.weight.round(4).tolist()
+            [[0.6, 0.8]]
         """
         if self.max_norm is None:
             return
@@ -308,6 +325,12 @@ class Embedding(Module):
             num_embeddings: New number of rows.
             init: Values of new rows; see :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for drawn rows.
+
+        Example:
+            >>> layer = Embedding(3, 2, rng=0)
+            >>> changes = layer.resize(5)
+            >>> changes.kept, changes.added, layer.weight.shape
+            (range(0, 3), range(3, 5), (5, 2))
         """
         refuse_copy(self.store)
         self.weight, changes = resize_table(
@@ -318,7 +341,14 @@ class Embedding(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | Sequence[float] | float
     ) -> None:
-        """Write ``value`` to the padding row."""
+        """Write ``value`` to the padding row.
+
+        Example:
+            >>> layer = Embedding(3, 2, padding_idx=0, rng=0)
+            >>> layer.set_padding(0.5)
+            >>> layer([0]).tolist()
+            [[0.5, 0.5]]
+        """
         if self.padding_idx is None:
             raise ValueError("set_padding needs a layer with padding_idx, got None")
         # First, so that a later catch-up does not change what is written here.
@@ -330,7 +360,12 @@ class Embedding(Module):
         self.stored_weight[self.padding_idx] = row
 
     def mask(self, ids: Ids) -> np.ndarray:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> Embedding(3, 2, padding_idx=0, rng=0).mask([[2, 1, 0]]).tolist()
+            [[True, True, False]]
+        """
         ids = integers(ids)
         if self.padding_idx is None:
             return np.ones(ids.shape, bool)

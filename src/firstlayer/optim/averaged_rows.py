@@ -67,6 +67,14 @@ class AveragedRows:
 
         Args:
             name: Name of the parameter, as in ``layer.parameters()``.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowSGD
+            >>> averaged = AveragedRows(RowSGD(Embedding(5, 2, rng=0), lr=0.1))
+            >>> averaged.update_parameters()
+            >>> averaged.average("weight").shape
+            (5, 2)
         """
         self._state(name).catch_up()
         shape = self.optimizer.parameter_shape(name)
@@ -110,7 +118,17 @@ class AveragedRows:
                 self._averages[name].is_swapped = False
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the averages by the names of their parameters, and ``"n_averaged"``."""
+        """Return the averages by the names of their parameters, and ``"n_averaged"``.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowSGD
+            >>> averaged = AveragedRows(RowSGD(Embedding(5, 2, rng=0), lr=0.1))
+            >>> state = averaged.state_dict()
+            >>> sorted(state)
+            ['n_averaged', 'weight']
+            >>> averaged.load_state_dict(state)
+        """
         averages = {name: self.average(name) for name in self._averages}
         return averages | {"n_averaged": np.array(self.n_averaged)}
 

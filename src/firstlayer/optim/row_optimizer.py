@@ -61,6 +61,14 @@ class RowOptimizer:
         layer: Layer whose parameters are trained.
         options: Arguments of the optimizer. The attribute ``options`` is a dictionary of
             the hyperparameters, which may be changed between steps.
+
+    Example:
+        >>> from firstlayer.numpy import Embedding
+        >>> from firstlayer.optim import RowSGD
+        >>> optimizer = RowSGD(Embedding(5, 2, rng=0), lr=0.1)
+        >>> optimizer.options["lr"] = 0.05
+        >>> isinstance(optimizer, RowOptimizer)
+        True
     """
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
@@ -100,6 +108,16 @@ class RowOptimizer:
 
         Args:
             grads: For each name, a row gradient or an array of the parameter's shape.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowSGD
+            >>> layer = Embedding(weight=np.ones((5, 1)))
+            >>> optimizer = RowSGD(layer, lr=0.5)
+            >>> vectors, pull = layer.vjp([3])
+            >>> optimizer.step(pull(np.ones_like(vectors)))
+            >>> layer.weight.ravel().tolist()
+            [1.0, 1.0, 1.0, 0.5, 1.0]
         """
         own = {name: grad for name, grad in grads.items() if name in self.table_states}
         unknown = sorted(grads.keys() - own.keys() - set(INPUTS))
@@ -111,7 +129,21 @@ class RowOptimizer:
                 state.step(ids, values, options=self.options)
 
     def flush(self) -> None:
-        """Bring every row up to date, as reading ``layer.weight`` does."""
+        """Bring every row up to date, as reading ``layer.weight`` does.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdamW
+            >>> layer = Embedding(weight=np.ones((2, 1)))
+            >>> optimizer, array = RowAdamW(layer, lr=0.5, weight_decay=1.0), layer.weight
+            >>> vectors, pull = layer.vjp([0])
+            >>> optimizer.step(pull(vectors))
+            >>> float(array[1, 0])  # stale
+            1.0
+            >>> optimizer.flush()
+            >>> float(array[1, 0])
+            0.5
+        """
         for state in self.table_states.values():
             state.catch_up()
 
@@ -182,6 +214,13 @@ class RowOptimizer:
 
         Keys are ``"{parameter}.{array}"`` and ``"{parameter}.step"``. The state of a table
         on disk is in its store: only its step is returned, and its rows may stay stale.
+
+        Example:
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdamW
+            >>> layer = Embedding(5, 2, rng=0)
+            >>> state = RowAdamW(layer, lr=0.1).state_dict()
+            >>> RowAdamW(layer, lr=0.1).load_state_dict(state)
         """
         arrays = {}
         for name, state in self.table_states.items():

@@ -48,7 +48,15 @@ class Scaling:
         return 1.0
 
     def at_length(self, n: int) -> Self:
-        """Return the rule for sequences of ``n`` positions. Most rules do not change."""
+        """Return the rule for sequences of ``n`` positions. Most rules do not change.
+
+        Example:
+            >>> from firstlayer.numpy import RotaryPositions
+            >>> rule = DynamicNTK(factor=2.0, original_length=4096)
+            >>> layer = RotaryPositions(64, scaling=rule.at_length(8192))
+            >>> bool(layer.frequencies[-1] < RotaryPositions(64).frequencies[-1])
+            True
+        """
         positive("n", n)
         return self
 

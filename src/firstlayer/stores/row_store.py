@@ -131,6 +131,13 @@ class RowStore:
         Args:
             ids: Rows to replace.
             rows: Vectors of shape ``(*batch, width)``, rounded to the format of the store.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.zeros((3, 2), np.float32), mode="r+")
+            >>> store.write([1], np.ones((1, 2)))
+            >>> store.read([1, 2]).tolist()
+            [[1.0, 1.0], [0.0, 0.0]]
         """
         checked = self._checked_ids(ids)
         if self._mode == "r":
@@ -206,7 +213,18 @@ class RowStore:
     def save(
         self, path: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> None:
-        """Write the table to a safetensors file in its own format; see :meth:`convert`."""
+        """Write the table to a safetensors file in its own format; see :meth:`convert`.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.stores import MemoryStore, open_store
+            >>> path = tempfile.mkdtemp() + "/table.safetensors"
+            >>> MemoryStore(np.eye(3, dtype=np.float32)).save(path)
+            >>> with open_store(path) as store:
+            ...     store.prefetch([2])
+            ...     store.read([2]).tolist()
+            [[0.0, 0.0, 1.0]]
+        """
         self.convert(path, interleave=False, progress=progress).close()
 
     def __len__(self) -> int:

@@ -71,6 +71,17 @@ class TrainingStore(RowStore):
         arrays: Its arrays by name, mapped.
         lock: Lock of the folder.
         keep: Number of tags that the store can return to.
+
+    Example:
+        >>> import tempfile
+        >>> from firstlayer.stores import create_store
+        >>> store = create_store(tempfile.mkdtemp() + "/table", (1000, 4))
+        >>> number = store.commit("epoch-1")
+        >>> store.write([7], np.ones((1, 4)))
+        >>> store.return_to("epoch-1")
+        >>> bool((store.read([7]) == 1).all())
+        False
+        >>> store.close()
     """
 
     def __init__(

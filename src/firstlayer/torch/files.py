@@ -48,6 +48,14 @@ def load(path: Path, *, device: Any = None) -> Any:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
             says what is wrong with it.
         device: Device of the layer; None is the CPU.
+
+    Example:
+        >>> import tempfile
+        >>> from firstlayer.torch import Embedding
+        >>> path = tempfile.mkdtemp() + "/a.safetensors"
+        >>> save(path, Embedding(10, 4))
+        >>> load(path, device="cpu").weight.shape
+        torch.Size([10, 4])
     """
     layer = load_layer(path, FRONT_END)
     return layer if device is None else layer.to(device)

@@ -128,6 +128,11 @@ class PartlyFrozenEmbedding(nn.Module):
             padding_idx: Id of padding; negative counts from the end.
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
+
+        Example:
+            >>> layer = PartlyFrozenEmbedding.from_pretrained(torch.eye(3), frozen=[0, 1])
+            >>> layer(torch.tensor([2])).tolist()
+            [[0.0, 0.0, 1.0]]
         """
         table = table_tensor(embeddings)
         return cls(
@@ -199,7 +204,13 @@ class PartlyFrozenEmbedding(nn.Module):
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every row: the tied output head."""
+        """Return the product of ``x`` with every row: the tied output head.
+
+        Example:
+            >>> layer = PartlyFrozenEmbedding.from_pretrained(torch.eye(3), frozen=[0, 1])
+            >>> layer.logits(torch.tensor([1.0, 2.0, 3.0])).tolist()
+            [1.0, 2.0, 3.0]
+        """
         return tied_logits(x, self.weight)
 
     def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:

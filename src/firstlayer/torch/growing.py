@@ -148,7 +148,13 @@ class GrowingEmbedding(nn.Module):
         return self._on_device(self.id_map.find(_bits(ids)))
 
     def assign(self, ids: Integer[Tensor, "*batch"]) -> Integer[Tensor, "*batch"]:
-        """Return the row of each id of a batch in training; new ids get a row."""
+        """Return the row of each id of a batch in training; new ids get a row.
+
+        Example:
+            >>> layer = GrowingEmbedding(10, 4)
+            >>> layer.assign(torch.tensor([2**40, -7, 2**40])).tolist()
+            [1, 2, 1]
+        """
         return self._on_device(self._assign(ids).rows)
 
     @_disable_dynamo

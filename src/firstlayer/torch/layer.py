@@ -240,13 +240,25 @@ class EmbeddingLayer(nn.Module):
         return self.token.padding_idx
 
     def mask(self, ids: Integer[Tensor, "*batch length"]) -> Bool[Tensor, "*batch length"]:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, padding_idx=0)
+            >>> layer.mask(torch.tensor([[5, 0]])).tolist()
+            [[True, False]]
+        """
         return self.token.mask(ids)
 
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every token row: the tied output head."""
+        """Return the product of ``x`` with every token row: the tied output head.
+
+        Example:
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8)
+            >>> layer.logits(layer(torch.tensor([[1, 2, 3]]))).shape
+            torch.Size([1, 3, 10])
+        """
         return self.token.logits(x)
 
     def config(self) -> dict[str, Any]:

@@ -101,7 +101,14 @@ class LearnedPositions(nn.Module):
             self.set_padding(0.0)
 
     def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
-        """Write a vector or a number to the padding row."""
+        """Write a vector or a number to the padding row.
+
+        Example:
+            >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0)
+            >>> layer.set_padding(0.5)
+            >>> layer.weight[0].tolist()
+            [0.5, 0.5]
+        """
         write_padding_row(self.weight, self.padding_idx, value)
 
     def forward(
@@ -132,6 +139,10 @@ class LearnedPositions(nn.Module):
         Args:
             positions: Integers or reals of any shape.
             dtype: Dtype of the vectors; None is the table's.
+
+        Example:
+            >>> LearnedPositions(4, 2).encode(torch.tensor([2, 0])).shape
+            torch.Size([2, 2])
         """
         positions = positions_tensor(positions, device=self.weight.device)
         return self._rows(positions).to(dtype or self.weight.dtype)
@@ -142,6 +153,12 @@ class LearnedPositions(nn.Module):
         Rows before position 0 are kept. ``weight`` stays the same parameter; an optimizer
         with a state for it does not follow. ``align`` is that of
         :func:`firstlayer.positions.learned.resize_linear`.
+
+        Example:
+            >>> layer = LearnedPositions(4, 2)
+            >>> layer.resize(16)
+            >>> layer.weight.shape
+            torch.Size([16, 2])
         """
         self._set_positions(resize_linear(self._positions(), max_positions, align=align))
 
@@ -157,6 +174,12 @@ class LearnedPositions(nn.Module):
         """Resize the table of image patches to another grid in place.
 
         See :func:`firstlayer.positions.learned.resize_grid` for the arguments.
+
+        Example:
+            >>> layer = LearnedPositions(5, 8)  # a class token and a grid of 2 × 2
+            >>> layer.resize_grid((3, 3), grid=(2, 2))
+            >>> layer.weight.shape
+            torch.Size([10, 8])
         """
         rows = resize_grid(
             self._positions(),

@@ -62,6 +62,16 @@ class RowOptimizer:
         max_missed_steps: Number of steps after which every row is caught up, in one pass
             over the tables within the compiled step.
         **options: Other hyperparameters of the rule, under torch's names.
+
+    Example:
+        >>> from firstlayer.equinox import Embedding, optim
+        >>> optimizer = optim.RowSGD(0.5)
+        >>> model, state = optimizer.init(Embedding(weight=jnp.ones((5, 1))))
+        >>> rows = optimizer.gather(model, state, jnp.array([3]))
+        >>> grads = eqx.filter_grad(lambda rows: rows(jnp.array([3])).sum())(rows)
+        >>> model, state = optimizer.update(grads, state, rows)
+        >>> optimizer.flush(model, state).weight.ravel().tolist()
+        [1.0, 1.0, 1.0, 0.5, 1.0]
     """
 
     _options_class: ClassVar[type[RowOptions]]

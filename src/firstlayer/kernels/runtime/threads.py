@@ -42,6 +42,10 @@ def get_num_threads() -> int:
     The default is the environment variable ``FIRSTLAYER_NUM_THREADS``, otherwise
     ``OMP_NUM_THREADS``, otherwise one thread for each CPU that this process may use, within
     the CPU quota of its container.
+
+    Example:
+        >>> get_num_threads() >= 1
+        True
     """
     if not _setting.size:
         _setting.size = default_num_threads()

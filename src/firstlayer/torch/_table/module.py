@@ -120,11 +120,25 @@ class TableModule(nn.Module):
         return renormalized(rows, self.max_norm, norm_type=self.norm_type)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> Embedding(3, 2, padding_idx=0).mask(torch.tensor([[2, 1, 0]])).tolist()
+            [[True, True, False]]
+        """
         return is_token(ids, self.padding_idx)
 
     def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
-        """Write a vector or a number to the padding row."""
+        """Write a vector or a number to the padding row.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> layer = Embedding(3, 2, padding_idx=0)
+            >>> layer.set_padding(0.5)
+            >>> layer.weight[0].tolist()
+            [0.5, 0.5]
+        """
         padding_idx = checked_padding_idx(self.padding_idx, self.weight.shape[0])
         write_padding_row(self.weight, padding_idx, value)
 
@@ -136,6 +150,12 @@ class TableModule(nn.Module):
         The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
         If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
         gradient of the table is averaged over the ranks, as in data-parallel training.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> layer = Embedding.from_pretrained(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+            >>> layer.logits(torch.tensor([3.0, 4.0])).tolist()
+            [3.0, 8.0]
         """
         weight = self.weight
         catch_up(weight)
@@ -145,6 +165,13 @@ class TableModule(nn.Module):
         """Scale stored rows down to ``max_norm``: those of ``ids``, or all.
 
         Training does this whenever a gradient is accumulated.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> layer = Embedding.from_pretrained(torch.full((1, 4), 3.0), max_norm=1.0)
+            >>> layer.project()
+            >>> layer.weight.tolist()
+            [[0.5, 0.5, 0.5, 0.5]]
         """
         if self.max_norm is not None:
             rows = None
@@ -173,6 +200,13 @@ class TableModule(nn.Module):
             init: Initial values of new rows; see
                 :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for random values; None follows torch's seed.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> layer = Embedding(3, 2)
+            >>> changes = layer.resize(5)
+            >>> changes.kept, changes.added, layer.weight.shape
+            (range(0, 3), range(3, 5), torch.Size([5, 2]))
         """
         weight = self.weight
         refuse_resize(weight)

@@ -74,7 +74,17 @@ class AveragedRows:
             self.n_averaged += 1
 
     def average(self, parameter: Tensor) -> Tensor:
-        """Return a copy of a parameter's average, in the dtype of the parameter."""
+        """Return a copy of a parameter's average, in the dtype of the parameter.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> table = Embedding(5, 2, sparse=True)
+            >>> averaged = AveragedRows(RowSGD(table, lr=0.1))
+            >>> averaged.update_parameters()
+            >>> averaged.average(table.weight).shape
+            torch.Size([5, 2])
+        """
         state = self._state(parameter)
         if state is not None:
             state.catch_up()

@@ -61,6 +61,13 @@ class RowOptimizer(torch.optim.Optimizer):
             and the next read of a table waits for its update. Results have the same bits.
             Has no effect on other devices, on disk, and in lazy mode.
         options: Further arguments of torch's optimizer of that name.
+
+    Example:
+        >>> from firstlayer.torch import Embedding
+        >>> from firstlayer.torch.optim import RowAdamW
+        >>> optimizer = RowAdamW(Embedding(5, 2, sparse=True), lr=0.1, mode="lazy")
+        >>> isinstance(optimizer, RowOptimizer)
+        True
     """
 
     #: Options of the optimizer, with defaults.
@@ -214,6 +221,18 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Operations on a parameter do this themselves. Call it before code that reads the
         memory of a parameter behind torch's back; see :mod:`firstlayer.torch.optim`.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> ones = torch.ones(2, 1)
+            >>> table = Embedding.from_pretrained(ones, freeze=False, sparse=True)
+            >>> optimizer = RowAdamW(table, lr=0.5, weight_decay=1.0)
+            >>> table(torch.tensor([0])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.flush()
+            >>> float(table.weight.detach()[1])
+            0.5
         """
         for state in self._table_states.values():
             state.catch_up()
