@@ -18,6 +18,7 @@ MODULES = (
     "growing",
     "table_group",
     "torch_layers",
+    "small_calls",
     "optim",
     "optim_operators",
     "stores_training",

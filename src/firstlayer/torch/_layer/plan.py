@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
 
 
+# Kernels write fewer numbers than this on one thread, whatever their number of threads.
+ONE_THREAD = 1 << 16
+
+
 class CallPlan:
     """Kernel arguments of a layer, with everything that decides whether they are valid.
 
@@ -63,7 +67,7 @@ class CallPlan:
         self._width, self._dtype = options.shape[-1], options.dtype
         parameters = _parameters(layer)
         self._parameters = [weakref.ref(x) for x in parameters]
-        self._memory = [_memory_of(x) for x in parameters]
+        self._memory = [(x.data_ptr(), x.shape, x.dtype) for x in parameters]
         number = np.float64 if options.dtype is torch.float64 else np.float32
         tables = tensors.token_table, tensors.position_table
         self._token, self._position = map(_array, tables)
@@ -84,7 +88,15 @@ class CallPlan:
         for x, known, memory in zip(
             parameters, self._parameters, self._memory, strict=True
         ):
-            if x is not known() or _memory_of(x) != memory:
+            address, shape, dtype = memory
+            if (
+                x is None
+                or x is not known()
+                or x.data_ptr() != address
+                or x.shape != shape
+                or x.dtype is not dtype
+                or not x.is_contiguous()
+            ):
                 return None
         position_rows = None
         if self._position is not None:
@@ -94,12 +106,14 @@ class CallPlan:
             first = offset + module.row_offset  # pyright: ignore
             position_rows = np.arange(first, first + lead[-1])
         out = torch.empty((*lead, self._width), dtype=self._dtype, device="cpu")
-        request_large_pages(out)
         rows = ids.numpy().reshape(-1)
         args = self._token, rows, self._position, position_rows, None, None, *self._others
+        array = array_of(out).reshape(-1, self._width)
+        if array.size < ONE_THREAD:
+            return out if self._write_rows(*args, out=array) else None
+        request_large_pages(out)
         with threads_of_torch():
-            in_range = self._write_rows(*args, out=array_of(out).reshape(-1, self._width))
-        return out if in_range else None
+            return out if self._write_rows(*args, out=array) else None
 
 
 def plan_of(
@@ -123,7 +137,10 @@ def plan_of(
         or position.padding_idx is not None
     ):
         return None
-    if not kernels.has_compiler() or not _parameters(layer):
+    # A parametrized weight is not among the parameters.
+    owned = {id(x) for x in _parameters(layer)}
+    read = (inputs[0].token_table, inputs[0].position_table, *inputs[0][6:8])
+    if not kernels.has_compiler() or owned != {id(x) for x in read if x is not None}:
         return None
     return CallPlan(layer, *inputs)
 
@@ -173,14 +190,14 @@ def _settings(layer: "EmbeddingLayer") -> tuple[Any, ...]:
 
 
 def _parameters(layer: "EmbeddingLayer") -> list[Any]:
-    """Return the parameters that the kernels read; empty if one is parametrized."""
+    """Return the parameters of the modules; None for one that is absent."""
     modules: dict[str, Any] = layer._modules
     found = []
     for name in ("token", "position", "norm"):
         module = modules.get(name)
         if module is not None:
             found.extend(module._parameters.values())
-    return [] if any(x is None for x in found) else found
+    return found
 
 
 def _array(x: Tensor | None) -> np.ndarray | None:
@@ -189,7 +206,3 @@ def _array(x: Tensor | None) -> np.ndarray | None:
     from ...kernels.runtime.compile import bits_of
 
     return None if x is None else bits_of(array_of_table(x, keeps_alive=False))
-
-
-def _memory_of(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.shape, x.dtype, x.is_contiguous()
