@@ -15,6 +15,7 @@ MODULES = (
     "layer",
     "rotary",
     "bag",
+    "ngram",
     "growing",
     "table_group",
     "torch_layers",

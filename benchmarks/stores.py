@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from firstlayer.numpy import Embedding, EmbeddingBag
+from firstlayer.numpy import Embedding, EmbeddingBag, EmbeddingLayer
 from firstlayer.stores import MemoryStore
 
 from .ids import batches
@@ -19,7 +19,7 @@ TORCH_NAMES = {"int8": "byte", "int4": "4bit"}
 
 
 def cases() -> Iterator[Case]:
-    """Yield lookups, bags and fp8 lookups."""
+    """Yield lookups, bags, fp8 lookups and complete layers."""
     table = np.random.default_rng(0).standard_normal((1_000_000, 256), dtype=np.float32)
     for format_ in TORCH_NAMES:
         yield _lookup(table, format_)
@@ -29,6 +29,9 @@ def cases() -> Iterator[Case]:
     del table
     for format_ in ("fp8_block", "fp8"):
         yield _fp8(format_)
+    for format_ in TORCH_NAMES:
+        yield _layer(format_)
+        yield from _torch_layer(format_)
 
 
 def _operator(table: np.ndarray, format_: str) -> Any:
@@ -111,4 +114,35 @@ def _fp8(format_: str) -> Case:
         {"torch": theirs},
         {"torch": 3.0},
         most_rounds=4,
+    )
+
+
+def _layer(format_: str) -> Case:
+    layer = EmbeddingLayer(50_000, 512, max_positions=512, layer_norm=True, rng=0)
+    small, ids = layer.quantized(format_), batches("uniform", 50_000, (32, 128))
+    return Case(
+        f"{format_} layer 50,000 × 512, token + learned + norm",
+        lambda batch: small(ids[batch]),
+        {"our float32": lambda batch: layer(ids[batch])},
+        {"our float32": 1.0},
+        tolerance={"int8": 0.05, "int4": 1.0}[format_],
+    )
+
+
+def _torch_layer(format_: str) -> Iterator[Case]:
+    try:
+        import torch
+    except ImportError:
+        return
+    from firstlayer import torch as front_end
+
+    layer = front_end.EmbeddingLayer(50_000, 512, max_positions=512, layer_norm=True)
+    small = layer.quantized(format_)
+    ids = [torch.from_numpy(x) for x in batches("uniform", 50_000, (32, 128))]
+    yield Case(
+        f"{format_} layer on torch 50,000 × 512, token + learned + norm",
+        torch.no_grad()(lambda batch: small(ids[batch])),
+        {"our float32": torch.no_grad()(lambda batch: layer(ids[batch]))},
+        {"our float32": 1.0},
+        tolerance={"int8": 0.05, "int4": 1.0}[format_],
     )

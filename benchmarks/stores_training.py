@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from firstlayer.stores import create_training_store
+from firstlayer.stores import create_store
 from firstlayer.torch import Embedding
 from firstlayer.torch.optim import RowAdamW
 
@@ -71,7 +71,7 @@ class Training:
             self.layer = Embedding(ROWS, WIDTH, sparse=True, _weight=weight)
         else:
             self.folder = tempfile.TemporaryDirectory()
-            self.store = create_training_store(
+            self.store = create_store(
                 Path(self.folder.name) / "table", (ROWS, WIDTH), rows=weight.numpy()
             )
             self.layer = Embedding.from_store(self.store)

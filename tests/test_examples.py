@@ -1,12 +1,15 @@
 """The examples learn, and their cached decoding equals the uncached one."""
 
 import importlib.util
+import itertools
 import math
 import re
 import runpy
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -56,7 +59,7 @@ def text_file(folder: Path) -> str:
 def test_every_example_is_tested():
     known = (
         "accelerate_loop bag_classifier hf_trainer lightning_trainer next_token "
-        "text_classifier transformer transformer_jax"
+        "ngram_memory sharded text_classifier transformer transformer_jax"
     )
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == known.split()
 
@@ -102,6 +105,24 @@ def test_training_frameworks_learn_and_resume(run, name):
     first, *_, last = nats(printed)
     assert last < first - 1.5
     assert printed.endswith("resumed from the checkpoint: weights equal\n")
+
+
+def test_ngram_memory_lowers_the_loss(tmp_path, capsys):
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for name in ("argparse", "ast", "calendar", "cmd", "codecs", "copy", "csv", "difflib"):
+        shutil.copy(stdlib / f"{name}.py", tmp_path)
+    example = module("ngram_memory")
+    example.LENGTH, example.BATCH, example.WIDTH, example.LAYERS = 64, 8, 32, 1
+    example.RATE = 5e-3
+    # A step takes one second of this clock.
+    example.time = SimpleNamespace(perf_counter=itertools.count().__next__)
+    folder = ["--folder", str(tmp_path)]
+    example.main([*folder, "--rows", "60000", "--seconds", "150", "--seeds", "3"])
+    printed = capsys.readouterr().out
+    chance, without, with_memory = nats(printed)
+    assert "seed 3: " in printed and chance == 5.55
+    assert printed.count("memory: 151 steps of 1000 ms") == 2
+    assert with_memory < without - 0.1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -64,6 +64,7 @@ NAMES = {
         "convert_layout",
         "get_num_threads",
         "ngram",
+        "open_vectors",
         "positions",
         "query_temperature",
         "set_num_threads",
@@ -100,13 +101,22 @@ NAMES = {
         "RowStore",
         "SharedStore",
         "TrainingStore",
-        "create_training_store",
+        "create_store",
         "open_store",
-        "open_training_store",
     ],
     "firstlayer.optim": OPTIMIZERS,
     "firstlayer.equinox.optim": [name for name in OPTIMIZERS if name != "AveragedRows"],
     "firstlayer.torch.optim": [*OPTIMIZERS, "RowStep", "clip_grad_norm_"],
+    "firstlayer.torch.sharding": [
+        "ShardedRows",
+        "Traffic",
+        "copy_to_torchrec",
+        "from_torchrec",
+        "shard_columns",
+        "shard_rows",
+        "sharded_parameters",
+        "traffic",
+    ],
 }
 # These keep the whole signature of torch's classes, which starts with the same names.
 TORCH_SIGNATURES = ("Embedding", "EmbeddingBag")
@@ -115,8 +125,12 @@ SHARED_EXAMPLES = {
     "load": "save",
     "get_num_threads": "set_num_threads",
     "RowOptimizer": "RowAdamW",
-    "TrainingStore": "open_training_store",
-    "create_training_store": "open_training_store",
+    "TrainingStore": "open_store",
+    "create_store": "open_store",
+    "Traffic": "shard_rows",
+    "copy_to_torchrec": "from_torchrec",
+    "sharded_parameters": "shard_rows",
+    "traffic": "shard_rows",
 }
 
 
@@ -156,3 +170,12 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_dir_lists_lazily_imported_names():
     assert {"YaRN", "RowGradient", "positions"} <= set(dir(firstlayer))
+
+
+def test_names_of_front_ends_are_hinted_at():
+    with pytest.raises(
+        ImportError, match="import Embedding from a front end: firstlayer.n"
+    ):
+        exec("from firstlayer import Embedding")
+    assert sorted(firstlayer._IN_FRONT_ENDS) == sorted(NAMES["firstlayer.numpy"])
+    assert not hasattr(firstlayer, "nothing")

@@ -38,7 +38,7 @@ def cast(x: Any, dtype: str) -> Any:
     xp = namespace_of(x)
     if xp is sys.modules.get("torch"):
         return x.to(getattr(xp, dtype))
-    return x.astype(dtype)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def exact_integers(x: Any) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from firstlayer.equinox import (
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
+    EngramGate,
     FireBias,
     FourierFeatures,
     FrequencyEmbedding,
@@ -23,9 +24,12 @@ from firstlayer.equinox import (
     HashedEmbedding,
     KerpleBias,
     LearnedPositions,
+    NgramAverage,
+    NgramEmbedding,
     QuotientRemainderEmbedding,
     RotaryPositions,
     ShawScores,
+    ShortConvGate,
     SinusoidalPositions,
     T5Bias,
     Table,
@@ -38,6 +42,7 @@ from firstlayer.equinox import (
 )
 from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
+from firstlayer.ngram import ByteGroups, Engram
 from firstlayer.positions.scaling import YaRN
 from tests.equinox.test_token import bits
 
@@ -125,6 +130,34 @@ CASES: dict[str, Any] = {
         },
         dtype="float16",
         key=KEY,
+    ),
+    "EngramGate": lambda: EngramGate(5, 8, eps=0.1, dtype="bfloat16", key=KEY),
+    "ShortConvGate": lambda: ShortConvGate(
+        *(5, 4),
+        streams=2,
+        kernel_size=3,
+        dilation=2,
+        bias=True,
+        eps=0.1,
+        conv_eps=0.2,
+        key=KEY,
+    ),
+    "NgramAverage": lambda: NgramAverage(2, 3, 8, key=KEY),
+    "NgramEmbedding": lambda: NgramEmbedding(
+        Engram(
+            order=3,
+            heads=2,
+            base=[13, 17],
+            layers=(1, 4),
+            canonical=np.arange(10) // 2,
+            pad=3,
+            seed=2,
+        ),
+        Embedding(140, 3, padding_idx=2, max_norm=1.5, key=KEY),
+        layer=4,
+    ),
+    "NgramEmbedding sum": lambda: NgramEmbedding(
+        ByteGroups(sizes=(2, 3), rows=11, functions=2), 3, combine="sum", key=KEY
     ),
     "Time2Vec": lambda: Time2Vec(4, dtype="bfloat16", key=KEY),
     "TransformerXLScores": lambda: TransformerXLScores(

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from firstlayer.kernels import set_num_threads
-from firstlayer.kernels.ngram import FLOAT_QUOTIENTS, ngram_rows
+from firstlayer.kernels.ngram import ngram_rows
 from firstlayer.kernels.runtime.threads import get_num_threads
 
 SIZES = [
-    *(2, 61, FLOAT_QUOTIENTS - 1, FLOAT_QUOTIENTS, FLOAT_QUOTIENTS + 1, 1_000_003),
-    *(16_000_057, 2**31 - 1, 2**40 + 15, 2**62 - 57, 2**62),
+    *(1, 2, 3, 61, 64, 2**16 - 1, 2**16, 2**16 + 1, 1_000_003, 16_000_057, 2**31 - 1),
+    *(2**32, 2**40 + 15, 2**62 - 57, 2**62, 2**63 - 25, 2**63 - 1),
 ]
 
 
@@ -24,7 +24,6 @@ def rows(numbers: np.ndarray, *, sizes: list[int], multipliers: np.ndarray) -> n
         negative="hashed",
         no_id=-(2**63),
         multipliers=multipliers,
-        heads=len(sizes),
         sizes=np.array(sizes),
         offsets=np.zeros(len(sizes), np.int64),
     )[0]
@@ -56,3 +55,19 @@ def test_rows_do_not_depend_on_the_number_of_threads(sizes):
         finally:
             set_num_threads(before)
         assert (found == mix[:, None] % np.array(sizes)).all()
+
+
+def test_ids_beyond_the_map_read_no_memory_outside_of_it():
+    found = ngram_rows(
+        np.array([[2**40, 3]]),
+        None,
+        np.array([5, 6, 7, 8]),
+        fill=0,
+        stop=None,
+        negative="dead",
+        no_id=-1,
+        multipliers=np.array([[1]]),
+        sizes=np.array([100]),
+        offsets=np.array([0]),
+    )
+    assert found.tolist() == [[[8], [8]]]

@@ -80,6 +80,12 @@ def test_rows(dtype):
     np.testing.assert_array_equal(got, want)
 
 
+def test_sums_of_words_wrap_around():
+    words = rng.integers(0, 2**64, (700, 512), np.uint64)
+    want = [sum(row) % 2**64 for row in words.tolist()]
+    assert plain.sum_words(words).tolist() == kernels.sum_words(words).tolist() == want
+
+
 def test_upcast_rows_and_sum_runs():
     table, rows = random((6, 3), ml_dtypes.bfloat16), np.array([5, 0, 5])
     np.testing.assert_array_equal(

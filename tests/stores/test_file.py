@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlayer.files import word2vec
-from firstlayer.stores import MemoryStore, open_store
+from firstlayer.stores import FileStore, MemoryStore, open_store
 from firstlayer.stores import file as file_module
 from firstlayer.stores.formats import format_by_name
 from tests.support.table_files import (
@@ -293,7 +293,7 @@ def test_bytes_beside_the_index_of_word2vec_are_not_trusted(tmp_path):
 @pytest.mark.parametrize("ids", [[0, 5], [-1], [2**40], np.array([2**63 + 1], np.uint64)])
 def test_an_id_out_of_range_is_an_index_error(ids, tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
-    with open_store(tmp_path / "a.npy", mode="r+", cache_rows=2) as store:
+    with FileStore(tmp_path / "a.npy", mode="r+", cache_rows=2) as store:
         for call in (store.read, store.prefetch, lambda x: store.write(x, random((1, 3)))):
             with pytest.raises(IndexError, match=rf"is {ids[-1]}, but num_embeddings is 5"):
                 call(ids)
@@ -365,7 +365,7 @@ def test_a_table_that_cannot_be_opened_says_why(tensors, arguments, message, tmp
 def test_arguments_are_checked(tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
     with pytest.raises(ValueError, match='mode must be "r" or "r\\+", got \'w\''):
-        open_store(tmp_path / "a.npy", mode="w")
+        open_store(tmp_path / "a.npy", mode="w")  # pyright: ignore
     with pytest.raises(ValueError, match="cache_rows must be at least 0, got -1"):
         open_store(tmp_path / "a.npy", cache_rows=-1)
     with pytest.raises(ValueError, match="one table without a name, but tensor is 'x'"):
@@ -410,7 +410,7 @@ def test_written_rows_are_in_the_file(format, interleave, tmp_path):
     memory = MemoryStore(random((9, 64)), format=format)
     memory.convert(path, interleave=interleave).close()
     new = random((2, 2, 64))
-    with open_store(path, mode="r+", cache_rows=8) as store:
+    with FileStore(path, mode="r+", cache_rows=8) as store:
         store.read(np.arange(9))
         store.write([[3, 8], [0, 3]], new)
         memory.write([[3, 8], [0, 3]], new)
@@ -442,7 +442,7 @@ def test_bags_are_summed_in_place(format, cache_rows, tmp_path):
 
 def test_a_writable_array_is_the_file(tmp_path):
     np.save(tmp_path / "a.npy", random((5, 3)))
-    with open_store(tmp_path / "a.npy", mode="r+") as store:
+    with FileStore(tmp_path / "a.npy", mode="r+") as store:
         store.array[2] = 7
         assert store.mode == "r+"
     assert (np.load(tmp_path / "a.npy")[2] == 7).all()
@@ -451,7 +451,7 @@ def test_a_writable_array_is_the_file(tmp_path):
 def test_word2vec_rows_can_be_written(tmp_path):
     path = tmp_path / "v.bin"
     path.write_bytes(word2vec_bytes(["a", "bc"], random((2, 5)), newline=True))
-    with open_store(path, mode="r+") as store:
+    with FileStore(path, mode="r+") as store:
         store.write([1], np.arange(5)[None])
         # The time of modification changed with the rows, the places of rows did not.
         equal(store.read(1), np.arange(5, dtype=np.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstlayer.torch.optim
-from firstlayer.stores import create_training_store, open_training_store
+from firstlayer.stores import create_store, open_store
 from firstlayer.torch import Embedding, EmbeddingBag
 from firstlayer.torch.optim import RowAdam, RowAdamW, RowSGD
 from tests.support.optim_cases import OPTIONS, dense
@@ -23,7 +23,7 @@ def table(seed: int = 0) -> np.ndarray:
 
 
 def create(path, dtype="float32"):
-    return create_training_store(path, (ROWS, WIDTH), dtype=dtype, rows=table())
+    return create_store(path, (ROWS, WIDTH), dtype=dtype, rows=table())
 
 
 def in_memory(**options) -> Embedding:
@@ -76,7 +76,7 @@ def test_a_run_in_three_sittings_equals_one_in_memory(tmp_path, name, number, ki
     train(memory, expected, range(40))
     create(tmp_path / "a").close()
     for steps in (range(7), range(7, 21), range(21, 40)):
-        with open_training_store(tmp_path / "a") as store:
+        with open_store(tmp_path / "a", mode="r+") as store:
             layer = kind.from_store(store, max_norm=3.0)
             assert layer.weight.is_leaf and layer.weight.requires_grad
             optimizer = optimizer_class(layer.parameters(), **options)
@@ -127,7 +127,7 @@ def test_uncommitted_changes_are_undone(tmp_path):
     layer.reset_parameters()
     assert (store.array != want["weight"]).any(axis=1).all()
     store.close()
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         layer = Embedding.from_store(store, max_norm=2.0, padding_idx=2)
         optimizer = RowAdam(layer.parameters())
         assert_same(values(layer, optimizer), want)
@@ -141,7 +141,7 @@ def test_evaluation_of_a_store_with_stale_rows(tmp_path):
         layer = Embedding.from_store(store)
         train(layer, RowAdamW(layer.parameters(), weight_decay=0.1), range(15))
     want = memory(torch.arange(ROWS)).detach()
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         with pytest.raises(ValueError, match="are stale; make a layer from the store"):
             store.read([30])
         # No optimizer is made.
@@ -183,7 +183,7 @@ def test_state_dicts_refer_to_a_commit(tmp_path):
         train(model["table"], optimizer, range(6, 9))
         assert_same(values(model["table"], optimizer), after)
     # Another process.
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         model = nn.ModuleDict({
             "table": Embedding.from_store(store),
             "head": nn.Linear(3, 2),
@@ -263,7 +263,7 @@ def test_other_optimizers_are_refused(tmp_path):
             RowSGD(layer.parameters(), lr=0.1, momentum=0.9).step()
         assert (store.array[1] != table()[1]).all()
         store.close()
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         np.testing.assert_array_equal(store.array, table())
         other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
         other.step()
@@ -289,7 +289,7 @@ def test_bfloat16_table_is_trained(tmp_path):
         assert layer.weight.dtype == torch.bfloat16
         assert layer(torch.tensor([3])).dtype == torch.bfloat16
         got = values(layer, optimizer)
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         layer = Embedding.from_store(store)
         optimizer = RowAdamW(layer.parameters(), stochastic_rounding=True)
         assert_same(values(layer, optimizer), got)

@@ -12,7 +12,7 @@ import torch
 import firstlayer.optim
 from firstlayer.numpy import Embedding
 from firstlayer.optim import RowAdagrad, RowAdam, RowAdamW, RowRMSprop, RowSGD
-from firstlayer.stores import create_training_store, open_training_store
+from firstlayer.stores import create_store, open_store
 from tests.support.optim_cases import OPTIONS, assert_close, copy_options, dense, scheduler
 
 ROWS, WIDTH = 40, 16
@@ -24,7 +24,7 @@ def table(seed: int = 0, dtype="float32") -> np.ndarray:
 
 
 def create(path, dtype="float32"):
-    return create_training_store(path, (ROWS, WIDTH), dtype=dtype, rows=table(0, dtype))
+    return create_store(path, (ROWS, WIDTH), dtype=dtype, rows=table(0, dtype))
 
 
 def train(layer, optimizer, steps: range, *, rows: int = ROWS) -> None:
@@ -73,7 +73,7 @@ def test_a_run_in_three_sittings_equals_one_in_memory(tmp_path, name, options):
     train(memory, expected, range(60))
     create(tmp_path / "a").close()
     for steps in (range(7), range(7, 31), range(31, 60)):
-        with open_training_store(tmp_path / "a") as store:
+        with open_store(tmp_path / "a", mode="r+") as store:
             layer = Embedding.from_store(store, padding_idx=3)
             optimizer = optimizer_class(layer, **options)
             assert optimizer.table_states["weight"].step_count == steps.start
@@ -120,7 +120,7 @@ def test_half_precision_with_stochastic_rounding_continues(tmp_path, dtype):
     train(memory, expected, range(30))
     create(tmp_path / "a", dtype).close()
     for steps in (range(13), range(13, 30)):
-        with open_training_store(tmp_path / "a") as store:
+        with open_store(tmp_path / "a", mode="r+") as store:
             layer = Embedding.from_store(store)
             optimizer = RowAdamW(layer, weight_decay=0.1, **rounding)
             train(layer, optimizer, steps)
@@ -145,7 +145,7 @@ def test_uncommitted_steps_lookups_and_writes_are_undone(tmp_path):
     layer.project()
     assert (arrays_of(optimizer)["weight"] != want["weight"]).any(axis=1).sum() > 30
     store.close()
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         layer = Embedding.from_store(store, max_norm=1.5, padding_idx=2)
         assert_same(arrays_of(RowAdamW(layer, weight_decay=0.1)), want)
 
@@ -255,7 +255,7 @@ def test_discarded_state_returns_with_its_commit(tmp_path):
         assert optimizer.table_states["weight"].step_count == 4
         store.commit("again")
         train(layer, optimizer, range(4, 6))
-    with open_training_store(tmp_path / "a", at="adam") as store:
+    with open_store(tmp_path / "a", mode="r+", at="adam") as store:
         assert_same(arrays_of(RowAdam(Embedding.from_store(store))), want)
 
 
@@ -273,12 +273,12 @@ def test_arrays_that_new_options_need_are_added(tmp_path):
         want = arrays_of(optimizer)
         optimizer.options["amsgrad"] = True
         train(layer, optimizer, range(10, 15))
-    with open_training_store(tmp_path / "a") as store:
+    with open_store(tmp_path / "a", mode="r+") as store:
         layer = Embedding.from_store(store)
         optimizer = RowAdam(layer, amsgrad=True)
         train(layer, optimizer, range(15, 20))
         assert_same(arrays_of(optimizer), arrays_of(expected))
-    with open_training_store(tmp_path / "a", at="plain") as store:
+    with open_store(tmp_path / "a", mode="r+", at="plain") as store:
         assert_same(arrays_of(RowAdam(Embedding.from_store(store))), want)
         assert not list((tmp_path / "a").glob("max_exp_avg_sq*"))
 
@@ -307,10 +307,10 @@ def test_two_stores_are_trained_by_one_optimizer(tmp_path):
     steps(memory, expected, range(12))
     for name, seed in (("a", 1), ("b", 2)):
         shape = (ROWS, WIDTH)
-        create_training_store(tmp_path / name, shape, rows=table(seed)).close()
+        create_store(tmp_path / name, shape, rows=table(seed)).close()
     with (
-        open_training_store(tmp_path / "a") as one,
-        open_training_store(tmp_path / "b", sync="full") as two,
+        open_store(tmp_path / "a", mode="r+") as one,
+        open_store(tmp_path / "b", mode="r+", sync="full") as two,
     ):
         model = Model(Embedding.from_store(one), Embedding.from_store(two))
         optimizer = RowRMSprop(model, momentum=0.5)
@@ -338,7 +338,7 @@ def test_a_full_disk_ends_a_step_before_it_starts(tmp_path):
             with pytest.raises(OSError, match="too large"):
                 optimizer.step(gradients)
             with pytest.raises(OSError, match="too large"):
-                create_training_store(tmp_path / "b", (1 << 20, 4))
+                create_store(tmp_path / "b", (1 << 20, 4))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert_same(arrays_of(optimizer), want)
@@ -354,7 +354,7 @@ def test_memory_is_bounded_by_the_rows_in_use(tmp_path):
             (line,) = (line for line in file if line.startswith("RssAnon"))
         return int(line.split()[1]) << 10
 
-    with create_training_store(tmp_path / "a", (rows, width)) as store:
+    with create_store(tmp_path / "a", (rows, width)) as store:
         layer = Embedding.from_store(store)
         optimizer = RowAdamW(layer)
         train(layer, optimizer, range(3), rows=rows)

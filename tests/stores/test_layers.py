@@ -392,6 +392,27 @@ def test_copies_and_states_of_torch_layers(format_):
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
+@in_every_format
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantized_torch_layer_uses_the_fused_kernels(format_, dtype, monkeypatch):
+    layer = complete_layer("torch", dtype)
+    small = layer.quantized(format_)
+    ids = torch.tensor([[3, 0, 7], [7, 49, 1]])
+    decoded_rows = small.token.upcast_rows(ids)
+    monkeypatch.setattr(type(small), "_by_modules", None)
+    got, want = small(ids), layer(ids, inputs_embeds=decoded_rows)
+    assert got.dtype == getattr(torch, dtype) and torch.equal(got, want)
+    small(ids).square().sum().backward()
+    grads = [p.grad.clone() for p in small.parameters()]
+    small.zero_grad()
+    layer(ids, inputs_embeds=decoded_rows).square().sum().backward()
+    wanted = {id(p): p.grad for p in layer.parameters()}
+    assert grads and all(
+        torch.equal(grad, wanted[id(p)])
+        for grad, p in zip(grads, small.parameters(), strict=True)
+    )
+
+
 def test_hooks_of_a_quantized_torch_layer_are_its_own():
     layer = complete_layer("torch")
     small = layer.quantized()

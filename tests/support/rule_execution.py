@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from firstlayer.optim.missed_steps import host_values
-from firstlayer.optim.rule import Rule, update_rows
+from firstlayer.optim.rule import ArrayOps, Rule, update_rows
 
 
 class DenseTable:
@@ -105,4 +105,4 @@ class OperatorTable(DenseTable):
             ):
                 array[late] = new
         columns = self.columns[:, start][..., None].astype(self.weight.dtype)
-        return list(kind(*columns).catch_up(np, *arrays))
+        return list(kind(*columns).catch_up(ArrayOps(np), *arrays))

@@ -19,8 +19,15 @@ import numpy as np
 
 from firstlayer.numpy import Embedding
 from firstlayer.optim import RowAdamW
-from firstlayer.stores import create_training_store, journal, mapped_array, training
-from firstlayer.stores.training import TrainingStore, open_training_store
+from firstlayer.stores import (
+    TrainingStore,
+    create_store,
+    journal,
+    mapped_array,
+    open_store,
+    recovery,
+    training_folder,
+)
 
 ROWS, WIDTH = 300, 64
 COMMIT_EVERY = 3
@@ -78,14 +85,14 @@ class Reference:
 
 def create(path: Path, *, rows: int = ROWS, sync: Any = "off") -> None:
     """Create a store that :func:`train` can open."""
-    store = create_training_store(path, (rows, WIDTH), rows=initial(rows), sync=sync)
+    store = create_store(path, (rows, WIDTH), rows=initial(rows), sync=sync)
     store.commit("0")
     store.close()
 
 
 def opened(path: Path, **options: Any) -> tuple[TrainingStore, Embedding, RowAdamW]:
     """Open a store with its layer and optimizer."""
-    store = open_training_store(path, **options)
+    store = open_store(path, mode="r+", **options)
     layer = Embedding.from_store(store, max_norm=6.0)
     return store, layer, RowAdamW(layer, **OPTIONS)
 
@@ -126,7 +133,7 @@ def kill_training(folder: Path, count: int) -> dict[str, int]:
     create(path)
     # Loads the kernels of every path, which children then have.
     train(path, 30)
-    store = open_training_store(path)
+    store = open_store(path, mode="r+")
     store.return_to(store.tags[0])
     store.close()
     train(path, 30)
@@ -141,14 +148,14 @@ def kill_training(folder: Path, count: int) -> dict[str, int]:
             last = 0
         back = None
         if number % 4 == 3:
-            store = open_training_store(path)
+            store = open_store(path, mode="r+")
             back = store.tags[0]
             store.close()
         child = os.fork()
         if child == 0:
             try:
                 if back is not None:
-                    open_training_store(path, at=back).close()
+                    open_store(path, mode="r+", at=back).close()
                 train(path, 1 << 30)
             finally:
                 os._exit(1)
@@ -288,7 +295,7 @@ class RecordedSystem:
 def recorded(folder: Path) -> Generator[Power, None, None]:
     """Record the calls of the stores during the block."""
     power = Power(folder)
-    modules = (journal, mapped_array, training)
+    modules = (journal, mapped_array, recovery, training_folder)
     try:
         for module in modules:
             module.os = RecordedSystem(power)  # pyright: ignore

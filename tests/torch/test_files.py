@@ -14,6 +14,7 @@ from torch import nn
 import firstlayer.torch
 from firstlayer.files.layer_configs import LAYER_KINDS
 from firstlayer.files.safetensors import read, write
+from firstlayer.ngram import ByteGroups, Engram
 from firstlayer.numpy import files as numpy_files
 from firstlayer.positions.scaling import LongRoPE, YaRN
 from firstlayer.torch.alibi import AlibiBias
@@ -31,6 +32,12 @@ from firstlayer.torch.hashed import (
 from firstlayer.torch.kerple import KerpleBias
 from firstlayer.torch.layer import EmbeddingLayer
 from firstlayer.torch.learned import LearnedPositions
+from firstlayer.torch.ngram import (
+    EngramGate,
+    NgramAverage,
+    NgramEmbedding,
+    ShortConvGate,
+)
 from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.sinusoidal import SinusoidalPositions
@@ -143,6 +150,27 @@ CASES: dict[str, Any] = {
         },
         dtype=torch.bfloat16,
     ),
+    "EngramGate": lambda: EngramGate(5, 8, eps=0.1, dtype=torch.float64),
+    "ShortConvGate": lambda: ShortConvGate(
+        5, 4, streams=2, kernel_size=3, dilation=2, bias=True, eps=0.1, conv_eps=0.2
+    ),
+    "NgramAverage": lambda: NgramAverage(2, 3, 8, dtype=torch.bfloat16),
+    "NgramEmbedding": lambda: NgramEmbedding(
+        Engram(
+            order=3,
+            heads=2,
+            base=[13, 17],
+            layers=(1, 4),
+            canonical=np.arange(10) // 2,
+            pad=3,
+            seed=2,
+        ),
+        Embedding(140, 3, padding_idx=2, max_norm=1.5),
+        layer=4,
+    ),
+    "NgramEmbedding sum": lambda: NgramEmbedding(
+        ByteGroups(sizes=(2, 3), rows=11, functions=2), 3, combine="sum"
+    ),
     "Time2Vec": lambda: Time2Vec(4, dtype=torch.float64),
     "TransformerXLScores": lambda: TransformerXLScores(
         1, 8, embedding_dim=6, base=90.0, max_distance=10**6
@@ -164,6 +192,9 @@ def output(layer: Any, as_array: Any) -> Any:
         return layer(as_array(IDS))
     if name == "TableGroup":
         return layer({"clicked": [[3, 0], []]})["clicked"]
+    if name in ("EngramGate", "NgramAverage", "ShortConvGate"):
+        x = X.reshape(2, 3, 2, 4) if name == "ShortConvGate" else X
+        return layer(as_array(x), as_array(X[..., : layer.memory_dim]))
     if name in ("LearnedPositions", "SinusoidalPositions"):
         return layer(as_array(X), offset=1)
     if name == "RotaryPositions":

@@ -34,6 +34,12 @@ from firstlayer.torch.optim.row_operators import (
     sum_by_id_static,
     write_rows,
 )
+from firstlayer.torch.optim.static_step import (
+    begin_step,
+    end_step,
+    new_step_tensors,
+    static_step,
+)
 from firstlayer.torch.optim.table_state import ParameterState
 from tests.support.optim_cases import (
     OPTIONS,
@@ -228,6 +234,37 @@ def test_tied_head_updates_every_row_by_operators(operators):
         with pytest.warns(UserWarning) if number == 3 else nullcontext():
             run.ours.step()
         run.theirs.step()
+    run.finish()
+
+
+LOOKUPS = ("once", "twice", "with padding", "without a step", "state is reset")
+
+
+@pytest.mark.parametrize("lookups", LOOKUPS)
+def test_state_that_lookups_leave_to_the_step_is_written(lookups, operators):
+    run = Run("AdamW", OPTIONS["AdamW"][0])
+    state = None
+    for number in range(20):
+        # None of the rows is in the batch before.
+        ids = (torch.tensor([5, 1, 8, 3, 0, 7]) + 9 * number) % ROWS
+        if state is not None:
+            run.layer(ids)
+            # Most rows are stale, and their state is in memory of its own.
+            assert state._deferred is not None
+            if lookups in ("twice", "with padding"):
+                # Rows that get no gradient, and for "twice" some that do.
+                run.layer(ids[4:] if lookups == "twice" else (ids + 1) % ROWS)
+            elif lookups == "without a step" and number % 3 == 0:
+                run.layer((ids + 3) % ROWS)
+                assert_close(run.layer.weight.detach(), run.twin.detach(), 1e-6)
+                assert state._deferred is None
+            elif lookups == "state is reset" and number == 10:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    run.ours.state[run.layer.weight][key][ids] = 0.0
+                    run.theirs.state[run.twin][key][ids] = 0.0
+        run.step(ids)
+        state = state_of(run.ours, run.layer.weight)
+        assert state._deferred is None
     run.finish()
 
 
@@ -500,11 +537,11 @@ def test_nothing_is_read_from_the_device(name, options, device, monkeypatch):
             assert state.gather_caught_up(ids).shape == (8, WIDTH)
             assert state.first_stale(ids) is None
             state.step(ids, torch.empty(8, WIDTH, device=device), options=group)
-            numbers = state.new_step_tensors()
-            state.begin_step(state.row_tensors(), numbers, ids, group)
+            numbers = new_step_tensors(state)
+            begin_step(state, state.row_tensors(), numbers, ids, group)
             values = torch.empty(8, WIDTH, device=device)
-            state.static_step(state.row_tensors(), numbers, ids, values)
-            state.end_step(group)
+            static_step(state, state.row_tensors(), numbers, ids, values)
+            end_step(state, group)
         assert state.step_count == 6 and state.row_steps.device.type == device
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from ..files.checkpoint import checkpoint_in, open_checkpoint
-from ..word_vectors.folder import read_one_save
+from ..vector_files.folder import read_one_save
 from ..word_vectors.neighbors import units
 
 #: Most positions in the picture; of more, evenly spaced ones are taken.

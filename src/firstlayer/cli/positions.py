@@ -114,7 +114,8 @@ def _text(files: tuple[str, ...]) -> bytes:
 def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
     return (
         f"{len(schemes)} schemes, each {setting.seeds} × {setting.steps} steps of "
-        f"{setting.batch} × {setting.length} bytes out of {size:,}, tested up to {max(setting.lengths)}"
+        f"{setting.batch} × {setting.length} bytes out of {size:,}, tested up to "
+        f"{max(setting.lengths)}"
     )
 
 

@@ -103,6 +103,47 @@ class HashedRows:
         return namespace_of(ids).stack(columns, -1)
 
 
+class HashedArguments:
+    """Arguments of the hash as properties, for the layers of every front end."""
+
+    rows: Any
+
+    @property
+    def _hashed(self) -> HashedRows:
+        return getattr(self.rows, "hashed", self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that ids are hashed to."""
+        return self._hashed.num_rows
+
+    @property
+    def hashes(self) -> int:
+        """Number of rows that an id is hashed to."""
+        return self._hashed.hashes
+
+    @property
+    def seed(self) -> int:
+        """Seed of the hashes."""
+        return self._hashed.seed
+
+
+class QuotientRemainderArguments:
+    """Arguments of quotients and remainders as properties, for every front end."""
+
+    rows: Any
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of ids."""
+        return self.rows.num_embeddings
+
+    @property
+    def buckets(self) -> int:
+        """Number of remainders."""
+        return self.rows.buckets
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuotientRemainderRows:
     """Rows of the remainder and the quotient of an id, in one table.

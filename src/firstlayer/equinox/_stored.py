@@ -202,6 +202,16 @@ class StoredEmbedding(Module):
             else jax.lax.with_sharding_constraint(out, out_sharding)
         )
 
+    def prefetch(self, ids: Ids) -> None:
+        """Start to read the rows of a coming lookup; see :meth:`RowStore.prefetch`.
+
+        Args:
+            ids: Ids of the rows, not traced.
+        """
+        values = host_values(ids)
+        if isinstance(self.rows, HostRows) and values is not None:
+            self.rows.row_store.prefetch(values)
+
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
         ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)

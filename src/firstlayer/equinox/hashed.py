@@ -20,7 +20,9 @@ from .._check import host_array, ids_in_range, not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
     FrequencyRows,
+    HashedArguments,
     HashedRows,
+    QuotientRemainderArguments,
     QuotientRemainderRows,
     int64_bits,
     joined_pairs,
@@ -113,7 +115,7 @@ def _rows_by(rows: Any, ids: Ids, *, num_rows: int, **constants: Constant) -> An
         return rows(wide, **arrays).astype(jnp.int32)
 
 
-class HashedEmbedding(CombinedRows):
+class HashedEmbedding(HashedArguments, CombinedRows):
     """Vectors of any 64-bit ids: each id is hashed to several rows of one table.
 
     Two ids share all rows only if every hash collides. See
@@ -189,21 +191,6 @@ class HashedEmbedding(CombinedRows):
             replicated = replicated_like(sharding)
             self.importance = Embedding(weight=ones, sharding=replicated)
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the table."""
-        return self.rows.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each id."""
-        return self.rows.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.seed
-
     def _rows(self, ids: Ids) -> Array:
         return _rows_by(self.rows, ids, num_rows=self.num_rows)
 
@@ -216,7 +203,7 @@ class HashedEmbedding(CombinedRows):
         return self.importance(_rows_by(rows, ids, num_rows=rows.num_rows)[..., 0])
 
 
-class QuotientRemainderEmbedding(CombinedRows):
+class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
     """A vector of its own for every id, from few rows (Shi et al. 2019).
 
     The vector combines the row of the id's remainder with the row of its quotient:
@@ -275,16 +262,6 @@ class QuotientRemainderEmbedding(CombinedRows):
             sharding=sharding,
         )
 
-    @property
-    def num_embeddings(self) -> int:
-        """Number of ids."""
-        return self.rows.num_embeddings
-
-    @property
-    def buckets(self) -> int:
-        """Number of remainders."""
-        return self.rows.buckets
-
     def _rows(self, ids: Ids) -> Array:
         values = host_values(ids)
         if values is not None and not (
@@ -294,7 +271,7 @@ class QuotientRemainderEmbedding(CombinedRows):
         return _rows_by(self.rows, ids, num_rows=self.rows.num_rows)
 
 
-class FrequencyEmbedding(CombinedRows):
+class FrequencyEmbedding(HashedArguments, CombinedRows):
     """Rows of their own for frequent ids, sums of hashed rows for all other 64-bit ids.
 
     Args:
@@ -362,21 +339,6 @@ class FrequencyEmbedding(CombinedRows):
         ids = np.empty_like(self._frequent.array)
         ids[self._order.array] = self._frequent.array
         return ids
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that the other ids are hashed to."""
-        return self.rows.hashed.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each of the other ids."""
-        return self.rows.hashed.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.hashed.seed
 
     def _rows(self, ids: Ids) -> Array:
         constants = {"frequent": self._frequent, "order": self._order}

@@ -7,31 +7,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from .._check import check_real, not_negative_number, one_of, positive
+from .._check import check_real
 from ..ngram.gates import (
     EngramWeights,
     ShortConvWeights,
-    check_shapes,
     engram_gate,
     ngram_average,
     short_conv_gate,
 )
-from ..ngram.scheme import Scheme, check_num_rows
+from ..ngram.layers import (
+    AverageArguments,
+    AverageOptions,
+    EngramArguments,
+    EngramOptions,
+    GateArguments,
+    NgramArguments,
+    ShortConvArguments,
+    ShortConvOptions,
+    check_shapes,
+    check_table,
+    refuse_options,
+)
+from ..ngram.scheme import Scheme
+from ..stores.row_store import RowStore
 from ._module import Module, replace_fields, upcast_together
 from ._parameters import Key, draw_parameter, table_dtype
+from ._stored import StoredEmbedding
 from .token import Embedding
 
 
-class NgramEmbedding(Module):
+class NgramEmbedding(NgramArguments, Module):
     """Looks up the rows of the n-grams that end at each position.
 
     Args:
         scheme: Scheme of :mod:`firstlayer.ngram`.
-        table: Layer with the table, or the width of the rows of a new one.
+        table: Layer with the table, a store of :mod:`firstlayer.stores`, or the width of
+            the rows of a new table.
         layer: Layer of the model whose table it is; may be left out if the scheme has one.
         combine: ``"concat"``, or ``"sum"`` as in BLT.
         options: Arguments of :class:`Embedding` for a new table, such as ``key`` and
-            ``sharding``.
+            ``sharding``, or of :meth:`Embedding.from_store` for a store.
 
     Shape:
         - ids: ``(..., length)``, any integer dtype, or lists
@@ -44,7 +59,7 @@ class NgramEmbedding(Module):
         (1, 3, 32)
     """
 
-    table: Embedding
+    table: Embedding | StoredEmbedding
     scheme: Scheme = eqx.field(static=True)
     layer: int | None = eqx.field(static=True)
     combine: str = eqx.field(static=True)
@@ -52,25 +67,22 @@ class NgramEmbedding(Module):
     def __init__(
         self,
         scheme: Scheme,
-        table: Embedding | int,
+        table: Embedding | StoredEmbedding | RowStore | int,
         *,
         layer: int | None = None,
         combine: str = "concat",
         **options: Any,
     ) -> None:
-        rows = scheme.layout(layer).rows
-        self.combine = one_of("combine", combine, ("concat", "sum"))
-        if isinstance(table, eqx.Module):
-            check_num_rows(table.num_embeddings, rows, options)
+        module: Any = table
+        if isinstance(table, RowStore):
+            module = Embedding.from_store(table, **options)
+        elif isinstance(table, eqx.Module):
+            refuse_options(options)
         else:
-            table = Embedding(rows, table, **options)
-        self.scheme, self.layer, self.table = scheme, layer, table
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of the output."""
-        columns = self.scheme.columns if self.combine == "concat" else 1
-        return columns * self.table.embedding_dim
+            module = Embedding(scheme.layout(layer).rows, table, **options)
+        check_table(scheme, layer, combine, module.num_embeddings)
+        self.scheme, self.layer, self.table = scheme, layer, module
+        self.combine = combine
 
     def __call__(
         self,
@@ -96,15 +108,68 @@ class NgramEmbedding(Module):
             return vectors.sum(-2)
         return vectors.reshape(*vectors.shape[:-2], self.embedding_dim)
 
+    def prefetch(
+        self,
+        ids: Integer[Array, "*batch length"] | list[Any] | Any,
+        *,
+        history: Integer[Array, "*batch before"] | Any = None,
+        documents: Integer[Array, "*batch positions"] | Any = None,
+        dead: Bool[Array, "*batch positions"] | Any = None,
+    ) -> None:
+        """Start to read the rows of a coming call, if the table is on disk.
+
+        Args:
+            ids: Ids, not traced.
+            history: As in a call.
+            documents: As in a call.
+            dead: As in a call.
+        """
+        rows = self.scheme(
+            ids, layer=self.layer, history=history, documents=documents, dead=dead
+        )
+        if isinstance(self.table, StoredEmbedding):
+            self.table.prefetch(rows)
+
     def parameters(self) -> dict[str, Float[Array, "rows width"]]:
-        return {"table.weight": self.table.parameters()["weight"]}
+        return {f"table.{name}": x for name, x in self.table.parameters().items()}
+
+    def config(self) -> dict[str, Any]:
+        return self._config_with(self.table.config())
 
     def _replace_parameters(self, parameters: dict[str, Any]) -> Any:
-        table = self.table.with_parameters({"weight": parameters["table.weight"]})
-        return replace_fields(self, table=table)
+        own = {name.removeprefix("table."): x for name, x in parameters.items()}
+        return replace_fields(self, table=self.table.with_parameters(own))
 
 
-class EngramGate(Module):
+class Gate(GateArguments, Module):
+    """Base class of the gates: parameters and the checks of a call."""
+
+    def _create_parameters(self, *, key: Key | None, dtype: Any) -> None:
+        specs = self.options.parameters()
+        count = [spec.init for spec in specs.values()].count("linear")
+        keys = iter(
+            [key] * count if key is None or count == 1 else jax.random.split(key, count)
+        )
+        for name, (shape, init) in specs.items():
+            if init == "linear":
+                value = draw_parameter(shape, init=_uniform, key=next(keys), dtype=dtype)
+            else:
+                value = jnp.full(shape, init == "ones", table_dtype(dtype))
+            setattr(self, name, value)
+
+    def parameters(self) -> dict[str, Float[Array, "..."]]:
+        return {name: getattr(self, name) for name in self.options.parameters()}
+
+    def _check(
+        self, hidden: Any, memory: Any, mask: Any = None, *, name: str = "hidden"
+    ) -> None:
+        """Raise unless the arguments of a call fit together."""
+        check_real(hidden, name=name, whole=False)
+        check_real(memory, name="memory", whole=False)
+        check_shapes(hidden, memory, mask, options=self.options, name=name)
+
+
+class EngramGate(EngramArguments, Gate):
     """Adds n-gram vectors to hidden states, as in DeepSeek-V4.1.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -133,10 +198,7 @@ class EngramGate(Module):
     projection: Float[Array, "rows memory_dim"]
     query_weight: Float[Array, "streams embedding_dim"]
     key_weight: Float[Array, "streams embedding_dim"]
-    memory_dim: int = eqx.field(static=True)
-    embedding_dim: int = eqx.field(static=True)
-    streams: int | None = eqx.field(static=True)
-    eps: float = eqx.field(static=True)
+    options: EngramOptions = eqx.field(static=True)
 
     def __init__(
         self,
@@ -148,15 +210,10 @@ class EngramGate(Module):
         dtype: Any = None,
         key: Key | None = None,
     ) -> None:
-        self.memory_dim = positive("memory_dim", memory_dim)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.streams = None if streams is None else positive("streams", streams)
-        self.eps = not_negative_number("eps", eps)
-        shape = (streams or 1, embedding_dim)
-        rows = (shape[0] + 1) * embedding_dim
-        self.projection = _linear((rows, memory_dim), key=key, dtype=dtype)
-        self.query_weight = jnp.ones(shape, table_dtype(dtype))
-        self.key_weight = jnp.ones(shape, table_dtype(dtype))
+        self.options = EngramOptions(
+            memory_dim=memory_dim, embedding_dim=embedding_dim, streams=streams, eps=eps
+        )
+        self._create_parameters(key=key, dtype=dtype)
 
     def __call__(
         self,
@@ -166,17 +223,14 @@ class EngramGate(Module):
         mask: Bool[Array, "*batch length"] | None = None,
     ) -> Float[Array, "*hidden"]:
         """Return the hidden states with the gated value added."""
-        _check_arguments(self, hidden, memory, mask)
+        self._check(hidden, memory, mask)
         own = self.parameters().values()
         h, e, *weights = upcast_together(_streams(hidden, self), memory, *own)
         out = engram_gate(h, e, EngramWeights(*weights), eps=self.eps, mask=mask)
         return out.reshape(hidden.shape).astype(hidden.dtype)
 
-    def parameters(self) -> dict[str, Float[Array, "..."]]:
-        return {name: getattr(self, name) for name in EngramWeights._fields}
 
-
-class ShortConvGate(Module):
+class ShortConvGate(ShortConvArguments, Gate):
     """Adds n-gram vectors and their convolution to hidden states: Engram's paper, Qwen.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -223,14 +277,7 @@ class ShortConvGate(Module):
     conv: Float[Array, "streams embedding_dim kernel_size"]
     key_bias: Float[Array, "streams embedding_dim"] | None
     value_bias: Float[Array, " embedding_dim"] | None
-    memory_dim: int = eqx.field(static=True)
-    embedding_dim: int = eqx.field(static=True)
-    streams: int | None = eqx.field(static=True)
-    kernel_size: int = eqx.field(static=True)
-    dilation: int = eqx.field(static=True)
-    bias: bool = eqx.field(static=True)
-    eps: float = eqx.field(static=True)
-    conv_eps: float = eqx.field(static=True)
+    options: ShortConvOptions = eqx.field(static=True)
 
     def __init__(
         self,
@@ -246,25 +293,18 @@ class ShortConvGate(Module):
         dtype: Any = None,
         key: Key | None = None,
     ) -> None:
-        self.memory_dim = positive("memory_dim", memory_dim)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.streams = None if streams is None else positive("streams", streams)
-        self.kernel_size = positive("kernel_size", kernel_size)
-        self.dilation = positive("dilation", dilation)
-        self.eps = not_negative_number("eps", eps)
-        conv_eps = eps if conv_eps is None else conv_eps
-        self.conv_eps = not_negative_number("conv_eps", conv_eps)
-        self.bias, shape = bool(bias), (streams or 1, embedding_dim)
-        keys = (None, None) if key is None else jax.random.split(key)
-        self.key_projection = _linear((*shape, memory_dim), key=keys[0], dtype=dtype)
-        self.value_projection = _linear(
-            (embedding_dim, memory_dim), key=keys[1], dtype=dtype
+        self.options = ShortConvOptions(
+            memory_dim=memory_dim,
+            embedding_dim=embedding_dim,
+            streams=streams,
+            kernel_size=kernel_size,
+            dilation=dilation,
+            bias=bias,
+            eps=eps,
+            conv_eps=eps if conv_eps is None else conv_eps,
         )
-        ones = jnp.ones(shape, table_dtype(dtype))
-        self.key_norm, self.query_norm, self.conv_norm = ones, ones, ones
-        self.conv = jnp.zeros((*shape, kernel_size), table_dtype(dtype))
-        self.key_bias = jnp.zeros_like(ones) if bias else None
-        self.value_bias = jnp.zeros_like(ones[0]) if bias else None
+        self.key_bias = self.value_bias = None
+        self._create_parameters(key=key, dtype=dtype)
 
     def __call__(
         self,
@@ -304,7 +344,7 @@ class ShortConvGate(Module):
         return self._run(hidden, memory, mask=mask, state=state)[1]
 
     def _run(self, hidden: Array, memory: Array, **others: Any) -> tuple[Array, Array]:
-        _check_arguments(self, hidden, memory, others["mask"])
+        self._check(hidden, memory, others["mask"])
         own = self.parameters()
         h, e, *weights = upcast_together(_streams(hidden, self), memory, *own.values())
         return short_conv_gate(
@@ -317,12 +357,8 @@ class ShortConvGate(Module):
             **others,
         )
 
-    def parameters(self) -> dict[str, Float[Array, "..."]]:
-        values = {name: getattr(self, name) for name in ShortConvWeights._fields}
-        return {name: value for name, value in values.items() if value is not None}
 
-
-class NgramAverage(Module):
+class NgramAverage(AverageArguments, Gate):
     """Averages token vectors and projected n-gram rows, as LongCat-Flash-Lite does.
 
     Args:
@@ -344,9 +380,7 @@ class NgramAverage(Module):
     """
 
     weight: Float[Array, "columns embedding_dim width"]
-    columns: int = eqx.field(static=True)
-    width: int = eqx.field(static=True)
-    embedding_dim: int = eqx.field(static=True)
+    options: AverageOptions = eqx.field(static=True)
 
     def __init__(
         self,
@@ -357,9 +391,10 @@ class NgramAverage(Module):
         dtype: Any = None,
         key: Key | None = None,
     ) -> None:
-        self.columns, self.width = positive("columns", columns), positive("width", width)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.weight = _linear((columns, embedding_dim, width), key=key, dtype=dtype)
+        self.options = AverageOptions(
+            columns=columns, width=width, embedding_dim=embedding_dim
+        )
+        self._create_parameters(key=key, dtype=dtype)
 
     def __call__(
         self,
@@ -367,34 +402,15 @@ class NgramAverage(Module):
         memory: Float[Array, "*batch memory_dim"],
     ) -> Float[Array, "*batch embedding_dim"]:
         """Return the mean of the token vectors and the projected rows."""
-        dims, memory_dim = (self.embedding_dim,), self.columns * self.width
-        check_shapes(tokens, memory, None, dims=dims, memory_dim=memory_dim)
+        self._check(tokens, memory, name="tokens")
         out = ngram_average(*upcast_together(tokens, memory, self.weight))
         return out.astype(tokens.dtype)
-
-    def parameters(self) -> dict[str, Float[Array, "..."]]:
-        return {"weight": self.weight}
 
 
 def _streams(hidden: Array, gate: EngramGate | ShortConvGate) -> Array:
     return hidden[..., None, :] if gate.streams is None else hidden
 
 
-def _check_arguments(
-    gate: EngramGate | ShortConvGate, hidden: Any, memory: Any, mask: Any
-) -> None:
-    check_real(hidden, name="hidden", whole=False)
-    check_real(memory, name="memory", whole=False)
-    own = (gate.embedding_dim,)
-    dims = own if gate.streams is None else (gate.streams, *own)
-    check_shapes(hidden, memory, mask, dims=dims, memory_dim=gate.memory_dim)
-
-
-def _linear(shape: tuple[int, ...], *, key: Key | None, dtype: Any) -> Array:
-    """Draw a projection as ``torch.nn.Linear`` does."""
-
-    def uniform(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
-        bound = shape[-1] ** -0.5
-        return jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)
-
-    return draw_parameter(shape, init=uniform, key=key, dtype=dtype)
+def _uniform(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    bound = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)

@@ -14,6 +14,8 @@ from jaxtyping import Shaped
 
 #: Prefix of the names of the arrays of an id map in files and state dicts.
 ID_MAP = "id_map."
+#: Prefix of the names of the arrays of an n-gram scheme in files.
+SCHEME = "scheme."
 _FIRE_NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
@@ -28,6 +30,10 @@ class LayerKind(NamedTuple):
             :mod:`firstlayer.positions.phases`.
         distances: Options that are integers but not sizes of anything.
         has_parts: Whether it consists of other layers, which have the parameters.
+        states_shapes: Whether its class has ``_parameter_shapes``, which returns the shapes
+            of the parameters of a config.
+        has_scheme: Whether its rows are those of an n-gram scheme: the config has those of
+            the scheme and of the table, and files have the arrays of the scheme.
         grows: Whether ids get rows while it is trained: ``init`` is part of its config, and
             files have the arrays of its id map.
     """
@@ -38,6 +44,8 @@ class LayerKind(NamedTuple):
     has_phase_tables: bool = False
     distances: tuple[str, ...] = ()
     has_parts: bool = False
+    states_shapes: bool = False
+    has_scheme: bool = False
     grows: bool = False
 
 
@@ -47,6 +55,7 @@ LAYER_KINDS = {
     "Embedding": LayerKind("token", ("weight",), "token."),
     "EmbeddingBag": LayerKind("bag", ("weight",), "token."),
     "EmbeddingLayer": LayerKind("layer", has_parts=True),
+    "EngramGate": LayerKind("ngram", states_shapes=True),
     "FireBias": LayerKind("fire", ("c", "multiplier", *_FIRE_NETWORK), "bias."),
     "FrequencyEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "FourierFeatures": LayerKind("fourier", has_phase_tables=True),
@@ -56,11 +65,14 @@ LAYER_KINDS = {
     "HashedEmbedding": LayerKind("hashed", distances=("seed",), has_parts=True),
     "KerpleBias": LayerKind("kerple", ("r1", "r2"), "bias."),
     "LearnedPositions": LayerKind("learned", ("weight",), "position."),
+    "NgramAverage": LayerKind("ngram", states_shapes=True),
+    "NgramEmbedding": LayerKind("ngram", distances=("layer",), has_scheme=True),
     "QuotientRemainderEmbedding": LayerKind(
         "hashed", distances=("num_embeddings",), has_parts=True
     ),
     "RotaryPositions": LayerKind("rotary", has_phase_tables=True),
     "ShawScores": LayerKind("shaw", ("weight",), "bias."),
+    "ShortConvGate": LayerKind("ngram", states_shapes=True),
     "SinusoidalPositions": LayerKind("sinusoidal", has_phase_tables=True),
     "T5Bias": LayerKind("t5", ("weight",), "bias."),
     "TableGroup": LayerKind("table_group", has_parts=True),

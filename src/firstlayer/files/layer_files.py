@@ -14,6 +14,7 @@ from .._check import float_dtype, integer, padding_index
 from .layer_configs import (
     ID_MAP,
     LAYER_KINDS,
+    SCHEME,
     check_options,
     not_in_config,
     parameters_in,
@@ -54,15 +55,18 @@ class FrontEnd:
 def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     """Write a layer to a file that :func:`load_layer` can load in any front end."""
     layer_class = type(layer)
-    for part in (layer, getattr(layer, "position", None)):
+    for part in (layer, getattr(layer, "position", None), getattr(layer, "table", None)):
         if part is not None and type(part) is not front_end.layer_class(
             type(part).__name__
         ):
             raise TypeError(
                 f"layer must be of a class that load knows, got {type(part).__qualname__}"
             )
-    prefix = LAYER_KINDS[layer_class.__name__].prefix
-    tensors = {prefix + name: array for name, array in front_end.arrays(layer).items()}
+    kind = LAYER_KINDS[layer_class.__name__]
+    arrays = front_end.arrays(layer).items()
+    tensors = {kind.prefix + name: array for name, array in arrays}
+    if kind.has_scheme:
+        tensors |= {SCHEME + name: array for name, array in layer._scheme_arrays().items()}
     skipped = not_in_config(layer_class)
     config = front_end.config(layer)
     config = {option: value for option, value in config.items() if option not in skipped}
@@ -95,7 +99,7 @@ def _build_quantized(config: dict[str, Any], tensors: Tensors, front_end: FrontE
     """Return the layer of a file, whose token table may be quantized."""
     for name, tensor in tensors.items():
         is_wrong = (tensor.dtype == np.uint8) != (name == ENCODED)
-        if is_wrong or (tensor.dtype == np.int64) != name.startswith(ID_MAP):
+        if is_wrong or (tensor.dtype == np.int64) != name.startswith((ID_MAP, SCHEME)):
             raise ValueError(f"{name} must not have dtype {tensor.dtype}")
     if QUANTIZED not in config and ENCODED not in tensors:
         return _build(config, tensors, front_end, file_tensors=tensors)
@@ -141,6 +145,11 @@ def _build(
     if LAYER_KINDS[name].grows:
         # No larger than the tensor of the file.
         array_of_shape(tensors, (options["capacity"] + 1, options["embedding_dim"]))
+    if LAYER_KINDS[name].has_scheme:
+        return _build_ngram(layer_class, options, tensors, front_end)
+    if LAYER_KINDS[name].states_shapes:
+        _check_shapes(layer_class._parameter_shapes(options), tensors)
+        return front_end.build(layer_class, options, tensors)
     if not LAYER_KINDS[name].has_parts:
         return front_end.build(layer_class, options, parameters_in(name, tensors))
     if "position" not in inspect.signature(layer_class).parameters:
@@ -153,3 +162,40 @@ def _build(
         own = {key: tensors[key] for key in tensors if key.startswith("position.")}
         position = _build(position, own, front_end, file_tensors=tensors)
     return front_end.build(layer_class, {**options, "position": position}, tensors)
+
+
+def _build_ngram(
+    layer_class: Any, options: dict[str, Any], tensors: Tensors, front_end: FrontEnd
+) -> Any:
+    """Return a layer over the table and the n-gram scheme of a file."""
+    table, scheme = options.pop("table", None), options.pop("scheme", None)
+    if not isinstance(table, dict) or table.get("class") != "Embedding":
+        raise ValueError(
+            f"table must be the config of an Embedding, got {reprlib.repr(table)}"
+        )
+    arrays = {
+        name.removeprefix(SCHEME): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(SCHEME)
+    }
+    prefix = LAYER_KINDS["Embedding"].prefix
+    own = {
+        prefix + name.removeprefix("table."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(SCHEME)
+    }
+    layer = _build(table, own, front_end, file_tensors=own)
+    return layer_class(layer_class._scheme_from(scheme, arrays), layer, **options)
+
+
+def _check_shapes(shapes: dict[str, tuple[int, ...]], tensors: Tensors) -> None:
+    """Raise ValueError unless the tensors of a file have these names and shapes."""
+    missing, unknown = sorted(shapes.keys() - tensors), sorted(tensors.keys() - shapes)
+    if missing or unknown:
+        raise ValueError(
+            f"the layer has the tensors {sorted(shapes)}; "
+            f"missing {missing}, unknown {reprlib.repr(unknown)}"
+        )
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tensors[name].shape}")

@@ -42,12 +42,15 @@ if TYPE_CHECKING:
     from .row_io import upcast_rows as upcast_rows
     from .row_sums import sum_groups as sum_groups
     from .row_sums import sum_runs as sum_runs
+    from .row_sums import sum_words as sum_words
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
     from .skipgram import draw_targets as draw_targets
     from .skipgram import group_targets as group_targets
     from .skipgram import noise_table as noise_table
     from .skipgram import skipgram_gradients as skipgram_gradients
+    from .subwords import mean_subword_rows as mean_subword_rows
+    from .text_rows import parse_text_rows as parse_text_rows
 
 # Module of each name above; a test checks that the two lists match.
 _NAMES = {
@@ -71,9 +74,11 @@ _NAMES = {
     "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
-    "row_sums": ("sum_groups", "sum_runs"),
+    "row_sums": ("sum_groups", "sum_runs", "sum_words"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
     "skipgram": ("draw_targets", "group_targets", "noise_table", "skipgram_gradients"),
+    "subwords": ("mean_subword_rows",),
+    "text_rows": ("parse_text_rows",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

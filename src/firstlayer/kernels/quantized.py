@@ -231,8 +231,11 @@ def _(rows, row, column):
 @inlined
 def _prefetch(rows, row):
     start = rows.weight + row * rows.weight_stride
-    for line in range(start & -LINE, start + rows.weight_bytes, LINE):
-        prefetch_at(line)
+    # The same number of steps for every row, wherever it starts in a line: a loop whose
+    # length varies is mispredicted for most rows.
+    for byte in range(0, rows.weight_bytes, LINE):
+        prefetch_at(start + byte)
+    prefetch_at(start + rows.weight_bytes - 1)
     prefetch_at(rows.scale + row * rows.scale_stride)
     prefetch_at(rows.bias + row * rows.bias_stride)
 

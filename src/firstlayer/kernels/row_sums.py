@@ -45,6 +45,18 @@ def sum_runs(values: np.ndarray, starts: np.ndarray, *, into: np.ndarray) -> Non
     run(_sum_runs, into.size, values, starts, into, values.dtype.type(0), grain=grain)
 
 
+def sum_words(words: np.ndarray) -> np.ndarray:
+    """Return the sum of each row of uint64 numbers, modulo 2 ** 64.
+
+    Example:
+        >>> sum_words(np.array([[1, 2], [2**64 - 1, 3]], np.uint64)).tolist()
+        [3, 2]
+    """
+    sums = np.empty(len(words), np.uint64)
+    run(_sum_words, len(words), words, sums, grain=grain_for(GRAIN, words.shape[1]))
+    return sums
+
+
 @kernel()
 def _sum_groups(ticket, values, order, starts, ends, sums):
     final = order.size - 1
@@ -81,3 +93,13 @@ def _sum_runs(ticket, values, starts, into, zero):
                 for row in range(first, end, width):
                     rest = rest + load(zero, values, row + d)
                 store(rest, values, to + d)
+
+
+@kernel()
+def _sum_words(ticket, words, sums):
+    for lo, hi in pieces(ticket):
+        for row in range(lo, hi):
+            total = np.uint64(0)
+            for d in range(words.shape[1]):
+                total += words[row, d]
+            sums[row] = total

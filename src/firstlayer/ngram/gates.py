@@ -168,29 +168,6 @@ def convolved(window: Any, weight: Any, *, dilation: int) -> Any:
     return total
 
 
-def check_shapes(
-    hidden: Any, memory: Any, mask: Any, *, dims: tuple[int, ...], memory_dim: int
-) -> None:
-    """Raise ValueError unless the arguments of a gate fit together.
-
-    Args:
-        hidden: Hidden states.
-        memory: N-gram vectors.
-        mask: Mask, or None.
-        dims: Last axes of the hidden states.
-        memory_dim: Last axis of the n-gram vectors.
-    """
-    lead = tuple(hidden.shape[: hidden.ndim - len(dims)])
-    if tuple(hidden.shape[hidden.ndim - len(dims) :]) != dims:
-        raise ValueError(f"hidden must end in {dims}, got shape {tuple(hidden.shape)}")
-    if tuple(memory.shape) != (*lead, memory_dim):
-        raise ValueError(
-            f"memory must have shape {(*lead, memory_dim)}, got {tuple(memory.shape)}"
-        )
-    if mask is not None and tuple(mask.shape) != lead:
-        raise ValueError(f"mask must have shape {lead}, got {tuple(mask.shape)}")
-
-
 def masked(x: Any, mask: Any, *, axes: int) -> Any:
     """Return ``x`` with zeros where ``mask`` is False; ``axes`` axes follow the mask's."""
     if mask is None:

@@ -339,7 +339,6 @@ class Scheme:
             negative=hashing.negative,
             no_id=hashing.no_id,
             multipliers=np.array(layout.multipliers, np.int64),
-            heads=hashing.heads or 1,
             sizes=np.array(layout.sizes, np.int64),
             offsets=np.array(layout.offsets, np.int64),
         )
@@ -408,20 +407,6 @@ def define(scheme: Scheme, layouts: Mapping[int | None, Layout], hashing: Hashin
     """Set the layouts and the hashing of a scheme that is being constructed."""
     object.__setattr__(scheme, "_layouts", layouts)
     object.__setattr__(scheme, "_hashing", hashing)
-
-
-def check_num_rows(num_embeddings: int, rows: int, options: Mapping[str, Any]) -> None:
-    """Raise unless a given table has the rows of a layout.
-
-    Args:
-        num_embeddings: Number of rows of the table.
-        rows: Number of rows of the layout.
-        options: Arguments for a new table, which a given table does not take.
-    """
-    if num_embeddings < rows:
-        raise ValueError(f"table must have {rows} rows, got {num_embeddings}")
-    if options:
-        raise TypeError(f"a given table takes no other options, got {sorted(options)}")
 
 
 def set_argument(scheme: Scheme, name: str, value: Any) -> None:

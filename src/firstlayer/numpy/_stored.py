@@ -125,6 +125,10 @@ class StoredEmbedding(Embedding):
 
         return logits, pull
 
+    def prefetch(self, ids: Ids) -> None:
+        """Start to read the rows of a coming lookup; see :meth:`RowStore.prefetch`."""
+        self.row_store.prefetch(ids)
+
     def project(self, ids: Ids | None = None) -> None:
         raise weight_error(self.row_store)
 

@@ -10,7 +10,9 @@ from .._check import host_array, ids_in_range, not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
     FrequencyRows,
+    HashedArguments,
     HashedRows,
+    QuotientRemainderArguments,
     QuotientRemainderRows,
     int64_bits,
     sorted_frequent,
@@ -114,7 +116,7 @@ class CombinedRows(Module):
         return config_of(self, dtype=self.table.weight.dtype.name)
 
 
-class HashedEmbedding(CombinedRows):
+class HashedEmbedding(HashedArguments, CombinedRows):
     """Vectors of any 64-bit ids: each id is hashed to several rows of one table.
 
     Two ids share all rows only if every hash collides. See
@@ -176,21 +178,6 @@ class HashedEmbedding(CombinedRows):
                 num_rows=importance_rows, hashes=1, seed=seed, first=hashes
             )
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the table."""
-        return self.rows.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each id."""
-        return self.rows.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.seed
-
     def _rows(self, ids: Ids) -> np.ndarray:
         return self.rows(int64_bits(host_array(ids, name="ids")))
 
@@ -198,7 +185,7 @@ class HashedEmbedding(CombinedRows):
         return self._importance(int64_bits(host_array(ids, name="ids")))[..., 0]
 
 
-class QuotientRemainderEmbedding(CombinedRows):
+class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
     """A vector of its own for every id, from few rows (Shi et al. 2019).
 
     The vector combines the row of the id's remainder with the row of its quotient:
@@ -243,21 +230,11 @@ class QuotientRemainderEmbedding(CombinedRows):
             self.rows.num_rows, width, combine=combine, init=init, dtype=dtype, rng=rng
         )
 
-    @property
-    def num_embeddings(self) -> int:
-        """Number of ids."""
-        return self.rows.num_embeddings
-
-    @property
-    def buckets(self) -> int:
-        """Number of remainders."""
-        return self.rows.buckets
-
     def _rows(self, ids: Ids) -> np.ndarray:
         return self.rows(ids_in_range(ids, self.num_embeddings))
 
 
-class FrequencyEmbedding(CombinedRows):
+class FrequencyEmbedding(HashedArguments, CombinedRows):
     """Rows of their own for frequent ids, sums of hashed rows for all other 64-bit ids.
 
     Args:
@@ -315,21 +292,6 @@ class FrequencyEmbedding(CombinedRows):
         ids = np.empty_like(self._frequent)
         ids[self._order] = self._frequent
         return ids
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that the other ids are hashed to."""
-        return self.rows.hashed.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each of the other ids."""
-        return self.rows.hashed.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.hashed.seed
 
     def _rows(self, ids: Ids) -> np.ndarray:
         bits = int64_bits(host_array(ids, name="ids"))

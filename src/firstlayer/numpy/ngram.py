@@ -6,34 +6,45 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from .._check import (
-    check_real,
-    float_dtype,
-    host_array,
-    not_negative_number,
-    one_of,
-    positive,
-)
+from .._check import check_real, float_dtype, host_array
 from ..embeddings.init import Seed, initial_table
+from ..files.layer_configs import config_of
 from ..ngram import gates
-from ..ngram.gates import EngramWeights, ShortConvWeights, check_shapes
-from ..ngram.scheme import Scheme, check_num_rows
-from ._bias import gradient_like, sum_to, upcast_together
+from ..ngram.gates import EngramWeights, ShortConvWeights
+from ..ngram.layers import (
+    AverageArguments,
+    AverageOptions,
+    EngramArguments,
+    EngramOptions,
+    GateArguments,
+    NgramArguments,
+    ShortConvArguments,
+    ShortConvOptions,
+    check_shapes,
+    check_table,
+    refuse_options,
+)
+from ..ngram.scheme import Scheme
+from ..stores.row_store import RowStore
+from ._bias import gradient_like, upcast_together
 from ._module import Module, upcast
+from ._ngram_gradients import engram_pullback, short_conv_pullback
 from .token import Embedding
 
 Pullback = Callable[[np.ndarray], dict[str, Any]]
 
 
-class NgramEmbedding(Module):
+class NgramEmbedding(NgramArguments, Module):
     """Looks up the rows of the n-grams that end at each position.
 
     Args:
         scheme: Scheme of :mod:`firstlayer.ngram`.
-        table: Layer with the table, or the width of the rows of a new one.
+        table: Layer with the table, a store of :mod:`firstlayer.stores`, or the width of
+            the rows of a new table.
         layer: Layer of the model whose table it is; may be left out if the scheme has one.
         combine: ``"concat"``, or ``"sum"`` as in BLT.
-        options: Arguments of :class:`Embedding` for a new table, such as ``rng``.
+        options: Arguments of :class:`Embedding` for a new table, such as ``rng``, or of
+            :meth:`Embedding.from_store` for a store.
 
     Shape:
         - ids: ``(..., length)``, any integer dtype, or lists
@@ -49,25 +60,21 @@ class NgramEmbedding(Module):
     def __init__(
         self,
         scheme: Scheme,
-        table: Embedding | int,
+        table: Embedding | RowStore | int,
         *,
         layer: int | None = None,
         combine: str = "concat",
         **options: Any,
     ) -> None:
-        rows = scheme.layout(layer).rows
-        self.combine = one_of("combine", combine, ("concat", "sum"))
-        if isinstance(table, Module):
-            check_num_rows(table.num_embeddings, rows, options)
+        if isinstance(table, RowStore):
+            table = Embedding.from_store(table, **options)
+        elif isinstance(table, Module):
+            refuse_options(options)
         else:
-            table = Embedding(rows, table, **options)
+            table = Embedding(scheme.layout(layer).rows, table, **options)
+        check_table(scheme, layer, combine, table.num_embeddings)
         self.scheme, self.layer, self.table = scheme, layer, table
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of the output."""
-        columns = self.scheme.columns if self.combine == "concat" else 1
-        return columns * self.table.embedding_dim
+        self.combine = combine
 
     def __call__(
         self,
@@ -98,7 +105,10 @@ class NgramEmbedding(Module):
         documents: Integer[Any, "*batch positions"] | list[Any] | None = None,
         dead: Bool[Any, "*batch positions"] | list[Any] | None = None,
     ) -> tuple[np.ndarray, Pullback]:
-        """Return the output and its pullback, to the row gradient of the table."""
+        """Return the output and its pullback, to the row gradient of the table.
+
+        Rows of a store that is not trained get no gradient.
+        """
         rows = self.scheme(
             ids, layer=self.layer, history=history, documents=documents, dead=dead
         )
@@ -109,12 +119,38 @@ class NgramEmbedding(Module):
             d = gradient_like(dy, y, name="dy")
             if self.combine == "sum":
                 d = np.broadcast_to(d[..., None, :], vectors.shape)
-            return {"table.weight": pull_rows(d.reshape(vectors.shape))["weight"]}
+            gradients = pull_rows(d.reshape(vectors.shape)).items()
+            return {f"table.{name}": gradient for name, gradient in gradients}
 
         return y, pull
 
+    def prefetch(
+        self,
+        ids: Integer[Any, "*batch length"] | list[Any],
+        *,
+        history: Integer[Any, "*batch before"] | list[Any] | None = None,
+        documents: Integer[Any, "*batch positions"] | list[Any] | None = None,
+        dead: Bool[Any, "*batch positions"] | list[Any] | None = None,
+    ) -> None:
+        """Start to read the rows of a coming call, if the table is on disk.
+
+        Args:
+            ids: Ids.
+            history: As in a call.
+            documents: As in a call.
+            dead: As in a call.
+        """
+        self.table.prefetch(
+            self.scheme(
+                ids, layer=self.layer, history=history, documents=documents, dead=dead
+            )
+        )
+
     def parameters(self) -> dict[str, np.ndarray]:
-        return {"table.weight": self.table.parameters()["weight"]}
+        return {f"table.{name}": x for name, x in self.table.parameters().items()}
+
+    def config(self) -> dict[str, Any]:
+        return self._config_with(self.table.config())
 
     def __repr__(self) -> str:
         return f"NgramEmbedding({self.scheme!r}, {self.table!r}, combine={self.combine!r})"
@@ -125,7 +161,37 @@ class NgramEmbedding(Module):
         return vectors.reshape(*vectors.shape[:-2], -1)
 
 
-class EngramGate(Module):
+class Gate(GateArguments, Module):
+    """Base class of the gates: parameters, config and the checks of a call."""
+
+    def _create_parameters(self, *, rng: Seed, dtype: Any) -> None:
+        rng, dtype = np.random.default_rng(rng), float_dtype(dtype)
+        for name, (shape, init) in self.options.parameters().items():
+            value = np.full(shape, init == "ones", dtype)
+            if init == "linear":
+                value = initial_table(shape, init=_uniform, rng=rng, dtype=dtype)
+            setattr(self, name, value)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in self.options.parameters()}
+
+    def config(self) -> dict[str, Any]:
+        dtype = next(iter(self.parameters().values())).dtype
+        return config_of(self, dtype=dtype.name)
+
+    def _checked(
+        self, hidden: Any, memory: Any, mask: Any = None, *, name: str = "hidden"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the arguments of a call as arrays, or raise."""
+        hidden, memory = host_array(hidden, name=name), host_array(memory, name="memory")
+        check_real(hidden, name=name, whole=False)
+        check_real(memory, name="memory", whole=False)
+        mask = None if mask is None else host_array(mask, name="mask").astype(bool)
+        check_shapes(hidden, memory, mask, options=self.options, name=name)
+        return hidden, memory, mask
+
+
+class EngramGate(EngramArguments, Gate):
     """Adds n-gram vectors to hidden states, as in DeepSeek-V4.1.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -151,6 +217,10 @@ class EngramGate(Module):
         (1, 3, 2, 4)
     """
 
+    projection: Float[np.ndarray, "rows memory_dim"]
+    query_weight: Float[np.ndarray, "streams embedding_dim"]
+    key_weight: Float[np.ndarray, "streams embedding_dim"]
+
     def __init__(
         self,
         memory_dim: int,
@@ -161,15 +231,10 @@ class EngramGate(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.memory_dim = positive("memory_dim", memory_dim)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.streams = None if streams is None else positive("streams", streams)
-        self.eps = not_negative_number("eps", eps)
-        shape = (streams or 1, embedding_dim)
-        rows = (shape[0] + 1) * embedding_dim
-        self.projection = _linear((rows, memory_dim), rng=rng, dtype=dtype)
-        self.query_weight = np.ones(shape, float_dtype(dtype))
-        self.key_weight = np.ones(shape, float_dtype(dtype))
+        self.options = EngramOptions(
+            memory_dim=memory_dim, embedding_dim=embedding_dim, streams=streams, eps=eps
+        )
+        self._create_parameters(rng=rng, dtype=dtype)
 
     def __call__(
         self,
@@ -179,7 +244,7 @@ class EngramGate(Module):
         mask: Bool[Any, "*batch length"] | None = None,
     ) -> Float[np.ndarray, "*hidden"]:
         """Return the hidden states with the gated value added."""
-        hidden, memory, mask = _checked(self, hidden, memory, mask)
+        hidden, memory, mask = self._checked(hidden, memory, mask)
         h, e, weights = self._upcast(hidden, memory)
         out = gates.engram_gate(h, e, weights, eps=self.eps, mask=mask)
         return out.reshape(hidden.shape).astype(hidden.dtype, copy=False)
@@ -192,42 +257,16 @@ class EngramGate(Module):
         mask: Bool[Any, "*batch length"] | None = None,
     ) -> tuple[np.ndarray, Pullback]:
         """Return the output and its pullback, to the inputs and the parameters."""
-        hidden, memory, mask = _checked(self, hidden, memory, mask)
+        hidden, memory, mask = self._checked(hidden, memory, mask)
         y = self(hidden, memory, mask=mask)
         h, e, weights = self._upcast(hidden.copy(), memory.copy())
-        streams, dim = weights.query_weight.shape
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = _streams(gradient_like(dy, y, name="dy"), self)
-            projected = e @ weights.projection.T
-            key = projected[..., : streams * dim].reshape(*e.shape[:-1], streams, dim)
-            value = projected[..., None, streams * dim :]
-            scale = weights.query_weight * weights.key_weight
-            root_h, root_k = _inverse_rms(h, self.eps), _inverse_rms(key, self.eps)
-            factor = root_h * root_k / dim**0.5
-            score = (h * scale * key).sum(-1, keepdims=True) * factor
-            alpha, slope = _gate_and_slope(score, np.copysign(np.ones_like(score), score))
-            added = gates.masked(d, mask, axes=2)
-            dscore = (added * value).sum(-1, keepdims=True) * slope
-            dh = d + dscore * (scale * key * factor - score * h * root_h**2 / dim)
-            dkey = dscore * (h * scale * factor - score * key * root_k**2 / dim)
-            dvalue = (alpha * added).sum(-2)
-            dprojected = np.concatenate([dkey.reshape(*e.shape[:-1], -1), dvalue], -1)
-            dscale = sum_to(dscore * h * key * factor, scale.shape)
-            return {
-                "hidden": dh.reshape(hidden.shape).astype(hidden.dtype, copy=False),
-                "memory": (dprojected @ weights.projection).astype(
-                    memory.dtype, copy=False
-                ),
-                "projection": _matrix(dprojected).T @ _matrix(e),
-                "query_weight": dscale * weights.key_weight,
-                "key_weight": dscale * weights.query_weight,
-            }
+            gradients = engram_pullback(weights, h, e, mask, d, eps=self.eps)
+            return _like_inputs(gradients, hidden, memory)
 
         return y, pull
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in EngramWeights._fields}
 
     def _upcast(
         self, hidden: np.ndarray, memory: np.ndarray
@@ -237,7 +276,7 @@ class EngramGate(Module):
         return h, e, EngramWeights(*weights)
 
 
-class ShortConvGate(Module):
+class ShortConvGate(ShortConvArguments, Gate):
     """Adds n-gram vectors and their convolution to hidden states: Engram's paper, Qwen.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -276,6 +315,15 @@ class ShortConvGate(Module):
         ((1, 3, 2, 4), (1, 9, 2, 4))
     """
 
+    key_projection: Float[np.ndarray, "streams embedding_dim memory_dim"]
+    value_projection: Float[np.ndarray, "embedding_dim memory_dim"]
+    key_norm: Float[np.ndarray, "streams embedding_dim"]
+    query_norm: Float[np.ndarray, "streams embedding_dim"]
+    conv_norm: Float[np.ndarray, "streams embedding_dim"]
+    conv: Float[np.ndarray, "streams embedding_dim kernel_size"]
+    key_bias: Float[np.ndarray, "streams embedding_dim"] | None = None
+    value_bias: Float[np.ndarray, " embedding_dim"] | None = None
+
     def __init__(
         self,
         memory_dim: int,
@@ -290,22 +338,17 @@ class ShortConvGate(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.memory_dim = positive("memory_dim", memory_dim)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.streams = None if streams is None else positive("streams", streams)
-        self.kernel_size = positive("kernel_size", kernel_size)
-        self.dilation = positive("dilation", dilation)
-        self.eps = not_negative_number("eps", eps)
-        conv_eps = eps if conv_eps is None else conv_eps
-        self.conv_eps = not_negative_number("conv_eps", conv_eps)
-        self.bias, shape = bool(bias), (streams or 1, embedding_dim)
-        rng, dtype = np.random.default_rng(rng), float_dtype(dtype)
-        self.key_projection = _linear((*shape, memory_dim), rng=rng, dtype=dtype)
-        self.value_projection = _linear((embedding_dim, memory_dim), rng=rng, dtype=dtype)
-        self.key_norm, self.query_norm, self.conv_norm = np.ones((3, *shape), dtype)
-        self.conv = np.zeros((*shape, kernel_size), dtype)
-        self.key_bias = np.zeros(shape, dtype) if bias else None
-        self.value_bias = np.zeros(embedding_dim, dtype) if bias else None
+        self.options = ShortConvOptions(
+            memory_dim=memory_dim,
+            embedding_dim=embedding_dim,
+            streams=streams,
+            kernel_size=kernel_size,
+            dilation=dilation,
+            bias=bias,
+            eps=eps,
+            conv_eps=eps if conv_eps is None else conv_eps,
+        )
+        self._create_parameters(rng=rng, dtype=dtype)
 
     def __call__(
         self,
@@ -353,28 +396,16 @@ class ShortConvGate(Module):
         mask: Bool[Any, "*batch length"] | None = None,
     ) -> tuple[np.ndarray, Pullback]:
         """Return the output and its pullback, to the inputs and the parameters."""
-        hidden, memory, mask = _checked(self, hidden, memory, mask)
+        hidden, memory, mask = self._checked(hidden, memory, mask)
         y = self(hidden, memory, mask=mask)
         h, e, weights = self._upcast(hidden.copy(), memory.copy())
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = _streams(gradient_like(dy, y, name="dy"), self)
-            gradients = _short_conv_pullback(self, weights, h, e, mask, d)
-            own = self.parameters()
-            return {
-                "hidden": gradients
-                .pop("hidden")
-                .reshape(hidden.shape)
-                .astype(hidden.dtype),
-                "memory": gradients.pop("memory").astype(memory.dtype),
-                **{name: value for name, value in gradients.items() if name in own},
-            }
+            gradients = short_conv_pullback(weights, h, e, mask, d, options=self.options)
+            return _like_inputs(gradients, hidden, memory)
 
         return y, pull
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        values = {name: getattr(self, name) for name in ShortConvWeights._fields}
-        return {name: value for name, value in values.items() if value is not None}
 
     def _upcast(
         self, hidden: np.ndarray, memory: np.ndarray
@@ -386,7 +417,7 @@ class ShortConvGate(Module):
     def _run(
         self, hidden: Any, memory: Any, *, mask: Any, state: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        hidden, memory, mask = _checked(self, hidden, memory, mask)
+        hidden, memory, mask = self._checked(hidden, memory, mask)
         h, e, weights = self._upcast(hidden, memory)
         return gates.short_conv_gate(
             h,
@@ -400,7 +431,7 @@ class ShortConvGate(Module):
         )
 
 
-class NgramAverage(Module):
+class NgramAverage(AverageArguments, Gate):
     """Averages token vectors and projected n-gram rows, as LongCat-Flash-Lite does.
 
     Args:
@@ -421,6 +452,8 @@ class NgramAverage(Module):
         array([0.33333333, 0.33333333, 0.33333333, 0.33333333])
     """
 
+    weight: Float[np.ndarray, "columns embedding_dim width"]
+
     def __init__(
         self,
         columns: int,
@@ -430,9 +463,10 @@ class NgramAverage(Module):
         dtype: Any = None,
         rng: Seed = None,
     ) -> None:
-        self.columns, self.width = positive("columns", columns), positive("width", width)
-        self.embedding_dim = positive("embedding_dim", embedding_dim)
-        self.weight = _linear((columns, embedding_dim, width), rng=rng, dtype=dtype)
+        self.options = AverageOptions(
+            columns=columns, width=width, embedding_dim=embedding_dim
+        )
+        self._create_parameters(rng=rng, dtype=dtype)
 
     def __call__(
         self,
@@ -440,7 +474,7 @@ class NgramAverage(Module):
         memory: Float[Any, "*batch memory_dim"],
     ) -> Float[np.ndarray, "*batch embedding_dim"]:
         """Return the mean of the token vectors and the projected rows."""
-        tokens, memory = self._arguments(tokens, memory)
+        tokens, memory, _ = self._checked(tokens, memory, name="tokens")
         out = gates.ngram_average(*upcast_together(tokens, memory, self.weight))
         return out.astype(tokens.dtype, copy=False)
 
@@ -450,147 +484,38 @@ class NgramAverage(Module):
         memory: Float[Any, "*batch memory_dim"],
     ) -> tuple[np.ndarray, Pullback]:
         """Return the output and its pullback, to the inputs and the parameter."""
-        tokens, memory = self._arguments(tokens, memory)
+        tokens, memory, _ = self._checked(tokens, memory, name="tokens")
         y = self(tokens, memory)
         weight, e = upcast_together(self.weight.copy(), memory.copy())
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = gradient_like(dy, y, name="dy") / (1 + self.columns)
-            rows = _matrix(e).reshape(-1, self.columns, self.width)
+            rows = e.reshape(-1, self.columns, self.width)
             dmemory = np.einsum("...d,cdw->...cw", d, weight).reshape(memory.shape)
             return {
                 "tokens": d.astype(tokens.dtype, copy=False),
                 "memory": dmemory.astype(memory.dtype, copy=False),
-                "weight": np.einsum("nd,ncw->cdw", _matrix(d), rows),
+                "weight": np.einsum("nd,ncw->cdw", d.reshape(-1, d.shape[-1]), rows),
             }
 
         return y, pull
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        return {"weight": self.weight}
-
-    def _arguments(self, tokens: Any, memory: Any) -> tuple[np.ndarray, np.ndarray]:
-        tokens, memory = (
-            host_array(tokens, name="tokens"),
-            host_array(memory, name="memory"),
-        )
-        dims, memory_dim = (self.embedding_dim,), self.columns * self.width
-        check_shapes(tokens, memory, None, dims=dims, memory_dim=memory_dim)
-        return tokens, memory
-
-
-def _short_conv_pullback(
-    layer: ShortConvGate,
-    weights: ShortConvWeights,
-    hidden: np.ndarray,
-    memory: np.ndarray,
-    mask: np.ndarray | None,
-    d: np.ndarray,
-) -> dict[str, np.ndarray]:
-    """Return the gradients of a gate that starts a sequence, given that of its output."""
-    dim, kernel, dilation = layer.embedding_dim, layer.kernel_size, layer.dilation
-    raw_key = np.einsum("...m,gdm->...gd", memory, weights.key_projection)
-    value = memory @ weights.value_projection.T
-    if weights.key_bias is not None:
-        raw_key, value = raw_key + weights.key_bias, value + weights.value_bias
-    key = gates.rms_norm(raw_key, weights.key_norm, layer.eps)
-    query = gates.rms_norm(hidden, weights.query_norm, layer.eps)
-    score = (key * query).sum(-1, keepdims=True) / dim**0.5
-    alpha, slope = _gate_and_slope(score, np.sign(score))
-    gated = gates.masked(alpha * value[..., None, :], mask, axes=2)
-    normalized = gates.masked(
-        gates.rms_norm(gated, weights.conv_norm, layer.conv_eps), mask, axes=2
-    )
-    window = gates.with_state(normalized, None, kernel=kernel, dilation=dilation)
-    mixed = gates.convolved(window, weights.conv, dilation=dilation)
-
-    added = gates.masked(d, mask, axes=2)
-    open_ = gates.sigmoid(mixed)
-    dmixed = added * open_ * (1 + mixed * (1 - open_))
-    length, dwindow = mixed.shape[-3], np.zeros_like(window)
-    dconv = np.empty_like(weights.conv)
-    for j in range(kernel):
-        part = (..., slice(j * dilation, j * dilation + length), slice(None), slice(None))
-        dwindow[part] += dmixed * weights.conv[..., j]
-        dconv[..., j] = sum_to(dmixed * window[part], dconv.shape[:-1])
-    dnormalized = gates.masked(dwindow[..., -length:, :, :], mask, axes=2)
-    dgated, dconv_norm = _rms_pullback(
-        gated, weights.conv_norm, layer.conv_eps, dnormalized
-    )
-    dgated = gates.masked(dgated + added, mask, axes=2)
-    dvalue = (alpha * dgated).sum(-2)
-    dscore = (dgated * value[..., None, :]).sum(-1, keepdims=True) * slope / dim**0.5
-    draw_key, dkey_norm = _rms_pullback(
-        raw_key, weights.key_norm, layer.eps, dscore * query
-    )
-    dhidden, dquery_norm = _rms_pullback(
-        hidden, weights.query_norm, layer.eps, dscore * key
-    )
-    dmemory = np.einsum("...gd,gdm->...m", draw_key, weights.key_projection)
-    return {
-        "hidden": d + dhidden,
-        "memory": dmemory + dvalue @ weights.value_projection,
-        "key_projection": np.einsum(
-            "ngd,nm->gdm", draw_key.reshape(-1, *raw_key.shape[-2:]), _matrix(memory)
-        ),
-        "value_projection": _matrix(dvalue).T @ _matrix(memory),
-        "key_norm": dkey_norm,
-        "query_norm": dquery_norm,
-        "conv_norm": dconv_norm,
-        "conv": dconv,
-        "key_bias": sum_to(draw_key, weights.key_norm.shape),
-        "value_bias": sum_to(dvalue, (dim,)),
-    }
-
-
-def _rms_pullback(
-    x: np.ndarray, weight: np.ndarray, eps: float, dy: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of the input and the weight of ``rms_norm``."""
-    root = _inverse_rms(x, eps)
-    d = dy * weight
-    dx = root * (d - x * root**2 * (d * x).mean(-1, keepdims=True))
-    return dx, sum_to(dy * x * root, weight.shape)
-
-
-def _inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
-    return (np.mean(x * x, -1, keepdims=True) + eps) ** -0.5
-
-
-def _gate_and_slope(score: np.ndarray, sign: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gate of scores and its derivative."""
-    alpha, size = gates.gate(score, sign=sign), np.abs(score)
-    root = np.sqrt(np.maximum(size, gates.MIN_SCORE))
-    slope = np.where(size > gates.MIN_SCORE, 0.5 / root, 0.0)
-    return alpha, alpha * (1 - alpha) * slope
-
-
-def _matrix(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _streams(hidden: np.ndarray, gate: EngramGate | ShortConvGate) -> np.ndarray:
     return hidden[..., None, :] if gate.streams is None else hidden
 
 
-def _checked(
-    gate: EngramGate | ShortConvGate, hidden: Any, memory: Any, mask: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    hidden, memory = host_array(hidden, name="hidden"), host_array(memory, name="memory")
-    check_real(hidden, name="hidden", whole=False)
-    check_real(memory, name="memory", whole=False)
-    mask = None if mask is None else host_array(mask, name="mask").astype(bool)
-    own = (gate.embedding_dim,)
-    dims = own if gate.streams is None else (gate.streams, *own)
-    check_shapes(hidden, memory, mask, dims=dims, memory_dim=gate.memory_dim)
-    return hidden, memory, mask
+def _like_inputs(
+    gradients: dict[str, np.ndarray], hidden: np.ndarray, memory: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return gradients with those of the inputs in the inputs' shapes and dtypes."""
+    dhidden, dmemory = gradients["hidden"], gradients["memory"]
+    return gradients | {
+        "hidden": dhidden.reshape(hidden.shape).astype(hidden.dtype, copy=False),
+        "memory": dmemory.astype(memory.dtype, copy=False),
+    }
 
 
-def _linear(shape: tuple[int, ...], *, rng: Any, dtype: Any) -> np.ndarray:
-    """Draw a projection as ``torch.nn.Linear`` does."""
-
-    def uniform(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-        bound = shape[-1] ** -0.5
-        return rng.uniform(-bound, bound, shape).astype(np.float32)
-
-    return initial_table(shape, init=uniform, rng=rng, dtype=dtype)
+def _uniform(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    bound = shape[-1] ** -0.5
+    return rng.uniform(-bound, bound, shape).astype(np.float32)

@@ -1,5 +1,6 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -136,6 +137,29 @@ class Embedding(Module):
         from ._stored import stored_layer
 
         return stored_layer(cls, store, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: np.ndarray | str | os.PathLike[str], **options: Any
+    ) -> Self:
+        """Return a layer with this table.
+
+        Args:
+            embeddings: The table, or the path of a file or folder with one: whatever
+                :func:`firstlayer.open_vectors` opens, with or without words. A table from a
+                file is float32.
+            options: Further arguments of the layer.
+
+        Example:
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> Embedding.from_pretrained(table, padding_idx=0)([3]).tolist()
+            [[6.0, 7.0]]
+        """
+        if isinstance(embeddings, str | os.PathLike):
+            from ..vector_files.reading import read_rows
+
+            embeddings = read_rows(embeddings)
+        return cls(weight=embeddings, **options)
 
     @property
     def dtype(self) -> np.dtype:
@@ -311,6 +335,17 @@ class Embedding(Module):
         if self.padding_idx is None:
             return np.ones(ids.shape, bool)
         return ids != self.padding_idx
+
+    def prefetch(self, ids: Ids) -> None:
+        """Start to read the rows of a coming lookup, if the table is on disk.
+
+        Args:
+            ids: Ids of any shape. One out of range is an IndexError.
+        """
+        if self.store is None:
+            ids_in_range(ids, self.num_embeddings)
+        else:
+            self.store.prefetch(ids)
 
     def catch_up(self, ids: Int[np.ndarray, "*batch"] | None = None) -> None:
         """Apply the optimizer steps that stale rows have missed.

@@ -78,10 +78,22 @@ class AdamStep(AdamNumbers, Step):
     """Step of Adam."""
 
     def update(self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any) -> Any:
-        mean = mean + self.share1 * (gradient - mean)
-        square = self.beta2 * square + self.share2 * gradient * gradient
-        root = ops.sqrt(square) * self.unbias + self.eps
-        return self.weight_factor * weight - self.size * mean / root, mean, square
+        # Augmented assignments change new arrays in place, which is faster.
+        new_mean = gradient - mean
+        new_mean *= self.share1
+        new_mean += mean
+        change = self.share2 * gradient
+        change *= gradient
+        square = self.beta2 * square
+        square += change
+        root = ops.sqrt(square)
+        root *= self.unbias
+        root += self.eps
+        change = self.size * new_mean
+        change /= root
+        weight = self.weight_factor * weight
+        weight -= change
+        return weight, new_mean, square
 
 
 class AmsgradStep(AdamNumbers, Step):
@@ -90,12 +102,22 @@ class AmsgradStep(AdamNumbers, Step):
     def update(
         self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any, largest: Any
     ) -> Any:
-        mean = mean + self.share1 * (gradient - mean)
-        square = self.beta2 * square + self.share2 * gradient * gradient
+        new_mean = gradient - mean
+        new_mean *= self.share1
+        new_mean += mean
+        change = self.share2 * gradient
+        change *= gradient
+        square = self.beta2 * square
+        square += change
         largest = ops.maximum(largest, square)
-        root = ops.sqrt(largest) * self.unbias + self.eps
-        weight = self.weight_factor * weight - self.size * mean / root
-        return weight, mean, square, largest
+        root = ops.sqrt(largest)
+        root *= self.unbias
+        root += self.eps
+        change = self.size * new_mean
+        change /= root
+        weight = self.weight_factor * weight
+        weight -= change
+        return weight, new_mean, square, largest
 
 
 class AdamMissedNumbers(NamedTuple):
@@ -169,37 +191,30 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
 
     def move_missed(self, ops: Any, weight: Any, mean: Any, square: Any) -> Any:
         """Return the weight after the missed steps."""
-        root = self.root_scale * ops.sqrt(square)
+        # Augmented assignments change new arrays in place, which is faster.
+        root = ops.sqrt(square)
+        root *= self.root_scale
         total = self.eps + root
         # 2 u − 1
         z = self.eps - root
         z /= total
-        # Augmented assignments change arrays in place, which needs less memory traffic.
         y = self.p11 * z
         y += self.p10
-        y *= z
-        y += self.p9
-        y *= z
-        y += self.p8
-        y *= z
-        y += self.p7
-        y *= z
-        y += self.p6
-        y *= z
-        y += self.p5
-        y *= z
-        y += self.p4
-        y *= z
-        y += self.p3
-        y *= z
-        y += self.p2
-        y *= z
-        y += self.p1
-        y *= z
-        y += self.p0
+        y = ops.multiply_add(y, z, self.p9)
+        y = ops.multiply_add(y, z, self.p8)
+        y = ops.multiply_add(y, z, self.p7)
+        y = ops.multiply_add(y, z, self.p6)
+        y = ops.multiply_add(y, z, self.p5)
+        y = ops.multiply_add(y, z, self.p4)
+        y = ops.multiply_add(y, z, self.p3)
+        y = ops.multiply_add(y, z, self.p2)
+        y = ops.multiply_add(y, z, self.p1)
+        y = ops.multiply_add(y, z, self.p0)
         y *= mean
         y /= total
-        return self.weight_factor * weight - y
+        weight = self.weight_factor * weight
+        weight -= y
+        return weight
 
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
         mean, square = state

@@ -19,7 +19,7 @@ import numpy as np
 from .. import kernels
 from ..kernels.optim.row_slice import StaleRows
 from .missed_steps import MAX_STEPS, MissedSteps
-from .rule import update_rows
+from .rule import ArrayOps, update_rows
 
 
 class RowAverage:
@@ -127,7 +127,7 @@ class RowAverage:
                     array[late] = values
         columns = self._coefficients[:, until][..., None].astype(average.dtype)
         kept = self._kept[until][:, None].astype(average.dtype)
-        return kept * average + kind(*columns).catch_up(np, weight, *state)[0]
+        return kept * average + kind(*columns).catch_up(ArrayOps(np), weight, *state)[0]
 
 
 def _part(rows: StaleRows, chosen: np.ndarray) -> StaleRows:

@@ -17,7 +17,9 @@ A step without a gradient is, by definition, an update with a gradient of zero.
 of :mod:`firstlayer.kernels.optim.scalars`. Methods that kernels compile
 (:data:`firstlayer.kernels.optim.drivers.METHODS`) use operators and ``ops.sqrt``, ``sign``,
 ``absolute`` and ``maximum`` only, and no number literals: a literal would make float32
-kernels compute in float64.
+kernels compute in float64. :meth:`MissedCoefficients.catch_up` also uses
+``ops.multiply_add(x, y, z)``, which is ``x * y + z`` and may overwrite the array ``x``;
+:class:`ArrayOps` adds it to NumPy and JAX.
 """
 
 import inspect
@@ -37,6 +39,28 @@ State = dict[str, np.ndarray]
 
 # Coefficients below this count as zero: arithmetic on float32 denormals is slow.
 TINY = 1e-30
+
+
+class ArrayOps:
+    """Array namespace with the function ``multiply_add``.
+
+    Args:
+        namespace: ``numpy`` or ``jax.numpy``.
+
+    Example:
+        >>> float(ArrayOps(np).multiply_add(np.float32(2), 3, 4))
+        10.0
+    """
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)
+
+    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
+        """Return ``x * y + z``."""
+        return x * y + z
 
 
 class Step:
@@ -97,7 +121,10 @@ class MissedCoefficients:
         raise NotImplementedError
 
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
-        """Return ``(weight, *state)`` after the missed steps."""
+        """Return ``(weight, *state)`` after the missed steps.
+
+        ``ops`` has ``multiply_add``.
+        """
         raise NotImplementedError
 
     def keeps_zero_state(self) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ..stores.journal import SavedState
+from ..stores.journal_format import SavedState
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps
 from .rule import Options, Rule, State
@@ -148,7 +148,7 @@ def resumed_state(store: TrainingStore, make: Callable[..., StateT]) -> StateT |
             :class:`firstlayer.optim.table_state.TableState`.
     """
     saved = store.saved_state
-    if saved is None or saved.numbers["base_step"] == saved.numbers["event_count"]:
+    if saved is None or not saved.has_stale_rows:
         return None
     numbers, classes = saved.numbers, {cls.__name__: cls for cls in _subclasses(Rule)}
     if numbers["rule"] not in classes:

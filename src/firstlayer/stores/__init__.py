@@ -6,8 +6,7 @@ from .opening import open_store as open_store
 from .row_store import RowStore as RowStore
 from .shared import SharedStore as SharedStore
 from .training import TrainingStore as TrainingStore
-from .training import create_training_store as create_training_store
-from .training import open_training_store as open_training_store
+from .training_folder import create_store as create_store
 
 __all__ = [
     "FileStore",
@@ -15,7 +14,6 @@ __all__ = [
     "RowStore",
     "SharedStore",
     "TrainingStore",
-    "create_training_store",
+    "create_store",
     "open_store",
-    "open_training_store",
 ]

@@ -28,8 +28,11 @@ class FileStore(RowStore):
     unpickled.
 
     Args:
-        table: The table.
-        mode: ``"r"`` or ``"r+"``.
+        path: Path of the table; see :func:`~firstlayer.stores.open_store`.
+        tensor: Name of the table.
+        mode: ``"r"`` to read. ``"r+"`` also replaces rows in the file, without a journal: a
+            kill leaves some of them written. ``open_store`` with ``mode="r+"`` has one.
+        format: Format of the rows, if the file does not say it.
         cache_rows: Number of decoded rows to keep in memory.
 
     Example:
@@ -88,6 +91,14 @@ class FileStore(RowStore):
     def path(self) -> Path:
         """The file, or the index of several."""
         return self._table.path
+
+    @property
+    def file(self) -> Path | None:
+        """The only file of the table, or None if it is in several."""
+        segments = {
+            segment.path for part in self._table.parts.values() for segment in part.segments
+        }
+        return segments.pop() if len(segments) == 1 else None
 
     @property
     def is_interleaved(self) -> bool:

@@ -17,7 +17,7 @@ The segment with the largest number is the *newest*. Headers and records have ch
 **Protocol.**
 
 1. *Write rows.* Rows that have no record in the newest segment are appended to it as one
-   record. Then the rows may change.
+   record, through a mapping of the file, the checksum last. Then the rows may change.
 2. *Commit.* The new segment is written under another name, with a header and no records,
    and renamed to ``undo-(n+1)``. The rename is the commit. (It overwrites a pruned segment,
    whose pages are in memory. Old records after the header have checksums that depend on
@@ -26,7 +26,8 @@ The segment with the largest number is the *newest*. Headers and records have ch
    first record that is incomplete. Then the records are cut off.
 4. *Go back one commit.* Recover, remove the newest segment, and recover the one before it,
    which is now the newest.
-5. *Prune.* Segments that no kept tag needs are removed, the oldest first.
+5. *Prune.* Segments that no kept tag needs are removed, the oldest first. The disk space
+   that was allocated after the records of a segment that stays is freed.
 
 **Why the store always opens at a commit.** Let ``n`` be the newest segment.
 
@@ -55,113 +56,32 @@ kills of the process are survived, not the loss of power or a crash of the syste
 """
 
 import contextlib
-import json
 import mmap
 import os
-import struct
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from .journal_format import (
+    RECORD_START,
+    ArrayFile,
+    Commit,
+    SavedState,
+    aligned,
+    finish_record,
+    header_of,
+    read_header,
+    read_record,
+)
+from .mapped_array import allocate, sync_mapping
+
 PREFIX, SPARE = "undo-", "spare"
-MAGIC, RECORD_MAGIC = b"FLundo1\n", b"rows"
-# Magic bytes, checksum, number of bytes of the JSON text and of the arrays after it.
-_HEADER = struct.Struct("<8sIQQ")
-# Magic bytes, checksum, number of rows.
-_RECORD = struct.Struct("<4sIQ")
-#: Bytes that are summed for one number of a checksum.
-BLOCK_BYTES = 4096
 #: Largest number of bytes of rows in one record.
 RECORD_BYTES = 1 << 25
-
-
-@dataclass(frozen=True)
-class ArrayFile:
-    """Array in a file, with one entry of the first axis for each row of the table.
-
-    Args:
-        name: Name of the array.
-        file: Path of the file, relative to the folder of the store.
-        start: Offset of the first byte.
-        dtype: Name of the dtype.
-        shape: Shape.
-    """
-
-    name: str
-    file: str
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numpy_dtype(self) -> np.dtype:
-        """Dtype of the array."""
-        if self.dtype == "bfloat16":
-            import ml_dtypes
-
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(self.dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Number of bytes of a row."""
-        return self.numpy_dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the array."""
-        return self.shape[0] * self.row_bytes
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """Part of an optimizer state that is not stored per row.
-
-    Args:
-        numbers: Values that JSON represents exactly.
-        arrays: Small arrays.
-    """
-
-    numbers: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Header of a segment.
-
-    Args:
-        store: Identifies the store, the same for all of its commits.
-        number: Number of the commit.
-        tag: Name given by the caller.
-        arrays: Arrays of the store.
-        state: Optimizer state, or None if no optimizer has trained the table.
-        previous_bytes: Length of the segment before, when this commit was made.
-    """
-
-    store: str
-    number: int
-    tag: str | None
-    arrays: tuple[ArrayFile, ...]
-    state: SavedState | None = None
-    previous_bytes: int = 0
-
-    @property
-    def record_row_bytes(self) -> int:
-        """Number of bytes that a record has for each row, its id included."""
-        return 8 + sum(array.row_bytes for array in self.arrays)
-
-    @property
-    def record_arrays(self) -> list[ArrayFile]:
-        """Arrays in the order of a record."""
-        return sorted(self.arrays, key=record_order)
-
-    def __str__(self) -> str:
-        return f"commit {self.number}" + (f" ({self.tag})" if self.tag is not None else "")
+# Largest number of bytes by which a segment grows, unless a record needs more.
+_GROWTH = 1 << 28
 
 
 @dataclass
@@ -174,6 +94,7 @@ class Segment:
         header_bytes: Length of the header.
         end: Length of the header and of the complete records.
         descriptor: The file, opened for reading and writing.
+        mapping: The file, mapped, after the first record was appended.
     """
 
     commit: Commit
@@ -181,6 +102,42 @@ class Segment:
     header_bytes: int
     end: int
     descriptor: int = field(repr=False)
+    mapping: mmap.mmap | None = field(default=None, repr=False)
+
+    def space(self, nbytes: int) -> np.ndarray:
+        """Return bytes after the last record, mapped.
+
+        Rows are copied to them without a buffer and a system call in between. The file may
+        be longer than its records: what follows them has no valid checksum.
+        """
+        needed = aligned(self.end + nbytes)
+        if self.mapping is None or len(self.mapping) < needed:
+            size = os.fstat(self.descriptor).st_size
+            if size < needed:
+                self._grow(size, needed)
+            self.mapping = mmap.mmap(self.descriptor, 0)
+        return np.frombuffer(self.mapping, np.uint8, nbytes, self.end)
+
+    def _grow(self, size: int, needed: int) -> None:
+        """Allocate disk space: a write to a mapped page without any ends the process."""
+        try:
+            # Some ahead, so that the file is mapped again a few times only.
+            allocate(self.descriptor, max(needed, size + min(size, _GROWTH)))
+        except OSError:
+            allocate(self.descriptor, needed)
+
+    def cut(self, end: int) -> None:
+        """Remove what follows a position."""
+        self.mapping = None
+        os.ftruncate(self.descriptor, end)
+        self.end = end
+
+    def sync(self) -> None:
+        """Make the records durable."""
+        if self.mapping is None:
+            os.fsync(self.descriptor)
+        else:
+            sync_mapping(self.mapping, self.descriptor)
 
 
 class UndoJournal:
@@ -197,7 +154,10 @@ class UndoJournal:
         self.commits: list[Commit] = []
         self.newest: Segment
         self._has_failed = False
-        self._memory = np.empty(0, np.uint8)
+        # Segment before the newest, from a commit to the pruning that follows it.
+        self._previous: Segment | None = None
+        # The spare file, if it is mapped. Mapping a file again costs a fault for each page.
+        self._spare_mapping: mmap.mmap | None = None
 
     @classmethod
     def create(
@@ -221,7 +181,9 @@ class UndoJournal:
         """Open the segments of a folder. :meth:`recover` comes next."""
         numbers = segment_numbers(folder)
         if not numbers:
-            raise FileNotFoundError(f"no training store in {folder}")
+            raise FileNotFoundError(
+                f"the creation of the store in {folder} was not finished; create it again"
+            )
         journal = cls(folder, is_synced=is_synced)
         # Pruning may have removed any of the older ones; a segment below a gap is unusable.
         first = len(numbers) - 1
@@ -230,7 +192,7 @@ class UndoJournal:
         for number in numbers[:first]:
             os.unlink(journal.path_of(number))
         journal.commits = [
-            _read_header(journal.path_of(number), whole=False)[0]
+            read_header(journal.path_of(number), whole=False)[0]
             for number in numbers[first:]
         ]
         journal.newest = journal._open_segment(numbers[-1])
@@ -238,7 +200,7 @@ class UndoJournal:
 
     def path_of(self, number: int) -> Path:
         """Return the file of a commit."""
-        return self.folder / f"{PREFIX}{number:010d}"
+        return path_of_commit(self.folder, number)
 
     def append(
         self, ids: np.ndarray, copy_rows: Sequence[Callable[[np.ndarray, np.ndarray], None]]
@@ -252,31 +214,23 @@ class UndoJournal:
         """
         self._check_usable()
         segment = self.newest
-        commit, start = segment.commit, _RECORD.size
-        record = self._buffer(start + ids.size * commit.record_row_bytes)
+        commit, start = segment.commit, RECORD_START
+        record = segment.space(start + ids.size * commit.record_row_bytes)
         record[start : start + ids.nbytes] = ids.view(np.uint8)
         start += ids.nbytes
         for array, copy in zip(commit.record_arrays, copy_rows, strict=True):
             nbytes = ids.size * array.row_bytes
             copy(ids, record[start : start + nbytes])
             start += nbytes
-        checksum = _checksum(record[_RECORD.size :], ids.size, commit)
-        _RECORD.pack_into(record.data, 0, RECORD_MAGIC, checksum, ids.size)
-        # An error, as on a full disk, leaves an incomplete record, which the next call
-        # overwrites.
-        segment.end += _write(segment.descriptor, record, segment.end)
-
-    def _buffer(self, nbytes: int) -> np.ndarray:
-        """Return memory for a record. It is used again: new pages cost a fault each."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(max(nbytes, 2 * self._memory.size), np.uint8)
-        return self._memory[:nbytes]
+        # An error before this leaves an incomplete record, which the next call overwrites.
+        finish_record(record, ids.size, commit)
+        segment.end = aligned(segment.end + record.size)
 
     def sync(self) -> None:
         """Make the records durable, if writes are synced."""
         if self.is_synced:
             with self._failing_for_good():
-                os.fsync(self.newest.descriptor)
+                self.newest.sync()
 
     def commit(
         self,
@@ -299,7 +253,7 @@ class UndoJournal:
         # Files of new arrays must exist before a header lists them.
         self._sync_folder()
         self.newest = self._write_segment(commit)
-        os.close(previous.descriptor)
+        self._previous = previous
         # The state of each commit can be read from its segment.
         self.commits.append(replace(commit, state=None))
         return commit
@@ -315,9 +269,7 @@ class UndoJournal:
 
     def clear(self) -> None:
         """Cut off the records of the newest segment; the arrays are synced already."""
-        segment = self.newest
-        os.ftruncate(segment.descriptor, segment.header_bytes)
-        segment.end = segment.header_bytes
+        self.newest.cut(self.newest.header_bytes)
         self.sync()
 
     def go_back(self, write: Callable[[np.ndarray, list[np.ndarray]], None]) -> None:
@@ -338,17 +290,26 @@ class UndoJournal:
         self._write_back(previous, write, end=removed.commit.previous_bytes)
 
     def prune(self, first: int) -> None:
-        """Remove the commits before number ``first``."""
-        while self.commits[0].number < first:
+        """Remove the commits before number ``first``, after a commit."""
+        previous, self._previous = self._previous, None
+        while (number := self.commits[0].number) < first:
             # The last one is written again by the next commit: its pages are in memory.
-            os.rename(self.path_of(self.commits[0].number), self._spare)
+            os.rename(self.path_of(number), self._spare)
             self.commits.pop(0)
+            self._spare_mapping = None
+            if previous is not None and previous.commit.number == number:
+                self._spare_mapping = previous.mapping
+        if previous is not None:
+            if previous.commit.number >= first:
+                previous.cut(previous.end)
+            os.close(previous.descriptor)
 
     def close(self) -> None:
         """Close the newest segment."""
+        self._spare_mapping = None
         if self.newest.descriptor >= 0:
             os.close(self.newest.descriptor)
-            self.newest.descriptor = -1
+            self.newest.descriptor, self.newest.mapping = -1, None
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._spare)
 
@@ -374,8 +335,8 @@ class UndoJournal:
 
     def _write_segment(self, commit: Commit) -> Segment:
         path = self.path_of(commit.number)
-        temporary = self._spare
-        header = _header_of(commit)
+        temporary, header = self._spare, header_of(commit)
+        mapping, self._spare_mapping = self._spare_mapping, None
         # Records of an old commit stay after the header. Their checksums are wrong here.
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -390,11 +351,11 @@ class UndoJournal:
             raise
         with self._failing_for_good():
             self._sync_folder()
-        return Segment(commit, path, len(header), len(header), descriptor)
+        return Segment(commit, path, len(header), len(header), descriptor, mapping)
 
     def _open_segment(self, number: int) -> Segment:
         path = self.path_of(number)
-        commit, length = _read_header(path, whole=True)
+        commit, length = read_header(path, whole=True)
         if commit.number != number:
             raise ValueError(f"{path} is damaged: it is of commit {commit.number}")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -428,10 +389,11 @@ class UndoJournal:
         position = segment.header_bytes
         last = size if end is None else end
         if size > position:
-            # Closed when no array refers to it.
-            content = mmap.mmap(segment.descriptor, size, access=mmap.ACCESS_READ)
+            # Closed when no array refers to it. Private, not read-only, because kernels
+            # are compiled for writable arrays.
+            content = mmap.mmap(segment.descriptor, size, access=mmap.ACCESS_COPY)
             while position < min(last, size):
-                record = _read_record(content, position, min(last, size), commit)
+                record = read_record(content, position, min(last, size), commit)
                 if record is None:
                     break
                 position = record[2]
@@ -447,9 +409,9 @@ class UndoJournal:
             sync_folder(self.folder)
 
 
-def record_order(array: ArrayFile) -> int:
-    """Return the key of an array's place in a record: wide dtypes first, so all align."""
-    return -array.numpy_dtype.itemsize
+def path_of_commit(folder: Path, number: int) -> Path:
+    """Return the file of a commit."""
+    return folder / f"{PREFIX}{number:010d}"
 
 
 def segment_numbers(folder: Path) -> list[int]:
@@ -475,120 +437,3 @@ def _write(descriptor: int, content: np.ndarray, position: int) -> int:
         # A full disk may write a part first.
         written += os.pwrite(descriptor, content[written:].data, position + written)
     return written
-
-
-def _checksum(body: np.ndarray, count: int, commit: Commit) -> int:
-    """Return the checksum of a record: CRC-32 of the sums of the words of each block.
-
-    CRC-32 of the bytes themselves would take longer than writing them. A page that is
-    missing, old or changed changes the sum of its words. The checksum depends on the
-    commit, so that records of other segments are never taken for its own.
-
-    Args:
-        body: Ids and rows, as bytes.
-        count: Number of rows.
-        commit: Commit of the segment.
-    """
-    checksum = zlib.crc32(f"{commit.store} {commit.number} {count}".encode())
-    whole = body.size - body.size % BLOCK_BYTES
-    if whole:
-        words = body[:whole].view(np.uint64).reshape(-1, BLOCK_BYTES // 8)
-        checksum = zlib.crc32(np.add.reduce(words, axis=1).data, checksum)
-    return zlib.crc32(body[whole:].data, checksum)
-
-
-def _header_of(commit: Commit) -> bytes:
-    about = {
-        "store": commit.store,
-        "number": commit.number,
-        "tag": commit.tag,
-        "arrays": [asdict(array) for array in commit.arrays],
-        "previous_bytes": commit.previous_bytes,
-        "state": None,
-    }
-    content = b""
-    if commit.state is not None:
-        arrays = {
-            name: np.ascontiguousarray(array) for name, array in commit.state.arrays.items()
-        }
-        content = b"".join(array.tobytes() for array in arrays.values())
-        about["state"] = {
-            "numbers": commit.state.numbers,
-            "arrays": {
-                name: {"dtype": array.dtype.name, "shape": array.shape}
-                for name, array in arrays.items()
-            },
-            "checksum": zlib.crc32(content),
-        }
-    text = json.dumps(about).encode()
-    prefix = _HEADER.pack(MAGIC, zlib.crc32(text), len(text), len(content))
-    return prefix + text + content
-
-
-def _read_header(path: Path, *, whole: bool) -> tuple[Commit, int]:
-    """Return the header of a segment and its length.
-
-    Args:
-        path: The file.
-        whole: Read the optimizer state too.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(_HEADER.size)
-        if len(prefix) == _HEADER.size:
-            magic, checksum, text_bytes, content_bytes = _HEADER.unpack(prefix)
-            length = _HEADER.size + text_bytes + content_bytes
-            if magic == MAGIC and length <= size:
-                text = file.read(text_bytes)
-                content = file.read(content_bytes) if whole else None
-                if zlib.crc32(text) == checksum:
-                    return _parse_header(path, text, content), length
-    raise ValueError(f"{path} is damaged: its header is incomplete or was changed")
-
-
-def _parse_header(path: Path, text: bytes, content: bytes | None) -> Commit:
-    about = json.loads(text)
-    arrays = (
-        ArrayFile(**{**array, "shape": tuple(array["shape"])}) for array in about["arrays"]
-    )
-    state = about["state"]
-    if state is not None and content is not None:
-        if zlib.crc32(content) != state["checksum"]:
-            raise ValueError(f"{path} is damaged: its optimizer state was changed")
-        start, values = 0, {}
-        for name, array in state["arrays"].items():
-            dtype, shape = np.dtype(array["dtype"]), array["shape"]
-            count = int(np.prod(shape, dtype=np.int64))
-            values[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
-            start += count * dtype.itemsize
-        state = SavedState(state["numbers"], values)
-    return Commit(**{
-        **about,
-        "arrays": tuple(arrays),
-        "state": state if content is not None else None,
-    })
-
-
-def _read_record(
-    content: mmap.mmap, position: int, end: int, commit: Commit
-) -> tuple[np.ndarray, list[np.ndarray], int] | None:
-    """Return ids and rows of a record and its end, or None if it is incomplete."""
-    start = position + _RECORD.size
-    if start > end:
-        return None
-    magic, checksum, count = _RECORD.unpack_from(content, position)
-    stop = start + count * commit.record_row_bytes
-    if magic != RECORD_MAGIC or not count or stop > end:
-        return None
-    body = np.frombuffer(content, np.uint8, stop - start, start)
-    if _checksum(body, count, commit) != checksum:
-        return None
-    ids = np.frombuffer(content, np.int64, count, start)
-    start += ids.nbytes
-    rows = []
-    for array in commit.record_arrays:
-        nbytes = count * array.row_bytes
-        part = np.frombuffer(content, np.uint8, nbytes, start)
-        rows.append(part.reshape(count, array.row_bytes))
-        start += nbytes
-    return ids, rows, stop

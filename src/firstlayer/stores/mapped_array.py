@@ -3,13 +3,14 @@
 import json
 import mmap
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import kernels
-from .journal import ArrayFile
+from .journal_format import ArrayFile
 
 #: Codes of safetensors for the dtypes of the arrays.
 CODES = {
@@ -54,12 +55,11 @@ class MappedArray:
 
     def copy_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Copy rows to a buffer of bytes."""
-        if self.array.ndim == 2 and self.file.row_bytes >= MIN_KERNEL_BYTES:
-            rows = out.view(self.array.dtype).reshape(ids.size, -1)
-            if kernels.gather_rows(self.array, ids, out=rows) is None:
-                raise IndexError(f"rows must be smaller than {len(self.array)}")
-        else:
-            out[:] = self._bytes[ids].reshape(-1)
+        rows = out.view(self.array.dtype).reshape(ids.size, *self.array.shape[1:])
+        if rows.ndim == 1 or self.file.row_bytes < MIN_KERNEL_BYTES:
+            rows[...] = self.array[ids]
+        elif kernels.gather_rows(self.array, ids, out=rows) is None:
+            raise IndexError(f"rows must be smaller than {len(self.array)}")
 
     def write_bytes(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Write rows that are given as bytes."""
@@ -83,10 +83,9 @@ class MappedArray:
     def sync(self) -> None:
         """Write changed pages to the disk and wait for it."""
         if self._map is not None:
-            self._map.flush()
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                os.fsync(descriptor)
+                sync_mapping(self._map, descriptor)
             finally:
                 os.close(descriptor)
 
@@ -113,7 +112,7 @@ def create_array(
     try:
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
         if array.nbytes:
-            _allocate(descriptor, ARRAY_START + array.nbytes)
+            allocate(descriptor, ARRAY_START + array.nbytes)
     except BaseException:
         os.unlink(folder / file)
         raise
@@ -123,6 +122,14 @@ def create_array(
         mapped = MappedArray(folder, array)
         mapped.array[...] = fill
     return array
+
+
+def sync_mapping(mapping: mmap.mmap, descriptor: int) -> None:
+    """Write changed pages of a mapped file to the disk and wait for it."""
+    # On Linux, fsync also writes the pages that were changed through a mapping.
+    if sys.platform != "linux":
+        mapping.flush()
+    os.fsync(descriptor)
 
 
 def _mapping(path: Path, length: int) -> mmap.mmap:
@@ -137,7 +144,8 @@ def _mapping(path: Path, length: int) -> mmap.mmap:
     return mapping
 
 
-def _allocate(descriptor: int, size: int) -> None:
+def allocate(descriptor: int, size: int) -> None:
+    """Make a file at least ``size`` bytes long, with all of its disk space allocated."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
         return

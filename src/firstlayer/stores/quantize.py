@@ -99,5 +99,5 @@ def weight_error(store: RowStore) -> TypeError:
     """Return the error for reading ``weight`` of a layer over a store."""
     return TypeError(
         f"a layer over {store!r} has no weight to read or train: look rows up by id, or "
-        "train a float table opened with open_training_store"
+        'train a float table opened by open_store with mode="r+"'
     )

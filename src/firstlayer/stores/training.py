@@ -1,10 +1,7 @@
 """Tables that are trained on disk: rows and optimizer state in mapped files, crash-safe.
 
-A training store is a folder with the arrays of a table, one file each: ``weight``, the
-arrays of the optimizer state under torch's names, ``row_steps`` and ``has_state``. A table
-in a safetensors or ``.npy`` file stays in that file, and the folder ``<file>.training``
-has the rest. The files are mapped, so memory use follows the rows in use, and the system
-writes changed pages back.
+The files are mapped, so memory use follows the rows in use, and the system writes changed
+pages back. :mod:`firstlayer.stores.training_folder` has the files of a store.
 
 Between two commits every changed row is in an undo journal; see
 :mod:`firstlayer.stores.journal` for the files, the protocol and the proof. After a kill
@@ -16,35 +13,22 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
 
-from .._check import changed_ids, float_dtype, host_array, not_negative, one_of, positive
+from .._check import changed_ids
 from .._interrupts import held_interrupts
-from ..files.checkpoint import StoredTensor, open_checkpoint
-from .folder_lock import LOCK, FolderLock
+from .folder_lock import FolderLock
 from .formats import format_by_name
-from .journal import (
-    RECORD_BYTES,
-    SPARE,
-    ArrayFile,
-    Commit,
-    SavedState,
-    UndoJournal,
-    record_order,
-    segment_numbers,
-)
+from .journal import RECORD_BYTES, UndoJournal
+from .journal_format import Commit, SavedState
 from .mapped_array import MappedArray, create_array
+from .recovery import remove_unlisted, return_to
 from .row_store import RowStore
-
-Sync = Literal["off", "full"]
-SYNCS = ("off", "full")
-#: Dtypes that a table can be trained in.
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Trainer(Protocol):
@@ -70,7 +54,7 @@ class Trainer(Protocol):
 
 
 class TrainingStore(RowStore):
-    """Table that is trained on disk. Made by :func:`open_training_store`.
+    """Table that is trained on disk. Made by :func:`open_store` with ``mode="r+"``.
 
     Layers made from the store look rows up in :attr:`array`, row optimizers put their state
     into its folder, and all of them journal rows before they change them. Code that writes
@@ -204,7 +188,7 @@ class TrainingStore(RowStore):
         with held_interrupts(), self._exclusive():
             self._check_usable()
             number = self._number_of(at)
-            self._mapped = _return_to(self._journal, self._mapped, number)
+            self._mapped = return_to(self._journal, self._mapped, number)
             self._start_commit()
             remove_unlisted(self.folder, self._journal)
             if self._trainer is not None:
@@ -369,7 +353,7 @@ class TrainingStore(RowStore):
             self._trainer.catch_up(ids)
             return
         saved = self._saved_state()
-        if saved is not None and saved.numbers["base_step"] != saved.numbers["step_count"]:
+        if saved is not None and saved.has_stale_rows:
             raise ValueError(
                 f"rows of {self.path} are stale; make a layer from the store, which brings "
                 "them up to date"
@@ -442,272 +426,3 @@ class TrainingStore(RowStore):
         tagged = [c.number for c in self._journal.commits if c.tag is not None]
         self._journal.prune(min([*tagged[-self.keep :], self.last_commit.number]))
         remove_unlisted(self.folder, self._journal)
-
-
-def open_training_store(
-    path: str | os.PathLike[str],
-    tensor: str | None = None,
-    *,
-    at: str | int | None = None,
-    sync: Sync = "off",
-    keep: int = 2,
-) -> TrainingStore:
-    """Open a table to train it on disk, at its last commit or an earlier one.
-
-    Args:
-        path: Folder made by :func:`create_training_store`, or a safetensors file, a folder
-            with one, or a ``.npy`` file with a table in float32, float16 or bfloat16, which
-            is then trained in place.
-        tensor: Name of the table in a safetensors file; None for its only or its token
-            table.
-        at: Tag or number of a commit to return to. Later commits are removed.
-        sync: ``"off"`` survives a kill of the process at any instant, ``"full"`` also the
-            loss of power, and waits for the disk before rows first change after a commit.
-        keep: Number of tags that the store can return to.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with create_training_store(folder + "/table", (5, 2)) as store:
-        ...     store.write([3], [[1.0, 2.0]])
-        ...     store.commit("first"), store.write([3], [[9.0, 9.0]])
-        (2, None)
-        >>> with open_training_store(folder + "/table", at="first") as store:
-        ...     store.read([3]).tolist()
-        [[1.0, 2.0]]
-    """
-    is_synced = one_of("sync", sync, SYNCS) == "full"
-    keep, path = positive("keep", keep), Path(path)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"no file or folder {path}")
-    folder = path
-    if not path.is_dir() or not segment_numbers(path):
-        weight = _table_in(path, tensor)
-        folder = Path(f"{weight.path}.training")
-        folder.mkdir(exist_ok=True)
-    with _locked(folder, path) as lock:
-        if not segment_numbers(folder):
-            weight = _table_in(path, tensor)
-            arrays = (_listed(weight, folder),)
-            journal = UndoJournal.create(
-                folder, store=uuid.uuid4().hex, arrays=arrays, is_synced=is_synced
-            )
-        else:
-            journal = UndoJournal.open(folder, is_synced=is_synced)
-            if folder is not path:
-                _check_same_table(journal, _listed(_table_in(path, tensor), folder))
-        try:
-            mapped = _recovered(folder, journal)
-            store = TrainingStore(path, folder, journal, mapped, lock=lock, keep=keep)
-            if at is not None:
-                store.return_to(at)
-        except BaseException:
-            journal.close()
-            raise
-    return store
-
-
-def create_training_store(
-    path: str | os.PathLike[str],
-    shape: tuple[int, int],
-    *,
-    dtype: Any = "float32",
-    rows: Float[Any, "rows width"] | Callable[[int, int], Any] | None = None,
-    sync: Sync = "off",
-    keep: int = 2,
-) -> TrainingStore:
-    """Create a table to train on disk.
-
-    Args:
-        path: Folder to create. It must not exist, or be empty.
-        shape: Number of rows and width.
-        dtype: float32, float16 or bfloat16.
-        rows: Initial values: an array of that shape, or a function that returns the rows
-            from its first argument up to its second, so that a table larger than memory is
-            drawn in parts. None is zeros.
-        sync: See :func:`open_training_store`.
-        keep: See :func:`open_training_store`.
-    """
-    is_synced = one_of("sync", sync, SYNCS) == "full"
-    keep, folder = positive("keep", keep), Path(path)
-    num_rows, width = shape
-    shape = not_negative("shape[0]", num_rows), not_negative("shape[1]", width)
-    dtype = float_dtype(dtype)
-    _check_dtype(dtype.name, "dtype")
-    if not callable(rows) and rows is not None and np.shape(rows) != shape:
-        raise ValueError(f"rows must have shape {shape}, got {np.shape(rows)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, folder) as lock:
-        # Left by a creation that was killed.
-        known = {LOCK, SPARE, "weight.0.safetensors"}
-        if others := sorted(set(os.listdir(folder)) - known):
-            raise FileExistsError(f"{folder} must be empty, but it has {others[0]}")
-        file = create_array(folder, "weight", "weight.0.safetensors", shape, dtype)
-        mapped = MappedArray(folder, file)
-        if rows is not None:
-            _fill(mapped.array, rows)
-        if is_synced:
-            mapped.sync()
-        journal = UndoJournal.create(
-            folder, store=uuid.uuid4().hex, arrays=(file,), is_synced=is_synced
-        )
-        arrays = {"weight": mapped}
-        return TrainingStore(folder, folder, journal, arrays, lock=lock, keep=keep)
-
-
-def remove_unlisted(folder: Path, journal: UndoJournal) -> None:
-    """Remove the files of arrays that no commit lists."""
-    listed = {array.file for commit in journal.commits for array in commit.arrays}
-    for name in os.listdir(folder):
-        if name.endswith(".safetensors") and name not in listed:
-            os.unlink(folder / name)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, path: Path) -> Generator[FolderLock, None, None]:
-    """Yield the lock of a store, which an exception releases."""
-    lock = FolderLock(folder, path)
-    try:
-        yield lock
-    except BaseException:
-        lock.release()
-        raise
-
-
-def _check_dtype(dtype: str, name: str) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} must be one of {DTYPES} to be trained, got {dtype}")
-
-
-def _table_in(path: Path, tensor: str | None) -> StoredTensor:
-    """Return the table in a safetensors or ``.npy`` file."""
-    if path.suffix == ".npy":
-        if tensor is not None:
-            raise ValueError(f"tensor must be None for a .npy file, got {tensor!r}")
-        table = _npy_table(path)
-    else:
-        checkpoint = open_checkpoint(path, names=None if tensor is None else [tensor])
-        if tensor is not None:
-            if tensor not in checkpoint.tensors:
-                raise KeyError(f"{path} has no tensor {tensor!r}")
-            table = checkpoint.tensors[tensor]
-        elif len(checkpoint.tensors) == 1:
-            (table,) = checkpoint.tensors.values()
-        else:
-            table = checkpoint.token_table()
-    if len(table.shape) != 2:
-        raise ValueError(f"{table.name} must have 2 axes, got shape {table.shape}")
-    _check_dtype(table.numpy_dtype.name, table.name)
-    if table.start % table.numpy_dtype.itemsize:
-        raise ValueError(
-            f"{table.name} must start at a multiple of {table.numpy_dtype.itemsize} bytes "
-            f"to be trained in place, got {table.start}; save it again first"
-        )
-    return table
-
-
-def _npy_table(path: Path) -> StoredTensor:
-    with open(path, "rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0
-            if version != (1, 0):
-                read = np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a .npy file: {error}") from None
-        start, size = file.tell(), os.fstat(file.fileno()).st_size
-    codes = {"float32": "F32", "float16": "F16"}
-    if fortran or not dtype.isnative or dtype.name not in codes:
-        raise ValueError(
-            f"{path} must be float32 or float16 in C order to be trained, got {dtype.str}"
-            + (" in Fortran order" if fortran else "")
-        )
-    nbytes = dtype.itemsize * int(np.prod(shape, dtype=object))
-    if start + nbytes > size:
-        raise ValueError(f"{path} is cut short: {start + nbytes} bytes, got {size}")
-    return StoredTensor("weight", codes[dtype.name], shape, path, start, nbytes)
-
-
-def _listed(table: StoredTensor, folder: Path) -> ArrayFile:
-    file = os.path.relpath(os.path.realpath(table.path), os.path.realpath(folder))
-    return ArrayFile("weight", file, table.start, table.numpy_dtype.name, table.shape)
-
-
-def _check_same_table(journal: UndoJournal, table: ArrayFile) -> None:
-    known = next(a for a in journal.newest.commit.arrays if a.name == "weight")
-    if known != table:
-        raise ValueError(
-            f"{journal.folder} is of another table, {known.shape} {known.dtype} at byte "
-            f"{known.start}, got {table.shape} {table.dtype} at byte {table.start}; "
-            "remove that folder if the table was replaced"
-        )
-
-
-def _recovered(folder: Path, journal: UndoJournal) -> dict[str, MappedArray]:
-    """Return the arrays of the last commit, after returning to it."""
-    mapped = {
-        array.name: MappedArray(folder, array) for array in journal.newest.commit.arrays
-    }
-    _write_back(journal, mapped, journal.recover)
-    remove_unlisted(folder, journal)
-    return mapped
-
-
-def _return_to(
-    journal: UndoJournal, mapped: dict[str, MappedArray], number: int
-) -> dict[str, MappedArray]:
-    """Return to a commit, one commit after the other, and return its arrays."""
-    arrays = _with_listed(journal, mapped, journal.commits[-1])
-    _write_back(journal, arrays, journal.recover)
-    while journal.commits[-1].number > number:
-        arrays = _with_listed(journal, arrays, journal.commits[-2])
-        _write_back(journal, arrays, journal.go_back)
-    return arrays
-
-
-def _with_listed(
-    journal: UndoJournal, mapped: dict[str, MappedArray], commit: Commit
-) -> dict[str, MappedArray]:
-    """Return the arrays that a commit lists, mapped."""
-    arrays = {}
-    for file in commit.arrays:
-        known = mapped.get(file.name)
-        if known is None or known.file != file:
-            known = MappedArray(journal.folder, file)
-        arrays[file.name] = known
-    return arrays
-
-
-def _write_back(
-    journal: UndoJournal, mapped: dict[str, MappedArray], recover: Callable[[Any], Any]
-) -> None:
-    """Write records back to the arrays of their commit, then cut the records off."""
-    files = sorted((array.file for array in mapped.values()), key=record_order)
-    arrays = [mapped[file.name] for file in files]
-
-    def write(ids: np.ndarray, rows: list[np.ndarray]) -> None:
-        if ids.min() < 0 or ids.max() >= arrays[0].file.shape[0]:
-            raise ValueError(f"{journal.newest.path} is damaged: it has unknown rows")
-        for array, part in zip(arrays, rows, strict=True):
-            array.write_bytes(ids, part)
-
-    recover(write)
-    if journal.is_synced:
-        for array in arrays:
-            array.sync()
-    journal.clear()
-
-
-def _fill(array: np.ndarray, rows: Any) -> None:
-    step = max(1, RECORD_BYTES // max(1, array[:1].nbytes))
-    for lo in range(0, len(array), step):
-        hi = min(lo + step, len(array))
-        part = rows(lo, hi) if callable(rows) else rows[lo:hi]
-        part = host_array(part, name="rows")
-        if part.shape != (hi - lo, array.shape[1]):
-            raise ValueError(
-                f"rows({lo}, {hi}) must have shape {(hi - lo, array.shape[1])}, "
-                f"got {part.shape}"
-            )
-        array[lo:hi] = part.astype(array.dtype)

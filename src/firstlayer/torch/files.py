@@ -63,9 +63,16 @@ def _tensors(layer: nn.Module) -> dict[str, Any]:
     The state dict brings stale rows of row optimizers up to date. Its integers are
     constants, which the config determines, the rows of a quantized table, or an id map.
     """
+    state = layer.state_dict()
+    for name, value in state.items():
+        if hasattr(value, "device_mesh"):
+            raise TypeError(
+                f"save needs whole tensors, but {name} is sharded; save the state_dict "
+                "with torch.distributed.checkpoint"
+            )
     return {
         name: value
-        for name, value in layer.state_dict().items()
+        for name, value in state.items()
         if value.is_floating_point() or name == ENCODED or name.startswith(ID_MAP)
     }
 

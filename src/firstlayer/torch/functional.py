@@ -98,7 +98,7 @@ def embedding_bag(
         [[3.0], [8.0]]
     """
     if isinstance(input, Tensor) and input.is_nested:
-        input, offsets, per_sample_weights = _flat(input, per_sample_weights)
+        input, offsets, per_sample_weights = flat_bags(input, per_sample_weights)
         include_last_offset = True
     given = (input, weight, offsets, per_sample_weights)
     if not isinstance(input, Tensor):
@@ -146,7 +146,10 @@ def _check_norm(max_norm: float, norm_type: float) -> None:
         raise WrongValue(*error.args) from None
 
 
-def _flat(input: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def flat_bags(
+    input: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the ids, bounds and weights of bags that are a jagged nested tensor."""
     if weights is not None and not weights.is_nested:
         raise WrongValue("per_sample_weights must be nested for nested ids, got a tensor")
     flat = None if weights is None else weights.values().reshape(-1)

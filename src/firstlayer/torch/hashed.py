@@ -11,7 +11,9 @@ from .._check import not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
     FrequencyRows,
+    HashedArguments,
     HashedRows,
+    QuotientRemainderArguments,
     QuotientRemainderRows,
     sorted_frequent,
     vector_width,
@@ -39,9 +41,13 @@ class CombinedRows(nn.Module):
         Args:
             ids: Ids of any shape and any integer dtype.
         """
-        check_tensor(ids, name="ids")
-        ids = as_index(ids).long()
-        rows = self._rows(ids)
+        try:
+            check_tensor(ids, name="ids")
+            ids = as_index(ids).long()
+            rows = self._rows(ids)
+        except Exception as error:
+            self.table.announce(error)
+            raise
         weights = self._weights(ids)
         if isinstance(self.table, EmbeddingBag):
             flat = None if weights is None else weights.reshape(-1, rows.shape[-1])
@@ -67,7 +73,7 @@ class CombinedRows(nn.Module):
         return None
 
 
-class HashedEmbedding(CombinedRows):
+class HashedEmbedding(HashedArguments, CombinedRows):
     """Vectors of any 64-bit ids: each id is hashed to several rows of one table.
 
     Two ids share all rows only if every hash collides. See
@@ -127,21 +133,6 @@ class HashedEmbedding(CombinedRows):
                 num_rows=importance_rows, hashes=1, seed=seed, first=hashes
             )
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the table."""
-        return self.rows.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each id."""
-        return self.rows.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.seed
-
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.embedding_dim}, hashes={self.hashes}"
 
@@ -154,7 +145,7 @@ class HashedEmbedding(CombinedRows):
         return self.importance(self._importance(ids)[..., 0])
 
 
-class QuotientRemainderEmbedding(CombinedRows):
+class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
     """A vector of its own for every id, from few rows (Shi et al. 2019).
 
     The vector combines the row of the id's remainder with the row of its quotient:
@@ -199,16 +190,6 @@ class QuotientRemainderEmbedding(CombinedRows):
         options = {"sparse": sparse, "device": device, "dtype": dtype}
         self.table = _table(self.rows.num_rows, width, combine=combine, **options)
 
-    @property
-    def num_embeddings(self) -> int:
-        """Number of ids."""
-        return self.rows.num_embeddings
-
-    @property
-    def buckets(self) -> int:
-        """Number of remainders."""
-        return self.rows.buckets
-
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, buckets={self.buckets}"
 
@@ -217,7 +198,7 @@ class QuotientRemainderEmbedding(CombinedRows):
         return self.rows(ids)
 
 
-class FrequencyEmbedding(CombinedRows):
+class FrequencyEmbedding(HashedArguments, CombinedRows):
     """Rows of their own for frequent ids, sums of hashed rows for all other 64-bit ids.
 
     Args:
@@ -283,21 +264,6 @@ class FrequencyEmbedding(CombinedRows):
     def frequent_ids(self) -> Integer[Tensor, " frequent"]:
         """Ids with a row of their own, in the order of their rows."""
         return torch.empty_like(self._frequent).scatter_(0, self._order, self._frequent)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that the other ids are hashed to."""
-        return self.rows.hashed.num_rows
-
-    @property
-    def hashes(self) -> int:
-        """Number of rows for each of the other ids."""
-        return self.rows.hashed.hashes
-
-    @property
-    def seed(self) -> int:
-        """Seed of the hashes."""
-        return self.rows.hashed.seed
 
     def extra_repr(self) -> str:
         frequent = self.rows.num_frequent

@@ -205,15 +205,20 @@ class EmbeddingLayer(nn.Module):
             # Not self(...), which would call hooks twice.
             out = EmbeddingLayer.forward(self, **flat)
             return torch.nested.nested_tensor_from_jagged(out, tokens.offsets())
-        arguments = check_arguments(
-            self,
-            ids,
-            positions=positions,
-            offset=offset,
-            segments=segments,
-            inputs_embeds=inputs_embeds,
-            mask=mask,
-        )
+        try:
+            arguments = check_arguments(
+                self,
+                ids,
+                positions=positions,
+                offset=offset,
+                segments=segments,
+                inputs_embeds=inputs_embeds,
+                mask=mask,
+            )
+        except Exception as error:
+            if inputs_embeds is None and isinstance(self.token, TableModule):
+                self.token.announce(error)
+            raise
         arguments = self._prepare_lookups(arguments)
         dropout: Any = self._modules["dropout"]  # faster than the attribute
         # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
@@ -315,15 +320,19 @@ class EmbeddingLayer(nn.Module):
     def _prepare_lookups(self, arguments: LayerArguments) -> LayerArguments:
         """Catch up the rows that this call reads, and install gradient hooks.
 
-        If the token table is read out of place, the arguments returned have its rows. In
-        compiled code the modules do this in their forward.
+        If the token table is in a store or is read out of place, the arguments returned
+        have its rows. In compiled code the modules do this in their forward.
         """
         if is_compiling():
             return arguments
         ids, segments = arguments.ids, arguments.segments
         if ids is not None and arguments.embeds is None:
-            token = self._modules.get("token")  # faster than the attribute
-            if isinstance(token, TableModule):
+            # Faster than the attribute.
+            token: Any = self._modules.get("token")
+            if _is_stored(token):
+                if not has_hooks(token):
+                    arguments = arguments._replace(embeds=token.upcast_rows(ids))
+            elif isinstance(token, TableModule):
                 if token.training or not token.reads_out_of_place(ids):
                     token.prepare_lookup(ids)
                 elif type(token) is Embedding and not has_hooks(token):
@@ -361,7 +370,9 @@ class EmbeddingLayer(nn.Module):
     def _draw(self) -> None:
         std = self.embedding_dim**-0.5 if self.scale else 0.02
         for table in (self.token, self.segment):
-            if table is not None:
+            if isinstance(table, TableModule):
+                table.draw_rows(std)
+            elif table is not None:
                 nn.init.normal_(table.weight, std=std)
         if self.padding_idx is not None:
             self.token.set_padding(0.0)

@@ -1,6 +1,5 @@
 """N-gram memory on torch: rows of n-grams, and the gates that add them to a model."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,30 +7,46 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .._check import not_negative_number, one_of, positive
+from ..files.layer_configs import config_of
 from ..ngram.gates import (
     EngramWeights,
     ShortConvWeights,
-    check_shapes,
     engram_gate,
     ngram_average,
     short_conv_gate,
 )
-from ..ngram.scheme import Scheme, check_num_rows
-from ._tensors.dtypes import upcast_together
+from ..ngram.layers import (
+    AverageArguments,
+    AverageOptions,
+    EngramArguments,
+    EngramOptions,
+    GateArguments,
+    NgramArguments,
+    ShortConvArguments,
+    ShortConvOptions,
+    check_shapes,
+    check_table,
+    refuse_options,
+)
+from ..ngram.scheme import Scheme
+from ..stores.row_store import RowStore
+from ._table.module import TableModule
+from ._tensors.dtypes import dtype_name, upcast_together
 from ._tensors.errors import WrongType, check_tensor, torch_errors
 from .token import Embedding
 
 
-class NgramEmbedding(nn.Module):
+class NgramEmbedding(NgramArguments, nn.Module):
     """Looks up the rows of the n-grams that end at each position.
 
     Args:
         scheme: Scheme of :mod:`firstlayer.ngram`.
-        table: Layer with the table, or the width of the rows of a new one.
+        table: Layer with the table, a store of :mod:`firstlayer.stores`, or the width of
+            the rows of a new table.
         layer: Layer of the model whose table it is; may be left out if the scheme has one.
         combine: ``"concat"``, or ``"sum"`` as in BLT.
-        options: Arguments of :class:`Embedding` for a new table, such as ``sparse=True``.
+        options: Arguments of :class:`Embedding` for a new table, such as ``sparse=True``,
+            or of :meth:`Embedding.from_store` for a store.
 
     Shape:
         - ids: ``(..., length)``, any integer dtype
@@ -47,7 +62,7 @@ class NgramEmbedding(nn.Module):
     def __init__(
         self,
         scheme: Scheme,
-        table: Embedding | int,
+        table: Embedding | RowStore | int,
         *,
         layer: int | None = None,
         combine: str = "concat",
@@ -56,18 +71,16 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         with torch_errors():
             rows = scheme.layout(layer).rows
-            self.combine = one_of("combine", combine, ("concat", "sum"))
             if isinstance(table, nn.Module):
-                check_num_rows(table.num_embeddings, rows, options)
-        if not isinstance(table, nn.Module):
+                refuse_options(options)
+        if isinstance(table, RowStore):
+            table = Embedding.from_store(table, **options)
+        elif not isinstance(table, nn.Module):
             table = Embedding(rows, table, **options)
+        with torch_errors():
+            check_table(scheme, layer, combine, table.num_embeddings)
         self.scheme, self.layer, self.table = scheme, layer, table
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of the output."""
-        columns = self.scheme.columns if self.combine == "concat" else 1
-        return columns * self.table.embedding_dim
+        self.combine = combine
 
     def forward(
         self,
@@ -85,9 +98,39 @@ class NgramEmbedding(nn.Module):
             documents: Document of each id of a packed sequence.
             dead: True at ids that n-grams must not read.
         """
-        rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        try:
+            rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        except Exception as error:
+            if isinstance(self.table, TableModule):
+                self.table.announce(error)
+            raise
         vectors = self.table(rows)
         return vectors.flatten(-2) if self.combine == "concat" else vectors.sum(-2)
+
+    def prefetch(
+        self,
+        ids: Integer[Tensor, "*batch length"],
+        *,
+        history: Integer[Tensor, "*batch before"] | None = None,
+        documents: Integer[Tensor, "*batch positions"] | None = None,
+        dead: Bool[Tensor, "*batch positions"] | None = None,
+    ) -> None:
+        """Start to read the rows of a coming call; see :meth:`Embedding.prefetch`.
+
+        Args:
+            ids: Ids.
+            history: As in a call.
+            documents: As in a call.
+            dead: As in a call.
+        """
+        rows = self._rows(ids, history=history, documents=documents, dead=dead)
+        self.table.prefetch(rows)
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        table = self.table
+        own = config_of(table, dtype=dtype_name(table.weight.dtype))
+        return self._config_with(own)
 
     def _rows(self, ids: Tensor, **others: Tensor | None) -> Tensor:
         check_tensor(ids, name="ids")
@@ -98,7 +141,38 @@ class NgramEmbedding(nn.Module):
         return f"{type(self.scheme).__name__}, combine={self.combine!r}"
 
 
-class EngramGate(nn.Module):
+class Gate(GateArguments, nn.Module):
+    """Base class of the gates: parameters, config and the checks of a call."""
+
+    def _create_parameters(self, **options: Any) -> None:
+        for name in ("key_bias", "value_bias"):
+            if name in type(self).__annotations__:
+                self.register_parameter(name, None)
+        for name, (shape, init) in self.options.parameters().items():
+            parameter = Parameter(torch.empty(shape, **options))
+            setattr(self, name, parameter)
+            if init == "linear":
+                nn.init.uniform_(parameter, -(bound := shape[-1] ** -0.5), bound)
+            else:
+                nn.init.constant_(parameter, init == "ones")
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor arguments that rebuild this layer, as plain values."""
+        return config_of(self, dtype=dtype_name(next(self.parameters()).dtype))
+
+    def _check(
+        self, hidden: Any, memory: Any, mask: Any = None, *, name: str = "hidden"
+    ) -> None:
+        """Raise unless the arguments of a call fit together."""
+        for key, x in ((name, hidden), ("memory", memory)):
+            check_tensor(x, name=key)
+            if not x.is_floating_point():
+                raise WrongType(f"{key} must be real, got {x.dtype}")
+        with torch_errors():
+            check_shapes(hidden, memory, mask, options=self.options, name=name)
+
+
+class EngramGate(EngramArguments, Gate):
     """Adds n-gram vectors to hidden states, as in DeepSeek-V4.1.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -124,6 +198,10 @@ class EngramGate(nn.Module):
         torch.Size([1, 3, 2, 4])
     """
 
+    projection: Float[Tensor, "rows memory_dim"]
+    query_weight: Float[Tensor, "streams embedding_dim"]
+    key_weight: Float[Tensor, "streams embedding_dim"]
+
     def __init__(
         self,
         memory_dim: int,
@@ -136,17 +214,10 @@ class EngramGate(nn.Module):
     ) -> None:
         super().__init__()
         with torch_errors():
-            self.memory_dim = positive("memory_dim", memory_dim)
-            self.embedding_dim = positive("embedding_dim", embedding_dim)
-            self.streams = None if streams is None else positive("streams", streams)
-            self.eps = not_negative_number("eps", eps)
-        shape = (streams or 1, embedding_dim)
-        options = {"device": device, "dtype": dtype}
-        rows = (shape[0] + 1) * embedding_dim
-        self.projection = Parameter(torch.empty(rows, memory_dim, **options))
-        self.query_weight = Parameter(torch.ones(shape, **options))
-        self.key_weight = Parameter(torch.ones(shape, **options))
-        _init_linear(self.projection, fan_in=memory_dim)
+            self.options = EngramOptions(
+                memory_dim=memory_dim, embedding_dim=embedding_dim, streams=streams, eps=eps
+            )
+        self._create_parameters(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -156,7 +227,7 @@ class EngramGate(nn.Module):
         mask: Bool[Tensor, "*batch length"] | None = None,
     ) -> Float[Tensor, "*hidden"]:
         """Return the hidden states with the gated value added."""
-        _check_arguments(self, hidden, memory, mask)
+        self._check(hidden, memory, mask)
         weights = self.projection, self.query_weight, self.key_weight
         h, e, *weights = upcast_together(_streams(hidden, self), memory, *weights)
         out = engram_gate(h, e, EngramWeights(*weights), eps=self.eps, mask=mask)
@@ -166,7 +237,7 @@ class EngramGate(nn.Module):
         return f"{self.memory_dim}, {self.embedding_dim}, streams={self.streams}"
 
 
-class ShortConvGate(nn.Module):
+class ShortConvGate(ShortConvArguments, Gate):
     """Adds n-gram vectors and their convolution to hidden states: Engram's paper, Qwen.
 
     Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
@@ -205,6 +276,15 @@ class ShortConvGate(nn.Module):
         (torch.Size([1, 3, 2, 4]), torch.Size([1, 9, 2, 4]))
     """
 
+    key_projection: Float[Tensor, "streams embedding_dim memory_dim"]
+    value_projection: Float[Tensor, "embedding_dim memory_dim"]
+    key_norm: Float[Tensor, "streams embedding_dim"]
+    query_norm: Float[Tensor, "streams embedding_dim"]
+    conv_norm: Float[Tensor, "streams embedding_dim"]
+    conv: Float[Tensor, "streams embedding_dim kernel_size"]
+    key_bias: Float[Tensor, "streams embedding_dim"] | None
+    value_bias: Float[Tensor, " embedding_dim"] | None
+
     def __init__(
         self,
         memory_dim: int,
@@ -221,27 +301,17 @@ class ShortConvGate(nn.Module):
     ) -> None:
         super().__init__()
         with torch_errors():
-            self.memory_dim = positive("memory_dim", memory_dim)
-            self.embedding_dim = positive("embedding_dim", embedding_dim)
-            self.streams = None if streams is None else positive("streams", streams)
-            self.kernel_size = positive("kernel_size", kernel_size)
-            self.dilation = positive("dilation", dilation)
-            self.eps = not_negative_number("eps", eps)
-            conv_eps = eps if conv_eps is None else conv_eps
-            self.conv_eps = not_negative_number("conv_eps", conv_eps)
-        self.bias, shape = bool(bias), (streams or 1, embedding_dim)
-        options = {"device": device, "dtype": dtype}
-        self.key_projection = Parameter(torch.empty(*shape, memory_dim, **options))
-        self.value_projection = Parameter(torch.empty(embedding_dim, memory_dim, **options))
-        for name in ("key_norm", "query_norm", "conv_norm"):
-            setattr(self, name, Parameter(torch.ones(shape, **options)))
-        self.conv = Parameter(torch.zeros(*shape, kernel_size, **options))
-        self.key_bias = self.value_bias = None
-        if bias:
-            self.key_bias = Parameter(torch.zeros(shape, **options))
-            self.value_bias = Parameter(torch.zeros(embedding_dim, **options))
-        for weight in (self.key_projection, self.value_projection):
-            _init_linear(weight, fan_in=memory_dim)
+            self.options = ShortConvOptions(
+                memory_dim=memory_dim,
+                embedding_dim=embedding_dim,
+                streams=streams,
+                kernel_size=kernel_size,
+                dilation=dilation,
+                bias=bias,
+                eps=eps,
+                conv_eps=eps if conv_eps is None else conv_eps,
+            )
+        self._create_parameters(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -281,7 +351,7 @@ class ShortConvGate(nn.Module):
         return self._run(hidden, memory, mask=mask, state=state)[1]
 
     def _run(self, hidden: Tensor, memory: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        _check_arguments(self, hidden, memory, others["mask"])
+        self._check(hidden, memory, others["mask"])
         own = dict(self.named_parameters())
         h, e, *weights = upcast_together(_streams(hidden, self), memory, *own.values())
         with torch_errors():
@@ -299,7 +369,7 @@ class ShortConvGate(nn.Module):
         return f"{self.memory_dim}, {self.embedding_dim}, streams={self.streams}"
 
 
-class NgramAverage(nn.Module):
+class NgramAverage(AverageArguments, Gate):
     """Averages token vectors and projected n-gram rows, as LongCat-Flash-Lite does.
 
     Args:
@@ -320,6 +390,8 @@ class NgramAverage(nn.Module):
         tensor([0.3333, 0.3333, 0.3333, 0.3333], grad_fn=<SelectBackward0>)
     """
 
+    weight: Float[Tensor, "columns embedding_dim width"]
+
     def __init__(
         self,
         columns: int,
@@ -331,14 +403,10 @@ class NgramAverage(nn.Module):
     ) -> None:
         super().__init__()
         with torch_errors():
-            self.columns, self.width = (
-                positive("columns", columns),
-                positive("width", width),
+            self.options = AverageOptions(
+                columns=columns, width=width, embedding_dim=embedding_dim
             )
-            self.embedding_dim = positive("embedding_dim", embedding_dim)
-        shape = columns, embedding_dim, width
-        self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
-        _init_linear(self.weight, fan_in=width)
+        self._create_parameters(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -346,11 +414,7 @@ class NgramAverage(nn.Module):
         memory: Float[Tensor, "*batch memory_dim"],
     ) -> Float[Tensor, "*batch embedding_dim"]:
         """Return the mean of the token vectors and the projected rows."""
-        for name, x in (("tokens", tokens), ("memory", memory)):
-            check_tensor(x, name=name)
-        dims, memory_dim = (self.embedding_dim,), self.columns * self.width
-        with torch_errors():
-            check_shapes(tokens, memory, None, dims=dims, memory_dim=memory_dim)
+        self._check(tokens, memory, name="tokens")
         out = ngram_average(*upcast_together(tokens, memory, self.weight))
         return out.to(tokens.dtype)
 
@@ -360,22 +424,3 @@ class NgramAverage(nn.Module):
 
 def _streams(hidden: Tensor, gate: EngramGate | ShortConvGate) -> Tensor:
     return hidden.unsqueeze(-2) if gate.streams is None else hidden
-
-
-def _check_arguments(
-    gate: EngramGate | ShortConvGate, hidden: Any, memory: Any, mask: Any
-) -> None:
-    for name, x in (("hidden", hidden), ("memory", memory)):
-        check_tensor(x, name=name)
-        if not x.is_floating_point():
-            raise WrongType(f"{name} must be real, got {x.dtype}")
-    own = (gate.embedding_dim,)
-    dims = own if gate.streams is None else (gate.streams, *own)
-    with torch_errors():
-        check_shapes(hidden, memory, mask, dims=dims, memory_dim=gate.memory_dim)
-
-
-def _init_linear(weight: Tensor, *, fan_in: int) -> None:
-    """Draw a projection as ``torch.nn.Linear`` does."""
-    bound = 1 / math.sqrt(fan_in)
-    nn.init.uniform_(weight, -bound, bound)

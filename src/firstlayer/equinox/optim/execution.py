@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float64, Int32, PyTree
 
 from ..._array import compute_dtype
-from ...optim.rule import TINY, RowOptions, update_rows
+from ...optim.rule import TINY, ArrayOps, RowOptions, update_rows
 from .._module import upcast
 
 #: Rows of a table and of each array of its state, in the rule's order.
@@ -96,7 +96,7 @@ class Execution:
             has_state: Whether the state of each row may be nonzero.
         """
         own = _rounded(self.coefficients_class, coefficients, rows[0].dtype)
-        weight, *state = own.catch_up(jnp, *rows)
+        weight, *state = own.catch_up(ArrayOps(jnp), *rows)
         # Other coefficients of rows without a state may be inaccurate.
         has_effect = has_state[:, None] | jnp.logical_not(own.keeps_zero_state())
         return jnp.where(has_effect, weight, own.weight_factor * rows[0]), *state

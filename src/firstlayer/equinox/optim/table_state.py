@@ -267,6 +267,8 @@ class TableState(eqx.Module):
     ) -> Self:
         """Return the table with new values in some rows, whose state is a new table's.
 
+        Not for sharded tables, which have no ids to give rows to.
+
         Args:
             ids: The rows, ascending; those beyond the table are left out.
             values: Their values.
@@ -276,9 +278,13 @@ class TableState(eqx.Module):
         zeros = jnp.zeros((ids.size, execution.rule.state_width(self.weight.shape[1])))
         state = [zeros + value for value in execution.initial_state.values()]
         steps = jnp.zeros(ids.size, jnp.int32) + step
-        return type(self)(
+        arrays = {
+            name: _scatter(self.arrays[name], ids, rows)
+            for name, rows in zip(execution.initial_state, state, strict=True)
+        }
+        return self._replace(
             _scatter(self.weight, ids, values),
-            self._with_rows(execution, ids, state),
+            arrays,
             _scatter(self.row_steps, ids, steps),
             self.caught_up,
         )

@@ -44,12 +44,12 @@ def kernel_inputs(
     """Return the inputs of the fused layer, or None if the call is not eligible."""
     # Read from the dict once: attributes of a module are slow.
     modules: dict[str, Any] = layer._modules
-    token, position, segment, norm = map(
-        modules.get, ("token", "position", "segment", "norm")
-    )
+    token: Any = modules.get("token")
+    position, segment, norm = map(modules.get, ("position", "segment", "norm"))
     if (
         0 in arguments.lead
         or not _are_standard(token, position, segment, norm)
+        or (token.is_stored and arguments.embeds is None)
         or has_hooks(token, position, segment, norm)
     ):
         return None
@@ -83,9 +83,9 @@ def kernel_inputs(
         token=tokens.options,
         position=positions.options,
         segment=segments.options,
-        scale=table.shape[1] ** 0.5 if layer.scale else 1.0,
+        scale=token.embedding_dim**0.5 if layer.scale else 1.0,
         eps=0.0 if norm is None else norm.eps,
-        shape=(*arguments.lead, table.shape[1]),
+        shape=(*arguments.lead, token.embedding_dim),
         dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
 
@@ -109,6 +109,9 @@ def has_hooks(*modules: nn.Module | None) -> bool:
 def _are_standard(token: Any, position: Any, segment: Any, norm: Any) -> bool:
     """Return whether the kernels compute what these modules compute."""
     for table in (token, segment):
+        # The rows of a store are read before they are passed to the kernels.
+        if table is token and getattr(table, "is_stored", False):
+            continue
         if table is not None and (
             type(table) is not Embedding
             or table.max_norm is not None
@@ -131,7 +134,10 @@ def _parameters(
     """Return all parameters if they are contiguous, of one dtype and of the right shape."""
     width = token.embedding_dim
     expected: list[tuple[str, Any, str, tuple[int, ...]]]
-    expected = [("token", token, "weight", (token.num_embeddings, width))]
+    # A store has no parameter, but a tensor of the dtype of its output.
+    expected = [("token", token, "_output", (0,))]
+    if not token.is_stored:
+        expected = [("token", token, "weight", (token.num_embeddings, width))]
     if segment is not None:
         expected.append(("segment", segment, "weight", (segment.num_embeddings, width)))
     if type(position) is LearnedPositions:

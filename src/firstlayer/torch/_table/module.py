@@ -79,6 +79,14 @@ class TableModule(nn.Module):
         request_large_pages(self.weight)
         super().reset_parameters()  # pyright: ignore
 
+    def draw_rows(self, std: float) -> None:
+        """Draw the table from a normal distribution.
+
+        Args:
+            std: Standard deviation.
+        """
+        nn.init.normal_(self.weight, std=std)
+
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Catch up the rows of ``ids`` and install the gradient hook if one is needed.
 
@@ -87,6 +95,15 @@ class TableModule(nn.Module):
         weight = self.weight
         catch_up(weight, ids)
         self._install_grad_hook(weight)
+
+    def announce(self, error: Exception) -> None:
+        """Do nothing; a sharded table raises the error on all ranks.
+
+        Layers call it for errors in their arguments before they look up rows.
+
+        Args:
+            error: The error.
+        """
 
     def reads_out_of_place(self, ids: Any) -> bool:
         """Return whether a lookup corrects what it returns and leaves stale rows alone."""

@@ -35,6 +35,7 @@ from .._tensors.memory import (
     tensor_of,
     threads_of_torch,
 )
+from .._tensors.shard import shard_of
 from ..bag import EmbeddingBag
 from ..functional import checked_mode, embedding_bag
 from ..token import Embedding
@@ -122,6 +123,19 @@ class StoredEmbedding(Embedding):
 
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Do nothing: rows of a store are not trained."""
+
+    def prefetch(self, ids: Integer[Tensor, "*batch"]) -> None:
+        """Start to read the rows of a coming lookup; see :meth:`RowStore.prefetch`.
+
+        Does nothing in compiled code, and for a quantized table in memory.
+
+        Args:
+            ids: Ids of any shape and any integer dtype.
+        """
+        check_tensor(ids, name="ids")
+        if self.encoded is None and not torch.compiler.is_compiling():
+            with torch_errors():
+                self.row_store.prefetch(array_of(as_index(ids).cpu()))
 
     def forward(
         self, input: Integer[Tensor, "*batch"]
@@ -399,6 +413,8 @@ def quantized_embedding(
 
 def quantize_embedding(embedding: Embedding, format: str) -> StoredEmbedding:
     """Return a layer with the rows of another, quantized, on the same device."""
+    if shard_of(embedding.weight) is not None:
+        raise TypeError("a sharded table cannot be quantized; quantize the whole table")
     weight = embedding.weight.detach()
     with torch_errors():
         encoded, report = quantize_table(array_of_table(weight.cpu()), format)

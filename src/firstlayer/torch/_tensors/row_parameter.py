@@ -55,6 +55,12 @@ class RowTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
 
+    def as_subclass(self, cls: Any) -> Any:
+        # Torch does not call __torch_function__ for this method.
+        with without_catch_up():
+            self.table_state.before_access(self)
+            return super().as_subclass(cls)
+
     def __repr__(self, **options: Any) -> str:
         return repr(_plain(self))
 

@@ -29,12 +29,15 @@ would have computed. ``shape``, ``grad``, clipping and ``zero_grad`` cost nothin
   ``optimizer.flush()``, which brings the memory of every table up to date.
 - Lookups in evaluation (``layer.eval()``, without gradients) correct the rows that they
   return and do not write to the table. ``eval()`` itself does not touch it.
-- A few functions of torch read memory without asking the class of the parameter:
-  ``torch.tensor(weight)``, ``to_dlpack``, the collectives of ``torch.distributed``,
-  ``torch.jit.script`` of torch's layers, operations with a jagged tensor, and transforms of
+- Functions of torch that never ask the class of their argument read memory as it is:
+  copies by constructors (``torch.tensor(weight)``, ``asarray`` and ``as_tensor`` with
+  another dtype, ``new_tensor``, values of sparse and nested tensors), ``to_dlpack``,
+  another tensor's ``data = weight``, the collectives of ``torch.distributed``, functions
+  and layers of ``torch.jit.script``, operations with a jagged tensor, and transforms of
   ``torch.func`` whose argument is the parameter itself. Give them ``weight.detach()``, or
   call ``flush()`` first. Modules called with jagged tensors or by ``functional_call`` in a
   transform catch up if the optimizer was given the model: ``RowAdamW(model)``.
+- Tensors of the optimizer's state are up to date after ``flush()`` or ``state_dict()``.
 - ``step()`` raises, and changes nothing, if a row with a gradient was stale when it was
   read. Under ``torch.distributed`` it catches such rows up instead, because another process
   may have read them.

@@ -5,18 +5,17 @@ the rows that have a gradient, and the other rows become stale until they catch 
 state are gathered, changed as the rule specifies, and written back. Apart from the table,
 its state and the step that each row is at, no tensor has as many rows as the table.
 
-The host records the steps and computes the coefficients of missed steps in float64; the
-device has a copy. Which rows are stale is decided on the device, so neither a step nor
-catching up waits for it: all rows of a batch are computed, and those that are up to date
-keep their values. There are two exceptions. Missed steps are replayed one by one where the
-polynomial of Adam is not accurate, and their number is read from the device. On the CPU,
-where reading a value costs nothing, only stale rows are computed, in chunks that stay in
-the cache.
+The host records the steps (:mod:`.device_steps`). Which rows are stale is decided on the
+device, so neither a step nor catching up waits for it: all rows of a batch are computed,
+and those that are up to date keep their values. There are two exceptions. Missed steps are
+replayed one by one where the polynomial of Adam is not accurate, and their number is read
+from the device. On the CPU, where reading a value costs nothing, only stale rows are
+computed, in chunks that stay in the cache, and the state of rows that a lookup has caught
+up is written together with the next step (:class:`.row_tensors.DeferredState`).
 """
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,63 +26,34 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 from ..._check import out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps, host_values
-from ...optim.rule import TINY, Options, Rule, update_rows
-from .._tensors.dtypes import compute_dtype, dtype_name
+from ...optim.rule import Options, Rule, update_rows
+from .._tensors.dtypes import compute_dtype
 from .._tensors.memory import is_plain_cpu, tensor_of
 from .._tensors.row_parameter import without_catch_up
+from .device_steps import DeviceSteps
 from .row_operators import (
     Rows,
     read_rows,
     round_to_bfloat16,
-    sum_by_id_static,
     write_number,
     write_rows,
+)
+from .row_tensors import (
+    DeferredState,
+    RowTensors,
+    StepTensors,
+    check_row_tensors,
+    resized_rows,
 )
 from .table_state import AttachedState, check_class
 
 # Entries of a table that operators process at a time, for each thread on the CPU: their
 # temporary tensors stay in the cache.
-CPU_CHUNK = 1 << 16
+CPU_CHUNK = 1 << 18
 # The same on other devices, where it bounds the memory of temporary tensors.
 DEVICE_CHUNK = 1 << 24
-
-
-@dataclass(frozen=True, eq=False)
-class RowTensors:
-    """Tensors with a row for each row of the table, which change together.
-
-    Args:
-        table: Table.
-        row_steps: For each row, the step it is at.
-        state: Tensors of the optimizer state, in the order of the rule.
-    """
-
-    table: Tensor
-    row_steps: Tensor
-    state: tuple[Tensor, ...]
-
-    def as_list(self) -> list[Tensor]:
-        """Return all tensors, as the constructor takes them."""
-        return [self.table, self.row_steps, *self.state]
-
-
-@dataclass(frozen=True, eq=False)
-class StepTensors:
-    """Numbers of a step on the device of the table, for compiled code.
-
-    Args:
-        coefficients: Coefficients of missed steps, a row for each recorded step.
-        values: Numbers of the step, in the order of the rule.
-        steps: ``base_step`` and ``step_count``.
-    """
-
-    coefficients: Tensor
-    values: Tensor
-    steps: Tensor
-
-    def as_list(self) -> list[Tensor]:
-        """Return all tensors, as the constructor takes them."""
-        return [self.coefficients, self.values, self.steps]
+# Entries of each tensor of the state that a lookup may leave to the next step to write.
+MAX_DEFERRED = 1 << 22
 
 
 class OperatorState(AttachedState):
@@ -126,14 +96,16 @@ class OperatorState(AttachedState):
         #: Whether a recorded step moves the weights of rows without a gradient.
         self._missed_moves = False
         self.missed = MissedSteps(rule, options, step)
-        self._bind_missed()
+        #: The same on the device.
+        self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
+        self._deferred: DeferredState | None = None
         # Largest row that got a gradient although it was read while stale, or −1.
         self._stale_read = torch.full((), -1, dtype=torch.int64, device=self.device)
         #: Parameter group and torch state of the table, for steps in compiled code.
         self.group: dict[str, Any] | None = None
         self.published: dict[str, Any] = {}
         self._add_missing_tensors(options)
-        self._check(self.row_tensors())
+        self.check(self.row_tensors())
         if state is not None:
             self._adapt_state(options)
         if not rule.lazy:
@@ -181,8 +153,8 @@ class OperatorState(AttachedState):
             ids = None
         with held_interrupts(), self.lock, torch.no_grad():
             tensors = self.row_tensors(table)
-            self._check(tensors)
-            self._catch_up(tensors, None if ids is None else self._as_rows(ids))
+            self.check(tensors)
+            self.catch_up_tensors(tensors, None if ids is None else self.as_rows(ids))
         if ids is None:
             self._check_stale_read()
 
@@ -194,11 +166,11 @@ class OperatorState(AttachedState):
             table: Copy of the table to read from.
         """
         with self.lock, torch.no_grad():
-            tensors, rows = self.row_tensors(table), self._as_rows(ids)
+            tensors, rows = self.row_tensors(table), self.as_rows(ids)
             if self.has_stale_weights:
-                self._check(tensors)
-                self._copy_coefficients()
-                weight = self._caught_up(tensors, rows)[0].to(tensors.table.dtype)
+                self.check(tensors)
+                self.device_steps.update()
+                weight = self.caught_up(tensors, rows)[0].to(tensors.table.dtype)
             else:
                 weight = tensors.table.index_select(0, rows)
             return weight.view(*ids.shape, self.shape[1])
@@ -222,7 +194,7 @@ class OperatorState(AttachedState):
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
-        self._check(self.row_tensors())
+        self.check(self.row_tensors())
         shape = self.shape if ids is None else (ids.shape[0], self.shape[1])
         if tuple(gradient.shape) != shape:
             raise ValueError(
@@ -269,115 +241,30 @@ class OperatorState(AttachedState):
         with self.lock, torch.no_grad():
             self._prepare_step(ids, options)
             tensors = self.row_tensors()
-            values = self._record_step(options, every_row=ids is None)
+            values = self.record_step(options, every_row=ids is None)
             generator = self._generator(2 * self.step_count + 1)
-            for rows, part in self._chunks(ids):
+            for rows, part, state in self._updated_rows(tensors, ids):
                 weight = read_rows(tensors.table, rows, self.dtype)
-                state = [read_rows(x, rows, self.dtype) for x in tensors.state]
                 part = gradient[part].to(self.dtype)
                 new = update_rows(torch, self.rule, values, weight, part, state)
-                self._write(tensors, rows, new, generator)
+                self.write_weight(tensors, rows, new[0], generator)
+                tensors.write_state(rows, new[1:])
                 write_number(tensors.row_steps, rows, self.step_count)
             if self.is_caught_up:
-                self._restart(options)
+                self.restart(options)
 
-    def new_step_tensors(self) -> StepTensors:
-        """Return memory for the numbers of a step of static size."""
-        count = len(self.missed.step_values)
-        return StepTensors(
-            self.coefficients,
-            torch.zeros(count, dtype=self.dtype, device=self.device),
-            torch.zeros(2, dtype=torch.int64, device=self.device),
-        )
-
-    def begin_lookup(self, tensors: RowTensors, numbers: StepTensors, ids: Tensor) -> None:
-        """Send the coefficients of missed steps to the device, for a lookup.
-
-        The rows of ``ids`` catch up if steps have to be replayed.
+    def write_deferred(self, tensors: RowTensors | None = None) -> None:
+        """Write the state of rows that lookups have caught up, as before other reads of it.
 
         Args:
-            tensors: Tensors of :meth:`row_tensors` or copies that will replace them.
-            numbers: Coefficients and steps to write.
-            ids: Rows that will be read or updated; negative ids are ignored.
+            tensors: Tensors to write to, if they are not those of :meth:`row_tensors`.
         """
-        with held_interrupts(), self.lock, torch.no_grad():
-            self._check(tensors)
-            self._copy_coefficients()
-            if self._is_replayed is not None:
-                self._catch_up(tensors, self._as_rows(ids))
-            steps = torch.tensor([self.base_step, self.step_count], device="cpu")
-            self._send(steps, numbers.steps)
-            if numbers.coefficients is not self.coefficients:
-                numbers.coefficients.copy_(self.coefficients)
-
-    def begin_step(
-        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, options: Options
-    ) -> None:
-        """Send the numbers of a step of static size to the device.
-
-        Every row catches up if no further step can be recorded.
-
-        Args:
-            tensors: As in :meth:`begin_lookup`.
-            numbers: Numbers to write.
-            ids: As in :meth:`begin_lookup`.
-            options: Options of the rule in this step.
-        """
-        with held_interrupts(), self.lock, torch.no_grad():
-            self.rule.check(options)
-            frozen = self.rule.frozen_options(options)
-            if frozen != self.missed.frozen_options:
-                raise ValueError(
-                    f"options {self.missed.frozen_options} must not change between the "
-                    f"calls of a RowStep, got {frozen}; call row_step again"
-                )
-            if self.missed.is_full:
-                self._check(tensors)
-                self._catch_up(tensors, None)
-            if self.is_caught_up:
-                self._restart(options)
-            self.begin_lookup(tensors, numbers, ids)
-            values = host_values(self.rule, options, self.step_count + 1)
-            self._send(torch.tensor(values, dtype=self.dtype, device="cpu"), numbers.values)
-
-    def static_lookup(
-        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor
-    ) -> Tensor:
-        """Return rows after their missed steps, read by :meth:`begin_lookup`.
-
-        Args:
-            tensors: Tensors of :meth:`row_tensors`.
-            numbers: Numbers written by :meth:`begin_lookup`.
-            ids: Rows, possibly repeated; a negative id reads row 0.
-        """
-        weight = self._caught_up(tensors, ids.clamp(min=0), numbers)[0]
-        return weight.to(tensors.table.dtype)
-
-    def static_step(
-        self, tensors: RowTensors, numbers: StepTensors, ids: Tensor, gradient: Tensor
-    ) -> None:
-        """Catch up and update rows. All sizes follow from the number of ids.
-
-        Args:
-            tensors: Tensors of :meth:`row_tensors`.
-            numbers: Numbers of the step, written by :meth:`begin_step`.
-            ids: Rows, possibly repeated; entries with a negative id are left out.
-            gradient: Gradient for each id.
-        """
-        rows, sums = sum_by_id_static(ids, gradient.to(self.dtype))
-        has_gradient, rows = rows >= 0, rows.clamp(min=0)
-        old = self._caught_up(tensors, rows, numbers)
-        values = type(self.missed.step_values)(*numbers.values.unbind())
-        new = update_rows(torch, self.rule, values, old[0], sums, old[1:])
-        self._write(tensors, rows, _where(has_gradient, new, old), None)
-        tensors.row_steps.index_copy_(0, rows, numbers.steps[1] + has_gradient)
-
-    def end_step(self, options: Options) -> None:
-        """Record a step of static size, after :meth:`static_step`."""
-        with held_interrupts(), self.lock:
-            self._record_step(options, every_row=False)
-            if self.is_caught_up:
-                self._restart(options)
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            tensors = self.row_tensors() if tensors is None else tensors
+            with torch.no_grad():
+                for rows, state in deferred.current_parts(tensors):
+                    tensors.write_state(rows, state)
 
     def resize_rows(self, kept: Tensor, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added.
@@ -388,6 +275,7 @@ class OperatorState(AttachedState):
             options: Options of the rule, for the state of new rows.
         """
         with held_interrupts(), self.lock, torch.no_grad():
+            self.write_deferred()
             kept, initial = kept.to(self.device), self.rule.initial_state(options)
             self.state = {
                 name: resized_rows(x, kept, num_rows, initial.get(name, 0.0))
@@ -428,27 +316,47 @@ class OperatorState(AttachedState):
         self.row_steps = row_steps.to(self.device)
         self.step_count, self.base_step = other.step_count, other.base_step
         self.missed, self._missed_moves = other.missed, other._missed_moves
-        self._bind_missed()
+        self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
 
     def _prepare_step(self, ids: Tensor | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
         tensors = self.row_tensors()
         is_changed = self.rule.frozen_options(options) != self.missed.frozen_options
         if self.missed.is_full or is_changed or ids is None:
-            self._catch_up(tensors, None)
+            self.catch_up_tensors(tensors, None)
         self._add_missing_tensors(options)
         if is_changed:
             self.missed = MissedSteps(self.rule, options, self.step_count)
-            self._bind_missed()
+            self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
             self._adapt_state(options)
         if self.is_caught_up:
-            self._restart(options)
+            self.restart(options)
         elif not self._missed_moves:
             # Rows with a stale state may have been read without catching up. All other
             # rows have caught up when they were read.
-            self._catch_up(tensors, ids)
+            self.catch_up_tensors(tensors, ids)
 
-    def _record_step(self, options: Options, *, every_row: bool) -> Any:
+    def _updated_rows(
+        self, tensors: RowTensors, ids: Tensor | None
+    ) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
+        """Yield rows of ``ids``, or all as ranges, their places, and their state.
+
+        Args:
+            tensors: Table and state.
+            ids: Rows, each once; None for all.
+        """
+        deferred = self._deferred
+        if deferred is not None and ids is not None and torch.equal(ids, deferred.rows):
+            self._deferred, lo = None, 0
+            for rows, state in deferred.current_parts(tensors):
+                yield rows, slice(lo, lo + rows.shape[0]), state
+                lo += rows.shape[0]
+            return
+        self.write_deferred(tensors)
+        for rows, part in self._chunks(ids):
+            yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]
+
+    def record_step(self, options: Options, *, every_row: bool) -> Any:
         """Count a step, which other rows miss unless every row is updated.
 
         Returns:
@@ -462,45 +370,72 @@ class OperatorState(AttachedState):
             self.base_step = step
         else:
             self.missed.record(values, options, step)
-            self._are_coefficients_current = False
+            self.device_steps.is_current = False
             if self.rule.moves_without_gradient(options):
                 self._missed_moves = True
         self.step_count = step
         return values
 
-    def _restart(self, options: Options) -> None:
+    def restart(self, options: Options) -> None:
+        """Forget the recorded steps, when every row is up to date."""
         self.missed.restart(options, self.step_count)
-        self._are_coefficients_current = self._missed_moves = False
+        self.device_steps.is_current = self._missed_moves = False
 
-    def _catch_up(self, tensors: RowTensors, ids: Tensor | None) -> None:
-        """Apply the missed steps to the stale rows among ``ids``, or to all."""
+    def catch_up_tensors(self, tensors: RowTensors, ids: Tensor | None) -> None:
+        """Apply the missed steps to the stale rows among ``ids``, or to all.
+
+        Args:
+            tensors: Table and state, which are changed.
+            ids: Rows in range, possibly repeated; None for all.
+        """
+        self.write_deferred(tensors)
         if self.is_caught_up:
             return
-        self._copy_coefficients()
+        self.device_steps.update()
         generator = self._generator(2 * self.step_count)
         row_steps, on_cpu = tensors.row_steps, is_plain_cpu(tensors.row_steps)
         if on_cpu and ids is not None:
-            is_stale = row_steps.index_select(0, ids) != self.step_count
-            ids = ids[is_stale].unique()
+            ids = self._rows_to_catch_up(tensors, ids)
         for rows, _ in self._chunks(ids):
             if on_cpu and isinstance(rows, slice):
                 stale = (row_steps[rows] != self.step_count).nonzero().flatten()
                 if not stale.numel():
                     continue
                 rows = stale + rows.start
-            new = self._caught_up(tensors, rows, are_stale=on_cpu)
-            self._write(tensors, rows, new, generator)
+            weight, *state = self.caught_up(tensors, rows)
+            self.write_weight(tensors, rows, weight, generator)
+            if self._deferred is not None and isinstance(rows, Tensor):
+                self._deferred.parts.append((rows, state))
+            else:
+                tensors.write_state(rows, state)
             write_number(row_steps, rows, self.step_count)
         if ids is None:
             self.base_step = self.step_count
 
-    def _caught_up(
+    def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
+        """Return the distinct rows of a lookup that are stale, ascending.
+
+        If most rows are stale, all of them are returned, and writing their state is
+        deferred to the next step, which is likely to update the same rows.
+        """
+        rows = ids.unique()
+        is_stale = tensors.row_steps.index_select(0, rows) != self.step_count
+        stale = rows[is_stale]
+        is_small = rows.shape[0] * self.shape[1] <= MAX_DEFERRED
+        if not is_small or 4 * stale.shape[0] < 3 * rows.shape[0]:
+            return stale
+        # Tensors made in inference mode could not be used in a step.
+        if not rows.shape[0] or torch.is_inference_mode_enabled():
+            return stale
+        versions = tuple(x._version for x in tensors.state)
+        self._deferred = DeferredState(rows, versions)
+        return rows
+
+    def caught_up(
         self,
         tensors: RowTensors,
         rows: Rows,
         numbers: StepTensors | None = None,
-        *,
-        are_stale: bool = False,
     ) -> Sequence[Tensor]:
         """Return weight and state of rows after the missed steps.
 
@@ -508,65 +443,44 @@ class OperatorState(AttachedState):
             tensors: Table and state.
             rows: Rows to read.
             numbers: Numbers of a step of static size; steps have been replayed.
-            are_stale: Whether all these rows are known to be stale.
         """
         old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
-        if self.rule.lazy or not self.coefficients.numel():
+        if self.rule.lazy or self.device_steps.is_empty:
             return old
         row_steps = read_rows(tensors.row_steps, rows, torch.int64)
-        coefficients, base, step = self.coefficients, self.base_step, self.step_count
-        if numbers is not None:
-            coefficients, (base, step) = numbers.coefficients, numbers.steps.unbind()
-        start, reached = (row_steps - base).clamp(min=0), old
-        if numbers is None and self._is_replayed is not None:
-            start, reached = self._replayed(start, old)
-        columns = coefficients.index_select(0, start)[..., None].unbind(1)
-        new = self.missed.kind(*columns).catch_up(torch, *reached)
+        if numbers is None:
+            step, start = self.step_count, (row_steps - self.base_step).clamp(min=0)
+            new = self.device_steps.catch_up(start, old)
+        else:
+            base, step = numbers.steps.unbind()
+            start = (row_steps - base).clamp(min=0)
+            new = self.device_steps.apply(numbers.coefficients, start, old)
         # Rows that are up to date keep their values bit for bit.
-        return new if are_stale else _where(row_steps != step, new, old)
+        if numbers is None and is_plain_cpu(row_steps):
+            fresh = (row_steps == step).nonzero().flatten()
+            for x, y in zip(new, old, strict=True):
+                x.index_copy_(0, fresh, y.index_select(0, fresh))
+            return new
+        return where_rows(row_steps != step, new, old)
 
-    def _replayed(
-        self, start: Tensor, old: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Replay missed steps up to a recorded step whose coefficients are accurate.
-
-        Waits for the device.
-
-        Args:
-            start: Recorded step that each row is at.
-            old: Weight and state of each row.
-        """
-        start, new = start.clone(), [x.clone() for x in old]
-        is_replayed: Any = self._is_replayed
-        kind = type(self.missed.step_values)
-        steps = torch.from_numpy(self.missed.all_steps).to(self.device, self.dtype)
-        while True:
-            rows = is_replayed.index_select(0, start).nonzero().flatten()
-            if not rows.numel():
-                return start, new
-            reached = start.index_select(0, rows) + 1
-            values = kind(*steps.index_select(1, reached).unsqueeze(-1).unbind())
-            part = [x.index_select(0, rows) for x in new]
-            part = update_rows(
-                torch, self.rule, values, part[0], torch.zeros_like(part[0]), part[1:]
-            )
-            for x, y in zip(new, part, strict=True):
-                x.index_copy_(0, rows, y)
-            start.index_copy_(0, rows, reached)
-
-    def _write(
+    def write_weight(
         self,
         tensors: RowTensors,
         rows: Rows,
-        new: Sequence[Tensor],
+        weight: Tensor,
         generator: torch.Generator | None,
     ) -> None:
-        weight, *state = new
+        """Write rows of the table, in place.
+
+        Args:
+            tensors: Table and state.
+            rows: Rows to write.
+            weight: New values in the compute dtype.
+            generator: Source of random numbers for stochastic rounding.
+        """
         if self.stochastic_rounding:
             weight = round_to_bfloat16(weight, generator)
         write_rows(tensors.table, rows, weight)
-        for x, y in zip(tensors.state, state, strict=True):
-            write_rows(x, rows, y)
 
     def _generator(self, seed: int) -> torch.Generator | None:
         """Return a source of random numbers for rounding, if it is used."""
@@ -585,46 +499,13 @@ class OperatorState(AttachedState):
             part = slice(lo, min(lo + chunk, count))
             yield part if ids is None else ids[part], part
 
-    def _as_rows(self, ids: Tensor) -> Tensor:
+    def as_rows(self, ids: Tensor) -> Tensor:
         """Return ids as a vector of rows; an id out of range becomes some row.
 
         The lookup reports it. Catching up another row changes nothing that is read.
         """
         rows = ids.reshape(-1).to(self.device, torch.int64, non_blocking=True)
         return rows.clamp(0, max(0, self.shape[0] - 1))
-
-    def _bind_missed(self) -> None:
-        """Provide memory for the coefficients on the device."""
-        #: Coefficients of missed steps in the compute dtype, a row for each recorded step.
-        #: Those of a table's row are adjacent in memory.
-        self.coefficients = torch.empty(
-            self.missed.all_coefficients.shape[::-1], dtype=self.dtype, device=self.device
-        )
-        self._are_coefficients_current = False
-        #: For each recorded step, whether rows at it replay a step; None if none does.
-        self._is_replayed: Tensor | None = None
-
-    def _copy_coefficients(self) -> None:
-        """Copy the coefficients to the device, if they have changed."""
-        if self._are_coefficients_current or not self.coefficients.numel():
-            return
-        recorded = self.missed.coefficients
-        host = recorded.T.astype(dtype_name(self.dtype))
-        # Arithmetic on denormals is slow.
-        host[np.abs(host) < TINY] = 0.0
-        self._send(torch.from_numpy(host), self.coefficients[: len(host)])
-        self._is_replayed = None
-        if self.missed.replays:
-            is_replayed = np.logical_not(self.missed.kind(*recorded).is_accurate(np))
-            if is_replayed.any():
-                self._is_replayed = torch.from_numpy(is_replayed).to(self.device)
-        self._are_coefficients_current = True
-
-    def _send(self, host: Tensor, to: Tensor) -> None:
-        """Copy a tensor from the host without waiting for the device."""
-        if self.device.type != "cpu" and torch.accelerator.is_available():
-            host = host.pin_memory()
-        to.copy_(host, non_blocking=True)
 
     def _adapt_state(self, options: Options) -> None:
         """Adjust the state to frozen options that may be new; no row is stale."""
@@ -642,43 +523,16 @@ class OperatorState(AttachedState):
                 zeros = torch.zeros(shape, dtype=self.dtype, device=device)
                 self.state[name] = zeros.fill_(value) if value else zeros
 
-    def _check(self, tensors: RowTensors) -> None:
+    def check(self, tensors: RowTensors) -> None:
         """Raise ValueError unless the table and its state fit together."""
-        table = tensors.table
-        if tuple(table.shape) != self.shape or compute_dtype(table.dtype) != self.dtype:
-            raise ValueError(
-                f"the table must stay {self.shape} in {dtype_name(self.dtype)} as its "
-                f"state is, got {tuple(table.shape)} in {dtype_name(table.dtype)}; "
-                "call resize_rows or make a new optimizer"
-            )
-        for name, x in self.state.items():
-            if tuple(x.shape) != self.state_shape or x.dtype != self.dtype:
-                raise ValueError(
-                    f"{name} must be {self.state_shape} in {dtype_name(self.dtype)} "
-                    f"as the table is, got {tuple(x.shape)} in {dtype_name(x.dtype)}"
-                )
-        if any(
-            n > 1 and not step for n, step in zip(self.shape, table.stride(), strict=True)
-        ):
-            raise ValueError(
-                f"a table must have its memory for each of {table.shape[0]} rows, "
-                f"got strides {table.stride()}"
-            )
-        # The memory can be freed, as FSDP does.
-        extent = sum(
-            (n - 1) * step for n, step in zip(self.shape, table.stride(), strict=True)
+        check_row_tensors(
+            tensors.table,
+            self.state,
+            shape=self.shape,
+            state_shape=self.state_shape,
+            dtype=self.dtype,
+            device=self.device,
         )
-        needed = (table.storage_offset() + extent + 1) * table.itemsize
-        if table.numel() and table.untyped_storage().nbytes() < needed:
-            raise ValueError(
-                f"a table must have its memory to be trained, which takes {needed} bytes, "
-                f"got {table.untyped_storage().nbytes()}"
-            )
-        if table.device != self.device:
-            raise ValueError(
-                f"the table must stay on {self.device} as its state is, "
-                f"got it on {table.device}"
-            )
 
     def _check_stale_read(self) -> None:
         """Raise if a row with a gradient was read while stale; waits for the device."""
@@ -698,14 +552,7 @@ def stale_row_message(row: int) -> str:
     )
 
 
-def resized_rows(x: Tensor, kept: Tensor, num_rows: int, value: float) -> Tensor:
-    """Return the kept rows of ``x``, followed by rows of ``value``."""
-    out = x.new_full((num_rows, *x.shape[1:]), value)
-    out[: kept.numel()] = x.index_select(0, kept)
-    return out
-
-
-def _where(
+def where_rows(
     mask: Tensor, values: Sequence[Tensor], others: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return rows of ``values`` where ``mask`` is True, and of ``others`` elsewhere."""

@@ -16,23 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import kernels
 from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_names, check_stored_step, checked_step
+from ...optim.table_state import check_stored_step, checked_step
 from ...stores.training import TrainingStore
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
+from .._tensors.shard import shard_of
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, resized_rows, stale_row_message
+from .operator_state import OperatorState, stale_row_message
 from .row_operators import sum_by_id
 from .row_step import RowStep
+from .row_tensors import resized_rows
+from .saved_state import check_tensors, saved_arrays
+from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
+from .step_hook import install_step_hook
 from .stored import store_of
 from .table_state import ParameterState, detach
 
@@ -101,24 +105,29 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {**self._dense.defaults, **own})
         if isinstance(params, nn.Module):
             add_hooks(params)
-        _install_step_hook()
+        create_dense_state(self, self._dense)
+        install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, which may include ``mode``."""
         options = {**self.defaults, **param_group}
+        rule = self._new_rule(options)
         with torch_errors():
-            self._new_rule(options).check(options)
+            rule.check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["stochastic_rounding"]:
             with torch_errors():
                 check_rounding(dtype_name(p.dtype) for p in group["params"])
         for parameter in group["params"]:
-            if store_of(parameter) is None:
+            check_whole_rows(parameter, rule)
+            is_sharded = shard_of(parameter) is not None and not parameter.is_meta
+            if store_of(parameter) is None and not is_sharded:
                 detach(parameter)
             else:
-                # Rows may be stale from an earlier run; lookups bring them up to date.
-                self._adopt_stored(parameter, group)
+                # Rows on disk may be stale from an earlier run; lookups bring them up to
+                # date. Checkpoints of shards are loaded into the arrays of the state.
+                self._adopt_new(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step; raise and change nothing if a row to update was read while stale.
@@ -213,17 +222,18 @@ class RowOptimizer(torch.optim.Optimizer):
         """Bring every row up to date and return the state.
 
         The state of a table on disk is in its store: only its step is returned, and its
-        rows may stay stale.
+        rows may stay stale. The state of a sharded table is a DTensor.
         """
         self._flush_in_memory()
-        return super().state_dict()
+        return to_dtensors(super().state_dict(), self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this optimizer, or of torch's optimizer of that name.
 
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
-        _check_tensors(state_dict)
+        state_dict = to_local(state_dict, self)
+        check_tensors(state_dict)
         self._check_stored_steps(state_dict)
         with held_interrupts():
             self._flush_in_memory()
@@ -234,7 +244,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     detach(parameter)
                 else:
                     self._table_states[parameter] = state
-                    self._adopt_stored(parameter, self._group_of(parameter))
+                    self._adopt_new(parameter, self._group_of(parameter))
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
@@ -379,7 +389,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 saved = state["state"].get(parameter)
                 if saved and not (store_of(parameter) and saved.keys() == {"step"}):
                     owner = f"parameter {number} of its group"
-                    _saved_arrays(saved, parameter, rule, required=required, owner=owner)
+                    saved_arrays(saved, parameter, rule, required=required, owner=owner)
         super().__setstate__(state)
         self._background = vars(self).get("_background", False)
         self._table_states = {}
@@ -464,8 +474,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
                 f"{tuple(parameter.shape)}"
             )
+        if isinstance(known, OperatorState):
+            known.write_deferred()
         rule = self._new_rule(group)
-        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         # Copied: the tensors of a loaded state may belong to another optimizer.
         copies: dict[str, Any] = {
             name: value.detach().to(
@@ -499,7 +511,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the state of a table on disk, which continues from its store."""
         known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
         rule = self._new_rule(group)
-        arrays = _saved_arrays(saved, parameter, rule, required=set(), owner="a table")
+        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
         if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
             # Arrays of a table in memory, which are copied to the store.
             given = {name: array_of(upcast(array)) for name, array in arrays.items()}
@@ -518,7 +530,7 @@ class RowOptimizer(torch.optim.Optimizer):
             check_stored_step(known, saved["step"], name="step")
         return known
 
-    def _adopt_stored(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _adopt_new(self, parameter: Tensor, group: dict[str, Any]) -> None:
         with held_interrupts(), torch.no_grad():
             state = self._table_state(parameter, group)
             self._adopt(state)
@@ -586,89 +598,3 @@ def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
     if ids.shape[0] != 1:
         raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
     return (ids[0], values) if grad.is_coalesced() else sum_by_id(ids[0], values)
-
-
-# Module state: a hook that torch calls before the step of every optimizer. It is installed
-# with the first row optimizer of a process that is part of a process group.
-_step_hooks: list[Any] = []
-
-
-def _install_step_hook() -> None:
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if in_group and not _step_hooks:
-        _step_hooks.append(register_optimizer_step_pre_hook(_check_not_sharded))
-
-
-def _check_not_sharded(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the optimizer is a ZeroRedundancyOptimizer of a row optimizer.
-
-    Each rank trains some of the parameters and broadcasts them after the step. Other ranks
-    would read stale rows, and loading a state would bypass the row optimizer.
-    """
-    local = getattr(optimizer, "optim", None)
-    if isinstance(local, RowOptimizer):
-        raise TypeError(
-            f"{type(local).__name__} cannot be sharded by {type(optimizer).__name__}, "
-            "whose other ranks would read stale rows; give it to every rank instead"
-        )
-
-
-def _saved_arrays(
-    saved: dict[str, Any],
-    parameter: Tensor,
-    rule: Rule,
-    *,
-    required: set[str],
-    owner: str,
-) -> dict[str, Tensor]:
-    """Return the arrays of a parameter's saved state, or raise if they do not fit it.
-
-    Args:
-        saved: State of a parameter, as in ``Optimizer.state``.
-        parameter: Parameter, which may be a table or not.
-        rule: Update rule.
-        required: Names of arrays that the state must have.
-        owner: Description of the parameter in error messages.
-    """
-    # torch.optim.SGD without momentum has None for its buffer.
-    arrays = {
-        name: value
-        for name, value in saved.items()
-        if name != "step" and (isinstance(value, Tensor) or name in rule.array_names)
-    }
-    arrays = {name: value for name, value in arrays.items() if value is not None}
-    with torch_errors():
-        check_names(rule, arrays, required=required, owner=owner)
-        if "step" in saved:
-            checked_step(f"step of {owner}", saved["step"])
-        elif arrays and rule.depends_on_step:
-            raise ValueError(f"the state of {owner} must have step, got {sorted(saved)}")
-    shapes = [tuple(parameter.shape)]
-    if parameter.dim() == 2 and rule.state_width(2) == 1:
-        shapes.append((shapes[0][0], 1))
-    for name, value in arrays.items():
-        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
-        if not is_dense or value.is_meta or value.is_nested:
-            kind = type(value).__name__
-            raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
-        if tuple(value.shape) not in shapes or not value.is_floating_point():
-            raise ValueError(
-                f"{name} of {owner} must be real of shape {shapes[-1]}, "
-                f"got {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
-            )
-    return arrays
-
-
-def _check_tensors(state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
-    for number, saved in state_dict["state"].items():
-        if not isinstance(saved, dict):
-            kind = type(saved).__name__
-            raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and name != "step":
-                if value.is_meta or value.is_nested or not value.is_floating_point():
-                    raise ValueError(
-                        f"{name} of parameter {number} must be real and have values, "
-                        f"got {dtype_name(value.dtype)} on {value.device}"
-                    )

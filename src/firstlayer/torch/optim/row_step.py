@@ -14,7 +14,16 @@ from torch import Tensor
 
 from .._tensors.errors import WrongValue, check_ids
 from .._tensors.row_parameter import WITHOUT_VALUES, without_catch_up
-from .operator_state import OperatorState, RowTensors, StepTensors
+from .operator_state import OperatorState
+from .row_tensors import RowTensors, StepTensors
+from .static_step import (
+    begin_lookup,
+    begin_step,
+    end_step,
+    new_step_tensors,
+    static_lookup,
+    static_step,
+)
 from .table_state import find_state
 
 
@@ -57,7 +66,7 @@ class RowStep:
         """Use another state of the table from now on."""
         self._state, self._number = state, state.number
         self._row_tensors = state.row_tensors()
-        self._numbers = state.new_step_tensors()
+        self._numbers = new_step_tensors(state)
 
     def __call__(
         self,
@@ -78,7 +87,7 @@ class RowStep:
             )
             if ids.shape[0]:
                 values = values.detach().reshape(-1, width)
-                self._state.static_step(tensors, numbers, ids, values)
+                static_step(self._state, tensors, numbers, ids, values)
             torch.ops.firstlayer.end_row_step(numbers.as_list(), self._number)
 
     def lookup(
@@ -95,7 +104,7 @@ class RowStep:
             torch.ops.firstlayer.begin_row_lookup(
                 tensors.as_list(), numbers.as_list(), index, self._number
             )
-            rows = self._state.static_lookup(tensors, numbers, index)
+            rows = static_lookup(self._state, tensors, numbers, index)
         return rows.view(*ids.shape, self._state.shape[1])
 
     def _tensors(self) -> RowTensors:
@@ -129,7 +138,7 @@ def _begin_lookup(
     tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
 ) -> None:
     state, row_tensors = _prepared(tensors, ids, number)
-    state.begin_lookup(row_tensors, StepTensors(*numbers), ids)
+    begin_lookup(state, row_tensors, StepTensors(*numbers), ids)
 
 
 @torch.library.custom_op("firstlayer::begin_row_step", mutates_args=("tensors", "numbers"))
@@ -137,7 +146,7 @@ def _begin_step(
     tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int
 ) -> None:
     state, row_tensors = _prepared(tensors, ids, number)
-    state.begin_step(row_tensors, StepTensors(*numbers), ids, state.group)
+    begin_step(state, row_tensors, StepTensors(*numbers), ids, state.group)
 
 
 @_begin_lookup.register_fake
@@ -150,7 +159,7 @@ def _(tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int) ->
 @torch.library.custom_op("firstlayer::end_row_step", mutates_args=("numbers",))
 def _end_step(numbers: list[Tensor], number: int) -> None:
     state = _state(number)
-    state.end_step(state.group)
+    end_step(state, state.group)
     state.publish(state.published)
 
 

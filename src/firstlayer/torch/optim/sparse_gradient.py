@@ -11,6 +11,7 @@ from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import upcast
 from .._tensors.memory import array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
+from .._tensors.shard import shard_of
 
 # Torch's type stubs do not export the functions of lists of tensors.
 _torch: Any = torch
@@ -70,6 +71,9 @@ class RowGradientTensor(Tensor):
         >>> torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         tensor(5.)
     """
+
+    #: Which part of a table the gradient belongs to, or None for the whole.
+    table_shard: Any = None
 
     @staticmethod
     def from_sparse(grad: Tensor) -> "RowGradientTensor":
@@ -178,6 +182,12 @@ def _values_for_norm(x: Tensor, ord: Any) -> Tensor:
     """Return values with the p-norm of ``x``, summed over repeated ids."""
     if not isinstance(x, RowGradientTensor):
         return x
+    shard = shard_of(x)
+    if shard is not None and shard.layout.ranks > 1:
+        raise TypeError(
+            "the norm of the gradient of a sharded table needs all ranks; "
+            "use firstlayer.torch.optim.clip_grad_norm_"
+        )
     if not isinstance(ord, int | float) or ord < 0:
         # The zeros that are not stored determine these norms.
         return x.to_dense()

@@ -1,0 +1,72 @@
+"""Checks of a saved optimizer state against the parameters that it is loaded for."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...optim.rule import Rule
+from ...optim.table_state import check_names, checked_step
+from .._tensors.dtypes import dtype_name
+from .._tensors.errors import torch_errors
+
+
+def saved_arrays(
+    saved: dict[str, Any],
+    parameter: Tensor,
+    rule: Rule,
+    *,
+    required: set[str],
+    owner: str,
+) -> dict[str, Tensor]:
+    """Return the arrays of a parameter's saved state, or raise if they do not fit it.
+
+    Args:
+        saved: State of a parameter, as in ``Optimizer.state``.
+        parameter: Parameter, which may be a table or not.
+        rule: Update rule.
+        required: Names of arrays that the state must have.
+        owner: Description of the parameter in error messages.
+    """
+    # torch.optim.SGD without momentum has None for its buffer.
+    arrays = {
+        name: value
+        for name, value in saved.items()
+        if name != "step" and (isinstance(value, Tensor) or name in rule.array_names)
+    }
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    with torch_errors():
+        check_names(rule, arrays, required=required, owner=owner)
+        if "step" in saved:
+            checked_step(f"step of {owner}", saved["step"])
+        elif arrays and rule.depends_on_step:
+            raise ValueError(f"the state of {owner} must have step, got {sorted(saved)}")
+    shapes = [tuple(parameter.shape)]
+    if parameter.dim() == 2 and rule.state_width(2) == 1:
+        shapes.append((shapes[0][0], 1))
+    for name, value in arrays.items():
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_dense or value.is_meta or value.is_nested:
+            kind = type(value).__name__
+            raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
+        if tuple(value.shape) not in shapes or not value.is_floating_point():
+            raise ValueError(
+                f"{name} of {owner} must be real of shape {shapes[-1]}, "
+                f"got {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+            )
+    return arrays
+
+
+def check_tensors(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
+    for number, saved in state_dict["state"].items():
+        if not isinstance(saved, dict):
+            kind = type(saved).__name__
+            raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and name != "step":
+                if value.is_meta or value.is_nested or not value.is_floating_point():
+                    raise ValueError(
+                        f"{name} of parameter {number} must be real and have values, "
+                        f"got {dtype_name(value.dtype)} on {value.device}"
+                    )

@@ -1,0 +1,103 @@
+"""Layers whose columns are sharded: every rank has all rows, of fewer columns.
+
+For tables that are wide rather than long. A lookup reads this rank's columns of every
+rank's ids, so that no rank reads more than another, however the ids are distributed.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from .._table.lookup import lookup
+from .._tensors.dtypes import upcast
+from .._tensors.row_parameter import without_catch_up
+from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
+from ..token import Embedding
+from .collectives import (
+    gather_batches,
+    gather_columns,
+    return_columns,
+    scatter_sum,
+    sum_gradient_over_ranks,
+    sum_over_ranks,
+)
+from .exchange import ARGUMENT_ERRORS
+from .gradient import with_averaged_gradient
+from .module import ShardedTableModule
+
+
+class ShardedColumnsEmbedding(ShardedTableModule, Embedding):
+    """Looks up rows by id; each rank has some of the columns.
+
+    Made by :func:`firstlayer.torch.sharding.shard_columns`.
+    """
+
+    @torch.compiler.disable
+    def forward(
+        self, input: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch embedding_dim"]:
+        """Return the rows of the ids. All ranks must call it.
+
+        Args:
+            input: Ids of any shape and any integer dtype.
+        """
+        ids, counts = self._to_host(input), self.shard.layout.counts
+        if self.has_replicated_ids:
+            own = self.owned_columns(self.replicated_ids(ids).view(ids.shape))
+            rows = gather_columns(own, counts, self.exchange)
+        else:
+            every_id, nums = self._gather_ids(ids)
+            own, dtype = self.owned_columns(every_id), self.weight.dtype
+            rows = return_columns(own, nums, counts, self.exchange, dtype=dtype)
+            rows = rows.reshape(*ids.shape, self.embedding_dim)
+        return self._to_output_device(rows.to(self.weight.dtype))
+
+    def owned_columns(
+        self, ids: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch columns"]:
+        """Return this rank's columns of rows, in the compute dtype."""
+        weight = self.weight
+        if reads_out_of_place(weight, ids, training=self.training):
+            return upcast(caught_up_rows(weight, ids))
+        catch_up(weight, ids)
+        self._install_grad_hook(weight)
+        with without_catch_up():
+            return lookup(
+                ids,
+                with_averaged_gradient(weight, self.average),
+                padding_idx=self._own_padding,
+                sparse=self.sparse,
+                upcast_output=True,
+            )
+
+    @torch.compiler.disable
+    def logits(
+        self, x: Float[Tensor, "*batch embedding_dim"]
+    ) -> Float[Tensor, "*batch num_embeddings"]:
+        """Return the product of ``x`` with every row: the output head tied to this table.
+
+        Each rank multiplies with its columns. Every row gets a gradient.
+        """
+        exchange, (start, stop) = self.exchange, self.shard.bounds
+        nums = self.exchange_batch_sizes(x)
+        if self.has_replicated_ids:
+            x = sum_gradient_over_ranks(x, exchange)
+            return sum_over_ranks(self.own_logits(x[..., start:stop]), exchange)
+        every_x = gather_batches(x.reshape(-1, self.embedding_dim), nums, exchange)
+        own = self.own_logits(every_x[:, start:stop])
+        logits = scatter_sum(own, 0, nums, exchange)
+        return logits.view(*x.shape[:-1], self.num_embeddings)
+
+    def _gather_ids(self, ids: Any) -> tuple[Integer[Tensor, " all"], list[int]]:
+        """Return the ids of all ranks, and how many each has."""
+        device, error = self.weight.device, None
+        flat = torch.zeros(0, dtype=torch.int64, device=device)
+        try:
+            flat = self._checked_ids(ids)
+        except ARGUMENT_ERRORS as caught:
+            error = caught
+        received = self.exchange_counts([[len(flat)]] * self.exchange.size, error)
+        nums = [n for (n,) in received]
+        return torch.cat(self.exchange.all_gather(flat, nums, kind="ids")), nums
