@@ -19,6 +19,7 @@ MODULES = (
     "growing",
     "table_group",
     "torch_layers",
+    "small_calls",
     "optim",
     "optim_operators",
     "stores_training",

@@ -24,6 +24,7 @@ ALLOWED = {
     "_array": (set(), set()),
     "_check": (set(), ARRAYS),
     "_interrupts": (set(), set()),
+    "_warmup": ({"kernels", "numpy", "optim"}, {"numpy"}),
     "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "ngram": ({"kernels", "embeddings"}, ARRAYS),
@@ -57,7 +58,7 @@ ALLOWED = {
         {"numpy", "click", "rich"},
     ),
     # ``firstlayer`` itself re-exports the names that the front ends share.
-    "__init__": ({*CORE, "kernels", "word_vectors"}, set()),
+    "__init__": ({*CORE, "kernels", "word_vectors", "_warmup"}, set()),
     "__main__": ({"cli"}, set()),
 }
 

@@ -68,6 +68,7 @@ NAMES = {
         "positions",
         "query_temperature",
         "set_num_threads",
+        "warmup",
     ],
     "firstlayer.numpy": [*LAYERS, "load", "save"],
     "firstlayer.torch": [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import ngram as ngram
     from . import positions as positions
+    from ._warmup import warmup as warmup
     from .embeddings.row_gradient import RowGradient as RowGradient
     from .kernels.runtime.threads import get_num_threads as get_num_threads
     from .kernels.runtime.threads import set_num_threads as set_num_threads
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "open_vectors": "word_vectors.vectors",
     "query_temperature": "positions.rotary",
     "set_num_threads": "kernels.runtime.threads",
+    "warmup": "_warmup",
 }
 
 #: Names that each front end has.

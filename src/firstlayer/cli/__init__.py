@@ -22,6 +22,7 @@ COMMANDS = {
     "memory": "Measure the memory of training a table.",
     "ngram": "Describe n-gram tables, and how a text uses them.",
     "bench": "Time lookups against other libraries.",
+    "warmup": "Compile the kernels, so that processes start fast.",
     "positions": "Compare position schemes on your text.",
 }
 

@@ -150,7 +150,8 @@ def _sort(ids, tokens, order, spare):
     while passes * bits < 63 and most >> passes * bits:
         passes += 1
     if not passes:
-        order[:] = tokens
+        for i in range(tokens.size):
+            order[i] = tokens[i]
     starts, mask = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
     source, target, other = tokens, spare, order
     if passes % 2:

@@ -120,9 +120,12 @@ def _feature_loop(interleaved: bool):
                         y[width - 1] = sin[half] if pairs > half else 0
                 else:
                     end = half if cos_first else pairs
-                    y[:end] = first[:end]
-                    y[end : half + pairs] = second[: half + pairs - end]
-                    y[half + pairs :] = 0
+                    for i in range(end):
+                        y[i] = first[i]
+                    for i in range(end, half + pairs):
+                        y[i] = second[i - end]
+                    for i in range(half + pairs, width):
+                        y[i] = 0
 
     return loop
 

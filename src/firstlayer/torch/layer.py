@@ -18,6 +18,7 @@ from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, kernel_inputs
 from ._layer.fused import fused_layer
 from ._layer.jagged import flat_arguments, jagged_tokens
+from ._layer.plan import plan_of
 from ._positions.arguments import Offset, Positions, check_width
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
@@ -219,15 +220,22 @@ class EmbeddingLayer(nn.Module):
                 self.token.announce(error)
             raise
         arguments = self._prepare_lookups(arguments)
-        dropout = self.dropout
+        dropout: Any = self._modules["dropout"]  # faster than the attribute
         # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
         # dropout in training mode during evaluation.
         idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
         dropping = not idle or has_hooks(dropout)
         # Stale rows of this call have been caught up.
         with without_catch_up():
+            # Calls without a gradient are often short: generation has one token at a time.
+            plans = not (dropping or torch.is_grad_enabled() or is_compiling())
+            plan = self.__dict__.get("_plan") if plans else None
+            if plan is not None and (out := plan.run(self, arguments)) is not None:
+                return out
             inputs = kernel_inputs(self, arguments, upcast_output=dropping)
             out = None if inputs is None else fused_layer(*inputs)
+            if plans and inputs is not None:
+                self.__dict__["_plan"] = plan_of(self, arguments, inputs)
         if out is None:
             out = self._by_modules(arguments)
         if inputs is None or dropping:
@@ -313,6 +321,10 @@ class EmbeddingLayer(nn.Module):
         """Dtype of the output."""
         token: Any = self.token
         return token.output_dtype if _is_stored(token) else token.weight.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A plan has addresses of this process.
+        return {name: value for name, value in vars(self).items() if name != "_plan"}
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, zero_padding={self.zero_padding}"

@@ -2,8 +2,10 @@
 
 import errno
 import importlib.util
+import io
 import itertools
 import shutil
+import sys
 import warnings
 
 import numpy as np
@@ -138,3 +140,32 @@ def test_a_changed_source_is_compiled_again(folder):
     path = folder / "kernels.py"
     path.write_text(SOURCE.replace("*= 2", "+= x[i]"))
     assert use(folder) == ([], True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("terminal", [Terminal, io.StringIO])
+def test_a_process_that_compiles_for_long_says_so_once(terminal, folder, monkeypatch):
+    stderr = terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(cache, "_notice", cache._Notice())
+    monkeypatch.setattr(cache, "NOTICE_SECONDS", 1e9)
+    assert use(folder) == ([], True)
+    assert stderr.getvalue() == ""
+    monkeypatch.setattr(cache, "NOTICE_SECONDS", 1e-9)
+    assert use(folder) == ([], False)
+    assert stderr.getvalue() == ""
+    with cache.counted_compilations() as compilations:
+        assert use(folder, "int64") == ([], True)
+    assert compilations.count == 1 and stderr.getvalue() == ""
+    for dtype in ("float32", "int32"):
+        assert use(folder, dtype) == ([], True)
+    (path,) = (folder / "cache").iterdir()
+    line = (
+        "firstlayer: compiling kernels for their first calls; later processes use the "
+        f"cache in {path} (see firstlayer warmup)\n"
+    )
+    assert stderr.getvalue() == (line if terminal is Terminal else "")

@@ -110,15 +110,17 @@ def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
     if blocks.shape[0] == 1:
         return blocks[0]
     sums = np.empty(blocks.shape[1:], blocks.dtype)
-    _sum_blocks(blocks, sums)
+    _sum_blocks(blocks.reshape(blocks.shape[0], -1), sums.reshape(-1))
     return sums
 
 
 @kernel()
 def _sum_blocks(blocks, sums):
-    sums[:] = blocks[0]
+    for d in range(sums.size):
+        sums[d] = blocks[0, d]
     for other in range(1, blocks.shape[0]):
-        sums += blocks[other]
+        for d in range(sums.size):
+            sums[d] += blocks[other, d]
 
 
 @inlined

@@ -169,7 +169,9 @@ def _assign_buffer_rows(
     if num_groups < 0:
         return False
     buffer_rows[:] = -1
-    next_partial, row, count = (unique[:num_groups] != skip).sum(), 0, 0
+    next_partial, row, count = 0, 0, 0
+    for index in range(num_groups):
+        next_partial += unique[index] != skip
     partial_starts[0] = next_partial
     blocks = _block_of_tokens(token_order, block_starts, ids.size)
     for index in range(num_groups):
@@ -215,9 +217,10 @@ def _block_by_position(
     """
     tokens_of_rows, num_rows = _index_positions(position_rows, tokens, unique_rows, indices)
     counts[1] = num_rows
-    if (
-        FREQUENT * tokens_of_rows > tokens.size
-    ).any() and tokens.size >= FREQUENT * num_rows:
+    most_tokens = 0
+    for count in tokens_of_rows:
+        most_tokens = max(most_tokens, count)
+    if FREQUENT * most_tokens > tokens.size >= FREQUENT * num_rows:
         # Few rows with many tokens each: every block has position sums of its own.
         num_blocks = _num_blocks(tokens.size, shared_rows + num_rows)
         for block in range(num_blocks + 1):
@@ -228,7 +231,9 @@ def _block_by_position(
     blocks, num_blocks = _block_of_positions(
         tokens_of_rows, max_blocks, tokens.size, starts
     )
-    counts[0], free = num_blocks, starts[:num_blocks].copy()
+    counts[0], free = num_blocks, np.empty(num_blocks, np.int64)
+    for block in range(num_blocks):
+        free[block] = starts[block]
     for token in tokens:
         block = blocks[indices[token]]
         order[free[block]] = token
@@ -245,13 +250,16 @@ def _index_positions(position_rows, tokens, rows, indices):
     size, num_tokens = position_rows.size, indices.size
     order, spare = np.empty(size, np.int64), np.empty(size, np.int64)
     bounds = np.empty(size + 1, np.int64)
-    num_rows = group_tokens(position_rows, np.arange(size), order, spare, bounds, rows)
-    ranks = np.empty_like(position_rows)
+    all_rows, ranks = np.empty(size, np.int64), np.empty(size, np.int64)
+    for i in range(size):
+        all_rows[i] = i
+    num_rows = group_tokens(position_rows, all_rows, order, spare, bounds, rows)
     for rank in range(num_rows):
         for i in range(bounds[rank], bounds[rank + 1]):
             ranks[order[i]] = rank
     for first in range(0, num_tokens, max(1, size)):
-        indices[first : first + size] = ranks[: num_tokens - first]
+        for i in range(min(size, num_tokens - first)):
+            indices[first + i] = ranks[i]
     counts, used = np.zeros(max(0, num_rows), np.int64), 0
     for token in tokens:
         counts[indices[token]] += 1

@@ -4,7 +4,7 @@ A row is assembled in a scratch row that stays in the L1 cache, in the compute d
 (float64 for float64, else float32), and written once.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -53,11 +53,9 @@ def layer_forward(
     """
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     compute_dtype = np.float64 if out.dtype == np.float64 else np.float32
-    has_bad_id, (num_tokens, width) = np.zeros(1, np.int64), out.shape
+    num_tokens, width = out.shape
     check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
-    run(
-        _write_rows,
-        num_tokens,
+    return write_rows(
         *flat_pair(token),
         *flat_pair(position),
         *flat_pair(segment),
@@ -65,11 +63,20 @@ def layer_forward(
         flat_norm(norm_bias, width),
         compute_dtype(scale),
         compute_dtype(eps),
-        is_streamed(out),
-        bits_of(out),
-        has_bad_id,
-        grain=grain_for(GRAIN, width),
+        out=out,
     )
+
+
+def write_rows(*args: Any, out: np.ndarray) -> bool:
+    """Write the layer's output rows, from arguments as the kernel takes them, unchecked.
+
+    Args:
+        args: Arguments of the kernel, from the token table to epsilon.
+        out: As in :func:`layer_forward`.
+    """
+    has_bad_id, (num_tokens, width) = np.zeros(1, np.int64), out.shape
+    args = *args, is_streamed(out), bits_of(out), has_bad_id
+    run(_write_rows, num_tokens, *args, grain=grain_for(GRAIN, width))
     return not has_bad_id[0]
 
 
@@ -113,7 +120,9 @@ def flat_pair(pair: TableRows | None) -> tuple[np.ndarray | None, np.ndarray | N
 
 def flat(array: np.ndarray | None) -> np.ndarray | None:
     """Return an array as lanes are loaded from it: contiguous, half precision as bits."""
-    return None if array is None else bits_of(np.ascontiguousarray(array))
+    if array is None:
+        return None
+    return bits_of(array if array.flags.c_contiguous else np.ascontiguousarray(array))
 
 
 # In the functions below ``token``, ``position`` and ``segment`` are tables, and names that

@@ -5,20 +5,30 @@ unreadable, and runs whatever machine code a damaged file holds. Here every file
 a digest of its content. A file that fails the check is ignored and overwritten. If code
 cannot be read or written, kernels are compiled in memory, with one warning per process.
 
+Compiling takes seconds. A process that spends more than one second on it says so once, on
+stderr if that is a terminal.
+
 Numba compiles a kernel again if its own file changed. Here a change of any file of
 ``kernels`` and ``optim`` counts, because kernels contain the functions that they call.
 """
 
+import contextlib
 import functools
 import hashlib
 import pickle
+import sys
+import time
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from numba.core import event
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 DIGEST_BYTES = 16
+# Seconds of compiling after which a process says what it is doing.
+NOTICE_SECONDS = 1.0
 
 
 def cached(dispatcher: Any) -> Any:
@@ -48,6 +58,73 @@ class _Warnings:
 _warnings = _Warnings()
 
 
+class _Notice:
+    """Says once in a process that it compiles kernels, if that takes long.
+
+    Kernels that another kernel calls are compiled within it, and not counted again.
+    """
+
+    def __init__(self) -> None:
+        self.has_said, self.seconds = False, 0.0
+        self._depth, self._start = 0, 0.0
+
+    def start(self) -> None:
+        if not self._depth:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def end(self, folder: str) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.seconds += time.perf_counter() - self._start
+        if self.has_said or self.seconds <= NOTICE_SECONDS:
+            return
+        self.has_said = True
+        # None if the process has no console.
+        if sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write(
+                "firstlayer: compiling kernels for their first calls; later processes "
+                f"use the cache in {folder} (see firstlayer warmup)\n"
+            )
+
+
+_notice = _Notice()
+
+
+class _Compilations(event.Listener):
+    """Number of kernels compiled, without the functions that are compiled into them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_start(self, event: Any) -> None:
+        self.count += isinstance(event.data["dispatcher"]._cache, _KernelCache)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Generator[_Compilations]:
+    """Count the kernels that are compiled in the block, without a notice on stderr."""
+    said, _notice.has_said = _notice.has_said, True
+    try:
+        with event.install_listener("numba:compile", _Compilations()) as compilations:
+            yield compilations
+    finally:
+        _notice.has_said = said
+
+
+def cache_files() -> list[Path]:
+    """Return the files of the cache, of all kernels whose modules are imported."""
+    kernels = __name__.partition(".runtime.")[0] + "."
+    modules = [module for name, module in sys.modules.items() if name.startswith(kernels)]
+    found = [getattr(value, "_cache", None) for m in modules for value in vars(m).values()]
+    folders = {cache.cache_path for cache in found if isinstance(cache, _KernelCache)}
+    return sorted(path for folder in folders for path in Path(folder).glob("*.nb[ic]"))
+
+
 class _KernelCache(FunctionCache):
     """Numba's cache, with checked files and without exceptions."""
 
@@ -62,18 +139,22 @@ class _KernelCache(FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         # Broad, because unpickling can raise anything.
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be read ({_text(error)})")
-            return None
+        if found is None:
+            _notice.start()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be written ({_text(error)})")
+        _notice.end(self.cache_path)
 
 
 @functools.cache

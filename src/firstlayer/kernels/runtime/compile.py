@@ -22,6 +22,8 @@ from .numba_abi import array_struct
 # Allows reordered sums and fused multiply-adds. Full fastmath would remove NaN checks.
 REORDER = {"reassoc", "contract", "arcp"}
 BFLOAT16 = float_dtype("bfloat16")
+# NumPy has one object for each of these, but for other byte orders.
+FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 # Numba types of the views of half-precision arrays.
 FLOAT16_BITS, BFLOAT16_BITS = HALF_BITS = types.int16, types.uint16
 I32, BYTE_POINTER = ir.IntType(32), ir.IntType(8).as_pointer()
@@ -72,6 +74,9 @@ def inlined(function: F) -> F:
 
 def bits_of(x: np.ndarray) -> np.ndarray:
     """Return ``x`` as kernels take it: half precision as integers, others unchanged."""
+    # First, because a comparison of dtypes takes longer than a small kernel.
+    if x.dtype is FLOAT32 or x.dtype is INT64:
+        return x
     if x.dtype == np.float16:
         return x.view(np.int16)
     if x.dtype == BFLOAT16:

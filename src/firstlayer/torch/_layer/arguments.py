@@ -63,7 +63,9 @@ def check_arguments(
             # No lookup will check them.
             check_ids(ids, layer.token.num_embeddings)
         _check_nested(layer, ids, name="ids")
-    lead = leading_shape(ids, inputs_embeds, has_positions=layer.position is not None)
+    # The dict is faster than the attribute.
+    has_positions = layer._modules.get("position") is not None
+    lead = leading_shape(ids, inputs_embeds, has_positions=has_positions)
     if segments is not None or layer.segment is not None:
         segments = _segments(layer, lead, segments)
     mask = _mask(layer, ids, lead, mask) if layer.zero_padding else None

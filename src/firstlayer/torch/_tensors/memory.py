@@ -141,16 +141,21 @@ class _ArrayInterface:
     __slots__ = ("__array_interface__", "tensor")
 
 
-def array_of_table(weight: Tensor) -> np.ndarray:
+def array_of_table(weight: Tensor, *, keeps_alive: bool = True) -> np.ndarray:
     """Return a parameter as a NumPy array of the same memory, and keep it resizable.
 
     ``Tensor.numpy`` makes the storage non-resizable; FSDP frees tables by resizing.
+
+    Args:
+        weight: The parameter.
+        keeps_alive: Whether the array keeps the parameter alive. Otherwise the caller
+            reads it only while the parameter has the same memory.
     """
     memory, dtype, strides = _ArrayInterface(), weight.dtype, None
     address = weight.data_ptr()
     if not address and weight.numel():
         raise ValueError("the memory of a table must not be freed before it is read")
-    memory.tensor = weight
+    memory.tensor = weight if keeps_alive else None
     if not weight.is_contiguous():
         strides = tuple(weight.element_size() * step for step in weight.stride())
     memory.__array_interface__ = {
