@@ -75,7 +75,7 @@ def test_wrong_output_on_a_page_is_found(tmp_path):
 
 def test_the_site_builds_without_warnings(tmp_path):
     # Dead links and unknown names of the reference are warnings.
-    # Copies, because the site is written next to the files that links lead to.
+    # Copies, because Zensical follows links and writes the site next to its config.
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
     (tmp_path / "src").symlink_to(ROOT / "src")
