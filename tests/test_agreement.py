@@ -24,6 +24,8 @@ from firstlayer.positions.scaling import (
     Proportional,
     YaRN,
 )
+from firstlayer.vector_files.table import VectorTable
+from firstlayer.vector_files.writing import write_vectors
 from tests.support.front_ends import (
     FRONT_ENDS,
     Case,
@@ -769,6 +771,7 @@ def test_error_messages_are_equal(message):
 
 # Arguments that are specific to a framework.
 FRAMEWORK_ARGUMENTS = {
+    "args",
     "init",
     "output_device",
     "rng",
@@ -784,8 +787,12 @@ FRAMEWORK_ARGUMENTS = {
 METHODS = {
     "AlibiBias": ["bias", "config"],
     "CopeBias": ["bias", "config"],
-    "Embedding": ["from_store", "logits", "mask", "resize", "set_padding"],
-    "EmbeddingBag": ["from_store", "logits", "mask", "resize", "set_padding"],
+    "Embedding": [
+        *("from_pretrained", "from_store", "logits", "mask", "resize", "set_padding")
+    ],
+    "EmbeddingBag": [
+        *("from_pretrained", "from_store", "logits", "mask", "resize", "set_padding")
+    ],
     "EmbeddingLayer": ["config", "from_hf", "logits", "mask", "quantized"],
     "FireBias": ["bias", "config"],
     "FourierFeatures": ["config", "gaussian", "octaves"],
@@ -848,3 +855,32 @@ def test_front_ends_have_the_same_layers():
     assert names["numpy"] == set.intersection(*names.values())
     assert {*METHODS, "load", "save"} <= names["numpy"]
     assert {case.name for case in CASES.values()} == set(METHODS)
+
+
+def test_a_folder_of_vectors_is_a_layer_in_every_front_end(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    table = VectorTable(["a", "b", "c", "d"], rows)
+    write_vectors(table, tmp_path / "vectors", "folder")
+    write_vectors(table, tmp_path / "a.bin", "word2vec-binary")
+    for path in (tmp_path / "vectors", str(tmp_path / "a.bin")):
+        for front_end in FRONT_ENDS:
+            module = importlib.import_module(f"firstlayer.{front_end}")
+            layer = module.Embedding.from_pretrained(path, padding_idx=1)
+            ids = torch.tensor([3, 1]) if front_end == "torch" else np.array([3, 1])
+            assert np.asarray(layer(ids)).tolist() == rows[[3, 1]].tolist()
+            assert layer.padding_idx == 1
+            bag = module.EmbeddingBag.from_pretrained(path, mode="sum")
+            total = np.asarray(bag(ids[None]))
+            np.testing.assert_allclose(total, rows[[3, 1]].sum(axis=0)[None], rtol=1e-6)
+    import firstlayer.torch as ft
+
+    assert not ft.Embedding.from_pretrained(path).weight.requires_grad
+    layer = ft.Embedding.from_pretrained(path, False, sparse=True)
+    layer(torch.tensor([2])).sum().backward()
+    gradient: Any = layer.weight.grad
+    assert gradient.coalesce().indices().tolist() == [[2]]
+    tensor = torch.from_numpy(rows.copy())
+    assert ft.Embedding.from_pretrained(tensor).weight.data_ptr() == tensor.data_ptr()
+    for layer_class in (ft.PartlyFrozenEmbedding, ft.FrozenRowsEmbedding):
+        layer = layer_class.from_pretrained(path, frozen=[0])
+        assert layer(torch.tensor([2])).tolist() == rows[[2]].tolist()

@@ -18,7 +18,7 @@ FRONT_ENDS = {"numpy": set(), "torch": {"torch"}, "equinox": {"jax", "equinox"}}
 # For each folder, the other folders of the package and the libraries that its files may
 # import, at any level of a file. Every folder may import the modules in ``SHARED``.
 SHARED = {"_array", "_check", "_interrupts"}
-CORE = {"positions", "ngram", "embeddings", "optim", "files", "stores"}
+CORE = {"positions", "ngram", "embeddings", "optim", "files", "stores", "vector_files"}
 ARRAYS = {"numpy", "jaxtyping", "ml_dtypes"}
 ALLOWED = {
     "_array": (set(), set()),
@@ -31,6 +31,7 @@ ALLOWED = {
     "optim": ({"kernels", "embeddings", "stores"}, ARRAYS),
     "files": ({"positions"}, ARRAYS),
     "stores": ({"files", "kernels"}, ARRAYS),
+    "vector_files": ({"files", "stores", "kernels"}, ARRAYS | {"pyarrow"}),
     "numpy": ({*CORE, "kernels"}, ARRAYS),
     "torch": ({*CORE, "kernels"}, ARRAYS | {"torch"}),
     "equinox": ({*CORE, "kernels"}, ARRAYS | {"jax", "equinox"}),
@@ -44,11 +45,19 @@ ALLOWED = {
         ARRAYS | {"safetensors", "tokenizers", "torch", "matplotlib"},
     ),
     "cli": (
-        {"__init__", "files", "ngram", "stores", "analysis", "word_vectors"},
+        {
+            "__init__",
+            "files",
+            "ngram",
+            "stores",
+            "vector_files",
+            "analysis",
+            "word_vectors",
+        },
         {"numpy", "click", "rich"},
     ),
     # ``firstlayer`` itself re-exports the names that the front ends share.
-    "__init__": ({*CORE, "kernels"}, set()),
+    "__init__": ({*CORE, "kernels", "word_vectors"}, set()),
     "__main__": ({"cli"}, set()),
 }
 

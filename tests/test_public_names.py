@@ -61,6 +61,7 @@ NAMES = {
         "convert_layout",
         "get_num_threads",
         "ngram",
+        "open_vectors",
         "positions",
         "query_temperature",
         "set_num_threads",
@@ -152,3 +153,12 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_dir_lists_lazily_imported_names():
     assert {"YaRN", "RowGradient", "positions"} <= set(dir(firstlayer))
+
+
+def test_names_of_front_ends_are_hinted_at():
+    with pytest.raises(
+        ImportError, match="import Embedding from a front end: firstlayer.n"
+    ):
+        exec("from firstlayer import Embedding")
+    assert sorted(firstlayer._IN_FRONT_ENDS) == sorted(NAMES["firstlayer.numpy"])
+    assert not hasattr(firstlayer, "nothing")

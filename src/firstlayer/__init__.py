@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .positions.scaling import LongRoPE as LongRoPE
     from .positions.scaling import Proportional as Proportional
     from .positions.scaling import YaRN as YaRN
+    from .word_vectors.vectors import open_vectors as open_vectors
 
 __version__ = "0.2.0"
 
@@ -37,9 +38,19 @@ _MODULE_OF = {
     "YaRN": "positions.scaling",
     "convert_layout": "positions.rotary",
     "get_num_threads": "kernels.runtime.threads",
+    "open_vectors": "word_vectors.vectors",
     "query_temperature": "positions.rotary",
     "set_num_threads": "kernels.runtime.threads",
 }
+
+#: Names that each front end has.
+_IN_FRONT_ENDS = frozenset(
+    "AlibiBias CopeBias Embedding EmbeddingBag EmbeddingLayer EngramGate FireBias "
+    "FourierFeatures FrequencyEmbedding HashedEmbedding KerpleBias LearnedPositions "
+    "NgramAverage NgramEmbedding QuotientRemainderEmbedding RotaryPositions ShawScores "
+    "ShortConvGate SinusoidalPositions T5Bias Time2Vec TransformerXLScores XPosRotary load "
+    "save".split()
+)
 
 __all__ = ["__version__", "ngram", "positions", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -51,6 +62,12 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
         globals()[name] = value
         return value
+    if name in _IN_FRONT_ENDS:
+        # An AttributeError would hide this message from ``from firstlayer import name``.
+        raise ImportError(
+            f"import {name} from a front end: firstlayer.numpy, firstlayer.torch or "
+            "firstlayer.equinox"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

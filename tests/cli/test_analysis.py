@@ -248,6 +248,18 @@ def test_memory_rejects_damaged_checkpoints_and_those_without_tables(tmp_path):
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
 
 
+def test_memory_of_a_table_beyond_any_memory_is_computed():
+    sizes = "2000000000x100", "9000000000000000000x1000"
+    options = ["--optimizer=row-adamw", "--optimizer=sgd", "--tokens=4"]
+    for table in data("memory", *sizes, *options)["tables"]:
+        entries = table["rows"] * table["width"]
+        assert table["computed"]["parameters"] == 4 * entries
+        assert table["how"] in (None, "virtual")
+        assert (table["how"] == "virtual") == (
+            table["optimizer"] == "sgd" and table["rows"] == 2_000_000_000
+        )
+
+
 @pytest.mark.rejects
 def test_memory_rejects_an_odd_head_dim_before_measuring():
     done = run("memory", "100x8", "--head-dim=7")

@@ -5,8 +5,10 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,37 @@ def test_progress_is_drawn_only_on_a_terminal_and_not_when_quiet(monkeypatch):
     assert "a remark" in text
     assert drawn(io.StringIO(), monkeypatch, quiet=False) == "a remark\n"
     assert drawn(Terminal(), monkeypatch, quiet=True) == ""
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_bar_and_the_time_left_fit_in_every_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    note = "1,234,567 tokens/s, loss 3.210"
+    with progress("training", total=10, quiet=False) as draw:
+        draw(5, note=note)
+    plain_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    line = plain_text.splitlines()[0]
+    assert len(line) <= columns and line.startswith("training ") and "━" * 3 in line
+    assert " 50 % " in line and re.search(r"-:--|\d:\d\d", line)
+    assert (note in line) == (columns >= 80)
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress("training", total=2.0, quiet=False) as draw:
+        for done in (0.1, 0.5, 1.0, 1.5):
+            draw(done, note="loss 3.2")
+            now[0] += 6
+    with progress("encoding", quiet=False) as draw:
+        now[0] += 10
+        draw(1234)
+    lines = stream.getvalue().splitlines()
+    assert lines == ["training 50%, loss 3.2", "encoding 1,234"]
 
 
 def test_progress_without_total_shows_a_count(monkeypatch):

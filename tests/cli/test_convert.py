@@ -53,8 +53,12 @@ def test_progress_is_the_number_of_rows(tmp_path, monkeypatch):
 def test_wrong_arguments_are_refused_before_any_work(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((7, 4), np.float32))
     arguments = "convert", tmp_path / "a.npy"
-    message = error_message(*arguments, tmp_path / "b.npy", code=2)
+    message = error_message(*arguments, tmp_path / "b.csv", code=2)
+    assert "OUTPUT must be a folder or end in one of .safetensors, .txt" in message
+    message = error_message(*arguments, tmp_path / "b.npy", "--to", "safetensors", code=2)
     assert "OUTPUT must end in .safetensors" in message
+    message = error_message(*arguments, tmp_path / "b.txt", "--format", "int8", code=2)
+    assert "--format needs a .safetensors OUTPUT" in message
     output = tmp_path / "b.safetensors"
     assert "got 'int5'" in error_message(*arguments, output, "--format", "int5")
     assert "no file" in error_message("convert", tmp_path / "c.npy", output)

@@ -97,7 +97,9 @@ def test_real_model_is_described_correctly():
     weights = load_file(MINILM / "model.safetensors")
     norms = np.linalg.norm(weights[token["name"]].astype(float), axis=1)
     assert token["norm_min"] == pytest.approx(norms.min(), rel=1e-6)
-    short = np.flatnonzero(norms < np.median(norms) / 2)
+    low, high = np.quantile(np.log(norms), [0.25, 0.75])
+    short = np.flatnonzero(np.log(norms) < low - 3 * (high - low))
+    assert norms[short].max() < np.median(norms) / 2
     assert token["under_trained"]["count"] == short.size
     assert token["under_trained"]["rows"] == short[:10].tolist()
     assert token["under_trained"]["tokens"] == [f"[unused{i}]" for i in range(10)]
@@ -110,6 +112,17 @@ def test_real_model_is_described_correctly():
     assert "30,522 × 384 F32, 46.9 MB" in text and "[unused0], [unused1]" in text
     assert "2 × 384 F32, 3.07 kB" in text
     assert "positions  learned: 512 positions" in text
+
+
+def test_a_wide_spread_of_norms_is_not_under_training(tmp_path):
+    # Norms of word vectors follow the frequency: many are below half the median.
+    table = rng.standard_normal((2000, 8)) * rng.lognormal(0, 1, (2000, 1))
+    table[7] *= 1e-5
+    save_file({"wte.weight": table}, tmp_path / "m.safetensors")
+    (one,) = found(tmp_path / "m.safetensors")["tables"]
+    assert one["under_trained"]["rows"] == [7]
+    norms = np.linalg.norm(table, axis=1)
+    assert (norms < np.median(norms) / 2).sum() > 300
 
 
 def test_8_bit_tables_are_tables_and_integer_ids_are_not(tmp_path):
@@ -428,9 +441,19 @@ def test_uninspectable_tensors_give_a_one_line_message(tmp_path):
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, path)
     for tokens in ([], {"model": {"vocab": None}}, {"model": {"vocab": "a"}}, {"model": 1}):
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
-        assert "tokenizer.json holds no tokenizer" in error_message("inspect", tmp_path)
+        assert "tokenizer.json is not a tokenizer" in error_message("inspect", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "config.json").write_text("[]")
     assert "config.json must be a JSON object, got list" in error_message(
         "inspect", tmp_path
     )
+
+
+def test_tensor_names_cannot_control_the_terminal(tmp_path):
+    name = "\x1b[2J\x9b31m\nx\u202e.wte.weight"
+    save_file({name: np.ones((2, 2), np.float32)}, tmp_path / "m.safetensors")
+    text = stdout_of("inspect", tmp_path / "m.safetensors")
+    assert "wte.weight (token): 2 × 2 F32" in text
+    assert text.replace("\n", "").isprintable()
+    message = error_message("inspect", tmp_path / "m.safetensors", "--tensor", "\x1b[2J")
+    assert message.isprintable()

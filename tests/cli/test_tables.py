@@ -140,7 +140,11 @@ def test_lines_are_encoded_as_mean_rows_in_both_formats(tables, tmp_path):
     for name in ("out.npy", "out.jsonl"):
         args = ["encode", folder / "a.txt", tmp_path / "in.txt", "-o", tmp_path / name]
         found = json.loads(stdout_of(*args, "--json"))
-        assert found == {"path": str(tmp_path / name), "shape": [2500, 6]}
+        assert found == {
+            "path": str(tmp_path / name),
+            "shape": [2500, 6],
+            "without_words": 358,
+        }
     rows = np.load(tmp_path / "out.npy")
     known = [[w for w in line.split() if w in vectors] for line in lines]
     want = [vectors[ws].mean(axis=0) if ws else np.zeros(6) for ws in known]
@@ -236,17 +240,23 @@ def test_similarity_needs_two_words(tables):
 
 BAD = {
     "empty": (b"", "bad is empty"),
-    "text": (b"some text\nand more\n", "bad is neither safetensors nor word2vec nor GloVe"),
+    "text": (
+        b"some text\nand more\n",
+        "bad is not a file with vectors: expected safetensors,",
+    ),
     "short": (b"5 4\nword 1 2 3 4\n", "bad is truncated: 5 rows of 4 numbers in 13 bytes"),
     "huge": (b"9999999999999 300\nword ", "bad is truncated"),
-    "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "declares 2 rows, but has 3"),
+    "rows": (b"2 2\na 1 2\nb 1 2\nc 1 2\n", "declares 2 rows, but has at least 3"),
     "width": (b"a 1 2 3\nb 1 2\n", "bad must have a word and 3 numbers in line 2"),
     "number": (b"a 1 2 3\nb 1 x 3\n", "bad must have a word and 3 numbers in line 2"),
     "binary": (b"2 1\na \0\0\0\0b \0\0\0", "bad is truncated: it has 1 of 2 rows"),
-    "fasttext": ((793712314).to_bytes(4, "little") + b"\x0c", "use the .vec file"),
+    "fasttext": (
+        (793712314).to_bytes(4, "little") + b"\x0c",
+        "bad is cut short: it has 5 bytes of a header",
+    ),
     "words": (
         b"\x02\0\0\0\0\0\0\0{}",
-        "bad has no words: tokenizer.json is missing in its folder",
+        "bad has no words: neither tokenizer.json nor vocab.txt is in its folder",
     ),
 }
 
@@ -331,3 +341,73 @@ def test_encode_errors_leave_no_partial_output(tables, tmp_path):
     assert (done.returncode, done.stderr) == (1, "firstlayer: file too large\n")
     assert file_contents(tmp_path) == before
     assert call(*args).exit_code == 0
+
+
+@pytest.mark.rejects
+def test_empty_queries_and_rows_without_direction_are_refused(tables, tmp_path):
+    path = tables[0] / "a.txt"
+    assert "a query must have a word" in error_message("neighbors", path, "", code=2)
+    want = "a word must not be empty, got ''"
+    assert error_message("similarity", path, "red", "") == want
+    (tmp_path / "nan.txt").write_text("a nan 1\nb 1 2\nzero 0 0\n")
+    want = "'a' has a vector that is not finite"
+    assert error_message("neighbors", tmp_path / "nan.txt", "a") == want
+    assert "has a vector of zeros" in error_message(
+        "neighbors", tmp_path / "nan.txt", "zero"
+    )
+    assert near(tmp_path / "nan.txt", "b") == [("zero", 0.0)]
+
+
+def test_notes_go_to_stderr_and_json():
+    done = call("neighbors", MINILM, "unbelievably", "-n", "2")
+    note = "unbelievably is the mean of un ##bel ##ie ##va ##bly"
+    assert done.stderr == note + "\n" and len(done.stdout.splitlines()) == 2
+    assert call("neighbors", MINILM, "unbelievably", "-q").stderr == ""
+    found = json.loads(stdout_of("similarity", MINILM, "unbelievably", "King", "--json"))
+    assert found["notes"] == [note] and found["words"] == ["unbelievably", "King"]
+
+
+def test_lines_without_known_words_are_counted(tables, tmp_path):
+    path, out = tables[0] / "a.txt", tmp_path / "a.npy"
+    done = call("encode", path, "-o", out, text="king\n\nzzz\n")
+    assert done.stderr == "2 lines have no known word: vectors of zeros\n"
+    assert done.stdout == f"{out}: 3 vectors of 6\n"
+    done = call("encode", path, "-o", out, "--force", text="zzz\n")
+    assert done.stderr == "1 line has no known word: vectors of zeros\n"
+    assert done.stdout == f"{out}: 1 vector of 6\n"
+    assert call("encode", path, text="zzz\n").stderr.startswith("1 line has no known word")
+    assert call("encode", path, "-q", text="zzz\n").stderr == ""
+
+
+@pytest.mark.rejects
+def test_force_is_not_suggested_for_what_it_does_not_replace(tables, tmp_path):
+    path, folder = tables[0] / "a.txt", tmp_path / "x.npy"
+    folder.mkdir()
+    for force in ([], ["--force"]):
+        arguments = ["encode", path, "-o", folder, *force]
+        assert error_message(*arguments, text="king") == f"{folder} is a folder"
+    (folder / "mine").write_text("mine")
+    want = f"{folder} holds 'mine', so it is not replaced"
+    assert error_message("train", path, "-o", folder) == want
+    assert error_message("train", path, "-o", folder, "--force") == want
+
+
+def test_every_command_reads_other_formats(tmp_path):
+    from tests.support.vector_files import gguf_vocabulary, table
+
+    (tmp_path / "a.gguf").write_bytes(gguf_vocabulary(table(), ["a", "b", "c", "d", "▁e"]))
+    vectors = KeyedVectors(6)
+    vectors.add_vectors(["a", "b", "c", "d", "e"], table())
+    vectors.save(str(tmp_path / "a.kv"))
+    for name in ("a.gguf", "a.kv"):
+        path = tmp_path / name
+        assert near(path, "b", "-n", "1")[0][0] == vectors.most_similar("b")[0][0]
+        assert json.loads(stdout_of("encode", path, text="b"))["vector"] == (
+            pytest.approx(table()[1].tolist())
+        )
+        (one,) = json.loads(stdout_of("inspect", path, "--json"))["tables"]
+        assert one["shape"] == [5, 6] and one["dtype"] == "float32"
+        norms = np.linalg.norm(table(), axis=1)
+        assert one["norm_max"] == pytest.approx(norms.max(), rel=1e-5)
+        text = stdout_of("memory", path, "--optimizer", "sgd", "--tokens", "3")
+        assert f"{name} 5 × 6" in text

@@ -26,7 +26,7 @@ from firstlayer.files.atomic import (
     replacing_folder,
 )
 from firstlayer.files.safetensors import read
-from firstlayer.word_vectors.folder import check_output_folder, read_one_save
+from firstlayer.vector_files.folder import check_output_folder, read_one_save
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
 from tests.support.command import error_message, stdout_of

@@ -14,7 +14,7 @@ import firstlayer.numpy as fn
 from firstlayer.analysis.inspect import inspect
 from firstlayer.files.safetensors import write
 from firstlayer.word_vectors.encode import encode
-from firstlayer.word_vectors.folder import read_one_save, read_state, write_folder
+from firstlayer.vector_files.folder import read_one_save, read_state, write_folder
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 
 from firstlayer.files import atomic
 from firstlayer.files.safetensors import read, write
-from firstlayer.word_vectors.folder import write_folder
+from firstlayer.vector_files.folder import write_folder
 from firstlayer.word_vectors.vectors import open_vectors
 
 ROWS, WIDTH = 64, 1024

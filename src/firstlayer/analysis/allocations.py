@@ -29,17 +29,28 @@ BY_ROW = {
 }
 
 
+#: No array has this many bytes, with or without memory.
+MAX_BYTES = 1 << 62
+
+
 def measure_step(
     rows: int, width: int, *, dtype: str, optimizer: str, tokens: int, allowed: int
 ) -> tuple[Bytes | None, Method]:
     """Return the bytes that a step keeps and the method; see :func:`memory.footprint`."""
     sizes: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
+    if computed(rows, width, **sizes).total >= MAX_BYTES:
+        return None, None
     if OPTIMIZERS[optimizer].by_row:
         # Rows of the table, of two state arrays, of the gradient and of the output.
         touched = 6 * min(tokens, rows) * width * max(DTYPES[dtype], 4)
+        touched += OPTIMIZERS[optimizer].rows * rows
         if touched > allowed:
             return None, None
-        return row_step(rows, width, **sizes), "allocated"
+        try:
+            return row_step(rows, width, **sizes), "allocated"
+        except MemoryError:
+            # Some systems do not reserve more memory than they have.
+            return None, None
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError:

@@ -5,7 +5,6 @@ zero, duplicated, not finite or much shorter than the rest belong to tokens that
 hardly saw; such tokens make models misbehave (Land and Bartolo 2024).
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +20,20 @@ from ..files.checkpoint import (
     StoredTensor,
     checkpoint_in,
     open_checkpoint,
-    read_bytes,
     role_of,
 )
-from ..word_vectors.folder import TOKENIZER, read_config, read_one_save
+from ..vector_files.folder import TOKENIZER, read_config, read_one_save
+from ..vector_files.reading import tokens_in
+from ..vector_files.rows import FileRows, is_checkpoint, open_rows
+from ..vector_files.vocabulary import read_optional
 from .position_scheme import Scheme, position_scheme
 from .row_statistics import row_statistics
 
-#: Rows with a norm below this fraction of the median count as under-trained.
+#: Under-trained rows have a norm below this fraction of the median, and are also outliers:
+#: the logarithm of their norm is below the outer fence (Tukey 1977), so many interquartile
+#: ranges below the lower quartile. The norms of word vectors differ widely by frequency.
 UNDER_TRAINED = 0.5
+OUTER_FENCE = 3.0
 #: Number of rows listed of each kind.
 LISTED = 10
 
@@ -65,7 +69,8 @@ class Table:
         zero: Rows of zeros.
         duplicate: Rows that equal an earlier one bit for bit, except zero rows.
         not_finite: Rows with a NaN or an infinity.
-        under_trained: Rows with less than half the median norm, except zero rows.
+        under_trained: Rows with less than half the median norm that are outliers, except
+            zero rows.
         effective_rank: Exponential of the entropy of the singular values (Roy and Vetterli
             2007).
         rank_rows: Number of rows, sampled evenly, used for the effective rank.
@@ -114,13 +119,33 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
     """Inspect the embedding tables of a checkpoint.
 
     Args:
-        path: A safetensors file, the index of a sharded checkpoint, or a folder with one of
-            them.
+        path: A safetensors or torch file, the index of a sharded checkpoint, a folder with
+            one of them, or another file with a table; see
+            :func:`firstlayer.open_vectors`.
         names: Tensors to inspect instead of those with the name of an embedding table.
     """
     place = Path(path)
+    if place.is_file() and not is_checkpoint(place):
+        return _report_of_rows(place, names)
     folder = place.parent if place.is_file() else place
     return read_one_save(folder, lambda opener: _report(place, names, opener))
+
+
+def _report_of_rows(path: Path, names: Sequence[str]) -> Report:
+    """Return the report of a file with one table."""
+    if names:
+        raise ValueError(f"{path} has one table without a name, but a name is {names[0]!r}")
+    rows = open_rows(path)
+    tokens = {row: word for row, word in enumerate(rows.words) if word}
+    return Report(
+        path=os.fspath(path),
+        files=1,
+        tensors=1,
+        tables=[_table(rows, tokens)],
+        tied=None,
+        why_tied="the file has one table",
+        position=position_scheme({}, positions=None),
+    )
 
 
 def _report(path: Path, names: Sequence[str], opener: Opener) -> Report:
@@ -162,21 +187,11 @@ def _selected(checkpoint: Checkpoint, names: Sequence[str]) -> list[StoredTensor
 
 def _tokens(path: Path, opener: Opener) -> dict[int, str]:
     """Return the tokens by id from a file of the tokenizers package, if there is one."""
-    try:
-        tokenizer = json.loads(read_bytes(path, opener=opener))
-        vocabulary = tokenizer["model"]["vocab"]
-        added = tokenizer.get("added_tokens", ())
-        added = {token["id"]: str(token["content"]) for token in added}
-        if isinstance(vocabulary, list):
-            return dict(enumerate(str(piece) for piece, _ in vocabulary)) | added
-        return {row: token for token, row in vocabulary.items()} | added
-    except FileNotFoundError:
-        return {}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{path} holds no tokenizer") from None
+    content = read_optional(path, opener=opener)
+    return {} if content is None else tokens_in(content, path)
 
 
-def _table(tensor: StoredTensor, tokens: dict[int, str]) -> Table:
+def _table(tensor: StoredTensor | FileRows, tokens: dict[int, str]) -> Table:
     if tensor.role not in ("token", "head"):
         tokens = {}
     found = row_statistics(tensor.chunks(), rows=tensor.shape[0])
@@ -195,10 +210,19 @@ def _table(tensor: StoredTensor, tokens: dict[int, str]) -> Table:
         zero=_odd_rows(norms == 0, tokens),
         duplicate=_odd_rows(found.duplicate, tokens),
         not_finite=_odd_rows(~finite, tokens),
-        under_trained=_odd_rows(typical & (norms < UNDER_TRAINED * median), tokens),
+        under_trained=_odd_rows(typical & (norms < _fence(norms[typical])), tokens),
         effective_rank=found.effective_rank,
         rank_rows=found.rank_rows,
     )
+
+
+def _fence(norms: np.ndarray) -> float:
+    """Return the norm below which a row is far shorter than most."""
+    if not norms.size:
+        return 0.0
+    low, median, high = np.quantile(np.log(norms), [0.25, 0.5, 0.75])
+    fence = low - OUTER_FENCE * (high - low)
+    return float(np.exp(min(fence, median + np.log(UNDER_TRAINED))))
 
 
 def _odd_rows(is_odd: Bool[np.ndarray, " rows"], tokens: dict[int, str]) -> OddRows:

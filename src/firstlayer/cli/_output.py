@@ -1,7 +1,7 @@
 """Options, output, progress and file checks shared by all commands.
 
-Results go to stdout, everything else to stderr. Progress is drawn only on a terminal and
-never with ``-q``.
+Results go to stdout, everything else to stderr. Progress is a bar on a terminal, a line
+every ten seconds elsewhere, and nothing with ``-q``.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ import click
 
 Decorator = Callable[[Callable[..., Any]], Any]
 
+#: Seconds between lines of progress where there is no terminal.
+SECONDS_PER_LINE = 10.0
+#: Width of a progress bar, in columns.
+MIN_BAR, MAX_BAR = 8, 40
 #: Type of options that count something.
 COUNT = click.IntRange(min=1)
 
@@ -192,32 +197,63 @@ def say(text: str, *, quiet: bool) -> None:
 def progress(
     what: str, *, total: float | None = None, quiet: bool
 ) -> Generator[Callable[..., None], None, None]:
-    """Draw a progress bar on stderr if it is a terminal and not ``quiet``.
+    """Report progress on stderr unless ``quiet``: a bar on a terminal, otherwise lines.
 
-    Yields a function of the completed amount and an optional ``note`` shown after the bar.
+    Yields a function of the completed amount and an optional ``note`` shown after it.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet:
         yield lambda done, note="": None
-        return
+    elif not sys.stderr.isatty():
+        yield _lines_of_progress(what, total)
+    else:
+        with _bar(what, total) as draw:
+            yield draw
+
+
+def _lines_of_progress(what: str, total: float | None) -> Callable[..., None]:
+    """Return a function that prints a line now and then, for logs."""
+    due = time.monotonic() + SECONDS_PER_LINE
+
+    def draw(done: float, note: str = "") -> None:
+        nonlocal due
+        if time.monotonic() < due:
+            return
+        due = time.monotonic() + SECONDS_PER_LINE
+        amount = f"{done:,.0f}" if total is None else f"{done / max(total, 1e-9):.0%}"
+        say(", ".join(filter(None, [f"{what} {amount}", note])), quiet=False)
+
+    return draw
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: float | None) -> Generator[Callable[..., None], None, None]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    # Rich drops columns that do not fit. The bar gives way to the note down to its least
+    # width, then the note is cut.
+    room = console.width - len(what) - len(" 100 % 0:00:00  ")
+    bar_column = BarColumn(bar_width=max(MIN_BAR, min(MAX_BAR, room)))
     of_total = (
-        BarColumn(),
+        bar_column,
         TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(compact=True),
     )
     bar = Progress(
         TextColumn("{task.description}"),
         *(of_total if total is not None else [TextColumn("{task.completed:,}")]),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
         transient=True,
     )
     task = bar.add_task(what, total=total, note="")
 
     def draw(done: float, note: str = "") -> None:
-        bar.update(task, completed=done, note=note)
+        bar_column.bar_width = max(MIN_BAR, min(MAX_BAR, room - len(note) - 1))
+        left = max(0, room - bar_column.bar_width - 1)
+        shown = note if len(note) <= left else note[: max(0, left - 1)]
+        bar.update(task, completed=done, note=shown)
         bar.start()  # started late, so that earlier messages keep their own lines
 
     try:
@@ -231,6 +267,11 @@ def check_output(path: str | os.PathLike[str], *, force: bool) -> Path:
 
     Called before long work starts, and again before writing.
     """
+    # No option replaces these, so none is suggested.
+    if os.path.isdir(path):
+        raise click.ClickException(f"{os.fspath(path)} is a folder")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise click.ClickException(f"{os.fspath(path)} is a device or pipe")
     if os.path.lexists(path) and not force:
         raise click.ClickException(f"{os.fspath(path)} exists; use --force to replace it")
     from ..files.atomic import check_writable
@@ -239,4 +280,19 @@ def check_output(path: str | os.PathLike[str], *, force: bool) -> Path:
     if not folder.is_dir():
         raise click.ClickException(f"no folder {folder} to write {os.fspath(path)} in")
     check_writable(folder)
+    return Path(path)
+
+
+def check_output_folder(path: str | os.PathLike[str], *, force: bool) -> Path:
+    """Return ``path`` if a folder of vectors can be written there.
+
+    The folder is new or empty, or forced and a folder of vectors.
+    """
+    from ..vector_files.folder import check_output_folder as check
+
+    if os.path.isdir(path) and os.listdir(path) and not force:
+        # Raises for a folder that is not replaced in any case.
+        check(path, replace=True)
+        raise click.ClickException(f"{os.fspath(path)} exists; use --force to replace it")
+    check(path, replace=force)
     return Path(path)

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -10,11 +11,13 @@ import click
 from ._output import (
     check_output,
     cli_command,
+    counted,
     emit,
     force_option,
     json_text,
     plain,
     progress,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ def command(
     """Encode each line of FILE as the mean of its token rows in TABLE.
 
     TABLE is a table as for firstlayer neighbors. Without FILE, or with -, standard input is
-    read. Lines without known words become zeros. Without -o, one JSON object is printed per
-    line.
+    read. Lines without known words become zeros, and are counted. Without -o, one JSON
+    object is printed per line.
     """
     if output is not None:
         if not output.endswith(FORMATS):
@@ -51,21 +54,40 @@ def command(
     from ..word_vectors.vectors import open_vectors
 
     vectors = open_vectors(table)
+    empty = Count()
     if output is None:
-        _print(vectors, file, as_json=as_json)
+        _print(vectors, file, empty, as_json=as_json)
+        _tell(empty, quiet=quiet)
         return
     with progress("encoding", quiet=quiet) as draw:
-        count = _write(vectors, file, output, draw)
+        count = _write(vectors, file, output, draw, empty)
+    _tell(empty, quiet=quiet)
     shape = (count, vectors.weight.shape[1])
     emit(
-        {"path": output, "shape": shape},
-        f"{output}: {count:,} vectors of {shape[1]}",
+        {"path": output, "shape": shape, "without_words": empty.lines},
+        f"{output}: {counted(count, 'vector')} of {shape[1]}",
         as_json=as_json,
     )
 
 
-def _print(vectors: "Vectors", file: str, *, as_json: bool) -> None:
-    rows = ({"text": text, "vector": row} for text, row in _rows(vectors, file))
+@dataclass
+class Count:
+    """Number of lines without a known word."""
+
+    lines: int = 0
+
+
+def _tell(empty: Count, *, quiet: bool) -> None:
+    if empty.lines:
+        verb = "has" if empty.lines == 1 else "have"
+        say(
+            f"{counted(empty.lines, 'line')} {verb} no known word: vectors of zeros",
+            quiet=quiet,
+        )
+
+
+def _print(vectors: "Vectors", file: str, empty: Count, *, as_json: bool) -> None:
+    rows = ({"text": text, "vector": row} for text, row in _rows(vectors, file, empty))
     if as_json:
         emit(list(rows), "", as_json=True)
         return
@@ -77,16 +99,21 @@ def _line(row: dict[str, Any]) -> str:
     return json_text(plain(row))
 
 
-def _rows(vectors: "Vectors", file: str) -> Iterator[tuple[str, "np.ndarray"]]:
+def _rows(
+    vectors: "Vectors", file: str, empty: Count
+) -> Iterator[tuple[str, "np.ndarray"]]:
     from ..word_vectors.encode import encode
     from ..word_vectors.text import read_lines
 
     texts, lines = itertools.tee(read_lines(file))
     for rows in encode(vectors, texts):
+        empty.lines += int((~rows.any(axis=1)).sum())
         yield from ((next(lines), row) for row in rows)
 
 
-def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]) -> int:
+def _write(
+    vectors: "Vectors", file: str, output: str, draw: Callable[..., None], empty: Count
+) -> int:
     from ..files.atomic import replacing
 
     width, count = vectors.weight.shape[1], 0
@@ -94,7 +121,7 @@ def _write(vectors: "Vectors", file: str, output: str, draw: Callable[..., None]
     with replacing(os.path.realpath(output)) as out:
         if is_npy:
             _npy_header(out, (0, width))
-        for text, row in _rows(vectors, file):
+        for text, row in _rows(vectors, file, empty):
             line = _line({"text": text, "vector": row}) + "\n"
             out.write(row.tobytes() if is_npy else line.encode())
             count += 1

@@ -30,9 +30,9 @@ firstlayer inspect model.safetensors --tensor classifier.weight
 def command(path: str, names: tuple[str, ...], as_json: bool, quiet: bool) -> None:
     """Describe the embedding tables in PATH and the position scheme of its config.
 
-    PATH is a safetensors file, an index of several, or a folder with either, such as a
-    transformers checkpoint or the output of firstlayer train. Only tables are read, in
-    chunks.
+    PATH is a safetensors or PyTorch file, an index of several, or a folder with either,
+    such as a transformers checkpoint or the output of firstlayer train; or any other table
+    as for firstlayer neighbors. Only tables are read, in chunks.
     """
     from ..analysis.inspect import inspect
 

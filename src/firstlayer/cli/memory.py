@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -91,7 +92,8 @@ def command(
 ) -> None:
     """Measure the memory of training: parameters, gradient, optimizer state, activations.
 
-    Tables are given by size, or by a safetensors file or folder. Bytes are "allocated" if
+    Tables are given by size, or by a file or folder as for firstlayer neighbors.
+    Bytes are "allocated" if
     counted during a real training step, "virtual" if counted on tensors without memory, and
     "computed" if derived from the sizes. Row optimizers (row-…) use row gradients. A second
     table compares the memory of position schemes.
@@ -163,7 +165,13 @@ def _tables(tables: tuple[str, ...]) -> Iterator[Table]:
 def _in_checkpoint(path: str) -> Iterator[Table]:
     from ..files.checkpoint import DTYPES as CODES
     from ..files.checkpoint import open_checkpoint
+    from ..vector_files.rows import is_checkpoint, open_rows
 
+    if os.path.isfile(path) and not is_checkpoint(Path(path)):
+        rows = open_rows(Path(path))
+        known = rows.dtype if rows.dtype in DTYPES else "bfloat16"
+        yield Table(rows.name, *rows.shape, known)
+        return
     tables = [table for table in open_checkpoint(path).tables() if all(table.shape)]
     if not tables:
         raise click.ClickException(f"{path} has no embedding table")

@@ -2,7 +2,7 @@
 
 import click
 
-from ._output import cli_command, columns, emit
+from ._output import cli_command, columns, emit, say
 
 EXAMPLES = """
 firstlayer neighbors vectors TypeError lock
@@ -28,7 +28,9 @@ def command(
     """List the words of TABLE nearest to each WORD, by cosine.
 
     TABLE is a folder with a table and a tokenizer (written by firstlayer train, model2vec
-    or transformers), or a word2vec or GloVe file. Words joined by + or - form one query.
+    or transformers), or a safetensors, PyTorch, GGUF, gensim, fastText, word2vec, GloVe,
+    TSV, .npy or .npz file; text may be compressed (.gz). Words joined by + or - form one
+    query. A word without a row of its own is the mean of its pieces, which is noted.
     """
     from ..word_vectors.neighbors import neighbors, parse
     from ..word_vectors.vectors import open_vectors
@@ -40,6 +42,8 @@ def command(
     found = neighbors(open_vectors(table), queries, count=count)
     lines = []
     for one in found:
+        for note in one.notes:
+            say(note, quiet=quiet)
         rows = [(near.word, f"{near.cosine:.3f}") for near in one.found]
         lines += [one.query] if len(found) > 1 or " " in one.query else []
         lines += ["  " * (len(found) > 1) + line for line in columns(rows)]

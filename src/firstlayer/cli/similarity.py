@@ -2,7 +2,7 @@
 
 import click
 
-from ._output import cli_command, columns, emit
+from ._output import cli_command, columns, emit, say
 
 EXAMPLES = """
 firstlayer similarity vectors TypeError ValueError
@@ -23,7 +23,10 @@ def command(table: str, words: tuple[str, ...], as_json: bool, quiet: bool) -> N
     from ..word_vectors.neighbors import similarities
     from ..word_vectors.vectors import open_vectors
 
-    cosines = similarities(open_vectors(table), words)
+    found = similarities(open_vectors(table), words)
+    cosines = found.cosines
+    for note in found.notes:
+        say(note, quiet=quiet)
     if len(words) == 2:
         lines = [f"{cosines[0, 1]:.3f}"]
     else:
@@ -32,4 +35,4 @@ def command(table: str, words: tuple[str, ...], as_json: bool, quiet: bool) -> N
             for word, row in zip(words, cosines, strict=True)
         ]
         lines = columns(rows, head=["", *words])
-    emit({"words": words, "cosines": cosines}, lines, as_json=as_json)
+    emit(found, lines, as_json=as_json)

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from ._output import (
     COUNT,
-    check_output,
+    check_output_folder,
     cli_command,
     columns,
     emit,
@@ -107,8 +107,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     --resume continues it.
     """
     _check_resume(ctx, resume=options["resume"])
-    if os.path.isdir(options["output"]) and os.listdir(options["output"]):
-        check_output(options["output"], force=options["force"] or options["resume"])
+    check_output_folder(options["output"], force=options["force"] or options["resume"])
     if options["threads"]:
         _use_threads(options["threads"])
     from ..word_vectors.train import train

@@ -5,6 +5,7 @@ and the lookups share one weight. :meth:`TableModule.projected` scales the store
 after an optimizer step.
 """
 
+import os
 from functools import partial
 from typing import Any, Self
 
@@ -88,6 +89,32 @@ class TableModule(Module):
             self.weight = draw(key)
         else:
             self.weight = draw_table(draw, key, self.sharding)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Float[Any, "num_embeddings embedding_dim"] | str | os.PathLike[str],
+        **options: Any,
+    ) -> Self:
+        """Return a layer with this table.
+
+        Args:
+            embeddings: The table, or the path of a file or folder with one: whatever
+                :func:`firstlayer.open_vectors` opens, with or without words. A table from a
+                file is float32.
+            options: Further arguments of the layer.
+
+        Example:
+            >>> import firstlayer.equinox as fe
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> fe.Embedding.from_pretrained(table, padding_idx=0)([3]).tolist()
+            [[6.0, 7.0]]
+        """
+        if isinstance(embeddings, str | os.PathLike):
+            from ..vector_files.reading import read_rows
+
+            embeddings = read_rows(embeddings)
+        return cls(weight=embeddings, **options)  # pyright: ignore[reportCallIssue]
 
     def logits(
         self,

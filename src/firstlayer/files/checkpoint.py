@@ -1,5 +1,7 @@
 """Read safetensors files, single or sharded. Nothing else in the package reads them.
 
+Files of ``torch.save`` are read as well (:mod:`firstlayer.files.torch_pickle`).
+
 A safetensors file is a JSON header with the dtype, shape and byte range of each tensor,
 followed by their bytes. A large checkpoint is several files with an index. Opening one
 reads only headers and checks every claim in them against the size of the file. Tensors are
@@ -37,6 +39,8 @@ CHUNK_BYTES = 1 << 23
 MAX_READ_BYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
+#: What a folder is searched for, in this order: an index of shards, or a single file.
+NAMES = (INDEX, MODEL, "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 #: NumPy or ml_dtypes name of each dtype code of the format.
 DTYPES = {
@@ -197,8 +201,8 @@ def open_checkpoint(
     """Read the headers of a checkpoint.
 
     Args:
-        path: A safetensors file, the index of a sharded checkpoint, or a folder with one of
-            them.
+        path: A safetensors file or one of ``torch.save``, the index of a sharded
+            checkpoint, or a folder with one of them.
         names: Tensors of interest; shards without any of them are not opened. None opens
             all shards.
         opener: Opens the files; see :func:`firstlayer.files.atomic.read_folder`. The path
@@ -252,7 +256,7 @@ def read_bytes(
 def read_header(
     path: Path, *, opener: Opener | None = None
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of one safetensors file and its metadata.
+    """Return the tensors of one safetensors file, or one of torch, and its metadata.
 
     Every size in the header is checked against the size of the file, so reading all tensors
     takes no more memory than the file accounts for.
@@ -261,6 +265,9 @@ def read_header(
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             raise ValueError(f"{path} is empty")
+        if is_torch(file.read(16)):
+            return _torch_tensors(file, path, size=size, opener=opener), {}
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
@@ -284,7 +291,7 @@ def read_header(
 
 def checkpoint_in(folder: Path, *, opener: Opener | None = None) -> Path:
     """Return the safetensors file in a folder, or the index of several."""
-    for name in (INDEX, MODEL):
+    for name in NAMES:
         if _is_file(folder / name, opener):
             return folder / name
     others = sorted(folder.glob("*.safetensors"))
@@ -296,6 +303,26 @@ def checkpoint_in(folder: Path, *, opener: Opener | None = None) -> Path:
             f"got {len(others)} others"
         )
     return others[0]
+
+
+def _torch_tensors(
+    file: BinaryIO, path: Path, *, size: int, opener: Opener | None
+) -> dict[str, StoredTensor]:
+    # Imported here: safetensors files need neither pickle nor zipfile.
+    from .torch_pickle import read_torch
+
+    file.seek(0)
+    found = read_torch(file, size=size, source=os.fspath(path))
+    return {
+        name: StoredTensor(name, one.dtype, one.shape, path, one.start, one.nbytes, opener)
+        for name, one in found.items()
+    }
+
+
+def is_torch(begin: bytes) -> bool:
+    """Return whether ``torch.save`` may have written a file, by its first bytes."""
+    # A zip archive, or the magic number of torch before 1.6 in a pickle.
+    return begin.startswith((b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9"))
 
 
 def _shards(

@@ -91,6 +91,39 @@ def read_gguf(path: Path) -> dict[str, GGUFTensor]:
                 ) from None
 
 
+def read_gguf_strings(path: Path, key: str) -> list[bytes]:
+    """Return the array of strings under a key; an empty list if there is none."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < 24:
+            raise ValueError(f"{path} is not a GGUF file or is cut short")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _strings_under(data, key.encode(), path)
+            except struct.error:
+                raise ValueError(f"{path} is cut short") from None
+
+
+def _strings_under(data: mmap.mmap, wanted: bytes, path: Path) -> list[bytes]:
+    place = 24
+    for _ in range(_U64.unpack_from(data, 16)[0]):
+        key, place = _string(data, place, path)
+        kind, place = _U32.unpack_from(data, place)[0], place + 4
+        if key == wanted and kind == ARRAY:
+            kind, count = struct.unpack_from("<IQ", data, place)
+            if kind != STRING or count > len(data) // 8:
+                raise ValueError(f"{path} has no list of strings {wanted.decode()!r}")
+            place, strings = place + 12, []
+            for _ in range(count):
+                length = _U64.unpack_from(data, place)[0]
+                if length > len(data) - place:
+                    raise _too_long(path, "string", length)
+                strings.append(data[place + 8 : place + 8 + length])
+                place += 8 + length
+            return strings
+        place = _after_value(data, place, kind, path, depth=0)
+    return []
+
+
 def _tensors(data: mmap.mmap, path: Path) -> dict[str, GGUFTensor]:
     if data[:4] != MAGIC:
         raise ValueError(f"{path} is not a GGUF file")

@@ -7,6 +7,7 @@ import ast
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -32,30 +33,33 @@ def read_npy_header(path: Path) -> NpyArray:
     Every claim in the header is checked against the size of the file.
     """
     with open_regular(path) as file:
-        state = os.fstat(file.fileno())
-        begin = file.read(12)
-        if begin[:6] != MAGIC or len(begin) < 12:
-            raise ValueError(f"{path} is not a .npy file")
-        version = begin[6]
-        if version not in (1, 2, 3):
-            raise ValueError(f"{path} must have .npy version 1, 2 or 3, got {version}")
-        field = slice(8, 10) if version == 1 else slice(8, 12)
-        length = int.from_bytes(begin[field], "little")
-        if length > min(MAX_HEADER_BYTES, state.st_size):
-            raise ValueError(
-                f"{path} must have a header of at most {MAX_HEADER_BYTES} bytes, "
-                f"got {length}"
-            )
-        file.seek(field.stop)
-        header = file.read(length)
+        return parse_npy_header(file, path, size=os.fstat(file.fileno()).st_size)
+
+
+def parse_npy_header(file: BinaryIO, path: Path, *, size: int) -> NpyArray:
+    """Return what :func:`read_npy_header` does, from an open file of ``size`` bytes."""
+    begin = file.read(12)
+    if begin[:6] != MAGIC or len(begin) < 12:
+        raise ValueError(f"{path} is not a .npy file")
+    version = begin[6]
+    if version not in (1, 2, 3):
+        raise ValueError(f"{path} must have .npy version 1, 2 or 3, got {version}")
+    field = slice(8, 10) if version == 1 else slice(8, 12)
+    length = int.from_bytes(begin[field], "little")
+    if length > min(MAX_HEADER_BYTES, size):
+        raise ValueError(
+            f"{path} must have a header of at most {MAX_HEADER_BYTES} bytes, got {length}"
+        )
+    file.seek(field.stop)
+    header = file.read(length)
     array = _parsed(header, path, start=field.stop + length)
     nbytes = array.dtype.itemsize
     for axis in array.shape:
         nbytes *= axis
-    if array.start + nbytes > state.st_size:
+    if array.start + nbytes > size:
         raise ValueError(
             f"{path} is cut short: its array would end at byte {array.start + nbytes}, "
-            f"but it has {state.st_size}"
+            f"but it has {size}"
         )
     return array
 

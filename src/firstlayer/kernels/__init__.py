@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .skipgram import group_targets as group_targets
     from .skipgram import noise_table as noise_table
     from .skipgram import skipgram_gradients as skipgram_gradients
+    from .subwords import mean_subword_rows as mean_subword_rows
+    from .text_rows import parse_text_rows as parse_text_rows
 
 # Module of each name above; a test checks that the two lists match.
 _NAMES = {
@@ -74,6 +76,8 @@ _NAMES = {
     "row_sums": ("sum_groups", "sum_runs"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
     "skipgram": ("draw_targets", "group_targets", "noise_table", "skipgram_gradients"),
+    "subwords": ("mean_subword_rows",),
+    "text_rows": ("parse_text_rows",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -392,3 +392,54 @@ def _normalized(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(divide="ignore", invalid="ignore"):
         rstd = 1 / np.sqrt(variance + x.dtype.type(eps))
         return centered * rstd, rstd
+
+
+def parse_text_rows(
+    text: np.ndarray, bounds: np.ndarray, out: np.ndarray, word_ends: np.ndarray
+) -> None:
+    """Leave every line to the caller, which parses it in Python."""
+    word_ends[:] = -1
+
+
+def mean_subword_rows(
+    text: np.ndarray,
+    bounds: np.ndarray,
+    own_rows: np.ndarray,
+    table: np.ndarray,
+    *,
+    buckets: int,
+    lengths: tuple[int, int],
+    out: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Write the mean row of each word and its n-grams, and the number of rows in it."""
+    first_bucket = len(table) - buckets
+    for word, own in enumerate(own_rows):
+        content = text[bounds[word] : bounds[word + 1]].tobytes()
+        hashes = subword_hashes(content, lengths) if buckets > 0 else []
+        rows = [int(own)] if 0 <= own < len(table) else []
+        rows += [first_bucket + hashed % buckets for hashed in hashes]
+        total = np.zeros(table.shape[1], np.float32)
+        for row in rows:
+            total += table[row]
+        out[word], counts[word] = total / np.float32(max(len(rows), 1)), len(rows)
+
+
+def subword_hashes(word: bytes, lengths: tuple[int, int]) -> list[int]:
+    """Return the hash of each character n-gram of a word with its brackets."""
+    # A character is a byte and those that continue it.
+    starts = [i for i, byte in enumerate(word) if byte & 0xC0 != 0x80] + [len(word)]
+    hashes = []
+    for first in range(len(starts) - 1):
+        for length in range(lengths[0], lengths[1] + 1):
+            last = first + length
+            if last >= len(starts):
+                break
+            if length == 1 and (first == 0 or last == len(starts) - 1):
+                continue
+            hashed = 2166136261
+            for byte in word[starts[first] : starts[last]]:
+                signed = byte | 0xFFFFFF00 if byte >= 128 else byte
+                hashed = (hashed ^ signed) * 16777619 & 0xFFFFFFFF
+            hashes.append(hashed)
+    return hashes

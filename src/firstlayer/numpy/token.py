@@ -1,5 +1,6 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -134,6 +135,29 @@ class Embedding(Module):
         from ._stored import stored_layer
 
         return stored_layer(cls, store, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: np.ndarray | str | os.PathLike[str], **options: Any
+    ) -> Self:
+        """Return a layer with this table.
+
+        Args:
+            embeddings: The table, or the path of a file or folder with one: whatever
+                :func:`firstlayer.open_vectors` opens, with or without words. A table from a
+                file is float32.
+            options: Further arguments of the layer.
+
+        Example:
+            >>> table = np.arange(8, dtype=np.float32).reshape(4, 2)
+            >>> Embedding.from_pretrained(table, padding_idx=0)([3]).tolist()
+            [[6.0, 7.0]]
+        """
+        if isinstance(embeddings, str | os.PathLike):
+            from ..vector_files.reading import read_rows
+
+            embeddings = read_rows(embeddings)
+        return cls(weight=embeddings, **options)
 
     @property
     def dtype(self) -> np.dtype:

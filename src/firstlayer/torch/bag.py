@@ -1,5 +1,6 @@
 """Bags on torch: the sum, mean or maximum of rows by id."""
 
+import os
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from ._table.disk import layer_on_disk
 from ._table.host import HostTableModule, checked_output_device
 from ._table.lookup import as_index, checked_padding_idx
 from ._table.module import check_arguments
+from ._table.pretrained import table_tensor
 from ._tensors.memory import is_plain_cpu
 from .functional import checked_mode, embedding_bag
 from .optim.table_state import caught_up_rows
@@ -106,6 +108,22 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         )
         self.output_device = output_device
         self._bind()
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor | str | os.PathLike[str], *args: Any, **options: Any
+    ) -> Self:
+        """Return a layer with this table, as torch's ``from_pretrained`` does.
+
+        Args:
+            embeddings: The table, or the path of a file or folder with one: whatever
+                :func:`firstlayer.open_vectors` opens, with or without words. A table from a
+                file is float32.
+            args: ``freeze`` (True by default) and the other arguments of torch, in order.
+            options: The same by name.
+        """
+        layer: Any = super().from_pretrained(table_tensor(embeddings), *args, **options)
+        return layer
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Self:

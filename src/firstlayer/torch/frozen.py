@@ -6,6 +6,7 @@ parameter with the trained rows, so no optimizer updates them or keeps a state f
 state dict does not show this: it has one ``weight``, in the order of the ids.
 """
 
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ from ._table.module import (
     tied_logits,
     write_padding_row,
 )
+from ._table.pretrained import table_tensor
 from ._tensors.dtypes import upcast
 from ._tensors.errors import torch_errors
 from ._tensors.memory import is_eager
@@ -111,7 +113,7 @@ class PartlyFrozenEmbedding(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Float[Tensor, "num_embeddings embedding_dim"],
+        embeddings: Float[Tensor, "num_embeddings embedding_dim"] | str | os.PathLike[str],
         *,
         frozen: Iterable[int] | Integer[Tensor, " ids"],
         padding_idx: int | None = None,
@@ -121,21 +123,22 @@ class PartlyFrozenEmbedding(nn.Module):
         """Return a layer with these initial rows, including the padding row.
 
         Args:
-            embeddings: The table, copied.
+            embeddings: The table, copied, or the path of a file with vectors.
             frozen: Ids that are not trained.
             padding_idx: Id of padding; negative counts from the end.
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
         """
+        table = table_tensor(embeddings)
         return cls(
-            *embeddings.shape,
+            *table.shape,
             frozen=frozen,
             padding_idx=padding_idx,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
-            _weight=embeddings,
-            device=embeddings.device,
-            dtype=embeddings.dtype,
+            _weight=table,
+            device=table.device,
+            dtype=table.dtype,
         )
 
     @property

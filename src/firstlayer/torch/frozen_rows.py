@@ -6,6 +6,7 @@ of a tied head included, and hooks of every torch optimizer put frozen rows back
 step.
 """
 
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
 from ._table.max_norm import is_distributed
 from ._table.module import GradHook, coalesce_gradient, install_grad_hook
+from ._table.pretrained import table_tensor
 from ._tensors.errors import WrongType
 from ._tensors.memory import is_eager
 from ._tensors.row_parameter import RowParameter, without_catch_up
@@ -115,7 +117,7 @@ class FrozenRowsEmbedding(Embedding):
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        embeddings: Float[Tensor, "num_embeddings embedding_dim"],
+        embeddings: Float[Tensor, "num_embeddings embedding_dim"] | str | os.PathLike[str],
         *,
         frozen: Iterable[int] | Integer[Tensor, " ids"],
         padding_idx: int | None = None,
@@ -127,7 +129,8 @@ class FrozenRowsEmbedding(Embedding):
         """Return a layer with these initial rows, including the padding row.
 
         Args:
-            embeddings: The table; the layer shares its memory.
+            embeddings: The table, whose memory the layer shares, or the path of a file with
+                vectors.
             frozen: Ids that are not trained.
             padding_idx: Id of padding; negative counts from the end.
             max_norm: As in the constructor.
@@ -135,14 +138,15 @@ class FrozenRowsEmbedding(Embedding):
             scale_grad_by_freq: As in the constructor.
             sparse: As in the constructor.
         """
+        table = table_tensor(embeddings)
         return cls(
-            *embeddings.shape,
+            *table.shape,
             padding_idx=padding_idx,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
-            _weight=embeddings,
+            _weight=table,
             frozen=frozen,
         )
 

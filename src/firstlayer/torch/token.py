@@ -1,5 +1,6 @@
 """Token embeddings on torch: rows of a table by id."""
 
+import os
 from typing import Any, Self
 
 from jaxtyping import Float, Integer
@@ -14,6 +15,7 @@ from ._table.lookup import LookupOptions, as_index, checked_padding_idx, lookup
 from ._table.max_norm import renormalized
 from ._table.module import check_arguments
 from ._table.prefetch import lookup_gathered
+from ._table.pretrained import table_tensor
 
 
 class Embedding(HostTableModule, TorchEmbedding):
@@ -104,6 +106,30 @@ class Embedding(HostTableModule, TorchEmbedding):
         )
         self.output_device = output_device
         self._bind()
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor | str | os.PathLike[str], *args: Any, **options: Any
+    ) -> Self:
+        """Return a layer with this table, as torch's ``from_pretrained`` does.
+
+        Args:
+            embeddings: The table, or the path of a file or folder with one: whatever
+                :func:`firstlayer.open_vectors` opens, with or without words. A table from a
+                file is float32.
+            args: ``freeze`` (True by default) and the other arguments of torch, in order.
+            options: The same by name.
+
+        Example:
+            >>> import tempfile, torch
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     with open(folder + "/glove.txt", "w") as file:
+            ...         count = file.write("king 1 0.5\\nqueen 0 2\\n")
+            ...     embedding = Embedding.from_pretrained(folder + "/glove.txt")
+            >>> embedding(torch.tensor([1])).tolist()
+            [[0.0, 2.0]]
+        """
+        return super().from_pretrained(table_tensor(embeddings), *args, **options)
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Self:

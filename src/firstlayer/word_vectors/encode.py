@@ -8,7 +8,7 @@ from jaxtyping import Float32
 
 from ..numpy import EmbeddingBag
 from .neighbors import units
-from .vectors import Vectors
+from .vectors import Vectors, WordVector, encoded_ids
 
 #: Texts per batch.
 BATCH = 1024
@@ -23,7 +23,8 @@ def encode(
     ``vectors.normalize``.
 
     Args:
-        vectors: Words and rows. Without a tokenizer, words are separated by spaces.
+        vectors: Words and rows. Without a tokenizer, words are separated by spaces, and
+            unknown words of fastText's tables are made of their n-grams.
         texts: Texts to encode.
 
     Example:
@@ -34,25 +35,51 @@ def encode(
     bag = EmbeddingBag(*vectors.weight.shape, mode="sum", weight=vectors.weight)
     texts = iter(texts)
     while batch := list(itertools.islice(texts, BATCH)):
-        ids = _ids(vectors, batch)
+        ids, others = _ids(vectors, batch)
         counts = np.array([len(row) for row in ids])
         offsets = np.append(0, np.cumsum(counts))[:-1]
         flat = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
         scale = None if vectors.scale is None else vectors.scale[flat]
         rows = flat if vectors.mapping is None else vectors.mapping[flat]
         sums = bag(rows, offsets=offsets, per_sample_weights=scale)
+        for text, vector in others:
+            sums[text] += vector
+            counts[text] += 1
         means = sums / np.maximum(counts, 1)[:, None].astype(np.float32)
         yield units(means) if vectors.normalize else means
 
 
-def _ids(vectors: Vectors, texts: list[str]) -> list[list[int]]:
+def _ids(
+    vectors: Vectors, texts: list[str]
+) -> tuple[list[list[int]], list[tuple[int, np.ndarray]]]:
+    """Return the words of each text, and vectors of words that have no row of their own.
+
+    The latter come with the number of their text.
+    """
     if vectors.tokenizer is None:
-        rows = vectors.rows
-        return [[rows[w] for w in text.split() if w in rows] for text in texts]
-    # tokenizers raises a bare Exception.
-    try:
-        encoded = vectors.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:
-        raise ValueError(f"the tokenizer cannot read the text: {error}") from None
+        return _whole_words(vectors, texts)
     unknown = vectors.unknown
-    return [[i for i in one.ids if i != unknown] for one in encoded]
+    ids = encoded_ids(vectors.tokenizer, texts)
+    return [[i for i in one if i != unknown] for one in ids], []
+
+
+def _whole_words(
+    vectors: Vectors, texts: list[str]
+) -> tuple[list[list[int]], list[tuple[int, np.ndarray]]]:
+    ids, others, rows = [], [], vectors.rows
+    # Words that are not spelled as in the table are looked up once.
+    found: dict[str, WordVector | None] = {}
+    for text, words in enumerate(map(str.split, texts)):
+        ids.append([])
+        for word in words:
+            if word in rows and not vectors.mark:
+                ids[-1].append(rows[word])
+                continue
+            if word not in found:
+                found[word] = vectors.find(word) if word in vectors else None
+            one = found[word]
+            if one is not None and len(one.numbers) == 1:
+                ids[-1] += one.numbers
+            elif one is not None:
+                others.append((text, one.vector))
+    return ids, others

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from .._check import positive
-from .vectors import Vectors
+from .vectors import Vectors, WordVector
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Neighbors:
     Args:
         query: The query, such as ``king - man + woman``.
         found: Neighbors, nearest first.
+        notes: How vectors of words without a row of their own were made.
     """
 
     query: str
     found: list[Neighbor]
+    notes: list[str]
 
 
 Terms = list[tuple[int, str]]
@@ -62,6 +64,8 @@ def parse(words: Sequence[str]) -> list[Terms]:
         else:
             queries[-1].append((sign, word))
             sign = None
+    if not queries:
+        raise ValueError("a query must have a word")
     if sign is not None:
         raise ValueError(f"{'+' if sign > 0 else '-'!r} must stand between two words")
     return queries
@@ -89,9 +93,13 @@ def neighbors(
 
 
 def _neighbors(vectors: Vectors, unit: np.ndarray, terms: Terms, count: int) -> Neighbors:
-    rows = [vectors.row(word) for _, word in terms]
+    words = [_directed(vectors.find(word)) for _, word in terms]
+    rows = sorted({number for word in words for number in word.numbers})
     signs = np.array([sign for sign, _ in terms], np.float32)
-    cosines = unit @ units((signs @ units(vectors.take(rows)))[None])[0]
+    direction = signs @ units(np.stack([word.vector for word in words]))
+    if not np.abs(direction).max(initial=0) > 1e-6:
+        raise ValueError(f"{_query_text(terms)!r} has no direction: its vectors add to 0")
+    cosines = unit @ units(direction[None])[0]
     if vectors.mapping is not None:
         cosines = cosines[vectors.mapping]
     if vectors.scale is not None:
@@ -103,7 +111,17 @@ def _neighbors(vectors: Vectors, unit: np.ndarray, terms: Terms, count: int) -> 
     top = np.argpartition(-cosines, min(count, cosines.size - 1))[:count]
     top = sorted(top[np.isfinite(cosines[top])], key=lambda row: (-cosines[row], row))
     found = [Neighbor(vectors.shown(row), float(cosines[row])) for row in top]
-    return Neighbors(_query_text(terms), found)
+    notes = [word.note for word in words if word.note]
+    return Neighbors(_query_text(terms), found, notes)
+
+
+def _directed(word: WordVector) -> WordVector:
+    """Return a word whose vector has a direction; another one is a ValueError."""
+    if not np.isfinite(word.vector).all():
+        raise ValueError(f"{word.word!r} has a vector that is not finite")
+    if not word.vector.any():
+        raise ValueError(f"{word.word!r} has a vector of zeros, which has no direction")
+    return word
 
 
 def _query_text(terms: Terms) -> str:
@@ -111,15 +129,32 @@ def _query_text(terms: Terms) -> str:
     return " ".join(signed).removeprefix("+ ")
 
 
-def similarities(vectors: Vectors, words: Sequence[str]) -> Float32[np.ndarray, "n n"]:
+@dataclass(frozen=True)
+class Similarities:
+    """Cosines of words.
+
+    Args:
+        words: The words.
+        cosines: Cosine of every pair.
+        notes: How vectors of words without a row of their own were made.
+    """
+
+    words: list[str]
+    cosines: Float32[np.ndarray, "n n"]
+    notes: list[str]
+
+
+def similarities(vectors: Vectors, words: Sequence[str]) -> Similarities:
     """Return the cosine of every pair of words.
 
     Args:
         vectors: Words and rows.
         words: Words to compare. An unknown word is a ValueError.
     """
-    unit = units(vectors.take([vectors.row(word) for word in words]))
-    return np.clip(unit @ unit.T, -1, 1)
+    found = [_directed(vectors.find(word)) for word in words]
+    unit = units(np.stack([word.vector for word in found]))
+    notes = [word.note for word in found if word.note]
+    return Similarities(list(words), np.clip(unit @ unit.T, -1, 1), notes)
 
 
 def units(rows: Float32[np.ndarray, "rows width"]) -> Float32[np.ndarray, "rows width"]:

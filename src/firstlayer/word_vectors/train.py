@@ -18,7 +18,7 @@ import numpy as np
 from ..files.atomic import Opener
 from ..files.checkpoint import read_bytes
 from ..files.safetensors import KEY, OLD_KEY
-from . import folder as folders
+from ..vector_files import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
 from .neighbors import Neighbors, neighbors
 from .skipgram import Progress, SkipGram, SkipGramOptions

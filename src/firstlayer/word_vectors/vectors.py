@@ -1,38 +1,67 @@
-"""Open tables of word vectors.
+"""Words and their vectors, from any file that has them.
 
-Reads folders with a table and a tokenizer (written by Firstlayer, model2vec,
-sentence-transformers or transformers) and files of word2vec (text or binary) or GloVe. The
-format is detected from the content, not from the file name.
+:mod:`firstlayer.vector_files.reading` reads the files. This module finds the vector of a
+word: its own row, the row of the piece that begins a word, or the mean of its pieces.
 """
 
 import difflib
+import json
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from ..files.atomic import Opener
-from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, read_bytes
+from ..vector_files.reading import read_vectors
+from ..vector_files.table import Subwords, VectorTable
+from ..vector_files.vocabulary import TOKENIZER
 from .corpus import UNKNOWN
-from .folder import TOKENIZER, read_config, read_one_save
 
 #: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
-# Longest word accepted in a binary file.
-LONGEST_WORD = 1 << 16
-FASTTEXT = (793712314).to_bytes(4, "little")
+#: A table marks the beginning of words if one of this many tokens does.
+MARKED = 100
+#: Prefix of WordPiece tokens that continue a word.
+CONTINUED = "##"
+#: Number of words that are compared with an unknown one.
+MAX_COMPARED = 50_000
 
 
 @dataclass(frozen=True)
+class WordVector:
+    """The vector of a word, and what it is made of.
+
+    Args:
+        word: The word that was looked up.
+        vector: Its vector.
+        numbers: Numbers of the words whose mean it is; one for a word with its own row.
+        note: How the vector was made, as a sentence about the word; empty for a word with
+            its own row.
+    """
+
+    word: str
+    vector: Float32[np.ndarray, " width"]
+    numbers: list[int]
+    note: str = ""
+
+
+@dataclass(frozen=True, repr=False)
 class Vectors:
-    """Words and their vectors.
+    """Words and their vectors; :func:`open_vectors` opens them.
 
     The vector of word ``i`` is ``weight[i]``, or ``scale[i] * weight[mapping[i]]`` for
-    tables in which several words share a row.
+    tables in which several words share a row. ``vectors["king"]`` is the vector of a word:
+
+    - the row of its own token; in tables of pieces, of the one that begins a word, such as
+      ``▁king``;
+    - that of ``king`` for ``King`` if the table has lower case only;
+    - the mean of its pieces if a tokenizer splits it into several;
+    - the mean of its character n-grams in tables of fastText.
 
     Args:
         words: Words as spelled in the vocabulary.
@@ -42,6 +71,16 @@ class Vectors:
         normalize: Whether text vectors are scaled to unit length.
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
+        subwords: Rows of character n-grams, for unknown words; or None.
+
+    Example:
+        >>> vectors = Vectors(["king", "queen"], np.eye(2, dtype=np.float32))
+        >>> vectors
+        Vectors(2 words × 2)
+        >>> vectors["king"].tolist(), "queen" in vectors, len(vectors)
+        ([1.0, 0.0], True, 2)
+        >>> vectors[["queen", "king"]].tolist()
+        [[0.0, 1.0], [1.0, 0.0]]
     """
 
     words: list[str]
@@ -50,11 +89,51 @@ class Vectors:
     normalize: bool = False
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
+    subwords: Subwords | None = None
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: object) -> bool:
+        return isinstance(word, str) and self._found(word) is not None
+
+    def __getitem__(self, word: str | Sequence[str]) -> Float32[np.ndarray, "..."]:
+        """Return the vector of a word, or one row for each of several words.
+
+        An unknown word is a KeyError.
+        """
+        try:
+            if isinstance(word, str):
+                return self.find(word).vector
+            return np.stack([self.find(one).vector for one in word])
+        except UnknownWordError as error:
+            raise KeyError(str(error)) from None
+
+    def __repr__(self) -> str:
+        return f"Vectors({len(self.words):,} words × {self.weight.shape[1]})"
 
     @cached_property
     def rows(self) -> dict[str, int]:
         """Number of each word; the first one if a word occurs twice."""
         return {word: i for i, word in reversed(list(enumerate(self.words)))}
+
+    @cached_property
+    def mark(self) -> str:
+        """Prefix of tokens that begin a word, or ``""`` if the table has none."""
+        for mark in MARKS:
+            marked = sum(word.startswith(mark) for word in self.words)
+            if marked * MARKED > len(self.words):
+                return mark
+        return ""
+
+    @cached_property
+    def is_uncased(self) -> bool:
+        """Whether upper case is read as lower case."""
+        normalizer = getattr(self.tokenizer, "normalizer", None)
+        if normalizer is not None:
+            return "A" not in normalizer.normalize_str("A")
+        has_tokenizer = self.tokenizer is not None
+        return not has_tokenizer and all(word == word.lower() for word in self.words)
 
     def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
         """Return the vectors of words by their numbers."""
@@ -62,10 +141,13 @@ class Vectors:
         rows = self.weight[numbers if self.mapping is None else self.mapping[numbers]]
         return rows if self.scale is None else rows * self.scale[numbers, None]
 
-    @property
+    @cached_property
     def unknown(self) -> int | None:
         """Row of the unknown token, or None."""
         model = getattr(self.tokenizer, "model", None)
+        if type(model).__name__ == "Unigram":
+            # Only its JSON names the unknown token of this model.
+            return json.loads(self.tokenizer.to_str())["model"].get("unk_id")
         return self.rows.get(getattr(model, "unk_token", None) or UNKNOWN)
 
     def shown(self, row: int) -> str:
@@ -75,95 +157,148 @@ class Vectors:
             word = word.removeprefix(mark) if len(word) > 1 else word
         return word
 
-    def row(self, word: str) -> int:
-        """Return the row of a word. An unknown word is a ValueError with a suggestion."""
-        for spelling in (word, *(mark + word for mark in MARKS)):
-            if spelling in self.rows:
-                return self.rows[spelling]
+    def find(self, word: str) -> WordVector:
+        """Return the vector of a word; an unknown word is an error with a suggestion."""
+        if not word.strip():
+            raise UnknownWordError(f"a word must not be empty, got {word!r}")
+        found = self._found(word)
+        if found is not None:
+            return found
+        raise UnknownWordError(f"{word!r} is not in the table{self._hint(word)}")
+
+    def _found(self, word: str) -> WordVector | None:
+        number = self._own_number(word)
+        if number is not None:
+            return WordVector(word, self.take([number])[0], [number])
+        if self.tokenizer is not None:
+            numbers = self._pieces(word)
+            if len(numbers) == 1:
+                return WordVector(word, self.take(numbers)[0], numbers)
+            if numbers:
+                pieces = " ".join(self.words[number] for number in numbers)
+                note = f"{word} is the mean of {pieces}"
+                if spaced := self._as_sum(word):
+                    note += f": for a sum, write {spaced!r}"
+                return WordVector(word, self.take(numbers).mean(axis=0), numbers, note)
+        elif word in self.rows:
+            # A piece inside of words, in a table without a tokenizer.
+            number = self.rows[word]
+            note = f"{word} is a piece inside of words" if self.mark else ""
+            return WordVector(word, self.take([number])[0], [number], note)
+        if self.subwords is not None and word:
+            means, counts = self.subwords.means([word.encode()], np.array([-1]))
+            if counts[0]:
+                note = f"{word} is the mean of {counts[0]} character n-grams"
+                return WordVector(word, means[0], [], note)
+        return None
+
+    def _own_number(self, word: str) -> int | None:
+        """Return the number of the token that is this word, or None."""
+        spellings = [word]
+        if word != word.lower() and word not in self.rows and self.is_uncased:
+            spellings.append(word.lower())
+        for spelling in spellings:
+            # Without a mark, a piece continues a word.
+            is_whole = not self.mark or spelling.startswith(self.mark)
+            for token in (
+                (self.mark + spelling, spelling) if is_whole else (self.mark + spelling,)
+            ):
+                if token in self.rows:
+                    return self.rows[token]
+        return None
+
+    def _pieces(self, word: str) -> list[int]:
+        """Return the tokens of a word; none if one of them is unknown."""
+        unknown, best = self.unknown, []
+        # Some tokenizers mark a word only after a space.
+        for text in (word, f" {word}") if self.mark else (word,):
+            ids = encoded_ids(self.tokenizer, [text])[0]
+            if not ids or unknown in ids:
+                continue
+            if not self.mark or self.words[ids[0]].startswith(self.mark):
+                return ids
+            best = best or ids
+        return best
+
+    def _as_sum(self, word: str) -> str:
+        """Return words joined by + or - with spaces between them, or ``""``."""
+        terms = [term for term in re.split("[-+]", word) if term]
+        # A hyphen alone joins the parts of a word.
+        if "+" not in word or len(terms) < 2 or not all(term in self for term in terms):
+            return ""
+        return " ".join(re.sub("([-+])", r" \1 ", word).split())
+
+    def _hint(self, word: str) -> str:
+        if spaced := self._as_sum(word):
+            return f": for a sum, write {spaced!r}"
         near = [other for other in self.rows if abs(len(other) - len(word)) < 2]
         same = [other for other in near if other.casefold() == word.casefold()]
-        close = same or difflib.get_close_matches(word, near[:50_000], n=1)
-        hint = f", but {close[0]!r} is" if close else ""
-        raise ValueError(f"{word!r} is not in the table{hint}")
+        close = same or difflib.get_close_matches(word, near[:MAX_COMPARED], n=1)
+        return f", but {close[0]!r} is" if close else ""
+
+
+class UnknownWordError(ValueError):
+    """A word that has no vector."""
 
 
 def open_vectors(path: str | os.PathLike[str]) -> Vectors:
     """Open a table of word vectors.
 
     Args:
-        path: A folder with a safetensors file and ``tokenizer.json``, that safetensors
-            file, or a word2vec or GloVe file.
+        path: A folder that ``firstlayer train``, model2vec, sentence-transformers or
+            transformers wrote, with ``tokenizer.json`` or ``vocab.txt``; its safetensors or
+            PyTorch file; a file of gensim (``.kv``, ``.model``), fastText (``.bin``,
+            ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
+            ``vocab.txt`` or ``metadata.tsv``; ``.npz``; or a text format with ``.gz``. The
+            content tells the format. Nothing in a file is run.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with open(folder + "/glove.txt", "w") as file:
+        ...         count = file.write("king 1 0.5\\nqueen 0 2\\n")
+        ...     open_vectors(folder + "/glove.txt")["king"].tolist()
+        [1.0, 0.5]
     """
-    place = Path(path)
-    # A folder may be missing for a moment while it is replaced.
-    if not place.is_file():
-        return read_one_save(
-            place, lambda opener: _checkpoint(checkpoint_in(place, opener=opener), opener)
+    table = read_vectors(path)
+    return Vectors(
+        table.words,
+        table.weight,
+        _tokenizer(table, Path(path)),
+        table.normalize,
+        table.mapping,
+        table.scale,
+        table.subwords,
+    )
+
+
+def _tokenizer(table: VectorTable, path: Path) -> Any:
+    if table.tokenizer_json is not None:
+        folder = path if path.is_dir() else path.parent
+        return parse_tokenizer(table.tokenizer_json, folder / TOKENIZER)
+    if "[UNK]" in table.words and any(word.startswith(CONTINUED) for word in table.words):
+        return _word_piece(table.words)
+    return None
+
+
+def _word_piece(words: list[str]) -> Any:
+    """Return the tokenizer of a ``vocab.txt`` of BERT."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    plain = (word for word in words if not re.fullmatch(r"\[.*\]", word))
+    is_uncased = all(word == word.lower() for word in plain)
+    vocabulary = {word: i for i, word in reversed(list(enumerate(words))) if word}
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            vocabulary,
+            unk_token="[UNK]",
+            continuing_subword_prefix=CONTINUED,
+            max_input_chars_per_word=100,
         )
-    if _is_safetensors(place):
-        return read_one_save(place.parent, lambda opener: _checkpoint(place, opener))
-    with open(place, "rb") as file:
-        return _lines(file, name=os.fspath(path))
-
-
-def _is_safetensors(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(9)[8:] == b"{"
-
-
-def _checkpoint(path: Path, opener: Opener) -> Vectors:
-    checkpoint = open_checkpoint(path, opener=opener)
-    folder = checkpoint.files[0].parent
-    config, tokens = read_config(folder, opener=opener), folder / TOKENIZER
-    try:
-        tokenizer_json = read_bytes(tokens, opener=opener)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} has no words: {TOKENIZER} is missing in its folder"
-        ) from None
-    table = checkpoint.token_table()
-    weight = checkpoint.read(table.name).astype(np.float32, copy=False)
-    mapping = scale = None
-    if table.name == "embeddings":
-        mapping, scale = _clusters(checkpoint, rows=len(weight))
-    tokenizer = parse_tokenizer(tokenizer_json, tokens)
-    words = [""] * len(weight if mapping is None else mapping)
-    for word, row in tokenizer.get_vocab().items():
-        if row >= len(words):
-            raise ValueError(f"{tokens} has token {row}, but there are {len(words)} rows")
-        words[row] = word
-    return Vectors(words, weight, tokenizer, bool(config.get("normalize")), mapping, scale)
-
-
-def _clusters(
-    checkpoint: Checkpoint, *, rows: int
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the mapping and the scale of a clustered model2vec table, None without them.
-
-    The rows are not copied for each token: a file could ask for any amount of memory.
-    """
-    tensors = checkpoint.tensors
-    mapping = checkpoint.read("mapping") if "mapping" in tensors else None
-    if mapping is not None:
-        is_valid = mapping.ndim == 1 and mapping.dtype.kind in "iu"
-        if not is_valid or (
-            mapping.size and not 0 <= mapping.min() <= mapping.max() < rows
-        ):
-            raise ValueError(
-                f"{checkpoint.files[0]} must have a mapping to rows below {rows}, got "
-                f"shape {mapping.shape} and dtype {mapping.dtype}"
-            )
-        mapping = mapping.astype(np.int64)
-    scale = checkpoint.read("weights") if "weights" in tensors else None
-    if scale is not None:
-        words = rows if mapping is None else len(mapping)
-        if scale.shape != (words,):
-            raise ValueError(
-                f"{checkpoint.files[0]} must have weights of shape {(words,)}, got "
-                f"{scale.shape}"
-            )
-        scale = scale.astype(np.float32)
-    return mapping, scale
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_uncased)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
 
 
 def parse_tokenizer(content: bytes, path: Path) -> Any:
@@ -180,79 +315,11 @@ def parse_tokenizer(content: bytes, path: Path) -> Any:
     return tokenizer
 
 
-def _lines(file: BinaryIO, *, name: str) -> Vectors:
-    first = file.readline(LONGEST_WORD)
-    if not first:
-        raise ValueError(f"{name} is empty")
-    if first.startswith(FASTTEXT):
-        raise ValueError(
-            f"{name} is in fastText's binary format: use the .vec file instead"
-        )
-    match first.split():
-        case [rows, width] if rows.isdigit() and width.isdigit():
-            return _word2vec(file, int(rows), int(width), name=name)
-        case [_, *numbers] if numbers and _numbers(numbers) is not None:
-            file.seek(0)
-            return _text(file, len(numbers), name=name)
-    raise ValueError(f"{name} is neither safetensors nor word2vec nor GloVe")
-
-
-def _word2vec(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
-    start = file.tell()
-    left = os.fstat(file.fileno()).st_size - start
-    # Smallest possible row: a one-byte word, a space, and two bytes per number.
-    if rows * (2 + 2 * width) > left:
-        raise ValueError(
-            f"{name} is truncated: {rows} rows of {width} numbers in {left} bytes"
-        )
-    line = file.readline(LONGEST_WORD)
-    file.seek(start)
-    if _numbers(line.split()[1:]) is None or len(line.split()) != width + 1:
-        return _binary(file, rows, width, name=name)
-    found = _text(file, width, name=name)
-    if len(found.words) != rows:
-        raise ValueError(f"{name} declares {rows} rows, but has {len(found.words)}")
-    return found
-
-
-def _numbers(fields: list[bytes]) -> np.ndarray | None:
+def encoded_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the token ids of texts."""
+    # tokenizers raises a bare Exception.
     try:
-        with np.errstate(over="ignore"):
-            return np.array(fields, dtype=np.float32)
-    except ValueError:
-        return None
-
-
-def _text(file: BinaryIO, width: int, *, name: str) -> Vectors:
-    words, rows = [], []
-    for number, line in enumerate(file, start=1):
-        # Split from the right: some GloVe words contain spaces.
-        fields = line.strip().rsplit(b" ", width)
-        values = _numbers(fields[1:])
-        if len(fields) != width + 1 or values is None:
-            raise ValueError(
-                f"{name} must have a word and {width} numbers in line {number}"
-            )
-        words.append(_word(fields[0]))
-        rows.append(values)
-    return Vectors(words, np.array(rows, np.float32).reshape(-1, width))
-
-
-def _binary(file: BinaryIO, rows: int, width: int, *, name: str) -> Vectors:
-    data, place = file.read(), 0
-    words, weight = [], np.empty((rows, width), np.float32)
-    for row in range(rows):
-        space = data.find(b" ", place, place + LONGEST_WORD)
-        end = space + 1 + 4 * width
-        if space < 0 or end > len(data):
-            raise ValueError(f"{name} is truncated: it has {row} of {rows} rows")
-        # word2vec ends each row with a line feed; gensim does not.
-        words.append(_word(data[place:space].lstrip(b"\n")))
-        weight[row] = np.frombuffer(data, "<f4", width, space + 1)
-        place = end
-    return Vectors(words, weight)
-
-
-def _word(spelling: bytes) -> str:
-    # Published files contain words truncated inside a character.
-    return spelling.decode(errors="backslashreplace")
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:
+        raise ValueError(f"the tokenizer cannot read the text: {error}") from None
+    return [one.ids for one in encoded]

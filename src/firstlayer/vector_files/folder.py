@@ -72,29 +72,32 @@ def write_folder(
     about: dict[str, Any],
     state: dict[str, np.ndarray] | None = None,
     replace: bool = False,
+    normalize: bool = True,
 ) -> None:
     """Write a table and its tokenizer atomically.
 
     Args:
         folder: Output folder.
         weight: The table.
-        tokenizer: A ``tokenizers.Tokenizer`` with one token per row.
+        tokenizer: A ``tokenizers.Tokenizer`` with one token per row, or its JSON.
         about: Training options and digest of the text, for ``config.json``.
         state: State of an interrupted run.
         replace: Whether to replace an existing folder of word vectors.
+        normalize: Whether vectors of texts are scaled to unit length.
     """
+    tokenizer_json = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     check_output_folder(folder, replace=replace)
-    generation = _digest(weight, tokenizer.to_str(), about, state or {})
+    generation = _digest(weight, tokenizer_json, about, state or {})
     config = {
         "model_type": "model2vec",
         "architectures": ["StaticModel"],
         "hidden_dim": weight.shape[1],
         "embedding_dtype": weight.dtype.name,
         "max_length": None,
-        "normalize": True,
+        "normalize": normalize,
         KEY: {**about, "generation": generation},
     }
-    kinds = ("StaticEmbedding", "Normalize")
+    kinds = ("StaticEmbedding", "Normalize") if normalize else ("StaticEmbedding",)
     modules = [
         {
             "idx": i,
@@ -106,7 +109,7 @@ def write_folder(
     ]
     with replacing_folder(Path(folder).resolve()) as new:
         write(new / MODEL, {"embeddings": weight}, {"generation": generation})
-        _write_text(new / TOKENIZER, tokenizer.to_str())
+        _write_text(new / TOKENIZER, tokenizer_json)
         _write_text(new / CONFIG, json.dumps(config, indent=2))
         _write_text(new / MODULES, json.dumps(modules, indent=2))
         if state is not None:

@@ -1,0 +1,66 @@
+"""Damaged files of every format: one sentence, no crash, bounded memory."""
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from firstlayer.word_vectors.encode import encode
+from firstlayer.word_vectors.neighbors import neighbors, parse
+from firstlayer.word_vectors.vectors import open_vectors
+from tests.support.damaged import ALLOWED, damage
+from tests.support.damaged_tables import MAX_BYTES, damage_binary
+from tests.support.vector_files import WORDS, fasttext_bytes, table, write_all
+
+COUNT = 700
+
+
+def use(path: Path) -> None:
+    """Open a table and use it."""
+    vectors = open_vectors(path)
+    list(encode(vectors, ["king red other", "queen"]))
+    neighbors(vectors, parse(["king"]), count=3)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return each file that is damaged, with the path that is opened."""
+    folder = tmp_path_factory.mktemp("damaged")
+    opened = write_all(folder)
+    rows = table(3).repeat(2, axis=0)
+    opened["fasttext"] = folder / "grams.bin"
+    opened["fasttext"].write_bytes(fasttext_bytes(WORDS, rows, buckets=5))
+    pairs = []
+    for path in opened.values():
+        inner = sorted(path.iterdir()) if path.is_dir() else [path]
+        pairs += [(file, path) for file in inner]
+    return pairs + [(folder / "side.kv.vectors.npy", folder / "side.kv")]
+
+
+@pytest.mark.rejects
+def test_damaged_files_are_read_or_refused(files):
+    draw = random.Random(0)
+    for _, path in files:
+        # Kernels and packages are loaded before memory is measured.
+        use(path)
+    read = refused = 0
+    for number in range(COUNT):
+        file, path = files[number % len(files)]
+        content = file.read_bytes()
+        file.write_bytes((damage_binary if draw.randrange(2) else damage)(content, draw))
+        size = file.stat().st_size
+        tracemalloc.start()
+        try:
+            use(path)
+            read += 1
+        except ALLOWED as error:
+            refused += 1
+            text = str(error)
+            assert text.strip() and "\n" not in text and len(text) < 1500, text[:300]
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            file.write_bytes(content)
+        assert peak < MAX_BYTES + 50 * size, f"{peak} bytes for {size}: {file}"
+    assert read > 100 and refused > 200

@@ -1,0 +1,106 @@
+"""fastText's binary format, with vectors of unknown words."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gensim.models.fasttext import load_facebook_vectors
+from gensim.test.utils import datapath
+
+from firstlayer import kernels
+from firstlayer.kernels import plain
+from firstlayer.vector_files.fasttext import read_fasttext
+from firstlayer.word_vectors.encode import encode
+from firstlayer.word_vectors.vectors import open_vectors
+from tests.support.vector_files import WORDS, fasttext_bytes
+
+rng = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("name", ["crime-and-punishment.bin", "lee_fasttext_new.bin"])
+def test_real_models_equal_gensim(name):
+    path = datapath(name)
+    theirs, vectors = load_facebook_vectors(path), open_vectors(path)
+    assert vectors.words == theirs.index_to_key
+    # fastText gives the end of a line no n-grams; gensim does.
+    rows = [i for i, word in enumerate(vectors.words) if word != "</s>"]
+    np.testing.assert_array_equal(vectors.weight[rows], theirs.vectors[rows])
+    for word in ("unbelievablement", "преступник", "a", "é"):
+        np.testing.assert_array_equal(vectors[word], theirs[word])
+
+
+def test_word_vectors_are_means_by_the_definition(tmp_path):
+    rows = rng.standard_normal((len(WORDS) + 7, 3)).astype(np.float32)
+    (tmp_path / "a.bin").write_bytes(fasttext_bytes(WORDS, rows, buckets=7, lengths=(1, 2)))
+    vectors = open_vectors(tmp_path / "a.bin")
+
+    def hashed(gram):
+        value = 2166136261
+        for byte in gram.encode():
+            value = (value ^ (byte | 0xFFFFFF00 if byte > 127 else byte)) * 16777619
+            value %= 2**32
+        return value % 7 + len(WORDS)
+
+    def grams(word):
+        inside, whole = list(word), f"<{word}>"
+        return inside + [whole[i : i + 2] for i in range(len(whole) - 1)]
+
+    for number, word in enumerate(WORDS):
+        own = [number, *map(hashed, grams(word))]
+        np.testing.assert_allclose(vectors[word], rows[own].mean(axis=0), atol=1e-6)
+    other = rows[[hashed(gram) for gram in grams("ré漢")]].mean(axis=0)
+    np.testing.assert_allclose(vectors["ré漢"], other, atol=1e-6)
+    assert vectors.find("unking").note == "unking is the mean of 13 character n-grams"
+    (got,) = encode(vectors, ["king ré漢"])
+    np.testing.assert_allclose(got[0], (vectors["king"] + other) / 2, atol=1e-6)
+
+
+def test_plain_version_equals_the_kernel():
+    words = [f"<{word}>".encode() for word in (*WORDS, "a", "")] + [b"", b"\xff\x80"]
+    bounds = np.append(0, np.cumsum([len(word) for word in words])).astype(np.int64)
+    text = np.frombuffer(b"".join(words), np.uint8)
+    table = rng.standard_normal((20, 4)).astype(np.float32)
+    own = np.array([0, -1, 3, 2, 1, -1, 0, -1, 99])[: len(words)]
+    for lengths, buckets in (((1, 3), 15), ((3, 6), 1), ((2, 2), 0)):
+        results = []
+        for module in (kernels, plain):
+            out = np.empty((len(words), 4), np.float32)
+            counts = np.empty(len(words), np.int64)
+            module.mean_subword_rows(
+                text,
+                bounds,
+                own,
+                table,
+                buckets=buckets,
+                lengths=lengths,
+                out=out,
+                counts=counts,
+            )
+            results.append((out, counts))
+        np.testing.assert_array_equal(results[0][1], results[1][1])
+        np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-6)
+
+
+ROWS = np.ones((len(WORDS) + 2, 3), np.float32)
+GOOD = fasttext_bytes(WORDS, ROWS, buckets=2)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (GOOD[:30], "is cut short"),
+        (GOOD[:120], "is cut short"),
+        (GOOD[:-60], "is cut short: 7 rows of 3 numbers"),
+        (fasttext_bytes(WORDS, ROWS, buckets=2, version=9), "version 11 or 12, got 9"),
+        (fasttext_bytes(WORDS, ROWS, buckets=2, pruned=0), "is a quantized model"),
+        (fasttext_bytes(WORDS, ROWS, buckets=9), "7 rows, but 5 words and 9"),
+        (fasttext_bytes(WORDS, ROWS, buckets=2, lengths=(3, 99)), "of 3 to 99 characters"),
+        (GOOD.replace(struct.pack("<2q", 7, 3), struct.pack("<2q", 2**60, 3)), "cut short"),
+    ],
+)
+def test_damaged_models_are_refused(content, message, tmp_path):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_fasttext(Path(tmp_path / "a.bin"))

@@ -1,0 +1,137 @@
+"""Tables with words are read from every format, bit for bit."""
+
+import gzip
+import os
+import zipfile
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from firstlayer.vector_files.reading import read_rows, read_vectors
+from firstlayer.word_vectors.vectors import open_vectors
+from tests.support.vector_files import (
+    WORDS,
+    gguf_vocabulary,
+    table,
+    text_lines,
+    write_all,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("files"))
+
+
+def test_every_format_gives_the_same_words_and_bits(files):
+    want = table()
+    for kind, path in files.items():
+        found = read_vectors(path)
+        assert found.words == WORDS, kind
+        assert found.weight.dtype == np.float32, kind
+        assert found.weight.tobytes() == want.tobytes(), kind
+        assert open_vectors(path)["queen"].tolist() == want[1].tolist(), kind
+        assert read_rows(os.fspath(path)).flags.writeable, kind
+
+
+def test_rows_are_read_without_words(files, tmp_path):
+    want = table()
+    np.save(tmp_path / "a.npy", want.astype(np.float16))
+    np.savez(tmp_path / "b.npz", table=want)
+    save_file({"wte.weight": want}, tmp_path / "model.safetensors")
+    assert read_rows(tmp_path / "a.npy").tolist() == want.astype(np.float16).tolist()
+    for path in (tmp_path, tmp_path / "b.npz"):
+        assert read_rows(path).tobytes() == want.tobytes()
+    for path in (tmp_path, tmp_path / "a.npy", tmp_path / "b.npz"):
+        with pytest.raises(FileNotFoundError, match=r"has no words: neither .*vocab\.txt"):
+            read_vectors(path)
+
+
+def test_quantized_gguf_rows_are_decoded(tmp_path):
+    rows = np.zeros((5, 34), np.uint8)
+    rows[:, :2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    rows[:, 2:] = np.arange(32)
+    content = gguf_vocabulary(table(32), WORDS)
+    content = content.replace(table(32).tobytes(), rows.tobytes())
+    # The type of the tensor follows its two axes.
+    place = content.index(b"token_embd.weight") + 17 + 4 + 16
+    (tmp_path / "q.gguf").write_bytes(content[:place] + b"\x08" + content[place + 1 :])
+    found = read_vectors(tmp_path / "q.gguf")
+    assert found.words == WORDS
+    np.testing.assert_array_equal(found.weight, np.tile(np.arange(32) / 2, (5, 1)))
+
+
+def test_words_with_spaces_and_blank_lines_at_the_end(tmp_path):
+    path = tmp_path / "glove.txt"
+    path.write_bytes(b"a 1 2\n. . 3 4\n \xa0b\xff -5e-1\t+6.\n\n \n")
+    found = read_vectors(path)
+    assert found.words == ["a", ". .", "\\xa0b\\xff"]
+    assert found.weight.tolist() == [[1, 2], [3, 4], [-0.5, 6]]
+
+
+def test_chunks_end_between_lines(tmp_path, monkeypatch):
+    import firstlayer.vector_files.text as text
+
+    rows = np.random.default_rng(1).standard_normal((200, 3)).astype(np.float32)
+    lines = [f"w{i} {' '.join(map(str, row))}\n" for i, row in enumerate(rows)]
+    (tmp_path / "a.txt").write_text("200 3\n" + "".join(lines))
+    for size in (1, 50, 333, 4096):
+        monkeypatch.setattr(text, "CHUNK_BYTES", size)
+        monkeypatch.setattr(text, "MAX_LINE_BYTES", 4096)
+        found = read_vectors(tmp_path / "a.txt")
+        assert found.words == [f"w{i}" for i in range(200)]
+        assert found.weight.tobytes() == rows.tobytes()
+
+
+LINES = text_lines(table())
+BAD = {
+    "negative": (b"-1 3\na 1 2 3\n", "a positive number of rows and width, got -1 and 3"),
+    "zero": (b"3 0\na\nb\nc\n", "a positive number of rows and width, got 3 and 0"),
+    "counts": (f"6 6\n{LINES}".encode(), "declares 6 rows, but has 5"),
+    "line": (b"a 1 2\nb 1 2\nc 1 1_0\n", "a word and 2 numbers in line 3"),
+    "header line": (b"2 2\na 1 2\nb 1 x\n", "a word and 2 numbers in line 3"),
+    "no word": (b"a 1 2\n 1 2\n", "a word and 2 numbers in line 2"),
+    "cut gzip": (gzip.compress(LINES.encode())[:-20], "is a damaged gzip file"),
+    "gzip of others": (gzip.compress(b"\x93NUMPY"), "decompress it first"),
+    "zip": (b"PK\x03\x04" + bytes(60), "is a damaged zip archive"),
+    "pickle": (b"\x80\x04N.", "is a pickle without gensim's vectors"),
+    "nothing": (b"", "is empty"),
+    "numbers only": (b"0.5\t1\n0.25\t2\n", "has no words: neither bad.vocab.txt nor"),
+    "gguf": (gguf_vocabulary(table(), []), "has no words: it has no tokenizer.ggml.tokens"),
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("content, message", BAD.values(), ids=BAD)
+def test_damaged_files_are_refused(content, message, tmp_path):
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        read_vectors(tmp_path / "bad")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.rejects
+def test_vocabularies_of_another_length_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", table())
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(ValueError, match=r"vocab.txt has 2 words, but .*a.npy has 5 rows"):
+        read_vectors(tmp_path / "a.npy")
+    save_file({"wte.weight": table()[:1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="vocab.txt has token 1, but there are 1 rows"):
+        read_vectors(tmp_path)
+
+
+@pytest.mark.rejects
+def test_npz_needs_one_table_of_numbers(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, a=table(), b=table())
+    with pytest.raises(ValueError, match="must have one table of floats, got a, b"):
+        read_vectors(path)
+    np.savez(path, a=np.array([{}], object))
+    with pytest.raises(ValueError, match="has Python objects, which are not read"):
+        read_vectors(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\x01\0")
+    with pytest.raises(ValueError, match="is not a .npy file"):
+        read_vectors(path)
