@@ -287,8 +287,8 @@ def run_every_kernel() -> None:
         options = {"width": 8, "interleaved": interleaved, "cos_first": True}
         kernels.sinusoid_features(ids[:5], tables, **options)
     stream, noise = np.arange(8, dtype=np.int32), kernels.noise_table(np.ones(8))
-    targets, near = kernels.draw_targets(
-        stream, np.zeros(8, np.int32), range(8), window=2, noise=noise, key=1
+    workspace = kernels.skipgram_workspace(
+        8, num_embeddings=8, embedding_dim=4, window=2, negatives=3
     )
     options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1, "heads": 1}
     for multipliers in (np.array([3, 5]), np.array([[3, 5]])):
@@ -301,11 +301,17 @@ def run_every_kernel() -> None:
             offsets=np.array([0]),
             **options,
         )
-    table = np.ones((8, 4), np.float32)
-    slopes, *_ = kernels.skipgram_gradients(
-        table, table, stream, targets=targets, near=near, negatives=5.0
+    kernels.skipgram_step(
+        np.ones((8, 4), np.float32),
+        np.ones((8, 4), np.float32),
+        stream,
+        np.zeros(8, np.int32),
+        range(8),
+        noise=noise,
+        key=1,
+        lr=0.1,
+        workspace=workspace,
     )
-    kernels.group_targets(stream, targets, near=near, slopes=slopes, num_embeddings=8)
     _run_kernels_of_stores()
 
 
