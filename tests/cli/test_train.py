@@ -124,7 +124,7 @@ def test_missing_file_is_rejected_before_reading(folder, monkeypatch):
 def test_every_option_changes_the_table(folder):
     stdout_of("train", "a.txt", *FAST, "-o", "plain")
     plain = weight(folder, "plain")
-    options = ["--window=5", "--negatives=3", "--sample=0.01", "--lr=0.3", "--batch=100"]
+    options = ["--window=3", "--negatives=3", "--sample=0.01", "--lr=0.3", "--batch=100"]
     for option in [*options, "--epochs=3"]:
         stdout_of("train", "a.txt", *FAST, option, "--force", "-o", "other")
         assert weight(folder, "other").shape == plain.shape

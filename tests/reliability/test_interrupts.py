@@ -287,8 +287,8 @@ def run_every_kernel() -> None:
         options = {"width": 8, "interleaved": interleaved, "cos_first": True}
         kernels.sinusoid_features(ids[:5], tables, **options)
     stream, noise = np.arange(8, dtype=np.int32), kernels.noise_table(np.ones(8))
-    targets, near = kernels.draw_targets(
-        stream, np.zeros(8, np.int32), range(8), window=2, noise=noise, key=1
+    workspace = kernels.skipgram_workspace(
+        8, num_embeddings=8, embedding_dim=4, window=2, negatives=3
     )
     options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1, "heads": 1}
     for multipliers in (np.array([3, 5]), np.array([[3, 5]])):
@@ -301,12 +301,42 @@ def run_every_kernel() -> None:
             offsets=np.array([0]),
             **options,
         )
-    table = np.ones((8, 4), np.float32)
-    slopes, *_ = kernels.skipgram_gradients(
-        table, table, stream, targets=targets, near=near, negatives=5.0
+    kernels.skipgram_step(
+        np.ones((8, 4), np.float32),
+        np.ones((8, 4), np.float32),
+        stream,
+        np.zeros(8, np.int32),
+        range(8),
+        noise=noise,
+        key=1,
+        lr=0.1,
+        workspace=workspace,
     )
-    kernels.group_targets(stream, targets, near=near, slopes=slopes, num_embeddings=8)
     _run_kernels_of_stores()
+    _run_kernels_of_vectors()
+
+
+def _run_kernels_of_vectors() -> None:
+    counts, values = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)
+    kernels.nearest_in(np.ones((3, 5), np.float32), 0, ids=counts, values=values)
+    graph = np.array([0, 1, 2]), np.array([1, 0], np.int32), np.ones(2, np.float32)
+    points = np.ones((2, 2), np.float32)
+    options = {"rate": 0.1, "negatives": 2, "repulsion": 1.0, "key": 3}
+    kernels.move_points(points, graph, out=points.copy(), **options)
+    line = np.frombuffer(b"a 1.5 2", np.uint8)
+    kernels.parse_text_rows(
+        line, np.array([0, 7]), np.zeros((1, 2), np.float32), np.zeros(1, np.int64)
+    )
+    kernels.mean_subword_rows(
+        np.frombuffer(b"<a>", np.uint8),
+        np.array([0, 3]),
+        np.array([-1]),
+        np.ones((4, 2), np.float32),
+        buckets=4,
+        lengths=(2, 3),
+        out=np.zeros((1, 2), np.float32),
+        counts=np.zeros(1, np.int64),
+    )
 
 
 def _run_kernels_of_stores() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from firstlayer import kernels
+from firstlayer.kernels.skipgram import MAX_SUM, PART
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
 from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions, kept_share
 
-NEGATIVES, SHARED = 16, 8
 rng = np.random.default_rng(0)
 
 
@@ -22,143 +22,137 @@ def threads(request):
     kernels.set_num_threads(before)
 
 
-def drawn(stream, documents, *, window=3, shares=None, key=7):
-    shares = np.ones(stream.max() + 1) if shares is None else shares
-    return kernels.draw_targets(
+def step(stream, documents, tables=None, *, places=None, window=3, negatives=4, **options):
+    """Train copies of tables; return them, the drawn words by position, and the loss."""
+    words = stream.max() + 1
+    tables = np.zeros((2, words, 2), np.float32) if tables is None else tables.copy()
+    places = range(stream.size) if places is None else places
+    work = kernels.skipgram_workspace(
+        len(places),
+        num_embeddings=words,
+        embedding_dim=tables.shape[2],
+        window=window,
+        negatives=negatives,
+    )
+    loss = kernels.skipgram_step(
+        tables[0],
+        tables[1],
         stream.astype(np.int32),
         np.asarray(documents, np.int32),
-        range(stream.size),
-        window=window,
-        noise=kernels.noise_table(shares),
-        key=key,
+        places,
+        noise=kernels.noise_table(options.pop("shares", np.ones(words))),
+        workspace=work,
+        **{"key": 7, "lr": 0.0, **options},
     )
+    drawn = []
+    for i in range(len(places)):
+        part, i = divmod(i, PART)
+        near = work.near[part, i, : work.sizes[part, i]]
+        drawn.append((
+            work.inputs.ids[part, near],
+            work.outputs.ids[part, work.far[part, i]],
+        ))
+    return tables, drawn, loss
 
 
 def test_context_words_are_within_reach_in_the_same_document():
     stream, documents = np.arange(3000), np.repeat([0, 1, 2], 1000)
-    targets, near = drawn(stream, documents, window=4)
+    _, drawn, _ = step(stream, documents, window=4)
     reaches = []
-    for place in stream:
-        found = targets[place, : near[place]]
+    for place, (found, targets) in enumerate(drawn):
+        assert targets[0] == place
         reach = abs(found - place).max()
         reaches.append(reach)
         lo, hi = place // 1000 * 1000, place // 1000 * 1000 + 1000
         whole = [p for p in range(place - reach, place + reach + 1) if lo <= p < hi]
         assert found.tolist() == [p for p in whole if p != place]
-    # Places at an end aside, every reach is as likely as any other.
+    # Except at the ends of documents, every reach has the same probability.
     counts = np.bincount(reaches)[1:]
     assert counts.size == 4 and np.abs(counts / 3000 - 0.25).max() < 0.04
 
 
-def test_negatives_follow_their_distribution_and_are_shared():
-    stream = np.zeros(80_000, int)
+def test_every_center_word_has_its_own_negatives_of_their_distribution():
+    stream = np.tile(np.arange(7), 3000)
     shares = np.array([5.0, 0.0, 1.0, 0.0, 0.0, 2.0, 0.001])
-    targets, near = drawn(stream, stream, window=1, shares=shares)
-    noise = np.array([row[n : n + NEGATIVES] for row, n in zip(targets, near, strict=True)])
-    groups = noise.reshape(-1, SHARED, NEGATIVES)
-    assert (groups == groups[:, :1]).all()
-    assert len(np.unique(groups[:, 0], axis=0)) > 9000
-    counts = np.bincount(groups[:, 0].ravel(), minlength=7)
+    _, drawn, _ = step(stream, np.zeros_like(stream), window=1, negatives=9, shares=shares)
+    noise = np.array([targets[1:] for _, targets in drawn])
+    assert noise.shape == (21_000, 9) and len(np.unique(noise, axis=0)) > 2000
+    counts = np.bincount(noise.ravel(), minlength=7)
     np.testing.assert_allclose(counts / counts.sum(), shares / shares.sum(), atol=4e-3)
     assert counts[[1, 3, 4]].sum() == 0 and counts[6] > 0
 
 
 def test_draws_depend_only_on_position_and_key(threads):
-    stream = rng.integers(0, 50, 5000)
-    targets, near = drawn(stream, np.zeros(5000, int))
-    noise = kernels.noise_table(np.ones(50))
-    part, part_near = kernels.draw_targets(
-        stream.astype(np.int32),
-        np.zeros(5000, np.int32),
-        range(1001, 1100),
-        window=3,
-        noise=noise,
-        key=7,
-    )
+    stream, documents = rng.integers(0, 50, 5000), np.zeros(5000, int)
+    _, whole, _ = step(stream, documents)
+    _, part, _ = step(stream, documents, places=range(1001, 1100))
+    _, other, _ = step(stream, documents, key=8)
     for i, place in enumerate(range(1001, 1100)):
-        count = part_near[i] + NEGATIVES
-        assert count == near[place] + NEGATIVES
-        assert part[i, :count].tolist() == targets[place, :count].tolist()
-    others, other_near = drawn(stream, np.zeros(5000, int), key=8)
-    assert (other_near != near).any() and (
-        others[0, :NEGATIVES] != targets[0, :NEGATIVES]
-    ).any()
+        for got, want in zip(part[i], whole[place], strict=True):
+            assert got.tolist() == want.tolist()
+    same = [a[1].tolist() == b[1].tolist() for a, b in zip(whole, other, strict=True)]
+    assert np.mean(same) < 0.01
 
 
-def places(count=300, words=40, width=20):
-    """Return tables and drawn targets, as a batch has them."""
-    stream = rng.integers(0, words, count)
-    targets, near = drawn(stream, np.arange(count) // 50)
-    tables = rng.standard_normal((2, words, width)).astype(np.float32) / 2
-    return tables, stream, targets, near
+def position_loss(tables, near, targets):
+    """Return the loss of one position; negatives equal to the center word are skipped."""
+    dots = tables[0][near] @ tables[1][targets].T
+    kept = torch.from_numpy(np.append(True, targets[1:] != targets[0]))
+    signs = torch.where(torch.arange(len(targets)) == 0, 1.0, -1.0).double()
+    return -(torch.nn.functional.logsigmoid(dots * signs) * kept).sum()
 
 
-def reference(tables, centers, targets, near, negatives):
-    """Return loss and gradients in float64, one product after the other."""
-    table, other = (
-        torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in tables
-    )
-    losses = []
-    for i, center in enumerate(centers):
-        rows = torch.from_numpy(targets[i, : near[i] + NEGATIVES].astype(np.int64))
-        dots = other[rows] @ table[int(center)]
-        logs = torch.nn.functional.logsigmoid
-        told, untold = logs(dots[: near[i]]), logs(-dots[near[i] :])
-        losses.append(-told.sum() - near[i] * negatives / NEGATIVES * untold.sum())
-    torch.stack(losses).sum().backward()
-    found = [np.asarray(t.grad) for t in (table, other)]
-    return torch.stack(losses).detach().numpy(), *found
+def reference(tables, drawn, lr):
+    """Return tables after gradient descent in each part, and the changes put together."""
+    start = [torch.tensor(table, dtype=torch.float64) for table in tables]
+    changes, touched = [torch.zeros_like(t) for t in start], [{}, {}]
+    for first in range(0, len(drawn), PART):
+        own = [table.clone().requires_grad_() for table in start]
+        for near, targets in drawn[first : first + PART]:
+            for side, words in enumerate((near, targets)):
+                for word in set(words.tolist()):
+                    touched[side].setdefault(word, set()).add(first)
+            gradients = torch.autograd.grad(position_loss(own, near, targets), own)
+            with torch.no_grad():
+                for table, gradient in zip(own, gradients, strict=True):
+                    table -= lr * gradient
+        for change, new, old in zip(changes, own, start, strict=True):
+            change += new.detach() - old
+    for change, parts in zip(changes, touched, strict=True):
+        for word, found in parts.items():
+            change[word] *= min(1, float(MAX_SUM) / len(found))
+    return [(old + change).numpy() for old, change in zip(start, changes, strict=True)]
 
 
-def test_losses_and_gradients_equal_autograd_in_float64(threads):
-    tables, centers, targets, near = places()
-    want, dtable, dother = reference(tables, centers, targets, near, 6)
-    slopes, pulls, losses = kernels.skipgram_gradients(
-        tables[0], tables[1], centers, targets=targets, near=near, negatives=6
-    )
-    np.testing.assert_allclose(losses, want, rtol=2e-5)
-    got = np.zeros_like(dtable)
-    np.add.at(got, centers, pulls)
-    np.testing.assert_allclose(got, dtable, atol=2e-4)
-    ids, bounds, rows, weights = kernels.group_targets(
-        centers, targets, near=near, slopes=slopes, num_embeddings=40
-    )
-    got = np.zeros_like(dother)
-    got[ids] = kernels.sum_bags(tables[0], rows, bounds, weights=weights)
-    np.testing.assert_allclose(got, dother, atol=2e-4)
+@pytest.mark.parametrize(("width", "negatives"), [(20, 4), (16, 5)])
+def test_step_is_gradient_descent_in_each_part(threads, width, negatives):
+    # Some words occur in all six parts, others in one.
+    stream = np.minimum(rng.geometric(0.02, 6 * PART - 5), 399)
+    documents = np.arange(stream.size) // 50
+    tables = rng.standard_normal((2, stream.max() + 1, width)).astype(np.float32) / 2
+    options = {"negatives": negatives, "window": 2, "lr": 0.1}
+    got, drawn, (loss, count) = step(stream, documents, tables, **options)
+    for new, want in zip(got, reference(tables, drawn, 0.1), strict=True):
+        np.testing.assert_allclose(new, want, atol=2e-4)
+    assert np.abs(got - tables).max() > 0.1
+    assert 0.5 < loss / count < 10
 
 
-def test_targets_are_grouped_in_order_of_positions():
-    tables, centers, targets, near = places()
-    slopes = rng.standard_normal(targets.shape).astype(np.float32)
-    want: dict[int, list[tuple[int, float]]] = {}
-    for i, center in enumerate(centers):
-        for k in range(near[i] + NEGATIVES):
-            want.setdefault(int(targets[i, k]), []).append((int(center), slopes[i, k]))
-    ids, bounds, rows, weights = kernels.group_targets(
-        centers, targets, near=near, slopes=slopes, num_embeddings=45
-    )
-    assert ids.tolist() == sorted(want)
-    for group, word in enumerate(ids.tolist()):
-        here = slice(bounds[group], bounds[group + 1])
-        pairs = zip(rows[here].tolist(), weights[here], strict=True)
-        assert list(pairs) == want[word]
+def test_loss_is_the_mean_of_every_sixteenth_position():
+    stream = rng.integers(0, 40, 100)
+    tables = rng.standard_normal((2, 40, 8)).astype(np.float32)
+    _, drawn, (loss, count) = step(stream, np.zeros(100), tables)
+    own = [torch.tensor(table, dtype=torch.float64) for table in tables]
+    want = sum(float(position_loss(own, *drawn[place])) for place in range(0, 100, 16))
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert count == sum(len(drawn[place][0]) for place in range(0, 100, 16))
 
 
-def test_extreme_dot_products_have_a_finite_loss():
+def test_extreme_dot_products_have_a_finite_loss_and_update():
     tables = np.full((2, 3, 4), 1e3, np.float32)
     tables[1] *= -1
-    targets, near = drawn(np.array([0, 1, 2] * 10), np.zeros(30, int), window=16)
-    slopes, pulls, losses = kernels.skipgram_gradients(
-        tables[0],
-        tables[1],
-        np.array([0, 1, 2] * 10),
-        targets=targets,
-        near=near,
-        negatives=5,
-    )
-    assert np.isfinite(losses).all() and (losses > 20).all()
-    assert np.isfinite(slopes[0, : near[0]]).all() and np.isfinite(pulls).all()
+    got, _, (loss, count) = step(np.array([0, 1, 2] * 10), np.zeros(30), tables, lr=0.1)
+    assert np.isfinite(got).all() and np.isfinite(loss) and loss / count > 1e6
 
 
 def grammar(count=4000):
@@ -197,14 +191,11 @@ def test_words_used_alike_become_neighbors():
             assert set(order[:5]) == {rows[other] for other in words}
 
 
-def test_result_has_zero_mean_and_a_zero_unknown_row():
+def test_row_of_unknown_words_stays_zero():
     model = SkipGram(corpus_of(grammar(500)[0]), SkipGramOptions(embedding_dim=8, epochs=1))
     model.run()
-    weight = model.result()
-    assert model.corpus.unknown == 0 and not weight[0].any()
-    np.testing.assert_allclose(weight[1:].mean(axis=0), 0, atol=1e-6)
-    moved = model.table.weight[1:] - weight[1:]
-    np.testing.assert_allclose(moved, np.tile(moved[:1], (len(moved), 1)), atol=1e-6)
+    assert model.corpus.unknown == 0 and not model.result()[0].any()
+    assert np.abs(model.result()[1:]).min(axis=1).all()
 
 
 SMALL = SkipGramOptions(
@@ -256,6 +247,8 @@ def test_subsampling_equals_the_word2vec_formula():
 def test_bad_options_are_rejected():
     with pytest.raises(ValueError, match="window must be at most 16, got 17"):
         SkipGramOptions(window=17)
+    with pytest.raises(ValueError, match="negatives must be at most 1000, got 1001"):
+        SkipGramOptions(negatives=1001)
     with pytest.raises(ValueError, match="embedding_dim must be positive, got 0"):
         SkipGramOptions(embedding_dim=0)
     for lr in (float("nan"), 0.0, 1e300):
@@ -273,8 +266,34 @@ def test_text_with_one_word_is_rejected():
         SkipGram(corpus_of("word " * 100), SkipGramOptions())
 
 
+def test_reported_loss_is_independent_of_reports_and_interruptions():
+    corpus, losses = corpus_of(grammar(1000)[0]), []
+    for every, batches in ((0, None), (1e9, None), (0, 5)):
+        model, reports = SkipGram(corpus, SMALL), []
+        if batches is not None:
+            left = iter(range(batches))
+            model.run(stop=lambda left=left: next(left, None) is None)
+            state, model = model.state_dict(), SkipGram(corpus, SMALL)
+            model.load_state_dict(state)
+        model.run(report=reports.append, every=every)
+        losses.append(reports[-1].loss)
+    assert losses[0] == losses[1] == losses[2] > 0
+
+
+@pytest.mark.rejects
+def test_replaced_table_is_rejected():
+    model = SkipGram(corpus_of("a few words " * 100), SMALL)
+    model.others = model.others[:2]
+    want = re.escape("the tables must have shape (4, 12), got (2, 12)")
+    with pytest.raises(ValueError, match=want):
+        model.run()
+
+
 @pytest.mark.rejects
 def test_foreign_state_is_rejected():
     model = SkipGram(corpus_of("a few words " * 100), SMALL)
     with pytest.raises(ValueError, match="state must have others, got"):
-        model.load_state_dict({"table": model.table.weight})
+        model.load_state_dict({"table": model.table, "loss": np.zeros(2)})
+    state = {**model.state_dict(), "others": np.zeros((2, 12))}
+    with pytest.raises(ValueError, match=re.escape("others must have shape (4, 12), got")):
+        model.load_state_dict(state)

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "Train token embeddings on text.",
     "neighbors": "List the words nearest to a word or to a sum of words.",
     "similarity": "Print the cosine similarity of words.",
+    "evaluate": "Score a table on similarity and analogy files.",
     "map": "Draw a table as a map in an HTML page.",
     "encode": "Encode lines of text as vectors.",
     "inspect": "Describe the embedding tables in a checkpoint.",

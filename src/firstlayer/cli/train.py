@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
-firstlayer train *.txt --lower --window 5  wider window: topics, not syntax
+firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
 firstlayer train --resume -o vectors       resume after Ctrl-C
 """
@@ -60,23 +60,28 @@ ALLOWED_WITH_RESUME |= {"as_json"}
 @click.option("--lower", is_flag=True, help="Lowercase the text.")
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)
 @value_option(
-    "--window", 2, "Largest distance of a context word.", type=click.IntRange(1, 16)
+    "--window", 5, "Largest distance of a context word.", type=click.IntRange(1, 16)
 )
-@value_option("--negatives", 10, "Negatives per context word.", type=COUNT)
+@value_option(
+    "--negatives",
+    5,
+    "Negatives per center word, shared by its context words.",
+    type=click.IntRange(1, 1000),
+)
 @value_option(
     "--sample",
     1e-3,
     "Subsample words above this frequency.",
     type=click.FloatRange(min=0, min_open=True),
 )
-@value_option("--epochs", 10, "Number of passes over the text.", type=COUNT)
+@value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
 @value_option(
     "--lr",
-    0.08,
+    0.05,
     "Initial learning rate; it decays linearly.",
     type=click.FloatRange(min=0, min_open=True),
 )
-@value_option("--batch", 4096, "Center words per batch.", type=COUNT)
+@value_option("--batch", 512, "Center words trained in parallel.", type=COUNT)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),

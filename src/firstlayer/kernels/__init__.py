@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from .row_sums import sum_words as sum_words
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
-    from .skipgram import draw_targets as draw_targets
-    from .skipgram import group_targets as group_targets
     from .skipgram import noise_table as noise_table
-    from .skipgram import skipgram_gradients as skipgram_gradients
+    from .skipgram import skipgram_step as skipgram_step
+    from .skipgram import skipgram_workspace as skipgram_workspace
     from .subwords import mean_subword_rows as mean_subword_rows
     from .text_rows import parse_text_rows as parse_text_rows
 
@@ -76,7 +75,7 @@ _NAMES = {
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs", "sum_words"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
-    "skipgram": ("draw_targets", "group_targets", "noise_table", "skipgram_gradients"),
+    "skipgram": ("noise_table", "skipgram_step", "skipgram_workspace"),
     "subwords": ("mean_subword_rows",),
     "text_rows": ("parse_text_rows",),
 }

@@ -1,34 +1,34 @@
 """Word vectors by skip-gram with negative sampling (Mikolov et al. 2013).
 
-Two tables are trained. The dot product of a center word's row in the first table with a
-context word's row in the second is increased for words that occur near each other, and
-decreased for random negatives. The first table is the result.
+Two tables are trained by stochastic gradient descent. The dot product of a context word's
+row in the first table with the center word's row in the second is increased, and those with
+random negatives are decreased. The first table is the result.
 
-Gradients are row gradients, applied by a row optimizer. All random draws depend only on the
-seed, the epoch and the position in the text, and sums have a fixed order: the same seed
-gives the same bits with any number of threads, with or without an interruption.
+As in the word2vec program, frequent words are subsampled, the reach of each window is drawn
+uniformly up to the largest one, and the learning rate decays linearly. Unlike there, the
+context words of a position share its negatives.
+
+All random draws depend only on the seed, the epoch and the position in the text, and sums
+have a fixed order: the same seed gives the same bits with any number of threads, with or
+without an interruption.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
 from .. import kernels
-from .._check import changed_ids, not_negative, positive
-from ..embeddings.row_gradient import RowGradient, sum_by_id
-from ..numpy import Embedding
-from ..optim import RowAdagrad
+from .._check import not_negative, positive
 from .corpus import Corpus
 
 #: Negatives are drawn in proportion to this power of the word counts.
 NOISE_POWER = 0.75
 #: Final learning rate as a fraction of the initial one.
 FINAL_LR = 1e-3
-MAX_WINDOW = 16
+MAX_WINDOW, MAX_NEGATIVES = 16, 1000
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -39,29 +39,33 @@ class SkipGramOptions:
     Args:
         embedding_dim: Width of each row.
         window: Largest distance of a context word, from 1 to 16.
-        negatives: Weight of the negatives, in negatives per context word.
+        negatives: Negatives per center word, shared by its context words, at most 1000.
         sample: Words above this frequency are subsampled.
         epochs: Number of passes over the text.
         lr: Initial learning rate. It decays linearly.
-        batch: Center words per batch.
+        batch: Center words that are trained in parallel. The result depends on it, but not
+            on the number of threads.
         seed: Seed of all random draws.
     """
 
     embedding_dim: int = 128
-    window: int = 2
-    negatives: int = 10
+    window: int = 5
+    negatives: int = 5
     sample: float = 1e-3
-    epochs: int = 10
-    lr: float = 0.08
-    batch: int = 4096
+    epochs: int = 5
+    lr: float = 0.05
+    batch: int = 512
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "window", "negatives", "epochs", "batch"):
             positive(name, getattr(self, name))
         not_negative("seed", self.seed)
-        if self.window > MAX_WINDOW:
-            raise ValueError(f"window must be at most {MAX_WINDOW}, got {self.window}")
+        for name, most in (("window", MAX_WINDOW), ("negatives", MAX_NEGATIVES)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"{name} must be at most {most}, got {getattr(self, name)}"
+                )
         for name in ("sample", "lr"):
             if not 0 < getattr(self, name) <= LARGEST:
                 raise ValueError(
@@ -78,7 +82,7 @@ class Progress:
         tokens: Tokens processed over all epochs.
         seconds: Duration of this run.
         tokens_per_second: Speed of this run.
-        loss: Mean loss per context word in nats since the last report.
+        loss: Mean loss per context word in nats since the epoch began.
     """
 
     done: float
@@ -117,15 +121,21 @@ class SkipGram:
             )
         self._kept = kept_share(counts, sample=setting.sample)
         self._noise = kernels.noise_table(counts**NOISE_POWER)
-        shape, unknown = (counts.size, setting.embedding_dim), corpus.unknown
-        self.table = Embedding(*shape, padding_idx=unknown, init=_small, rng=setting.seed)
-        self.others = Embedding(*shape, padding_idx=unknown, init="zeros")
-        self._optimizers = [
-            RowAdagrad(layer, lr=setting.lr, mode="lazy")
-            for layer in (self.table, self.others)
-        ]
+        self.table = _small((counts.size, setting.embedding_dim), rng=setting.seed)
+        if corpus.unknown is not None:
+            self.table[corpus.unknown] = 0
+        self.others = np.zeros_like(self.table)
+        self._workspace = kernels.skipgram_workspace(
+            setting.batch,
+            num_embeddings=counts.size,
+            embedding_dim=setting.embedding_dim,
+            window=setting.window,
+            negatives=setting.negatives,
+        )
         #: Completed epochs, and completed positions of the current epoch.
         self.epoch, self.place = 0, 0
+        #: Sum of the losses of the current epoch, and their number.
+        self._loss = np.zeros(2)
         self._stream = self._documents = np.empty(0, np.int32)
         self._key = 0
 
@@ -136,15 +146,8 @@ class SkipGram:
         return (self.epoch + within) / self.setting.epochs
 
     def result(self) -> Float32[np.ndarray, "num_embeddings embedding_dim"]:
-        """Return the table with its mean row subtracted.
-
-        All rows share a direction that carries no meaning (Mu and Viswanath 2018). The row
-        of unknown words stays zero.
-        """
-        weight, unknown = self.table.parameters()["weight"].copy(), self.corpus.unknown
-        known = np.arange(len(weight)) != (-1 if unknown is None else unknown)
-        weight[known] -= weight[known].mean(axis=0, dtype=np.float64).astype(np.float32)
-        return weight
+        """Return the table. The row of unknown words is zero."""
+        return self.table.copy()
 
     def run(
         self,
@@ -159,42 +162,46 @@ class SkipGram:
         """
         self._begin_epoch()
         started = last = time.perf_counter()
-        start, losses = self.done, []
+        start = self.done
         while self.epoch < self.setting.epochs:
             if stop():
                 return False
-            losses.append(self._step())
+            self._step()
             now = time.perf_counter()
             finished = self.epoch == self.setting.epochs
             if report is not None and (now - last >= every or finished):
-                report(self._progress(start, now - started, losses))
-                last, losses = now, []
+                report(self._progress(start, now - started))
+                last = now
         return True
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state that :meth:`load_state_dict` resumes from, bit for bit."""
-        state = {"table": self.table.weight.copy(), "others": self.others.weight.copy()}
-        for name, optimizer in zip(state.copy(), self._optimizers, strict=True):
-            optimizer_state = optimizer.state_dict()
-            state |= {f"{name}.{key}": value for key, value in optimizer_state.items()}
-        return {**state, "place": np.array([self.epoch, self.place])}
+        return {
+            "table": self.table.copy(),
+            "others": self.others.copy(),
+            "loss": self._loss.copy(),
+            "place": np.array([self.epoch, self.place]),
+        }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Resume a run with the same text and hyper-parameters."""
-        if missing := sorted(self.state_dict().keys() - state.keys()):
+        own = self.state_dict()
+        if missing := sorted(own.keys() - state.keys()):
             raise ValueError(f"state must have {missing[0]}, got {sorted(state)}")
-        tables = {"table": self.table, "others": self.others}
-        for (name, layer), optimizer in zip(tables.items(), self._optimizers, strict=True):
-            layer.load_state_dict({"weight": state[name]})
-            keys = optimizer.state_dict()
-            optimizer.load_state_dict({key: state[f"{name}.{key}"] for key in keys})
+        for name, array in own.items():
+            if state[name].shape != array.shape:
+                raise ValueError(
+                    f"{name} must have shape {array.shape}, got {state[name].shape}"
+                )
+        self.table[:], self.others[:] = state["table"], state["others"]
+        self._loss = np.array(state["loss"], np.float64)
         self.epoch, self.place = map(int, state["place"])
         self._stream = self._stream[:0]
         self._begin_epoch()
 
-    def _progress(self, start: float, seconds: float, losses: list[Any]) -> Progress:
+    def _progress(self, start: float, seconds: float) -> Progress:
         total = self.corpus.ids.size * self.setting.epochs
-        loss, pairs = np.sum(losses, axis=0)
+        loss, pairs = self._loss
         return Progress(
             done=self.done,
             tokens=round(total * self.done),
@@ -214,65 +221,42 @@ class SkipGram:
         self._stream, self._documents = ids[kept], documents[kept]
         self._key = int(rng.integers(2**63))
 
-    def _step(self) -> tuple[float, int]:
-        """Train on one batch; return the sum of its losses and their number."""
+    def _step(self) -> None:
+        """Train on one batch."""
+        if self.place == 0:
+            self._loss[:] = 0
         end = min(self.place + self.setting.batch, self._stream.size)
+        shape = self._kept.size, self.setting.embedding_dim
         # Subsampling a tiny text may leave nothing.
-        loss, pairs = self._train_batch(range(self.place, end)) if end else (0.0, 0)
+        if end:
+            self._loss += kernels.skipgram_step(
+                _checked(self.table, shape),
+                _checked(self.others, shape),
+                self._stream,
+                self._documents,
+                range(self.place, end),
+                noise=self._noise,
+                key=self._key,
+                lr=self.setting.lr * max(FINAL_LR, 1 - self.done),
+                workspace=self._workspace,
+            )
         self.place = end
         if end == self._stream.size:
             self.epoch, self.place = self.epoch + 1, 0
             self._stream = self._stream[:0]
             self._begin_epoch()
-        return loss, pairs
-
-    def _train_batch(self, places: range) -> tuple[float, int]:
-        centers = self._stream[places.start : places.stop].astype(np.int64)
-        targets, near = kernels.draw_targets(
-            self._stream,
-            self._documents,
-            places,
-            window=self.setting.window,
-            noise=self._noise,
-            key=self._key,
-        )
-        table, others = (
-            _checked(layer.weight, (self._kept.size, self.setting.embedding_dim))
-            for layer in (self.table, self.others)
-        )
-        slopes, pulls, losses = kernels.skipgram_gradients(
-            table,
-            others,
-            centers,
-            targets=targets,
-            near=near,
-            negatives=self.setting.negatives,
-        )
-        ids, bounds, rows, slopes = kernels.group_targets(
-            centers, targets, near=near, slopes=slopes, num_embeddings=len(table)
-        )
-        sums = kernels.sum_bags(table, rows, bounds, weights=slopes)
-        if sums is None:
-            raise changed_ids(len(table))
-        gradients = (
-            sum_by_id(centers, pulls),
-            RowGradient(ids, sums),
-        )
-        for optimizer, gradient in zip(self._optimizers, gradients, strict=True):
-            optimizer.lr = self.setting.lr * max(FINAL_LR, 1 - self.done)
-            optimizer.step({"weight": gradient})
-        return float(losses.sum()), int(near.sum())
 
 
-def _checked(weight: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def _checked(table: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Return a table that has the shape it was made with."""
-    if weight.shape != shape:
-        raise ValueError(f"the tables must have shape {shape}, got {weight.shape}")
-    return weight
+    if table.shape != shape:
+        raise ValueError(f"the tables must have shape {shape}, got {table.shape}")
+    return table
 
 
-def _small(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    return (rng.random(shape, dtype=np.float32) - np.float32(0.5)) / np.float32(shape[1])
+def _small(shape: tuple[int, int], *, rng: int) -> np.ndarray:
+    numbers = np.random.default_rng(rng).random(shape, dtype=np.float32)
+    return (numbers - np.float32(0.5)) / np.float32(shape[1])
 
 
 def kept_share(
