@@ -290,7 +290,7 @@ def run_every_kernel() -> None:
     workspace = kernels.skipgram_workspace(
         8, num_embeddings=8, embedding_dim=4, window=2, negatives=3
     )
-    options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1, "heads": 1}
+    options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1}
     for multipliers in (np.array([3, 5]), np.array([[3, 5]])):
         ngram_rows(
             np.array([[-1, 3, 4]]),
