@@ -29,7 +29,10 @@ def help_text(name: str) -> str:
 
     program = click.Context(firstlayer, info_name="firstlayer", terminal_width=80)
     command = importlib.import_module(f"firstlayer.cli.{name}").command
-    return command.get_help(click.Context(command, parent=program, info_name=name))
+    context = click.Context(
+        command, parent=program, info_name=name, **command.context_settings
+    )
+    return command.get_help(context)
 
 
 def page() -> str:

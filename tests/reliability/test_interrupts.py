@@ -12,6 +12,7 @@ from numba.core.dispatcher import Dispatcher
 
 from firstlayer import kernels
 from firstlayer._interrupts import held_interrupts
+from firstlayer.embeddings.id_map import IdMap
 from firstlayer.kernels.ngram import ngram_rows
 from firstlayer.numpy import EmbeddingLayer
 from firstlayer.optim import (
@@ -317,6 +318,11 @@ def run_every_kernel() -> None:
 
 
 def _run_kernels_of_vectors() -> None:
+    id_map = IdMap(2)
+    for new in (np.array([5, 7]), np.array([7, 9])):
+        id_map.assign(new)
+    assert id_map.restored(id_map.state()).find(np.array([9, 7, 5])).tolist() == [1, 2, 0]
+    assert kernels.sum_words(np.ones((2, 3), np.uint64)).tolist() == [3, 3]
     counts, values = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)
     kernels.nearest_in(np.ones((3, 5), np.float32), 0, ids=counts, values=values)
     graph = np.array([0, 1, 2]), np.array([1, 0], np.int32), np.ones(2, np.float32)

@@ -52,7 +52,7 @@ def ascends(ids: np.ndarray) -> bool:
     return True
 
 
-@kernel()
+@internal
 def group_tokens(ids, tokens, order, spare, bounds, unique):
     """Group the ids of some tokens, given in ascending order; see :func:`group_by_id`.
 

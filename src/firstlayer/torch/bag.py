@@ -111,7 +111,16 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | str | os.PathLike[str], *args: Any, **options: Any
+        cls,
+        embeddings: Tensor | str | os.PathLike[str],
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
     ) -> Self:
         """Return a layer with this table, as torch's ``from_pretrained`` does.
 
@@ -119,10 +128,26 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
             embeddings: The table, or the path of a file or folder with one: whatever
                 :func:`firstlayer.open_vectors` opens, with or without words. A table from a
                 file is float32.
-            args: ``freeze`` (True by default) and the other arguments of torch, in order.
-            options: The same by name.
+            freeze: Whether the table gets no gradient.
+            max_norm: As in the constructor.
+            norm_type: As in the constructor.
+            scale_grad_by_freq: As in the constructor.
+            mode: As in the constructor.
+            sparse: As in the constructor.
+            include_last_offset: As in the constructor.
+            padding_idx: As in the constructor.
         """
-        layer: Any = super().from_pretrained(table_tensor(embeddings), *args, **options)
+        layer: Any = super().from_pretrained(
+            table_tensor(embeddings),
+            freeze=freeze,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            sparse=sparse,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )
         return layer
 
     @classmethod

@@ -109,7 +109,14 @@ class Embedding(HostTableModule, TorchEmbedding):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | str | os.PathLike[str], *args: Any, **options: Any
+        cls,
+        embeddings: Tensor | str | os.PathLike[str],
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
     ) -> Self:
         """Return a layer with this table, as torch's ``from_pretrained`` does.
 
@@ -117,8 +124,12 @@ class Embedding(HostTableModule, TorchEmbedding):
             embeddings: The table, or the path of a file or folder with one: whatever
                 :func:`firstlayer.open_vectors` opens, with or without words. A table from a
                 file is float32.
-            args: ``freeze`` (True by default) and the other arguments of torch, in order.
-            options: The same by name.
+            freeze: Whether the table gets no gradient.
+            padding_idx: As in the constructor.
+            max_norm: As in the constructor.
+            norm_type: As in the constructor.
+            scale_grad_by_freq: As in the constructor.
+            sparse: As in the constructor.
 
         Example:
             >>> import tempfile, torch
@@ -129,7 +140,15 @@ class Embedding(HostTableModule, TorchEmbedding):
             >>> embedding(torch.tensor([1])).tolist()
             [[0.0, 2.0]]
         """
-        return super().from_pretrained(table_tensor(embeddings), *args, **options)
+        return super().from_pretrained(
+            table_tensor(embeddings),
+            freeze=freeze,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+        )
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Self:
