@@ -389,7 +389,7 @@ def quantized_embedding(
 def quantize_embedding(embedding: Any, format: str) -> StoredEmbedding:
     """Return a layer with the rows of another, quantized."""
     # Without the rows of zeros at the end of a sharded table.
-    table = np.asarray(embedding.weight[: embedding.num_embeddings])
+    table = np.asarray(embedding.weight)[: embedding.num_embeddings]
     encoded, report = quantize_table(table, format)
     return quantized_embedding(
         encoded,
