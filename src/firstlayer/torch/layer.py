@@ -1,6 +1,5 @@
 """The complete layer on torch: ids in, position-aware vectors out."""
 
-import math
 import os
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, is_idle, kernel_inputs
 from ._layer.fused import fused_layer
 from ._layer.jagged import flat_arguments, jagged_tokens
-from ._layer.plan import ONE_THREAD, plan_of
+from ._layer.plan import plan_of
 from ._positions.arguments import Offset, Positions, check_width
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
@@ -233,7 +232,8 @@ class EmbeddingLayer(nn.Module):
             inputs = kernel_inputs(self, arguments, upcast_output=dropping)
             out = None if inputs is None else fused_layer(*inputs, lead=arguments.lead)
             if inputs is not None and not dropping:
-                self._make_plan(arguments, inputs)
+                if plan is None or plan.parameters_of(self) is None:
+                    self.__dict__["_plan"] = plan_of(self, arguments, inputs)
         if out is None:
             out = self._by_modules(arguments)
         if inputs is None or dropping:
@@ -351,13 +351,6 @@ class EmbeddingLayer(nn.Module):
         if segments is not None and isinstance(self.segment, TableModule):
             self.segment.prepare_lookup(segments)
         return arguments
-
-    def _make_plan(self, arguments: LayerArguments, inputs: Any) -> None:
-        """Keep what the next calls have in common with this one, if it was short."""
-        if math.prod(arguments.lead) * self.embedding_dim < ONE_THREAD:
-            plan = plan_of(self, arguments, inputs)
-            if plan is not None:
-                self.__dict__["_plan"] = plan
 
     def _by_modules(self, arguments: LayerArguments) -> Tensor:
         """Return the normalized sum in the compute dtype, by calling the submodules."""

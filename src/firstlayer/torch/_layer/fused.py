@@ -102,7 +102,11 @@ def fused_layer(
 
 
 def recorded_layer(
-    forward: Callable[[], Tensor], tensors: LayerTensors[Tensor], options: LayerOptions
+    forward: Callable[[], Tensor],
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    position_rows: range | None = None,
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return the layer's output with its gradient.
 
@@ -110,8 +114,9 @@ def recorded_layer(
         forward: Computes the output.
         tensors: Tensors of the call, of which at least one needs a gradient.
         options: Options of the call.
+        position_rows: Rows of positions in place of those of ``tensors``.
     """
-    return _apply(options, forward, *tensors)
+    return _apply(options, forward, position_rows, *tensors)
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -119,30 +124,38 @@ class _FusedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, options: LayerOptions, forward: Callable[[], Tensor], *args: Tensor | None
+        ctx: Any,
+        options: LayerOptions,
+        forward: Callable[[], Tensor],
+        position_rows: range | None,
+        *args: Tensor | None,
     ) -> Tensor:
+        ctx.options, ctx.position_rows, ctx.unsaved = options, position_rows, {}
         tensors: LayerTensors[Any] = LayerTensors(*args)
-        saved, ctx.unsaved = tensors, {}
+        saved = tensors
         if tensors.norm_weight is None:
             # The backward reads only the shapes of the tables, so they may change before.
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
         ctx.save_for_backward(*saved)
-        ctx.options = options
         return forward()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        options = ctx.options
+        options, rows = ctx.options, ctx.position_rows
         tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
         tensors = tensors._replace(**ctx.unsaved)
-        needed = LayerTensors(*ctx.needs_input_grad[2:])
+        if rows is not None:
+            rows = tensor_of(np.arange(rows.start, rows.stop))
+            tensors = tensors._replace(position_rows=rows)
+        needed = LayerTensors(*ctx.needs_input_grad[3:])
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
         backward = _backward_by_kernels if by_kernels else _backward_by_operators
         # The rows read here were read, and up to date, in the forward.
         with without_catch_up():
-            return None, None, *backward(tensors, options, dy=dy, needed=needed)
+            gradients = backward(tensors, options, dy=dy, needed=needed)
+        return None, None, None, *gradients
 
 
 # The method of Function also unwraps tensors of functorch, which are not eligible here.

@@ -6,23 +6,24 @@ use it compares everything that it depends on, which takes a few microseconds. A
 no memory of the layer and keeps no module or parameter alive.
 """
 
+import math
 import weakref
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
 
 from ... import kernels
+from ...embeddings.layer import ONE_THREAD_NUMBERS
 from .._tensors.errors import out_of_range_error
 from .._tensors.memory import (
     LARGE_PAGES_FROM,
+    ParameterMemory,
     array_of_table,
     is_plain_cpu,
-    tensor_of,
     threads_of_torch,
 )
 from ..learned import LearnedPositions
@@ -33,8 +34,6 @@ from .fused import LayerOptions, LayerTensors, recorded_layer
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
 
-# Outputs of fewer numbers are written on one thread.
-ONE_THREAD = 1 << 16
 _CPU = torch.device("cpu")
 
 
@@ -49,15 +48,14 @@ class CallPlan:
 
     __slots__ = (
         "_dtype",
+        "_forward",
+        "_has_positions",
         "_is_sparse",
-        "_kernel",
         "_modules",
         "_num_embeddings",
         "_options",
-        "_position_rows",
         "_row_bytes",
         "_scale",
-        "_ticket_for",
         "_width",
     )
 
@@ -67,31 +65,25 @@ class CallPlan:
         tensors: LayerTensors[Tensor],
         options: LayerOptions,
     ) -> None:
-        from ...kernels.layer.direct import bind_forward, forward_ticket
+        from ...kernels.bound import BoundForward
 
         self._modules = [_ModuleState(layer, *described) for described in _MODULES]
         self._scale, self._is_sparse = layer.scale, layer.token.sparse
         self._options, self._dtype = options, options.dtype
         self._num_embeddings, self._width = tensors.token_table.shape
         self._row_bytes = self._width * self._dtype.itemsize
-        token, position = _array(tensors.token_table), _array(tensors.position_table)
-        norm = _array(tensors.norm_weight), _array(tensors.norm_bias)
-        # Every row of the table in order, and their address.
-        self._position_rows = None
-        if position is not None:
-            rows = np.arange(len(position))
-            self._position_rows = rows, rows.ctypes.data
-        self._ticket_for = forward_ticket
-        self._kernel = bind_forward(
-            token,  # pyright: ignore
+        self._has_positions = tensors.position_table is not None
+        names = "token_table", "position_table", "norm_weight", "norm_bias"
+        token, position, *norm = (_array(getattr(tensors, name)) for name in names)
+        self._forward = BoundForward(
+            token,
             position_table=position,
-            norm=None if norm[0] is None else (*norm, options.eps),  # pyright: ignore
+            norm=None if norm[0] is None else (*norm, options.eps),
             scale=options.scale,
         )
 
     def run(self, layer: "EmbeddingLayer", ids: Any, offset: Any) -> Tensor | None:
         """Return the layer's output, or None if the plan does not cover the call."""
-        modules: dict[str, Any] = layer._modules
         if (
             type(ids) is not Tensor
             or type(offset) is not int
@@ -100,59 +92,66 @@ class CallPlan:
             or ids.layout is not torch.strided
             or ids.is_nested
             or not ids.is_contiguous()
-            or layer.scale is not self._scale
             or layer.zero_padding
-            or modules.get("segment") is not None
-            or not is_idle(modules["dropout"])
+            or not is_idle(layer._modules["dropout"])
             or _has_any_global_hook()
         ):
             return None
-        parameters: list[Any] = []
-        for state in self._modules:
-            if not state.append_parameters(modules, parameters):
-                return None
-        token, position, norm_weight, norm_bias = parameters
-        lead, first = ids.shape, offset
-        if not 0 < ids.numel() * self._row_bytes < LARGE_PAGES_FROM:
+        parameters = self.parameters_of(layer)
+        if parameters is None:
             return None
-        if position is not None:
+        modules: dict[str, Any] = layer._modules
+        lead, size, rows = ids.shape, ids.numel(), None
+        if not 0 < size * self._row_bytes < LARGE_PAGES_FROM:
+            return None
+        if self._has_positions:
             module: Any = modules["position"]
             if not lead or not 0 <= offset <= module.max_positions - lead[-1]:
                 return None
-            first += module.row_offset
+            first = offset + module.row_offset
+            rows = range(first, first + lead[-1])
         if self._is_sparse:
             modules["token"].prepare_lookup(ids)
-        if not torch.is_grad_enabled() or not any(
-            x is not None and x.requires_grad for x in parameters
-        ):
-            return self._write(ids, first)
-        rows = None
-        if position is not None:
-            rows = tensor_of(np.arange(first, first + lead[-1]))
-        tensors = LayerTensors(
-            token, ids, position, rows, None, None, norm_weight, norm_bias
-        )
-        return recorded_layer(lambda: self._write(ids, first), tensors, self._options)
+        if torch.is_grad_enabled():
+            for x in parameters:
+                if x is not None and x.requires_grad:
+                    return self._record(ids, rows, parameters)
+        return self._write(ids, lead, size, rows)
 
-    def _write(self, ids: Tensor, first: int) -> Tensor:
-        """Return the output for ids whose positions begin in this row."""
-        lead, size = ids.shape, ids.numel()
+    def parameters_of(self, layer: "EmbeddingLayer") -> list[Any] | None:
+        """Return the parameters of the layer if it is as it was, else None."""
+        modules, parameters = layer._modules, []
+        if layer.scale is not self._scale or modules.get("segment") is not None:
+            return None
+        for state in self._modules:
+            if not state.append_parameters(modules, parameters):
+                return None
+        return parameters
+
+    def _record(self, ids: Tensor, rows: range | None, parameters: list[Any]) -> Tensor:
+        token, position, norm_weight, norm_bias = parameters
+        return recorded_layer(
+            lambda: self._write(ids, ids.shape, ids.numel(), rows),
+            LayerTensors(token, ids, position, None, None, None, norm_weight, norm_bias),
+            self._options,
+            position_rows=rows,
+        )
+
+    def _write(
+        self, ids: Tensor, lead: torch.Size, size: int, rows: range | None
+    ) -> Tensor:
+        """Return the output for ids of this shape and number, with these position rows."""
         out = torch.empty((*lead, self._width), dtype=self._dtype, device=_CPU)
-        if size * self._width < ONE_THREAD:
-            ticket = 0, size, 0, 0, 0
+        numbers = ids.data_ptr(), out.data_ptr(), size
+        if size * self._width < ONE_THREAD_NUMBERS:
+            flag = self._forward(*numbers, rows)
         else:
             with threads_of_torch():
-                ticket = self._ticket_for(size, self._width)
-        numbers = ids.data_ptr(), size, out.data_ptr(), size
-        if self._position_rows is not None:
-            address = self._position_rows[1] + 8 * first
-            flag = self._kernel(*ticket, *numbers, address, lead[-1])
-        else:
-            flag = self._kernel(*ticket, *numbers)
-        if flag:
-            if flag < 0:
-                raise MemoryError("the layer could not allocate memory")
+                flag = self._forward.on_threads(*numbers, rows)
+        if flag > 0:
             raise out_of_range_error(ids, self._num_embeddings)
+        if flag < 0:
+            raise MemoryError("the layer could not allocate memory")
         return out
 
 
@@ -182,7 +181,7 @@ class _ModuleState:
             self._module = weakref.ref(module)
             self._settings = self._read(vars(module))
             self._memory = [
-                (name, _Memory(module._parameters[name])) for name in parameters
+                (name, ParameterMemory(module._parameters[name])) for name in parameters
             ]
 
     def append_parameters(self, modules: dict[str, Any], found: list[Any]) -> bool:
@@ -208,31 +207,10 @@ class _ModuleState:
         parameters = state["_parameters"]
         for name, memory in self._memory:
             x = parameters.get(name)
-            if not memory.is_of(x):
+            if not memory.is_that_of(x):
                 return False
             found.append(x)
         return True
-
-
-class _Memory:
-    """A parameter, and its memory when a plan was made."""
-
-    __slots__ = "_address", "_dtype", "_parameter", "_shape"
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter, self._address = weakref.ref(parameter), parameter.data_ptr()
-        self._shape, self._dtype = parameter.shape, parameter.dtype
-
-    def is_of(self, x: Any) -> bool:
-        return (
-            x is self._parameter()
-            # Not a parameter under a row optimizer, which may have stale rows.
-            and type(x) is Parameter
-            and x.data_ptr() == self._address
-            and x.shape == self._shape
-            and x.dtype is self._dtype
-            and x.is_contiguous()
-        )
 
 
 # Submodules, their attributes that the output or its gradient depends on, and their
@@ -263,6 +241,8 @@ def plan_of(
 ) -> CallPlan | None:
     """Return a plan for calls like this one, or None if there can be none.
 
+    Making a plan takes longer than a call, so that there is none for long calls.
+
     Args:
         layer: The layer.
         arguments: Arguments of a call.
@@ -271,7 +251,8 @@ def plan_of(
     tensors, options = inputs
     position: Any = layer._modules.get("position")
     others = arguments.positions, arguments.segments, arguments.embeds, arguments.mask
-    if any(x is not None for x in others) or not _can_bind():
+    size = math.prod(arguments.lead) * layer.embedding_dim
+    if size >= ONE_THREAD_NUMBERS or any(x is not None for x in others):
         return None
     if position is not None and (
         type(position) is not LearnedPositions
@@ -289,16 +270,8 @@ def plan_of(
             type(module._parameters.get(each)) is not Parameter for each in parameters
         ):
             return None
-    return CallPlan(layer, tensors, options)
+    return CallPlan(layer, tensors, options) if kernels.can_bind() else None
 
 
-def _can_bind() -> bool:
-    if not kernels.has_compiler():
-        return False
-    from ...kernels.runtime.direct import can_bind
-
-    return can_bind()
-
-
-def _array(x: Tensor | None) -> np.ndarray | None:
+def _array(x: Tensor | None) -> Any:
     return None if x is None else array_of_table(x, keeps_alive=False)

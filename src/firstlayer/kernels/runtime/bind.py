@@ -29,17 +29,11 @@ from .numba_abi import (
     array_words,
     compiled_function,
 )
-from .pool import has_known_layout
 
 #: Stands for an array of one int64, which is 0 before each call. Calls return its value.
 FLAG = np.zeros(1, np.int64)
 # Sources of a word that are no parameter of the call.
 _BLOCK, _FLAG = -1, -2
-
-
-def can_bind() -> bool:
-    """Return whether kernels can be called directly, with this version of Numba."""
-    return has_known_layout()
 
 
 def bind(kernel: Any, *, varying: Sequence[str] = (), **arguments: Any) -> Callable[..., int]:
@@ -120,9 +114,9 @@ def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...
     """Return a C function of a block and of the parameters that calls the kernel."""
     address, kernel_type = compiled_function(kernel, argument_types)
     count = 1 + max(sources)
-    library = kernel.targetctx.codegen().create_library("firstlayer.direct")
-    module = library.create_ir_module("firstlayer.direct")
-    name = f"firstlayer.direct.{address:x}.{hash(sources):x}"
+    library = kernel.targetctx.codegen().create_library("firstlayer.bound")
+    module = library.create_ir_module("firstlayer.bound")
+    name = f"firstlayer.bound.{address:x}.{hash(sources):x}"
     function = ir.Function(module, ir.FunctionType(I64, [I64] * (1 + count)), name=name)
     builder = ir.IRBuilder(function.append_basic_block())
     block = builder.inttoptr(function.args[0], I64.as_pointer())
