@@ -187,7 +187,7 @@ class EmbeddingLayer(Module):
             mask=mask,
         )
         out = self._output(arguments, arguments.read_tables())[0]
-        if plan is None or not plan.is_current(self):
+        if plan is None or plan.current_arrays(self) is None:
             self.__dict__["_plan"] = plan_of(self, out.size // self.embedding_dim)
         return out
 

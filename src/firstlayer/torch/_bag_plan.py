@@ -43,17 +43,18 @@ class BagPlan:
         self._dtype, self._width = weight.dtype, weight.shape[1]
         self._bags = BoundBags(array_of_table(weight, keeps_alive=False))
 
-    def is_current(self, layer: "EmbeddingBag") -> bool:
-        """Return whether the layer is as it was."""
-        return _settings_of(vars(layer)) == self._settings and self._memory.is_that_of(
-            layer._parameters.get("weight")
-        )
+    def current_table(self, layer: "EmbeddingBag") -> Tensor | None:
+        """Return the table if the layer is as it was, else None."""
+        weight: Any = layer._parameters.get("weight")
+        is_known = _settings_of(vars(layer)) == self._settings
+        return weight if is_known and self._memory.is_that_of(weight) else None
 
     def run(self, layer: "EmbeddingBag", ids: Any, offsets: Any) -> Tensor | None:
         """Return a row for each bag, or None if the plan does not cover the call."""
-        if not is_short(ids, offsets, self._width) or not self.is_current(layer):
+        if not is_short(ids, offsets, self._width):
             return None
-        if torch.is_grad_enabled() and layer._parameters["weight"].requires_grad:  # pyright: ignore
+        weight = self.current_table(layer)
+        if weight is None or (weight.requires_grad and torch.is_grad_enabled()):
             return None
         # A copy: another thread may change the offsets after the check.
         bounds, (mode, has_end, *_) = offsets.tolist(), self._settings

@@ -189,7 +189,7 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         y = None if plan is None else plan.run(self, input, offsets)
         if y is None:
             y = self._pool(input, offsets, None)
-            if plan is None or not plan.is_current(self):
+            if plan is None or plan.current_table(self) is None:
                 self.__dict__["_plan"] = bag_plan(self, input, offsets)
         return y
 

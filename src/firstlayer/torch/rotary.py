@@ -234,7 +234,7 @@ class RotaryPositions(PrecomputedBuffers):
                 x, positions=positions, offset=offset, heads_axis=self.heads_axis
             )
             if at is not None:
-                if plan is None or not plan.is_current(self):
+                if plan is None or plan.current_tables(self) is None:
                     self.__dict__["_plan"] = rotation_plan(self, x, at)
                 return self._fused(x, integer_phases(at, self._host_tables(x)), at.shape)
         cos, sin = self._phases(self._positions(x, positions, offset), x.dtype)

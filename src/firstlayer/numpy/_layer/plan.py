@@ -47,15 +47,15 @@ class CallPlan:
             scale=layer.embedding_dim**0.5 if layer.scale else 1.0,
         )
 
-    def is_current(self, layer: "EmbeddingLayer") -> bool:
-        """Return whether the layer is as it was."""
+    def current_arrays(self, layer: "EmbeddingLayer") -> list[np.ndarray | None] | None:
+        """Return the arrays of the layer if it is as it was, else None."""
         arrays = arrays_of(layer)
         if arrays is None or (layer.scale, layer.norm_eps) != self._settings:
-            return False
+            return None
         for x, known in zip(arrays, self._arrays, strict=True):
             if x is not known and (known is None or not known.is_that_of(x)):
-                return False
-        return True
+                return None
+        return arrays
 
     def run(self, layer: "EmbeddingLayer", ids: Any, offset: Any) -> np.ndarray | None:
         """Return the layer's output, or None if the plan does not cover the call."""
@@ -65,13 +65,16 @@ class CallPlan:
             or type(offset) is not int
             or not ids.flags.c_contiguous
             or not 0 < ids.size * self._width < ONE_THREAD_NUMBERS
-            or not self.is_current(layer)
         ):
             return None
-        rows, shape = None, ids.shape
-        if layer.position is not None:
+        # Held until the kernel has read them: another thread may replace the layer's.
+        arrays = self.current_arrays(layer)
+        if arrays is None:
+            return None
+        rows, shape, table = None, ids.shape, arrays[1]
+        if table is not None:
             first = offset + layer.position.row_offset
-            if not shape or not 0 <= offset <= layer.position.max_positions - shape[-1]:
+            if not shape or offset < 0 or first + shape[-1] > len(table):
                 return None
             rows = range(first, first + shape[-1])
         out = np.empty((*shape, self._width), self._dtype)

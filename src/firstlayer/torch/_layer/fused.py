@@ -6,6 +6,7 @@ itself differentiated is computed by plain operators.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -95,26 +96,26 @@ def fused_layer(
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return recorded_layer(
-                    lambda: _forward(tensors, options, lead), tensors, options
-                )
-    return _forward(tensors, options, lead)
+                forward = partial(_forward, options=options, lead=lead)
+                return _FusedLayer.apply(options, forward, None, *tensors)  # pyright: ignore
+    return _forward(tensors, options=options, lead=lead)
 
 
 def recorded_layer(
-    forward: Callable[[], Tensor],
+    forward: Callable[[LayerTensors[Any]], Tensor],
     tensors: LayerTensors[Tensor],
     options: LayerOptions,
     *,
-    position_rows: range | None = None,
+    position_rows: range | None,
 ) -> Float[Tensor, "*batch embedding_dim"]:
-    """Return the layer's output with its gradient.
+    """Return the layer's output with its gradient, with less overhead.
 
     Args:
         forward: Computes the output.
-        tensors: Tensors of the call, of which at least one needs a gradient.
+        tensors: Tensors of the call, of which at least one needs a gradient. None may be a
+            wrapper of ``torch.func``.
         options: Options of the call.
-        position_rows: Rows of positions in place of those of ``tensors``.
+        position_rows: Rows of positions, instead of a tensor of them.
     """
     return _apply(options, forward, position_rows, *tensors)
 
@@ -126,7 +127,7 @@ class _FusedLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         options: LayerOptions,
-        forward: Callable[[], Tensor],
+        forward: Callable[[LayerTensors[Any]], Tensor],
         position_rows: range | None,
         *args: Tensor | None,
     ) -> Tensor:
@@ -138,7 +139,7 @@ class _FusedLayer(torch.autograd.Function):
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
         ctx.save_for_backward(*saved)
-        return forward()
+        return forward(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -158,7 +159,7 @@ class _FusedLayer(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-# The method of Function also unwraps tensors of functorch, which are not eligible here.
+# The method of Function also unwraps tensors of torch.func, which takes microseconds.
 _apply: Any = super(torch.autograd.Function, _FusedLayer).apply
 
 
@@ -178,7 +179,7 @@ def _tables_without_values(
 
 
 def _forward(
-    tensors: LayerTensors[Tensor], options: LayerOptions, lead: tuple[int, ...]
+    tensors: LayerTensors[Tensor], *, options: LayerOptions, lead: tuple[int, ...]
 ) -> Tensor:
     width = tensors.token_table.shape[1]
     out = torch.empty((*lead, width), dtype=options.dtype, device="cpu")

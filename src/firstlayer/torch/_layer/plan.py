@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -92,6 +93,7 @@ class CallPlan:
             or ids.layout is not torch.strided
             or ids.is_nested
             or not ids.is_contiguous()
+            or is_functorch_wrapped_tensor(ids)
             or layer.zero_padding
             or not is_idle(layer._modules["dropout"])
             or _has_any_global_hook()
@@ -131,7 +133,7 @@ class CallPlan:
     def _record(self, ids: Tensor, rows: range | None, parameters: list[Any]) -> Tensor:
         token, position, norm_weight, norm_bias = parameters
         return recorded_layer(
-            lambda: self._write(ids, ids.shape, ids.numel(), rows),
+            lambda tensors: self._write(ids, ids.shape, ids.numel(), rows),
             LayerTensors(token, ids, position, None, None, None, norm_weight, norm_bias),
             self._options,
             position_rows=rows,

@@ -47,16 +47,18 @@ class RotationPlan:
             write_half=layer.layout != "interleaved",
         )
 
-    def is_current(self, layer: "RotaryPositions") -> bool:
-        """Return whether the layer is as it was."""
+    def current_tables(self, layer: "RotaryPositions") -> Tensor | None:
+        """Return the buffer of the tables if the layer is as it was, else None."""
         bits = layer._buffers["bits"]
-        return (
-            bits is not None
-            and bits is self._bits()
-            and bits.data_ptr() == self._address
-            and bits.dtype is torch.int32
-            and _settings_of(vars(layer)) == self._settings
-        )
+        if (
+            bits is None
+            or bits is not self._bits()
+            or bits.data_ptr() != self._address
+            or bits.dtype is not torch.int32
+            or _settings_of(vars(layer)) != self._settings
+        ):
+            return None
+        return bits
 
     def run(self, layer: "RotaryPositions", x: Any, offset: Any) -> Tensor | None:
         """Return ``x`` rotated, or None if the plan does not cover the call."""
@@ -71,8 +73,11 @@ class RotationPlan:
             or not x.is_contiguous()
             or not -LIMIT < offset < LIMIT
             or (x.requires_grad and torch.is_grad_enabled())
-            or not self.is_current(layer)
         ):
+            return None
+        # Held until the kernels have read it.
+        bits = self.current_tables(layer)
+        if bits is None:
             return None
         shape, features = x.shape, x.numel()
         head_dim, heads_axis, *_ = self._settings
