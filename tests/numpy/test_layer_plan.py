@@ -126,7 +126,11 @@ def test_errors_are_those_of_other_calls():
 
 def test_copies_have_no_plan_and_a_plan_keeps_no_array_alive():
     layer = planned()
-    for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    for other in (
+        copy.copy(layer),
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+    ):
         assert "_plan" not in vars(other)
         assert np.array_equal(other(IDS), layer(IDS))
     quantized = layer.quantized("int8")

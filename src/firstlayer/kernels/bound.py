@@ -1,9 +1,9 @@
 """Kernels for calls that are shorter than the work of Numba's dispatcher.
 
-A class holds the arguments that stay the same (:mod:`firstlayer.kernels.runtime.bind`). Only
-the addresses of arrays are kept: the caller makes sure that their memory exists, and passes
-the addresses of the arrays of a call. Results have the bits of the other functions, which
-run the same kernels.
+A class holds the arguments that stay the same (:mod:`firstlayer.kernels.runtime.bind`).
+Only the addresses of arrays are kept: the caller makes sure that their memory exists, and
+passes the addresses of the arrays of a call. Results have the bits of the other functions,
+which run the same kernels.
 
 Calls return 0, or 1 if an id was out of range, or -1 if memory could not be allocated.
 """
@@ -202,7 +202,11 @@ class BoundBags:
             bounds: Start of each bag, and the end of the last, which is the number of ids.
             divisors: Divisor of each bag's sum; none for sums.
         """
-        starts, counts, bags = array("q", bounds), array(self._number, divisors), len(bounds)
+        starts, counts, bags = (
+            array("q", bounds),
+            array(self._number, divisors),
+            len(bounds),
+        )
         return self._call(
             0, bags - 1, 0, 0, 0,
             ids, bounds[-1],

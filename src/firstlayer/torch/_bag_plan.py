@@ -98,6 +98,7 @@ def bag_plan(layer: "EmbeddingBag", ids: Any, offsets: Any) -> BagPlan | None:
     mode, _, padding_idx, max_norm = _settings_of(vars(layer))
     if (
         type(weight) is not Parameter
+        or (weight.requires_grad and torch.is_grad_enabled())
         or not is_plain_cpu(weight)
         or weight.dtype not in FLOATS
         or weight.ndim != 2

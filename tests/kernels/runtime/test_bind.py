@@ -74,13 +74,15 @@ def test_arguments_that_stay_and_arguments_that_vary():
 
 
 def test_the_flag_is_returned_and_starts_at_zero():
-    bound = bind(record, varying=["ids", "out"], **arguments(np.ones((2, 3))))
+    table = np.ones((2, 3))
+    bound = bind(record, varying=["ids", "out"], **arguments(table))
     assert call(bound, np.array([0, -1]))[0] == 1
     assert call(bound, np.array([-2]))[0] == 0
 
 
 def test_a_ticket_shares_the_range_between_threads():
-    bound = bind(record, varying=["ids", "out"], **arguments(np.arange(6.0).reshape(2, 3)))
+    table = np.arange(6.0).reshape(2, 3)
+    bound = bind(record, varying=["ids", "out"], **arguments(table))
     ids = np.arange(6).repeat(1000)
     for threads in (1, 3):
         flag, out = call(bound, ids, threads=threads)

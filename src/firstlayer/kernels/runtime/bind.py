@@ -36,7 +36,9 @@ FLAG = np.zeros(1, np.int64)
 _BLOCK, _FLAG = -1, -2
 
 
-def bind(kernel: Any, *, varying: Sequence[str] = (), **arguments: Any) -> Callable[..., int]:
+def bind(
+    kernel: Any, *, varying: Sequence[str] = (), **arguments: Any
+) -> Callable[..., int]:
     """Return a function that calls a kernel with these arguments.
 
     It takes the five numbers of a ticket, then the address and the length of each array in
@@ -54,12 +56,13 @@ def bind(kernel: Any, *, varying: Sequence[str] = (), **arguments: Any) -> Calla
     Example:
         >>> from firstlayer.kernels.phases import _digit_phases
         >>> from firstlayer.kernels.runtime.pool import whole_range
-        >>> tables, at, out = np.ones((2, 3, 256, 1)), np.array([7]), np.zeros((1, 2))
+        >>> tables, at, out = np.zeros((2, 3, 256, 1)), np.array([7]), np.zeros((1, 2))
+        >>> tables[0] = 1
         >>> call = bind(
         ...     _digit_phases, varying=["positions"], positions=at, tables=tables, out=out
         ... )
         >>> call(*whole_range(1), at.ctypes.data, len(at)), out.tolist()
-        (0, [[0.0, 2.0]])
+        (0, [[1.0, 0.0]])
     """
     names = list(inspect.signature(kernel.py_func).parameters)[1:]
     if sorted(names) != sorted(arguments) or not set(varying) <= set(names):
@@ -139,9 +142,7 @@ def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...
     builder.ret(builder.select(has_failed, I64(-1), builder.load(flag)))
     library.add_ir_module(module)
     library.finalize()
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * count
-    )
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * count)
     entry = prototype(library.get_pointer_to_function(name))
     entry.library = library  # pyright: ignore
     return entry

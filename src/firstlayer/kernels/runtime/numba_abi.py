@@ -16,9 +16,9 @@ called with. That relies on the following:
 A ticket is a tuple because Numba's generators never release an array argument.
 
 :func:`single_thread_reason` compares the layouts of 1 to 3 and of 6, which takes
-microseconds. For a version outside :data:`KNOWN_VERSIONS` it also compiles a small kernel, offers it and calls
-it through its pointer, which checks 1 to 4 together. If a check fails, kernels run on one
-thread.
+microseconds. For a version outside :data:`KNOWN_VERSIONS` it also compiles a small kernel,
+offers it and calls it through its pointer, which checks 1 to 4 together. If a check fails,
+kernels run on one thread, and every call goes through Numba's dispatcher.
 """
 
 from types import SimpleNamespace
@@ -169,6 +169,7 @@ def single_thread_reason() -> str | None:
     return problem and f"Numba {numba.__version__} is not supported: {problem}"
 
 
+# Fields of the struct of an array, in the order in which they are passed.
 _ARRAY_FIELDS = "meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides"
 
 

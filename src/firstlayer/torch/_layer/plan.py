@@ -1,9 +1,9 @@
 """Short calls of a layer whose modules and parameters stay as they are.
 
 A call of one token spends most of its time on deciding what the kernel may read and on
-passing it. Both depend on the layer alone. A :class:`CallPlan` holds the result. Before each
-use it compares everything that it depends on, which takes a few microseconds. A plan owns
-no memory of the layer and keeps no module or parameter alive.
+passing it. Both depend on the layer alone. A :class:`CallPlan` holds the result. Before
+each use it compares everything that it depends on, which takes a few microseconds. A plan
+owns no memory of the layer and keeps no module or parameter alive.
 """
 
 import math
