@@ -351,7 +351,7 @@ def _run_kernels_of_stores() -> None:
     store.read(np.arange(9))
     store.sum_bags(np.arange(9), np.array([0, 4, 9]))
     start, none = table.ctypes.data, np.empty(0, np.int64)
-    bases, starts = np.array([start, table.nbytes]), np.array([0, 40])
+    bases, starts = np.array([start, table.nbytes]), np.array([0, 40, 40])
     for offsets in (none, np.arange(0, 40 * 128, 128)):
         addresses = kernels.locate_rows(np.arange(5), starts, bases, 128, offsets)
         assert addresses is not None

@@ -13,10 +13,8 @@ from array import array
 
 import numpy as np
 
-from .bags import _sum_narrow, _sum_wide
-from .layer.forward import GRAIN, _write_rows
-from .phases import _digit_phases
-from .rotate import _LOOPS
+from . import bags, phases, rotate
+from .layer import forward
 from .runtime.bind import FLAG, bind
 from .runtime.compile import bits_of
 from .runtime.lanes import LANES_BYTES
@@ -54,9 +52,9 @@ class BoundForward:
             rows, varying = np.arange(len(position_table)), [*varying, "position_rows"]
         # All rows of positions in order. A call reads some of them.
         self._rows, self._first = rows, 0 if rows is None else rows.ctypes.data
-        self._grain = grain_for(GRAIN, width)
+        self._grain = grain_for(forward.GRAIN, width)
         self._call = bind(
-            _write_rows,
+            forward._write_rows,
             varying=varying,
             token_table=bits_of(token_table),
             ids=np.empty(1, np.int64),
@@ -126,21 +124,21 @@ class BoundRotation:
     ) -> None:
         features = 2 * tables.shape[-1]
         vectors = bits_of(np.empty((1, head_dim), dtype))
-        phases, self._which = np.empty((1, features), np.float32), np.zeros(1, np.int64)
+        row, self._which = np.empty((1, features), np.float32), np.zeros(1, np.int64)
         # A position and its phases.
         self._scratch = _scratch_type(features)
         self._phases = bind(
-            _digit_phases,
+            phases._digit_phases,
             varying=["positions", "out"],
             positions=np.empty(1, np.int64),
             tables=tables,
-            out=phases,
+            out=row,
         )
         self._rotate = bind(
-            _LOOPS[read_half, write_half],
+            rotate._LOOPS[read_half, write_half],
             varying=["x", "phases", "out"],
             x=vectors,
-            phases=phases,
+            phases=row,
             which=self._which,
             streams=False,
             out=vectors,
@@ -157,9 +155,8 @@ class BoundRotation:
         """
         scratch = self._scratch(position)
         at = ctypes.addressof(scratch)
-        phases = at + 8
-        return self._phases(0, 1, 0, 0, 0, at, 1, phases, 1) or self._rotate(
-            0, size, 0, 0, 0, x, size, phases, 1, out, size
+        return self._phases(0, 1, 0, 0, 0, at, 1, at + 8, 1) or self._rotate(
+            0, size, 0, 0, 0, x, size, at + 8, 1, out, size
         )
 
 
@@ -177,7 +174,7 @@ class BoundBags:
         block, (num_rows, width) = LANES_BYTES // absent.itemsize, table.shape
         self._number = "d" if absent.itemsize == 8 else "f"
         self._call = bind(
-            _sum_wide if width >= block else _sum_narrow,
+            bags._sum_wide if width >= block else bags._sum_narrow,
             varying=["ids", "bounds", "divisors", "out"],
             table=bits_of(table).reshape(-1),
             num_rows=num_rows,
@@ -202,17 +199,14 @@ class BoundBags:
             bounds: Start of each bag, and the end of the last, which is the number of ids.
             divisors: Divisor of each bag's sum; none for sums.
         """
-        starts, counts, bags = (
-            array("q", bounds),
-            array(self._number, divisors),
-            len(bounds),
-        )
+        starts, counts = array("q", bounds), array(self._number, divisors)
+        size = len(bounds) - 1
         return self._call(
-            0, bags - 1, 0, 0, 0,
+            0, size, 0, 0, 0,
             ids, bounds[-1],
-            starts.buffer_info()[0], bags,
+            starts.buffer_info()[0], size + 1,
             counts.buffer_info()[0], len(counts),
-            out, bags - 1,
+            out, size,
         )  # fmt: skip
 
 

@@ -31,7 +31,9 @@ def test_a_changed_calling_convention_is_reported(monkeypatch):
 
 def test_a_changed_array_is_reported(monkeypatch):
     monkeypatch.setattr(numba_abi, "_ARRAY_FIELDS", ("data", "shape"))
-    problem = "arrays have the fields meminfo, parent, nitems, itemsize, data, shape, strides"
+    problem = (
+        "arrays have the fields meminfo, parent, nitems, itemsize, data, shape, strides"
+    )
     assert numba_abi.layout_problem() == problem
 
 

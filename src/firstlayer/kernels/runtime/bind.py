@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
@@ -116,11 +117,9 @@ def _bits(value: Any) -> int:
 def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...]) -> Any:
     """Return a C function of a block and of the parameters that calls the kernel."""
     address, kernel_type = compiled_function(kernel, argument_types)
-    count = 1 + max(sources)
-    library = kernel.targetctx.codegen().create_library("firstlayer.bound")
-    module = library.create_ir_module("firstlayer.bound")
-    name = f"firstlayer.bound.{address:x}.{hash(sources):x}"
-    function = ir.Function(module, ir.FunctionType(I64, [I64] * (1 + count)), name=name)
+    count, module = 1 + max(sources), ir.Module()
+    function_type = ir.FunctionType(I64, [I64] * (1 + count))
+    function = ir.Function(module, function_type, name="call_kernel")
     builder = ir.IRBuilder(function.append_basic_block())
     block = builder.inttoptr(function.args[0], I64.as_pointer())
     flag = builder.alloca(I64)
@@ -140,11 +139,13 @@ def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...
     status = builder.call(target, passed)
     has_failed = builder.icmp_signed("!=", status, status.type(0))
     builder.ret(builder.select(has_failed, I64(-1), builder.load(flag)))
-    library.add_ir_module(module)
-    library.finalize()
+    # Not Numba's code generator, whose optimizations take ten times as long.
+    target = llvm.Target.from_default_triple().create_target_machine(opt=1, jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), target)
+    engine.finalize_object()
     prototype = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * count)
-    entry = prototype(library.get_pointer_to_function(name))
-    entry.library = library  # pyright: ignore
+    entry = prototype(engine.get_function_address(function.name))
+    entry.engine = engine  # pyright: ignore  # keeps the code
     return entry
 
 
