@@ -143,6 +143,10 @@ def plan_of(layer: "EmbeddingLayer", size: int) -> CallPlan | None:
     arrays = arrays_of(layer)
     if arrays is None or not kernels.can_bind():
         return None
-    if any(x is not None and not x.flags.c_contiguous for x in arrays):
-        return None
+    for x in arrays:
+        # Another thread may have replaced an array since the call.
+        if x is not None and (
+            not x.flags.c_contiguous or x.shape[-1] != layer.embedding_dim
+        ):
+            return None
     return CallPlan(layer, arrays)
