@@ -199,10 +199,11 @@ def progress(
 ) -> Generator[Callable[..., None], None, None]:
     """Report progress on stderr unless ``quiet``: a bar on a terminal, otherwise lines.
 
-    Yields a function of the completed amount and an optional ``note`` shown after it.
+    Yields a function of the completed amount, with an optional ``note`` shown after it, and
+    an optional ``what`` in earlier phases of the work.
     """
     if quiet:
-        yield lambda done, note="": None
+        yield lambda done, note="", what="": None
     elif not sys.stderr.isatty():
         yield _lines_of_progress(what, total)
     else:
@@ -214,7 +215,7 @@ def _lines_of_progress(what: str, total: float | None) -> Callable[..., None]:
     """Return a function that prints a line now and then, for logs."""
     due = time.monotonic() + SECONDS_PER_LINE
 
-    def draw(done: float, note: str = "") -> None:
+    def draw(done: float, note: str = "", what: str = what) -> None:
         nonlocal due
         if time.monotonic() < due:
             return
@@ -248,12 +249,20 @@ def _bar(what: str, total: float | None) -> Generator[Callable[..., None], None,
         transient=True,
     )
     task = bar.add_task(what, total=total, note="")
+    phase = what
 
-    def draw(done: float, note: str = "") -> None:
+    def draw(done: float, note: str = "", what: str = what) -> None:
+        nonlocal phase
+        if what != phase:
+            # The time left is that of the phase.
+            phase = what
+            bar.reset(task, description=what)
         bar_column.bar_width = max(MIN_BAR, min(MAX_BAR, room - len(note) - 1))
         left = max(0, room - bar_column.bar_width - 1)
-        shown = note if len(note) <= left else note[: max(0, left - 1)]
-        bar.update(task, completed=done, note=shown)
+        # Parts of a note are separated by commas.
+        while note and len(note) > left:
+            note = note.rpartition(", ")[0]
+        bar.update(task, completed=done, note=note)
         bar.start()  # started late, so that earlier messages keep their own lines
 
     try:

@@ -20,7 +20,7 @@ from ..stores import open_store
 from .arrays import read_npy, read_npz
 from .fasttext import MAGIC as FASTTEXT_MAGIC
 from .fasttext import read_fasttext
-from .folder import read_config, read_one_save
+from .folder import PHRASES, read_config, read_one_save
 from .gensim import read_gensim
 from .table import VectorTable
 from .text import MAX_LINE_BYTES, counts_in, decoded, is_row, number_of, read_text
@@ -159,7 +159,10 @@ def _checkpoint(path: Path, opener: Opener, *, need_words: bool) -> VectorTable:
             raise ValueError(f"{source} has token {row}, but there are {len(words)} rows")
         words[row] = word
     normalize = bool(config.get("normalize"))
-    return VectorTable(words, weight, tokens, normalize, mapping, scale)
+    phrases = read_optional(folder / PHRASES, opener=opener)
+    return VectorTable(
+        words, weight, tokens, normalize, mapping, scale, phrases_json=phrases
+    )
 
 
 def tokens_in(content: bytes, path: Path) -> dict[int, str]:

@@ -62,6 +62,7 @@ class VectorTable:
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
         subwords: Rows of character n-grams, or None.
+        phrases_json: Content of ``phrases.json``, or None.
     """
 
     words: list[str]
@@ -71,6 +72,7 @@ class VectorTable:
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
+    phrases_json: bytes | None = None
 
     def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
         """Return the vectors of words by their numbers."""

@@ -252,6 +252,7 @@ def _write_folder(
         rows,
         tokenizer=tokenizer,
         about=about,
+        phrases=table.phrases_json and table.phrases_json.decode(),
         replace=replace,
         normalize=table.normalize,
     )

@@ -113,7 +113,7 @@ class SkipGram:
     def __init__(self, corpus: Corpus, setting: SkipGramOptions) -> None:
         kernels.require_compiler("training word vectors")
         self.corpus, self.setting = corpus, setting
-        counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
+        counts = corpus.counts()
         if np.count_nonzero(counts) < 2:
             raise ValueError(
                 f"the text must have at least 2 different tokens in its vocabulary, "
@@ -214,11 +214,8 @@ class SkipGram:
         """Draw the subsampled text of the next epoch."""
         if self._stream.size or self.epoch == self.setting.epochs:
             return
-        ids, bounds = self.corpus.ids, self.corpus.bounds
         rng = np.random.default_rng([self.setting.seed, self.epoch])
-        kept = rng.random(ids.size, dtype=np.float32) < self._kept[ids]
-        documents = np.repeat(np.arange(bounds.size - 1, dtype=np.int32), np.diff(bounds))
-        self._stream, self._documents = ids[kept], documents[kept]
+        self._stream, self._documents = self.corpus.subsampled(self._kept, rng)
         self._key = int(rng.integers(2**63))
 
     def _step(self) -> None:
