@@ -325,9 +325,8 @@ def test_ctrl_c_prints_completed_schemes(text, tmp_path, pressed):
     path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
     pressed("alibi")
     done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
-    assert (
-        done.exit_code == 1 and done.stderr == "firstlayer: interrupted before alibi, t5\n"
-    )
+    assert done.exit_code == 130
+    assert done.stderr == "firstlayer: interrupted before alibi, t5\n"
     found = json.loads(done.stdout)
     assert [each["scheme"] for each in found["trained"]] == ["none"]
     assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
@@ -338,7 +337,7 @@ def test_ctrl_c_before_the_first_scheme_prints_nothing(text, tmp_path, pressed):
     pressed("none")
     options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
     done = run("positions", text, *TINY, *options)
-    assert done.exit_code == 1 and done.stdout == ""
+    assert done.exit_code == 130 and done.stdout == ""
     assert done.stderr.split("\n")[-2:] == ["firstlayer: interrupted", ""]
     assert os.listdir(tmp_path) == [text.name]
 

@@ -143,13 +143,14 @@ def replace_command(monkeypatch):
 
 
 @pytest.mark.rejects
-def test_ctrl_c_prints_interrupted_and_exits_with_1(replace_command):
+def test_ctrl_c_prints_interrupted_and_exits_with_130(replace_command):
     def stop():
         raise KeyboardInterrupt
 
     replace_command(stop)
     done = call("inspect")
-    assert done.exit_code == 1 and done.stderr.split("\n")[-2] == "firstlayer: interrupted"
+    assert done.exit_code == 130
+    assert done.stderr.split("\n")[-2] == "firstlayer: interrupted"
 
 
 @pytest.mark.rejects
@@ -223,7 +224,7 @@ class Press:
 sys.meta_path.insert(0, Press())
 """
     done = call_alone("--help", folder=tmp_path, before=pressed)
-    assert (done.returncode, done.stderr) == (1, "firstlayer: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "firstlayer: interrupted\n")
 
 
 class Terminal(io.StringIO):

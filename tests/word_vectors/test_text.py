@@ -97,16 +97,18 @@ BAD = {
     "zstd": (b"\x28\xb5\x2f\xfd....", "utf-8", "compressed by zstd: decompress it first"),
     "empty": (b"", "utf-8", "a.txt is empty"),
     "empty gzip": (gzip.compress(b""), "utf-8", "a.txt is empty"),
-    "encoding": (b"a", "utf-9", "encoding must be the name of a text encoding, got 'utf-9'"),
+    "encoding": (
+        b"a",
+        "utf-9",
+        "encoding must be the name of a text encoding, got 'utf-9'",
+    ),
     "no text": (b"a", "base64", "must be the name of a text encoding, got 'base64'"),
 }
 
 
 @pytest.mark.parametrize("data, encoding, want", BAD.values(), ids=BAD)
 @pytest.mark.rejects
-def test_files_that_are_not_text_are_rejected(
-    tmp_path, small_blocks, data, encoding, want
-):
+def test_files_that_are_not_text_are_rejected(tmp_path, small_blocks, data, encoding, want):
     (tmp_path / "a.txt").write_bytes(data)
     with pytest.raises(ValueError) as caught:
         list(read_blocks(tmp_path / "a.txt", encoding=encoding))

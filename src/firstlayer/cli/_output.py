@@ -18,6 +18,8 @@ from typing import Any
 
 import click
 
+from . import INTERRUPTED
+
 Decorator = Callable[[Callable[..., Any]], Any]
 
 #: Seconds between lines of progress where there is no terminal.
@@ -185,6 +187,13 @@ def amount(size: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def interrupted(text: str) -> click.ClickException:
+    """Return the error of a command that kept a part of its work after Ctrl-C."""
+    error = click.ClickException(text)
+    error.exit_code = INTERRUPTED
+    return error
 
 
 def say(text: str, *, quiet: bool) -> None:

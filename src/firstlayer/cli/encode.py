@@ -60,8 +60,8 @@ def command(
     """Encode each line of FILE as the mean of its token rows in TABLE.
 
     TABLE is a table as for firstlayer neighbors. Without FILE, or with -, standard input is
-    read; .gz, .bz2 and .xz are decompressed. Lines without known words become zeros, and are counted. Without -o, one JSON
-    object is printed per line.
+    read; .gz, .bz2 and .xz are decompressed. Lines without known words become zeros, and
+    are counted. Without -o, one JSON object is printed per line.
     """
     if output is not None:
         if not output.endswith(FORMATS):

@@ -17,6 +17,7 @@ from ._output import (
     columns,
     emit,
     force_option,
+    interrupted,
     progress,
     say,
     seed_option,
@@ -143,10 +144,10 @@ def command(ctx: click.Context, **options: Any) -> None:
 
     Reads FILES of text, and all text files in folders; .gz, .bz2 and .xz are decompressed,
     each line of .jsonl is a document, and - is standard input. The default is the source of
-    Python's standard library. The text need not fit into memory. Writes a FOLDER that model2vec and sentence-transformers can open,
-    and prints the neighbors of a few frequent words. The same seed gives the same table,
-    bit for bit. Ctrl-C saves the current state, and so does the run every few minutes;
-    --resume continues it.
+    Python's standard library. The text need not fit into memory. Writes a FOLDER that
+    model2vec and sentence-transformers can open, and prints the neighbors of a few frequent
+    words. The same seed gives the same table, bit for bit. Ctrl-C saves the current state,
+    and so does the run every few minutes; --resume continues it.
     """
     _check_resume(ctx, resume=options["resume"])
     check_output_folder(options["output"], force=options["force"] or options["resume"])
@@ -171,7 +172,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     emit(trained, _text(trained), as_json=options["as_json"])
     if not trained.finished:
         again = shlex.join(["--resume", *options["files"], "-o", trained.folder])
-        raise click.ClickException(
+        raise interrupted(
             f"interrupted at {trained.progress.done:.0%}; "
             f"resume with: firstlayer train {again}"
         )
@@ -213,9 +214,9 @@ def _recipe(options: dict[str, Any]) -> "TrainingOptions":
         pattern=options["pattern"],
         phrases=options["phrases"],
         phrase_threshold=options["phrase_threshold"],
-        reading=ReadingOptions(
-            **{name: options[name] for name in ("encoding", "text_field", "lines")}
-        ),
+        reading=ReadingOptions(**{
+            name: options[name] for name in ("encoding", "text_field", "lines")
+        }),
         setting=setting,
     )
 
@@ -227,18 +228,18 @@ def _stop_on_interrupt() -> Generator[Callable[[], bool], None, None]:
     Ctrl-C raises KeyboardInterrupt as usual before the first call of that function, and
     when it is pressed a second time.
     """
-    interrupted, polled = False, False
+    is_pressed, is_polled = False, False
 
     def on_interrupt(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        if interrupted or not polled:
+        nonlocal is_pressed
+        if is_pressed or not is_polled:
             raise KeyboardInterrupt
-        interrupted = True
+        is_pressed = True
 
     def stop() -> bool:
-        nonlocal polled
-        polled = True
-        return interrupted
+        nonlocal is_polled
+        is_polled = True
+        return is_pressed
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64
 
 from .. import kernels
 
@@ -15,13 +15,16 @@ class Subwords:
 
     Args:
         table: The rows; those of n-grams are the last ones.
-        buckets: Number of rows of n-grams.
+        buckets: Number of hashes of n-grams.
         lengths: Shortest and longest n-gram, in characters.
+        bucket_rows: Row of each hash of an n-gram, or -1; None if ``buckets`` rows are the
+            last ones.
     """
 
     table: np.ndarray
     buckets: int
     lengths: tuple[int, int]
+    bucket_rows: Int32[np.ndarray, " buckets"] | None = None
 
     def means(
         self, words: list[bytes], own_rows: np.ndarray
@@ -46,6 +49,7 @@ class Subwords:
             lengths=self.lengths,
             out=out,
             counts=counts,
+            bucket_rows=self.bucket_rows,
         )
         return out, counts
 

@@ -109,7 +109,9 @@ class IdWriter:
     """
 
     def __init__(self, scratch: str | os.PathLike[str] | None) -> None:
-        self._file = None if scratch is None else tempfile.TemporaryFile(dir=scratch)
+        self._file = None
+        if scratch is not None:
+            self._file = tempfile.TemporaryFile(dir=scratch)
         self._parts: list[np.ndarray] = []
         self.size = 0
 
@@ -131,6 +133,11 @@ class IdWriter:
         self._file.flush()
         # Writable arrays alone have the type that kernels are compiled for.
         return np.asarray(np.memmap(self._file, np.int32, "r+", shape=(self.size,)))
+
+    def __del__(self) -> None:
+        # An array that is mapped needs the open file no longer.
+        if self._file is not None:
+            self._file.close()
 
 
 def learn_tokenizer(

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -123,9 +124,7 @@ class Source:
             self.open(), encoding=options.encoding, name=self.name, report=report
         )
 
-    def texts(
-        self, options: ReadingOptions, report: Report | None = None
-    ) -> Iterator[str]:
+    def texts(self, options: ReadingOptions, report: Report | None = None) -> Iterator[str]:
         """Yield the lines, or the text of each line of JSON that is not blank."""
         lines = read_lines(
             self.open(), encoding=options.encoding, name=self.name, report=report
@@ -255,4 +254,7 @@ def _spooled(path: StrPath, scratch: StrPath | None) -> Source:
         spool.seek(0)
         return spool  # pyright: ignore[reportReturnType]
 
-    return Source("standard input" if path == "-" else os.fspath(path), rewound, size)
+    name = "standard input" if path == "-" else os.fspath(path)
+    source = Source(name, rewound, size)
+    weakref.finalize(source, spool.close)
+    return source

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from .._check import not_negative, positive
+from .._check import not_negative_number, positive
 from .corpus import UNKNOWN, Corpus, IdWriter
 
 #: Between the words of a phrase.
@@ -80,10 +80,8 @@ class Phrases:
 
     def to_words(self, words: Sequence[str]) -> list[list[list[str]]]:
         """Return pairs of words by pass, the argument of :meth:`from_words`."""
-        return [
-            [[words[key >> BITS], words[key & (1 << BITS) - 1]] for key in one.keys.tolist()]
-            for one in self.passes
-        ]
+        passes = (map(ids_of, one.keys.tolist()) for one in self.passes)
+        return [[[words[one], words[other]] for one, other in pairs] for pairs in passes]
 
     def to_json(self, words: Sequence[str]) -> str:
         """Return the content of ``phrases.json``: pairs of words by pass."""
@@ -111,6 +109,11 @@ class Phrases:
 def key_of(one: Any, other: Any) -> Any:
     """Return the key of a pair of ids, or of arrays of them."""
     return one << BITS | other
+
+
+def ids_of(key: Any) -> tuple[Any, Any]:
+    """Return the two ids of a key, or of an array of keys."""
+    return key >> BITS, key & (1 << BITS) - 1
 
 
 def learn_phrases(
@@ -160,7 +163,7 @@ def find_phrases(
     """Return the names of words and phrases by id, and all phrases that score enough."""
     positive("passes", passes)
     positive("min_count", min_count)
-    not_negative("threshold", threshold)
+    not_negative_number("threshold", threshold)
     names = corpus.words()
     numbers = {name: i for i, name in enumerate(names)}
     found = Phrases(())
@@ -171,7 +174,7 @@ def find_phrases(
         keys = counts.above(threshold, min_count=min_count)
         ids = np.empty(keys.size, np.int32)
         for i, key in enumerate(keys.tolist()):
-            name = names[key >> BITS] + JOINT + names[key & (1 << BITS) - 1]
+            name = JOINT.join(names[part] for part in ids_of(key))
             ids[i] = numbers.setdefault(name, len(names))
             if ids[i] == len(names):
                 names.append(name)
@@ -214,10 +217,8 @@ class _PairCounts:
         tokens = self.tokens.copy()
         tokens[self.unknown] = 0
         distinct = np.count_nonzero(tokens) + self.keys.size
-        product = (
-            tokens[self.keys >> BITS].astype(np.float64)
-            * tokens[self.keys & (1 << BITS) - 1]
-        )
+        one, other = ids_of(self.keys)
+        product = tokens[one].astype(np.float64) * tokens[other]
         scores = (self.counts - min_count) / product * distinct
         return self.keys[scores > threshold]
 
@@ -282,7 +283,7 @@ def _vocabulary(
     parts: dict[int, tuple[int, int]] = {}
     for pairs in phrases.passes:
         for key, i in zip(pairs.keys.tolist(), pairs.ids.tolist(), strict=True):
-            parts.setdefault(i, (key >> BITS, key & (1 << BITS) - 1))
+            parts.setdefault(i, ids_of(key))
 
     def whole(i: int) -> set[int]:
         return {i}.union(*map(whole, parts.get(i, ())))

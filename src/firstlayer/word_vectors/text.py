@@ -61,7 +61,8 @@ def standard_library() -> list[Path]:
 def check_encoding(encoding: str) -> None:
     """Raise a ValueError unless Python knows an encoding of text by this name."""
     try:
-        b"".decode(encoding)
+        # No codec is looked up for an empty string.
+        b"a".decode(encoding, "replace")
     except LookupError:
         raise ValueError(
             f"encoding must be the name of a text encoding, got {encoding!r}"
@@ -181,14 +182,12 @@ def decompressed(raw: BinaryIO, name: str) -> Generator[BinaryIO, None, None]:
     begin = _peek(raw, 6)
     if begin.startswith(ZSTD):
         raise ValueError(f"{name} is compressed by zstd: decompress it first")
-    for magic, opener in COMPRESSED.items():
-        if begin.startswith(magic):
-            break
-    else:
+    openers = [open for magic, open in COMPRESSED.items() if begin.startswith(magic)]
+    if not openers:
         yield raw
         return
     try:
-        with opener(raw) as file:
+        with openers[0](raw) as file:
             yield file
     except DAMAGED as error:
         raise ValueError(f"{name} is damaged: {error}") from None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import not_negative
+from .._check import not_negative, not_negative_number
 from ..files.atomic import Opener
 from ..files.checkpoint import read_bytes
 from ..files.safetensors import KEY, OLD_KEY
@@ -68,7 +68,7 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         not_negative("phrases", self.phrases)
-        not_negative("phrase_threshold", self.phrase_threshold)
+        not_negative_number("phrase_threshold", self.phrase_threshold)
         if self.phrases and self.kind != "words":
             raise ValueError(f"phrases are of words, but the tokenizer is {self.kind}")
 
@@ -273,9 +273,7 @@ def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> Train
     try:
         # Earlier versions had no options of reading.
         reading = ReadingOptions(**rest.pop("reading", {}))
-        return TrainingOptions(
-            **rest, reading=reading, setting=SkipGramOptions(**setting)
-        )
+        return TrainingOptions(**rest, reading=reading, setting=SkipGramOptions(**setting))
     except (TypeError, ValueError) as error:
         reason = reprlib.repr(str(error))
         raise ValueError(

@@ -255,9 +255,9 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
 
     Args:
         path: A folder that ``firstlayer train``, model2vec, sentence-transformers or
-            transformers wrote, with ``tokenizer.json`` or ``vocab.txt``; its safetensors or
-            PyTorch file; a file of gensim (``.kv``, ``.model``), fastText (``.bin``,
-            ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
+            transformers wrote, with ``tokenizer.json``, ``vocab.txt``, or ``vocab.json`` and
+            ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
+            ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
             ``vocab.txt`` or ``metadata.tsv``; ``.npz``; or a text format with ``.gz``. The
             content tells the format. Nothing in a file is run.
 
@@ -273,11 +273,11 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
     phrases = None
     if table.phrases_json is not None:
         numbers = {word: i for i, word in enumerate(table.words)}
-        phrases = parse_phrases(table.phrases_json, numbers, Path(path) / PHRASES)
+        phrases = parse_phrases(table.phrases_json, numbers, _folder(path) / PHRASES)
     return Vectors(
         table.words,
         table.weight,
-        _tokenizer(table, Path(path)),
+        _tokenizer(table, _folder(path)),
         table.normalize,
         table.mapping,
         table.scale,
@@ -286,9 +286,13 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
     )
 
 
-def _tokenizer(table: VectorTable, path: Path) -> Any:
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a table's files."""
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _tokenizer(table: VectorTable, folder: Path) -> Any:
     if table.tokenizer_json is not None:
-        folder = path if path.is_dir() else path.parent
         return parse_tokenizer(table.tokenizer_json, folder / TOKENIZER)
     if "[UNK]" in table.words and any(word.startswith(CONTINUED) for word in table.words):
         return _word_piece(table.words)
@@ -340,7 +344,7 @@ def parse_phrases(content: bytes, numbers: dict[str, int], path: Path) -> Phrase
     try:
         return Phrases.from_words(json.loads(content), numbers)
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError(f"{path} does not hold phrases of the words in the table") from None
+        raise ValueError(f"{path} does not hold phrases of known words") from None
 
 
 def encoded_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
