@@ -91,24 +91,32 @@ def test_pairs_are_joined_from_left_to_right(texts, first, second, chunk):
     assert [got.ids[lo:hi].tolist() for lo, hi in parts] == want
 
 
-TEXT = [["we saw new york city and new york city . " * 20 + "a rare york " * 4 + "we " * 30]]
+def text_with(phrase, count=60):
+    """Return a text of random words with a phrase and a rare word in it."""
+    words = [f"w{i}" for i in np.random.default_rng(0).integers(0, 20, 2000)]
+    for i in range(count):
+        words.insert(33 * i, phrase)
+    return [[" ".join(words) + " rare" * 4]]
+
+
+TEXT = text_with("new york city")
 
 
 def test_vocabulary_has_phrases_and_their_words(tmp_path):
     tokenizer = learn_tokenizer(TEXT, min_count=4)
     corpus = tokenized(TEXT, tokenizer, keep_unknown=True, scratch=tmp_path)
-    joined, phrases = learn_phrases(corpus, passes=2, min_count=5, threshold=0.1)
+    joined, phrases = learn_phrases(corpus, passes=2, min_count=5, threshold=1.0)
     words = joined.words()
     assert words[0] == "[UNK]" and "new_york_city" in words
     # Words of phrases stay, so that the phrases are found; other rare words do not.
     assert {"new", "york", "city"} <= set(words) and "rare" not in words
-    ids = tokenizer_ids = joined.tokenizer.encode("we saw new york city").ids
-    assert phrases.joined([ids])[0][-1] == words.index("new_york_city")
-    assert len(tokenizer_ids) == 5
+    ids = joined.tokenizer.encode("w3 rare new york city").ids
+    row = words.index("new_york_city")
+    assert len(ids) == 5 and phrases.joined([ids]) == [[words.index("w3"), 0, row]]
     again = tokenized(TEXT, joined.tokenizer, keep_unknown=True)
     assert spelled(join_phrases(again, phrases)) == spelled(joined)
     assert "[UNK]" not in spelled(joined)[0]
-    few, _ = learn_phrases(corpus, passes=2, min_count=5, threshold=0.1, size=4)
+    few, _ = learn_phrases(corpus, passes=2, min_count=5, threshold=1.0, size=4)
     assert few.num_embeddings <= 4
     saved = Phrases.from_words(phrases.to_words(words), joined.tokenizer.get_vocab())
     for one, other in zip(saved.passes, phrases.passes, strict=True):

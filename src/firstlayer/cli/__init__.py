@@ -44,5 +44,5 @@ def main() -> None:
             raise
         sys.exit("firstlayer: the command line needs click: pip install 'firstlayer[cli]'")
     except KeyboardInterrupt:
-        print("firstlayer: interrupted", file=sys.stderr)
+        sys.stderr.write("firstlayer: interrupted\n")
         sys.exit(INTERRUPTED)

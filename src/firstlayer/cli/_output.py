@@ -189,11 +189,10 @@ def amount(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
-def interrupted(text: str) -> click.ClickException:
-    """Return the error of a command that kept a part of its work after Ctrl-C."""
-    error = click.ClickException(text)
-    error.exit_code = INTERRUPTED
-    return error
+class InterruptedCommand(click.ClickException):
+    """Ctrl-C in a command that kept a part of its work."""
+
+    exit_code = INTERRUPTED
 
 
 def say(text: str, *, quiet: bool) -> None:

@@ -12,12 +12,12 @@ from click.core import ParameterSource
 
 from ._output import (
     COUNT,
+    InterruptedCommand,
     check_output_folder,
     cli_command,
     columns,
     emit,
     force_option,
-    interrupted,
     progress,
     say,
     seed_option,
@@ -32,8 +32,8 @@ EXAMPLES = r"""
 firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
 firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
-firstlayer train articles/ pages.jsonl.gz  folders, JSON lines, compressed files
-firstlayer train zh.txt --pattern "\S+"     words that are separated by spaces
+firstlayer train articles/ pages.jsonl.gz  a folder, JSON lines
+firstlayer train zh.txt --pattern "\S+"    words that are separated by spaces
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
 firstlayer train --resume -o vectors       resume after Ctrl-C
 """
@@ -172,7 +172,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     emit(trained, _text(trained), as_json=options["as_json"])
     if not trained.finished:
         again = shlex.join(["--resume", *options["files"], "-o", trained.folder])
-        raise interrupted(
+        raise InterruptedCommand(
             f"interrupted at {trained.progress.done:.0%}; "
             f"resume with: firstlayer train {again}"
         )

@@ -52,8 +52,8 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
 
     Args:
         path: A folder with a safetensors or torch checkpoint and ``tokenizer.json``,
-            ``vocab.txt``, or ``vocab.json`` and ``merges.txt``; one of these files; or a GGUF, ``.npy``, ``.npz``, gensim,
-            fastText, word2vec, GloVe or TSV file.
+            ``vocab.txt``, or ``vocab.json`` and ``merges.txt``; one of these files; or a
+            GGUF, ``.npy``, ``.npz``, gensim, fastText, word2vec, GloVe or TSV file.
         need_words: Whether a checkpoint or ``.npy`` file without words is an error.
     """
     place = Path(path)

@@ -252,7 +252,7 @@ def _write_folder(
         rows,
         tokenizer=tokenizer,
         about=about,
-        phrases=table.phrases_json and table.phrases_json.decode(),
+        phrases=None if table.phrases_json is None else table.phrases_json.decode(),
         replace=replace,
         normalize=table.normalize,
     )

@@ -243,7 +243,8 @@ def _files_below(folder: StrPath) -> Iterator[str]:
 def _spooled(path: StrPath, scratch: StrPath | None) -> Source:
     """Return standard input or a pipe, read to its end."""
     # The file has no name in the folder, so that nothing is left if the process is killed.
-    spool = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=scratch)
+    folder = None if scratch is None else os.fspath(scratch)
+    spool = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=folder)
     with (
         contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")
     ) as file:

@@ -78,12 +78,14 @@ class Phrases:
             tables.append(Pairs(keys, ids))
         return cls(tuple(tables))
 
-    def to_words(self, words: Sequence[str]) -> list[list[list[str]]]:
+    def to_words(self, words: list[str]) -> list[list[list[str]]]:
         """Return pairs of words by pass, the argument of :meth:`from_words`."""
-        passes = (map(ids_of, one.keys.tolist()) for one in self.passes)
-        return [[[words[one], words[other]] for one, other in pairs] for pairs in passes]
+        return [
+            [[words[i] for i in ids_of(key)] for key in pairs.keys.tolist()]
+            for pairs in self.passes
+        ]
 
-    def to_json(self, words: Sequence[str]) -> str:
+    def to_json(self, words: list[str]) -> str:
         """Return the content of ``phrases.json``: pairs of words by pass."""
         return json.dumps(self.to_words(words), ensure_ascii=False)
 
@@ -111,7 +113,7 @@ def key_of(one: Any, other: Any) -> Any:
     return one << BITS | other
 
 
-def ids_of(key: Any) -> tuple[Any, Any]:
+def ids_of(key: Any) -> Any:
     """Return the two ids of a key, or of an array of keys."""
     return key >> BITS, key & (1 << BITS) - 1
 

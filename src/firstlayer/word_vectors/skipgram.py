@@ -122,8 +122,9 @@ class SkipGram:
         self._kept = kept_share(counts, sample=setting.sample)
         self._noise = kernels.noise_table(counts**NOISE_POWER)
         self.table = _small((counts.size, setting.embedding_dim), rng=setting.seed)
-        if corpus.unknown is not None:
-            self.table[corpus.unknown] = 0
+        # Tokens that never occur have no direction: the unknown one, and words of phrases
+        # that occur in the phrases alone.
+        self.table[counts == 0] = 0
         self.others = np.zeros_like(self.table)
         self._workspace = kernels.skipgram_workspace(
             setting.batch,

@@ -255,11 +255,12 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
 
     Args:
         path: A folder that ``firstlayer train``, model2vec, sentence-transformers or
-            transformers wrote, with ``tokenizer.json``, ``vocab.txt``, or ``vocab.json`` and
-            ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
-            ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
-            ``vocab.txt`` or ``metadata.tsv``; ``.npz``; or a text format with ``.gz``. The
-            content tells the format. Nothing in a file is run.
+            transformers wrote, with ``tokenizer.json``, ``vocab.txt``, or ``vocab.json``
+            and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
+            ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
+            GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
+            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing in
+            a file is run.
 
     Example:
         >>> import tempfile
