@@ -256,12 +256,16 @@ def test_the_bar_and_the_time_left_fit_in_every_terminal(columns, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     note = "1,234,567 tokens/s, loss 3.210"
     with progress("training", total=10, quiet=False) as draw:
+        draw(9, what="reading")
         draw(5, note=note)
     plain_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    line = plain_text.splitlines()[0]
+    first, line = re.findall(r"(?:reading|training) [^\r\n]*", plain_text)
+    assert len(first) <= columns and " 90 % " in first
     assert len(line) <= columns and line.startswith("training ") and "━" * 3 in line
     assert " 50 % " in line and re.search(r"-:--|\d:\d\d", line)
     assert (note in line) == (columns >= 80)
+    # A note is cut between its parts.
+    assert "tokens" not in line or " tokens/s" in line
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
@@ -276,8 +280,10 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
     with progress("encoding", quiet=False) as draw:
         now[0] += 10
         draw(1234)
+        now[0] += 10
+        draw(2, what="reading")
     lines = stream.getvalue().splitlines()
-    assert lines == ["training 50%, loss 3.2", "encoding 1,234"]
+    assert lines == ["training 50%, loss 3.2", "encoding 1,234", "reading 2"]
 
 
 def test_progress_without_total_shows_a_count(monkeypatch):

@@ -155,6 +155,21 @@ def test_folders_are_read_in_sorted_order_without_binary_files(tmp_path):
         list(read_blocks(tmp_path / "none"))
 
 
+def test_progress_is_the_share_of_bytes_that_was_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "BLOCK", 100)
+    monkeypatch.setattr(documents_module, "SECONDS_PER_REPORT", 0.0)
+    for name in "ab":
+        (tmp_path / name).write_text("a word " * 100)
+    found, shares = documents_in([tmp_path]), []
+    found.report = shares.append
+    for _ in range(2):
+        shares.clear()
+        assert contents(found) == ["a word " * 100] * 2
+        # Files are read in buffers, which are larger than these files.
+        assert shares == sorted(shares) and len(shares) == 14
+        assert shares[0] == 0.5 and shares[-1] == 1
+
+
 def test_each_line_of_json_is_a_document(tmp_path):
     lines = [json.dumps({"text": f"page {i}\nof 3", "body": f"b{i}"}) for i in range(3)]
     path = tmp_path / "a.JSONL.gz"

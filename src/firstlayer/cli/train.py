@@ -33,7 +33,7 @@ firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
 firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
 firstlayer train articles/ pages.jsonl.gz  a folder, JSON lines
-firstlayer train zh.txt --pattern "\S+"    words that are separated by spaces
+firstlayer train zh.txt --pattern "\S+"    words between spaces
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
 firstlayer train --resume -o vectors       resume after Ctrl-C
 """
