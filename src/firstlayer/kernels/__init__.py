@@ -104,6 +104,15 @@ def has_compiler() -> bool:
     return not getattr(config, "DISABLE_JIT", False)
 
 
+def can_bind() -> bool:
+    """Return whether kernels can be called without Numba's dispatcher; see ``bound``."""
+    if not has_compiler():
+        return False
+    from .runtime.pool import has_known_layout
+
+    return has_known_layout()
+
+
 def require_compiler(what: str) -> None:
     """Raise a RuntimeError if Numba's compiler is turned off.
 

@@ -58,8 +58,10 @@ class PrecomputedBuffers(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tables for the float64 kernels are computed again when they are needed.
-        return {k: v for k, v in self.__dict__.items() if k != "_float64_tables"}
+        # Tables for the float64 kernels are computed again when they are needed, and a plan
+        # has addresses of this process.
+        derived = "_float64_tables", "_plan"
+        return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def _integers(
         self, name: str, device: torch.device, dtype: torch.dtype = torch.int32

@@ -13,6 +13,7 @@ Three predicates decide, each stricter than the one before:
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ from torch._C import _get_tracing_state
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..._check import float_dtype
@@ -167,6 +169,43 @@ def array_of_table(weight: Tensor, *, keeps_alive: bool = True) -> np.ndarray:
     }
     array = np.asarray(memory)
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
+
+
+class ParameterMemory:
+    """A parameter and where its values are, to find out later whether they still are.
+
+    Args:
+        parameter: The parameter. Only a weak reference to it is kept.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 3))
+        >>> memory = ParameterMemory(weight)
+        >>> memory.is_that_of(weight)
+        True
+        >>> weight.data = torch.ones(2, 3)
+        >>> memory.is_that_of(weight)
+        False
+    """
+
+    __slots__ = "_address", "_dtype", "_parameter", "_shape"
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter, self._address = weakref.ref(parameter), parameter.data_ptr()
+        self._shape, self._dtype = parameter.shape, parameter.dtype
+
+    def is_that_of(self, x: Any) -> bool:
+        """Return whether ``x`` is the parameter, contiguous, and in the same memory.
+
+        False for a parameter under a row optimizer, which may have stale rows.
+        """
+        return (
+            x is self._parameter()
+            and type(x) is Parameter
+            and x.data_ptr() == self._address
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.is_contiguous()
+        )
 
 
 def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
