@@ -70,8 +70,10 @@ def _loop(read_half: bool, write_half: bool):
         lanes, block = short_zeros(zero), SHORT_LANES_BYTES // phases.itemsize
         whole = pairs - pairs % block
         for lo, hi in pieces(ticket):
+            at = lo % which.size
             for row in range(lo, hi):
-                t, a = which[row % which.size] * phases.shape[1], row * width
+                t, a = which[at] * phases.shape[1], row * width
+                at = at + 1 if at + 1 < which.size else 0
                 for i in range(0, whole, block):
                     if read_half:
                         u, v = load(lanes, x, a + i), load(lanes, x, a + i + pairs)
@@ -89,9 +91,9 @@ def _loop(read_half: bool, write_half: bool):
                         store_or_stream(lower, out, a + 2 * i, streams)
                         store_or_stream(upper, out, a + 2 * i + block, streams)
                 for i in range(whole, pairs):
-                    at = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
+                    of = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
                     to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)
-                    p, q = load(zero, x, a + at[0]), load(zero, x, a + at[1])
+                    p, q = load(zero, x, a + of[0]), load(zero, x, a + of[1])
                     cos, sin = load(zero, phases, t + i), load(zero, phases, t + i + pairs)
                     store(p * cos - q * sin, out, a + to[0])
                     store(q * cos + p * sin, out, a + to[1])

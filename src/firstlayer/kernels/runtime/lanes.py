@@ -153,7 +153,9 @@ def _prefetch_lanes(typingctx, like, array, start):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(start, BYTE_POINTER)
-        for offset in range(0, count * _bytes(signature.args[1].dtype), LINE):
+        size = count * _bytes(signature.args[1].dtype)
+        # Lanes that begin within a cache line end in one more.
+        for offset in (*range(0, size, LINE), size - 1):
             build_prefetch(builder, builder.gep(pointer, [I32(offset)]))
         return context.get_dummy_value()
 
