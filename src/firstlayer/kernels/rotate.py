@@ -19,7 +19,7 @@ from .runtime.lanes import (
     odds,
     short_zeros,
     store,
-    store_or_stream,
+    stream,
 )
 from .runtime.pool import grain_for, pieces, run
 
@@ -83,13 +83,16 @@ def _loop(read_half: bool, write_half: bool):
                         u, v = evens(first, second), odds(first, second)
                     c, s = load(lanes, phases, t + i), load(lanes, phases, t + i + pairs)
                     y, z = u * c - v * s, v * c + u * s
-                    if write_half:
-                        store_or_stream(y, out, a + i, streams)
-                        store_or_stream(z, out, a + i + pairs, streams)
+                    at_y, at_z = a + i, a + i + pairs
+                    if not write_half:
+                        y, z = interleave_lower(y, z), interleave_upper(y, z)
+                        at_y, at_z = a + 2 * i, a + 2 * i + block
+                    if streams:
+                        stream(y, out, at_y)
+                        stream(z, out, at_z)
                     else:
-                        lower, upper = interleave_lower(y, z), interleave_upper(y, z)
-                        store_or_stream(lower, out, a + 2 * i, streams)
-                        store_or_stream(upper, out, a + 2 * i + block, streams)
+                        store(y, out, at_y)
+                        store(z, out, at_z)
                 for i in range(whole, pairs):
                     of = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
                     to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)

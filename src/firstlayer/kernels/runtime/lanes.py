@@ -132,11 +132,15 @@ def _stream(typingctx, lanes, array, start):
 
     def codegen(context, builder, signature, args):
         dtype = signature.args[1].dtype
-        bits, step = build_downcast(builder, args[0], dtype), STREAM_BYTES // _bytes(dtype)
+        step = STREAM_BYTES // _bytes(dtype)
         start = _pointer(context, builder, signature, args)
         nontemporal = builder.module.add_metadata([I32(1)])
-        for first in range(0, bits.type.count, step):
-            part = _selected(builder, bits, range(first, first + step))
+        for first in range(0, _count(lanes), step):
+            # Rounded part by part: LLVM would share the float16 vector of all lanes with
+            # the branch that stores them, and store its parts through the caches. Lines
+            # that are written in both ways take twenty times as long.
+            part = _selected(builder, args[0], range(first, first + step))
+            part = build_downcast(builder, part, dtype)
             pointer = builder.gep(start, [I32(first)])
             pointer = builder.bitcast(pointer, part.type.as_pointer())
             instruction = builder.store(part, pointer, align=STREAM_BYTES)
