@@ -21,6 +21,7 @@ from numba.extending import intrinsic, models, overload, register_model
 
 from .compile import (
     BYTE_POINTER,
+    FLOAT16_BITS,
     I32,
     LINE,
     build_downcast,
@@ -133,14 +134,16 @@ def _stream(typingctx, lanes, array, start):
     def codegen(context, builder, signature, args):
         dtype = signature.args[1].dtype
         step = STREAM_BYTES // _bytes(dtype)
+        # float16 is rounded part by part: LLVM would share the vector of all lanes with the
+        # branch that stores them, and then store its parts through the caches. Lines that
+        # are written in both ways take twenty times as long.
+        by_part = dtype == FLOAT16_BITS
+        whole = args[0] if by_part else build_downcast(builder, args[0], dtype)
         start = _pointer(context, builder, signature, args)
         nontemporal = builder.module.add_metadata([I32(1)])
         for first in range(0, _count(lanes), step):
-            # Rounded part by part: LLVM would share the float16 vector of all lanes with
-            # the branch that stores them, and store its parts through the caches. Lines
-            # that are written in both ways take twenty times as long.
-            part = _selected(builder, args[0], range(first, first + step))
-            part = build_downcast(builder, part, dtype)
+            part = _selected(builder, whole, range(first, first + step))
+            part = build_downcast(builder, part, dtype) if by_part else part
             pointer = builder.gep(start, [I32(first)])
             pointer = builder.bitcast(pointer, part.type.as_pointer())
             instruction = builder.store(part, pointer, align=STREAM_BYTES)
