@@ -8,7 +8,7 @@ once.
 
 import numpy as np
 
-from .runtime.compile import bits_of, kernel
+from .runtime.compile import bits_of, kernel, prefetch_row
 from .runtime.lanes import (
     SHORT_LANES_BYTES,
     evens,
@@ -23,6 +23,9 @@ from .runtime.lanes import (
 )
 from .runtime.pool import grain_for, pieces, run
 
+# Number of bytes between the row that is rotated and the one that is prefetched: a page,
+# at whose end the prefetches of the hardware stop.
+AHEAD_BYTES = 1 << 12
 # Minimum number of features per thread.
 GRAIN = 1 << 17
 
@@ -69,11 +72,13 @@ def _loop(read_half: bool, write_half: bool):
         pairs, width, zero = phases.shape[1] // 2, x.shape[1], phases.dtype.type(0)
         lanes, block = short_zeros(zero), SHORT_LANES_BYTES // phases.itemsize
         whole = pairs - pairs % block
+        ahead = 1 + AHEAD_BYTES // max(1, width * x.itemsize)
         for lo, hi in pieces(ticket):
             at = lo % which.size
             for row in range(lo, hi):
                 t, a = which[at] * phases.shape[1], row * width
                 at = at + 1 if at + 1 < which.size else 0
+                prefetch_row(x, row + ahead)
                 for i in range(0, whole, block):
                     if read_half:
                         u, v = load(lanes, x, a + i), load(lanes, x, a + i + pairs)
