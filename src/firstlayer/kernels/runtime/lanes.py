@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    models,
+    register_model,
+    type_callable,
+)
 
 from .compile import (
     BYTE_POINTER,
@@ -226,29 +232,33 @@ def _interleaved(start: int, end: int, count: int) -> list[int]:
 
 
 def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
-    """Define ``symbol`` on lanes; a number on either side is broadcast."""
+    """Define ``symbol`` on lanes; a number on either side is broadcast.
 
-    def both(typingctx, a, b):
-        lanes = a if isinstance(a, Lanes) else b
+    The instruction is built in the caller: Numba would compile an ``overload`` as a
+    function of its own, for each pair of types and each process.
+    """
 
-        def codegen(context, builder, signature, args):
-            vector_type = context.get_value_type(lanes)
-            x, y = (
-                value
-                if isinstance(operand, Lanes)
-                else _repeated(builder, value, vector_type)
-                for value, operand in zip(args, signature.args, strict=True)
-            )
-            return getattr(builder, instruction)(x, y)
+    @type_callable(symbol)
+    def _(context):
+        def typer(a, b):
+            lanes = a if isinstance(a, Lanes) else b
+            if isinstance(lanes, Lanes) and {a, b} <= {lanes, lanes.dtype}:
+                return lanes
 
-        return lanes(a, b), codegen
+        return typer
 
-    apply: Any = intrinsic(both)
+    def build(context, builder, signature, args):
+        vector_type = context.get_value_type(signature.return_type)
+        x, y = (
+            value
+            if isinstance(operand, Lanes)
+            else _repeated(builder, value, vector_type)
+            for value, operand in zip(args, signature.args, strict=True)
+        )
+        return getattr(builder, instruction)(x, y)
 
-    @overload(symbol)
-    def _(a, b):
-        if isinstance(a, Lanes) or isinstance(b, Lanes):
-            return lambda a, b: apply(a, b)
+    for operands in ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
+        lower_builtin(symbol, *operands)(build)
 
 
 _define_operator(operator.add, "fadd")
