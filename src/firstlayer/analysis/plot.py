@@ -121,11 +121,18 @@ def positions(study: "Study") -> "Figure":
 
 
 @_styled
-def lookups(found: "Lookups") -> "Figure":
+def lookups(
+    found: "Lookups", *, palette: Sequence[str] = PALETTE, limit: str = "0.3"
+) -> "Figure":
     """Return the time of a lookup by ids, rows and width, with a panel for each.
 
     A size that does not vary has no panel. The dotted line is the time in which a copy
     moves as many bytes.
+
+    Args:
+        found: Times of lookups.
+        palette: Colours of the libraries.
+        limit: Colour of the dotted line.
     """
     sweeps = {size: _sweep(found.readings, size) for size in SIZES}
     varied = {
@@ -137,7 +144,8 @@ def lookups(found: "Lookups") -> "Figure":
     figure = _figure(max(4.5, 3.6 * len(shown)), 4.4)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for axes, (size, readings) in zip(panels, shown.items(), strict=True):
-        _times(axes, readings, size=size, bandwidth=found.bandwidth)
+        _times(axes, readings, size=size, palette=palette)
+        _limit(axes, readings, size=size, bandwidth=found.bandwidth, colour=limit)
     panels[0].set_ylabel("time of a lookup")
     _legend_below(figure, panels[0])
     return figure
@@ -229,44 +237,57 @@ def _sweep(readings: Sequence["Reading"], size: str) -> list["Reading"]:
 
 
 def _times(
-    axes: "Axes", readings: Sequence["Reading"], *, size: str, bandwidth: float
+    axes: "Axes", readings: Sequence["Reading"], *, size: str, palette: Sequence[str]
 ) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    def value(reading: "Reading") -> int:
-        return reading.batch * reading.length if size == "batch" else getattr(reading, size)
-
     libraries = dict.fromkeys(reading.library for reading in readings)
     for index, library in enumerate(libraries):
-        own = sorted((r for r in readings if r.library == library), key=value)
+        own = [reading for reading in readings if reading.library == library]
+        points = sorted((_value(reading, size), reading.seconds) for reading in own)
         axes.plot(
-            [value(reading) for reading in own],
-            [reading.seconds for reading in own],
-            color=PALETTE[index % len(PALETTE)],
+            *zip(*points, strict=True),
+            color=palette[index % len(palette)],
             marker=MARKERS[index],
             label=library,
             # The first library is this one: its line is above the others.
             zorder=3 - 0.1 * index,
         )
-    limits = sorted({value(r): r.moved_bytes / bandwidth for r in readings}.items())
-    axes.plot(
-        *zip(*limits, strict=True), color="0.3", linestyle=":", label="memory bandwidth"
-    )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator())
     axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    axes.set_xticks([at for at, _ in limits], [f"{at:,}" for at, _ in limits])
+    values = sorted({_value(reading, size) for reading in readings})
+    axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.minorticks_off()
-    first = readings[0]
     axes.set_xlabel("ids" if size == "batch" else size)
+    first = readings[0]
     fixed = {
         "rows": f"{first.rows:,} rows",
         "width": f"width {first.width:,}",
         "batch": f"{first.batch * first.length:,} ids",
     }
-    fixed.pop(size)
+    del fixed[size]
     axes.set_title(", ".join(fixed.values()), loc="left")
+
+
+def _limit(
+    axes: "Axes",
+    readings: Sequence["Reading"],
+    *,
+    size: str,
+    bandwidth: float,
+    colour: str,
+) -> None:
+    """Draw the time in which a copy moves as many bytes as a lookup."""
+    limits = {_value(each, size): each.moved_bytes / bandwidth for each in readings}
+    points = zip(*sorted(limits.items()), strict=True)
+    axes.plot(*points, color=colour, linestyle=":", label="memory bandwidth")
+
+
+def _value(reading: "Reading", size: str) -> int:
+    """Return a size of a reading, in ids instead of sequences."""
+    return reading.batch * reading.length if size == "batch" else getattr(reading, size)
 
 
 def _bars(axes: "Axes", footprints: Sequence["Footprint"]) -> None:

@@ -12,6 +12,7 @@ from ..runtime.compile import inlined, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
+    add_to,
     is_streamed,
     load,
     prefetch_lanes,
@@ -109,23 +110,8 @@ def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
     """Return the sum of the blocks; a single block is returned itself."""
     if blocks.shape[0] == 1:
         return blocks[0]
-    sums = np.empty(blocks.shape[1:], blocks.dtype)
-    _sum_blocks(blocks.reshape(blocks.shape[0], -1), sums.reshape(-1))
-    return sums
-
-
-@kernel()
-def _sum_blocks(blocks, sums):
-    for d in range(sums.size):
-        sums[d] = blocks[0, d]
-    for other in range(1, blocks.shape[0]):
-        for d in range(sums.size):
-            sums[d] += blocks[other, d]
-
-
-@inlined
-def _add(value, array, start):
-    store(load(value, array, start) + value, array, start)
+    # NumPy adds one block after the other.
+    return np.add.reduce(blocks, axis=0)
 
 
 @inlined
@@ -134,9 +120,9 @@ def _add_row(zero, buffer, source, target):
     width, block, lanes = buffer.shape[1], LANES_BYTES // buffer.itemsize, zeros(zero)
     whole = width - width % block
     for d in range(0, whole, block):
-        _add(load(lanes, buffer, source + d), buffer, target + d)
+        add_to(load(lanes, buffer, source + d), buffer, target + d)
     for d in range(whole, width):
-        _add(load(zero, buffer, source + d), buffer, target + d)
+        add_to(load(zero, buffer, source + d), buffer, target + d)
 
 
 @inlined
@@ -147,8 +133,8 @@ def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at)
     """
     value = (load(like, row, d) - mean) * rstd
     grad = load(like, dy, dy_at + d)
-    _add(grad * value, shared_sums, block_at + d)
-    _add(grad, shared_sums, block_at + row.size + d)
+    add_to(grad * value, shared_sums, block_at + d)
+    add_to(grad, shared_sums, block_at + row.size + d)
     return value, grad * load(like, weight, d)
 
 
@@ -287,9 +273,9 @@ def _backward_blocks(
                     if buffer_at >= 0:
                         store_or_stream(grad * scale, buffer, buffer_at + d, streams)
                     if segment_rows is not None:
-                        _add(grad, shared_sums, segment_at + d)
+                        add_to(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(grad, position_sums, position_at + d)
+                        add_to(grad, position_sums, position_at + d)
                 for d in range(whole, width):
                     rest = _row_gradient_at(
                         zero, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
@@ -297,8 +283,8 @@ def _backward_blocks(
                     if buffer_at >= 0:
                         store(rest * scale, buffer, buffer_at + d)
                     if segment_rows is not None:
-                        _add(rest, shared_sums, segment_at + d)
+                        add_to(rest, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(rest, position_sums, position_at + d)
+                        add_to(rest, position_sums, position_at + d)
                 if adds:
                     _add_row(zero, buffer, buffer_at, (-2 - buffer_rows[i]) * width)

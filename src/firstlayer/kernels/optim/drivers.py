@@ -10,13 +10,19 @@ import functools
 import inspect
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload, overload_method
 
-from ..runtime.compile import BYTE_POINTER, REORDER, kernel, prefetch_row
+from ..runtime.compile import (
+    BYTE_POINTER,
+    REORDER,
+    WITHOUT_WRAPPERS,
+    kernel,
+    njit,
+    prefetch_row,
+)
 from ..runtime.numba_abi import array_struct
 from ..runtime.pool import pieces
 from . import scalars
@@ -123,7 +129,9 @@ def _add_methods(kind: type) -> None:
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _added:
             _added.add(name)
-            overload_method(types.BaseNamedTuple, name)(_method(name, function))
+            options = {"jit_options": WITHOUT_WRAPPERS}
+            method = overload_method(types.BaseNamedTuple, name, **options)
+            method(_method(name, function))
 
 
 # Module state: names of methods that kernels may call.
@@ -141,7 +149,8 @@ def _method(name: str, function: Any) -> Any:
 def _compiled(kind: type, name: str) -> Any:
     """Return a method of a named tuple, compiled."""
     function = getattr(kind, name)
-    return numba.njit(error_model="numpy", fastmath=REORDER)(function)
+    options = {"error_model": "numpy", "fastmath": REORDER, **WITHOUT_WRAPPERS}
+    return njit(**options)(function)
 
 
 # Stubs, which the functions below implement for each named tuple and number of arrays.
@@ -170,7 +179,7 @@ def _prefetch_state(state, row):
     raise NotImplementedError
 
 
-@overload(_updated)
+@overload(_updated, jit_options=WITHOUT_WRAPPERS)
 def _(values, weight, gradient, state):
     update = _compiled(values.instance_class, "update")
 
@@ -181,7 +190,7 @@ def _(values, weight, gradient, state):
     return updated
 
 
-@overload(_caught_up)
+@overload(_caught_up, jit_options=WITHOUT_WRAPPERS)
 def _(coefficients, weight, state):
     catch_up = _compiled(coefficients.instance_class, "catch_up")
     return lambda coefficients, weight, state: catch_up(
@@ -189,7 +198,7 @@ def _(coefficients, weight, state):
     )
 
 
-@overload(_entries)
+@overload(_entries, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d):
     return (
         lambda state, row, d: (),
@@ -199,7 +208,7 @@ def _(state, row, d):
     )[len(state)]
 
 
-@overload(_store)
+@overload(_store, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d, new):
     def store_0(state, row, d, new):
         pass
@@ -216,7 +225,7 @@ def _(state, row, d, new):
     return (store_0, store_1, store_2, store_3)[len(state)]
 
 
-@overload(_prefetch_state)
+@overload(_prefetch_state, jit_options=WITHOUT_WRAPPERS)
 def _(state, row):
     def prefetch_0(state, row):
         pass
