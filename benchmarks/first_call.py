@@ -1,4 +1,4 @@
-"""Time of the first calls of a process: ``python -m benchmarks.first_call [--processes N]``.
+"""Time of first calls: ``python -m benchmarks.first_call [--processes N]``.
 
 Each process calls a lookup, a layer, its gradient, rotary and two steps of RowAdamW once:
 one process with an empty cache of kernels, one that reads what the first has written. The

@@ -65,7 +65,9 @@ def command(
     """Time lookups of float32 rows.
 
     Of rows, batch and width one varies at a time, while the others have their middle
-    values. The plot shows how the time grows with each. Prints the speed of each library in million tokens per second and, in parentheses, the
+    values. The plot shows how the time grows with each.
+
+    Prints the speed of each library in million tokens per second and, in parentheses, the
     used fraction of the memory bandwidth; above 1, rows come from the cache. Libraries that
     are not installed are omitted.
     """

@@ -46,7 +46,7 @@ def gather_rows(
     return None if has_bad_id[0] else out.view(weight.dtype)
 
 
-@kernel()
+@kernel(allocates=False)
 def _check_and_copy(weight, ids, out):
     num_embeddings, width = weight.shape
     for i in range(ids.size):
@@ -58,7 +58,7 @@ def _check_and_copy(weight, ids, out):
     return True
 
 
-@kernel()
+@kernel(allocates=False)
 def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
     num_embeddings, width = weight.shape
     for lo, hi in pieces(ticket):
@@ -73,7 +73,7 @@ def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
                 out[i, d] = weight[row, d]
 
 
-@kernel()
+@kernel(allocates=False)
 def _stream_rows(ticket, weight, ids, ahead, out, has_bad_id):
     num_embeddings, width = weight.shape
     lanes = zeros(np.float32(0))

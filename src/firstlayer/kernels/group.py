@@ -60,7 +60,7 @@ def ascends(ids: np.ndarray) -> bool:
 
 # The kernels below write to arrays that Python allocated: a kernel that allocates takes
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
-@kernel()
+@kernel(allocates=False)
 def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
     """Group ids by sorting numbers of an id and its index; see :func:`group_by_id`.
 
@@ -121,7 +121,7 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
     return count
 
 
-@kernel()
+@kernel(allocates=False)
 def _group_large(ids, order, spare, bounds, unique, starts):
     """Group ids of up to 63 bits by sorting indices; arguments as in ``_group_pairs``."""
     used = np.int64(0)

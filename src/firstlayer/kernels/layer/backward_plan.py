@@ -161,7 +161,7 @@ def _num_blocks(num_tokens: int, accumulator_rows: int) -> int:
 
 # The kernels below write to arrays that Python allocated: a kernel that allocates takes
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
-@kernel()
+@kernel(allocates=False)
 def _assign_buffer_rows(
     tokens, blocks, bounds, unique, skip, buffer_rows, repeated, partial_starts, counts
 ):
@@ -203,7 +203,7 @@ def _assign_buffer_rows(
     counts[0], counts[1] = row, count
 
 
-@kernel()
+@kernel(allocates=False)
 def _block_by_position(
     order_of_rows,
     bounds,

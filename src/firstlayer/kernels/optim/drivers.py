@@ -277,7 +277,7 @@ def _load_column(typingctx, columns, k, like):
 load_column: Any = intrinsic(_load_column)
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
@@ -293,7 +293,7 @@ def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
                 weight[wrow, d] = new[0]
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, values):
     width, number = weight.shape[1], type(weight[0, 0])
     totals = state[0]
@@ -316,7 +316,7 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
                 weight[wrow, d] = values.move(scalars, w, g, total)
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up(
     ticket,
     weight_rows,
@@ -355,7 +355,7 @@ def _catch_up(
                     weight[wrow, d] = _caught_up(coefficients, weight[wrow, d], entries)[0]
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up_row_wise(
     ticket,
     weight_rows,
@@ -381,7 +381,7 @@ def _catch_up_row_wise(
                 _store(state, row, 0, _caught_up(coefficients, number(0), entries))
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _replay(
     ticket,
     weight_rows,
@@ -440,7 +440,7 @@ def _replay(
                     weight[wrow, d] = new[0]
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average(
     ticket,
     weight_rows,
@@ -477,7 +477,7 @@ def _average(
                     average[arow, d] = share * average[arow, d] + new
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average_row_wise(
     ticket,
     weight_rows,

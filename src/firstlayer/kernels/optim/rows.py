@@ -46,7 +46,7 @@ def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
     row_steps[rows] = step
 
 
-@kernel()
+@kernel(allocates=False)
 def _stale_rows(ids, row_steps, step, rows, from_step):
     count = 0
     for row in ids:
@@ -62,7 +62,7 @@ def _stale_rows(ids, row_steps, step, rows, from_step):
     return count
 
 
-@kernel()
+@kernel(allocates=False)
 def _stale_range(lo, hi, row_steps, step, rows, from_step):
     count = 0
     for row in range(lo, hi):

@@ -38,7 +38,7 @@ njit: Any = numba.njit
 WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-def kernel(*, reorder: bool = False) -> Callable[[F], F]:
+def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]:
     """Compile a function to code that releases the GIL, at its first call.
 
     It returns nothing or a number, and writes arrays to arguments: if Numba creates an
@@ -48,6 +48,8 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
 
     Args:
         reorder: Whether floating-point sums may be reordered for speed.
+        allocates: Whether the function creates arrays. If not, it needs no code that counts
+            references, and neither counts nor takes memory for each argument of a call.
     """
 
     def compile_(function: F) -> F:
@@ -57,6 +59,7 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
             "fastmath": REORDER if reorder else False,
             # Nothing calls kernels from C.
             "no_cfunc_wrapper": True,
+            "_nrt": allocates,
         }
         return cached(njit(**options)(function))
 
