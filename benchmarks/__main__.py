@@ -30,6 +30,8 @@ MODULES = (
     "small_calls",
     "optim",
     "optim_operators",
+    "half_precision",
+    "large",
     "stores_training",
     "equinox_rows",
     "threads",

@@ -138,9 +138,14 @@ def median_result(results: Sequence[Result]) -> Result:
 
 def _check_equal(case: Case) -> None:
     for batch in range(BATCHES):
-        want = case.flatten(case.ours(batch))
+        want = _upcast(case.flatten(case.ours(batch)))
         for name, peer in case.peers.items():
-            got = case.flatten(peer(batch))
+            got = _upcast(case.flatten(peer(batch)))
             np.testing.assert_allclose(
                 got, want, rtol=0, atol=case.tolerance, err_msg=f"{case.name}: {name}"
             )
+
+
+def _upcast(x: np.ndarray) -> np.ndarray:
+    """Return half precision as float32: NumPy cannot compare bfloat16 with a tolerance."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x

@@ -173,7 +173,7 @@ class TableState:
     ) -> None:
         """Apply the missed steps to copies of ``rows`` at ``places``, not to the state."""
         if places.size:
-            weight, weight_rows = self._upcast(copies, places)
+            weight, weight_rows = self._to_update(copies, places)
             stale = self._stale_rows(weight, weight_rows, rows, row_steps)
             kernels.catch_up_rows(stale, self.missed, writes_state=False)
             if weight is not copies:
@@ -444,7 +444,7 @@ class TableState:
         if not rows.size:
             return
         self._before_write(rows)
-        weight, weight_rows = self._upcast(table, rows)
+        weight, weight_rows = self._to_update(table, rows)
         stale = self._stale_rows(weight, weight_rows, rows, row_steps)
         for average in self.averages:
             average.catch_up(stale, self.missed)
@@ -470,7 +470,7 @@ class TableState:
         self._before_write(rows)
         self.has_state[rows] = True
         self.row_steps[rows] = self.event_count
-        weight, weight_rows = self._upcast(table, rows)
+        weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
@@ -480,6 +480,18 @@ class TableState:
         if table.dtype == self.dtype:
             return table, rows
         return kernels.upcast_rows(table, rows), np.arange(rows.size)
+
+    def _to_update(
+        self, table: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return an array with the rows that kernels update, and their indices in it.
+
+        Kernels round half precision to nearest themselves. Stochastic rounding and averages
+        need the rows in float32, which :meth:`_store` writes back.
+        """
+        if self.stochastic_rounding or self.averages:
+            return self._upcast(table, rows)
+        return table, rows
 
     def _store(
         self, weight: np.ndarray, table: np.ndarray, rows: np.ndarray, *, rounding_seed: int

@@ -147,23 +147,18 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, _shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(builder: Any, pointer: Any, *, level: int = 1) -> None:
-    """Prefetch the cache line of an LLVM pointer to bytes.
+def build_prefetch(builder: Any, pointer: Any) -> None:
+    """Prefetch the cache line of an LLVM pointer to bytes, into the L2 cache.
 
-    The L1 cache can wait for far fewer lines at a time than the L2 cache, so rows that are
-    a long way ahead are better prefetched into L2.
-
-    Args:
-        builder: LLVM builder.
-        pointer: Pointer into the line.
-        level: First level of cache to fill: 1 or 2.
+    The L1 cache can wait for far fewer lines at a time, so that prefetches of whole rows
+    into it would wait for each other.
     """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
     # A read (0) of data (1); LLVM counts levels from the last (0) to the first (3).
-    builder.call(prefetch_, [pointer, I32(0), I32(4 - level), I32(1)])
+    builder.call(prefetch_, [pointer, I32(0), I32(2), I32(1)])
 
 
 def _shaped_like(value: Any, element: Any) -> Any:
@@ -205,6 +200,10 @@ def _prefetch_row(typingctx, array, row):
         lines = for_range_slice(builder, I64(0), size, I64(LINE), I64)
         with lines as (byte, _):
             build_prefetch(builder, builder.gep(row, [byte]))
+        # NumPy aligns arrays to 16 bytes, so a row may end in a line in which no step
+        # begins.
+        last = builder.sub(size, I64(1))
+        build_prefetch(builder, builder.gep(row, [last]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
@@ -249,6 +248,7 @@ def prefetch(array, row):
 
 @inlined
 def prefetch_bytes(address, size):
-    """Prefetch ``size`` bytes at an address."""
+    """Prefetch ``size`` bytes at an address, which need not begin a cache line."""
     for byte in range(0, size, LINE):
         prefetch_address(address + byte)
+    prefetch_address(address + size - 1)

@@ -27,6 +27,7 @@ from numba.extending import (
 
 from .compile import (
     BYTE_POINTER,
+    FLOAT16_BITS,
     I32,
     LINE,
     build_downcast,
@@ -163,12 +164,18 @@ def _build_store(context, builder, signature, args):
 
 
 def _build_stream(context, builder, signature, args):
-    dtype = signature.args[1].dtype
-    bits, step = build_downcast(builder, args[0], dtype), STREAM_BYTES // _bytes(dtype)
+    lanes, dtype = signature.args[0], signature.args[1].dtype
+    step = STREAM_BYTES // _bytes(dtype)
+    # float16 is rounded part by part: LLVM would share the vector of all lanes with the
+    # branch that stores them, and then store its parts through the caches. Lines that are
+    # written in both ways take twenty times as long.
+    by_part = dtype == FLOAT16_BITS
+    whole = args[0] if by_part else build_downcast(builder, args[0], dtype)
     start = _pointer(context, builder, signature, args)
     nontemporal = builder.module.add_metadata([I32(1)])
-    for first in range(0, bits.type.count, step):
-        part = _selected(builder, bits, range(first, first + step))
+    for first in range(0, _count(lanes), step):
+        part = _selected(builder, whole, range(first, first + step))
+        part = build_downcast(builder, part, dtype) if by_part else part
         pointer = builder.gep(start, [I32(first)])
         pointer = builder.bitcast(pointer, part.type.as_pointer())
         instruction = builder.store(part, pointer, align=STREAM_BYTES)
@@ -183,7 +190,9 @@ def _prefetch_lanes(typingctx, like, array, start):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(start, BYTE_POINTER)
-        for offset in range(0, count * _bytes(signature.args[1].dtype), LINE):
+        size = count * _bytes(signature.args[1].dtype)
+        # Lanes that begin within a cache line end in one more.
+        for offset in (*range(0, size, LINE), size - 1):
             build_prefetch(builder, builder.gep(pointer, [I32(offset)]))
         return context.get_dummy_value()
 
