@@ -4,13 +4,17 @@ Run it after changing a picture: ``python docs/pictures.py``. Lines and text are
 a light and on a dark page, and the background is transparent.
 """
 
+import dataclasses
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from firstlayer.analysis import plot
+from firstlayer.analysis.lookup import Lookups, Reading
 from firstlayer.numpy import Embedding, EmbeddingBag, RotaryPositions
 from firstlayer.optim import RowAdamW
 
@@ -244,11 +248,21 @@ def _box(axes: "Axes", x: float, y: float, numbers: Any, color: str) -> None:
         axes.text(x, at, f"{number:g}", ha="center", va="center")
 
 
+def lookups() -> "Figure":
+    """Draw the times in ``lookups.json``, the output of ``firstlayer bench --json``."""
+    found = json.loads((FOLDER / "lookups.json").read_text())
+    names = [field.name for field in dataclasses.fields(Reading)]
+    readings = [Reading(*(each[name] for name in names)) for each in found["readings"]]
+    measured = Lookups(found["threads"], found["bandwidth"], (), tuple(readings))
+    return plot.lookups(measured, palette=(BLUE, ORANGE, GREEN, PINK), limit=GREY)
+
+
 PICTURES: dict[str, Callable[[], "Figure"]] = {
     "rotary": rotary,
     "large_positions": large_positions,
     "missed_steps": missed_steps,
     "bags": bags,
+    "lookups": lookups,
 }
 
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -19,9 +18,11 @@ from numba.extending import intrinsic, overload, overload_method
 from ..runtime.compile import (
     BYTE_POINTER,
     REORDER,
+    WITHOUT_WRAPPERS,
     bits_of,
     downcast,
     kernel,
+    njit,
     prefetch_row,
     upcast,
 )
@@ -137,7 +138,9 @@ def _add_methods(kind: type) -> None:
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _added:
             _added.add(name)
-            overload_method(types.BaseNamedTuple, name)(_method(name, function))
+            options = {"jit_options": WITHOUT_WRAPPERS}
+            method = overload_method(types.BaseNamedTuple, name, **options)
+            method(_method(name, function))
 
 
 # Module state: names of methods that kernels may call.
@@ -155,7 +158,8 @@ def _method(name: str, function: Any) -> Any:
 def _compiled(kind: type, name: str) -> Any:
     """Return a method of a named tuple, compiled."""
     function = getattr(kind, name)
-    return numba.njit(error_model="numpy", fastmath=REORDER)(function)
+    options = {"error_model": "numpy", "fastmath": REORDER, **WITHOUT_WRAPPERS}
+    return njit(**options)(function)
 
 
 # Stubs, which the functions below implement for each named tuple and number of arrays.
@@ -184,7 +188,7 @@ def _prefetch_state(state, row):
     raise NotImplementedError
 
 
-@overload(_updated)
+@overload(_updated, jit_options=WITHOUT_WRAPPERS)
 def _(values, weight, gradient, state):
     update = _compiled(values.instance_class, "update")
 
@@ -195,7 +199,7 @@ def _(values, weight, gradient, state):
     return updated
 
 
-@overload(_caught_up)
+@overload(_caught_up, jit_options=WITHOUT_WRAPPERS)
 def _(coefficients, weight, state):
     catch_up = _compiled(coefficients.instance_class, "catch_up")
     return lambda coefficients, weight, state: catch_up(
@@ -203,7 +207,7 @@ def _(coefficients, weight, state):
     )
 
 
-@overload(_entries)
+@overload(_entries, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d):
     return (
         lambda state, row, d: (),
@@ -213,7 +217,7 @@ def _(state, row, d):
     )[len(state)]
 
 
-@overload(_store)
+@overload(_store, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d, new):
     def store_0(state, row, d, new):
         pass
@@ -230,7 +234,7 @@ def _(state, row, d, new):
     return (store_0, store_1, store_2, store_3)[len(state)]
 
 
-@overload(_prefetch_state)
+@overload(_prefetch_state, jit_options=WITHOUT_WRAPPERS)
 def _(state, row):
     def prefetch_0(state, row):
         pass
@@ -282,7 +286,7 @@ def _load_column(typingctx, columns, k, like):
 load_column: Any = intrinsic(_load_column)
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
@@ -299,7 +303,7 @@ def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
                 weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, values):
     width, number, totals = weight.shape[1], type(gradient[0, 0]), state[0]
     for lo, hi in pieces(ticket):
@@ -323,7 +327,7 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
                 weight[wrow, d] = downcast(new, weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up(
     ticket,
     weight_rows,
@@ -364,7 +368,7 @@ def _catch_up(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up_row_wise(
     ticket,
     weight_rows,
@@ -391,7 +395,7 @@ def _catch_up_row_wise(
                 _store(state, row, 0, _caught_up(coefficients, zero, entries))
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _replay(
     ticket,
     weight_rows,
@@ -452,7 +456,7 @@ def _replay(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average(
     ticket,
     weight_rows,
@@ -489,7 +493,7 @@ def _average(
                     average[arow, d] = share * average[arow, d] + new
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average_row_wise(
     ticket,
     weight_rows,
