@@ -50,15 +50,17 @@ def over(front_end: str, name: str, table: Any) -> Any:
     package = PACKAGES[front_end]
     is_store = not isinstance(table, np.ndarray)
     make = package.Embedding.from_store if is_store else package.Embedding.from_pretrained
-    options: dict[str, Any] = (
-        {"freeze": False} if front_end == "torch" and not is_store else {}
-    )
+    options: dict[str, Any] = {}
+    if front_end == "torch" and not is_store:
+        options = {"freeze": False, "sparse": True}
     given = torch.from_numpy(table) if options else table
     if name == "EmbeddingBag":
         bag = package.EmbeddingBag
         make = bag.from_store if is_store else bag.from_pretrained
         return make(given, mode="sum", padding_idx=3, **options)
-    embedding = make(given, padding_idx=3, max_norm=2.5, **options)
+    if name != "EmbeddingLayer":
+        options["max_norm"] = 2.5
+    embedding = make(given, padding_idx=3, **options)
     if name == "Embedding":
         return embedding
     if name == "NgramEmbedding":

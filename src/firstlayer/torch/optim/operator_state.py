@@ -486,7 +486,7 @@ class OperatorState(AttachedState):
         if numbers is None and is_plain_cpu(row_steps):
             fresh = is_fresh.nonzero().flatten()
             for x, y in zip(new, old, strict=True):
-                x.index_copy_(0, fresh, y.index_select(0, fresh))
+                write_rows(x, fresh, y.index_select(0, fresh))
             return new
         return where_rows(is_fresh, old, new)
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ...optim.missed_steps import MissedSteps
 from ...optim.row_average import RowAverage
-from ...optim.rule import TINY, update_rows
+from ...optim.rule import TINY
 from .._tensors.dtypes import compute_dtype, dtype_name
 from .._tensors.memory import array_of
 from . import rule_ops
+from .device_steps import replayed_step
 
 
 class Columns(NamedTuple):
@@ -130,10 +131,6 @@ class TensorAverage(RowAverage):
             updated = torch.lerp(mean, part[0], 1 - decay)
             average.index_copy_(0, rows, torch.where(is_update, updated, mean))
             values = kind(*steps.index_select(1, reached).unsqueeze(-1).unbind())
-            # Updates of averages and lazy steps are recorded with the factor 0.
-            is_step = ~is_update & (values[0] != 0)
-            zero = torch.zeros_like(part[0])
-            moved = update_rows(torch, missed.rule, values, part[0], zero, part[1:])
-            for x, y, z in zip(new, moved, part, strict=True):
-                x.index_copy_(0, rows, torch.where(is_step, y, z))
+            for x, y in zip(new, replayed_step(missed.rule, values, part), strict=True):
+                x.index_copy_(0, rows, y)
             start.index_copy_(0, rows, reached)
