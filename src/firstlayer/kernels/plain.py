@@ -53,12 +53,6 @@ def copy_rows_at(addresses: np.ndarray, out: np.ndarray) -> None:
         ctypes.memmove(out.ctypes.data + row * out.strides[0], address, out.strides[0])
 
 
-def write_rows_at(addresses: np.ndarray, rows: np.ndarray) -> None:
-    """Copy C-contiguous rows to their addresses; the last row for an address stays."""
-    for row, address in enumerate(addresses.tolist()):
-        ctypes.memmove(address, rows.ctypes.data + row * rows.strides[0], rows.strides[0])
-
-
 def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
     """Return False: rows are read when they are copied, one page after the other."""
     return False

@@ -388,7 +388,7 @@ class Embedding(Module):
         Args:
             ids: Rows about to be read; None is all.
         """
-        if self.table_state is not None and self.table_state.has_stale_weights:
+        if self.table_state is not None and self.table_state.needs_catch_up:
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:

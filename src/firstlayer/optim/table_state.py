@@ -26,7 +26,7 @@ from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps, host_values
-from .row_average import RowAverage
+from .row_average import RowAverage, refuse_swapped
 from .rule import Options, Rule, State
 from .stored_state import RetiredState, StoredState
 
@@ -117,6 +117,14 @@ class TableState:
         rows may be read, but must catch up before a step with a gradient.
         """
         return self.base_step != self.event_count and self._missed_moves
+
+    @property
+    def needs_catch_up(self) -> bool:
+        """Whether rows must catch up before they are read or written.
+
+        Averages need the weights of the steps that they have missed.
+        """
+        return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
 
     def catch_up(
         self,
@@ -236,8 +244,6 @@ class TableState:
 
         No row may have missed an update of an average that is new here.
         """
-        if self.stored is not None:
-            raise TypeError("AveragedRows needs tables in memory, got one on disk")
         with self.lock:
             if average not in self.averages:
                 average.start(self.missed)
@@ -324,10 +330,7 @@ class TableState:
             rows: Rows that belong to something else from now on.
         """
         with held_interrupts(), self.lock:
-            if any(average.is_swapped for average in self.averages):
-                raise ValueError(
-                    "rows must not be reset while averages replace the weights"
-                )
+            refuse_swapped(self.averages, "rows must not be reset")
             self._check_arrays()
             self._before_write(rows)
             for name, array in self.state.items():
@@ -356,8 +359,7 @@ class TableState:
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
-        if any(average.is_swapped for average in self.averages):
-            raise ValueError("a step must not be taken while averages replace the weights")
+        refuse_swapped(self.averages, "a step must not be taken")
         self._checked(self.table())
         self._check_arrays()
         shape = self.shape if ids is None else (ids.size, self.shape[1])

@@ -286,7 +286,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         if is_left_in_place(weight, fn):
-            with self._without_weight():
+            with self.without_weight():
                 return super()._apply(fn, recurse)
         super()._apply(fn, recurse)
         self._bind()
@@ -294,7 +294,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if save_reference(self._parameters.get("weight"), destination, f"{prefix}weight"):
-            with self._without_weight():
+            with self.without_weight():
                 super()._save_to_state_dict(destination, prefix, keep_vars)
         else:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -311,7 +311,7 @@ class TableModule(nn.Module):
             self._bind()
 
     @contextmanager
-    def _without_weight(self) -> Generator[None, None, None]:
+    def without_weight(self) -> Generator[None, None, None]:
         """Hide the table from torch during the block."""
         weight = self._parameters["weight"]
         self._parameters["weight"] = None
