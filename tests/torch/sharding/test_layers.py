@@ -135,7 +135,7 @@ def train_sharded(rank: Any, name: str, kind: str) -> Any:
 CASES = [
     *[(name, "rows", 2) for name in MODELS],
     *[(name, "rows, grid", 4) for name in ("embedding", "tied")],
-    *[(name, "columns", 2) for name in ("embedding", "tied", "complete layer")],
+    *[(name, "columns", 2) for name in ("embedding", "tied", "complete layer", "hashed")],
     *[
         (name, f"{part}, replicated", 2)
         for name in ("tied",)
@@ -306,7 +306,6 @@ def refuse(rank: Any) -> list[str]:
         lambda: shard_rows(built("embedding"), mesh, head=nn.Linear(5, ROWS)),
         lambda: shard_rows(built("hashed"), mesh, input_layouts=Replicate(),
                            output_layouts=Shard(1)),
-        lambda: shard_columns(built("hashed"), mesh),
         lambda: shard_columns(Embedding(3, 2, max_norm=1.0), mesh),
         lambda: RowWiseAdagrad(by_columns.parameters()),
         lambda: sharded.resize(50),
@@ -337,7 +336,6 @@ def test_wrong_arguments_are_errors(processes):
         "input_layouts=Replicate(), got S(1)",
         "head must be a torch.nn.Linear with the weight of the table",
         "output_layouts must be None for bags, got S(1)",
-        "shard_columns needs an Embedding, got EmbeddingBag",
         "max_norm and scale_grad_by_freq need whole rows, but columns are sharded",
         "an optimizer with one number for each row needs whole rows, "
         "got a table whose columns are sharded",

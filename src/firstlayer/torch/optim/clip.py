@@ -120,7 +120,8 @@ def _values(parameter: Tensor) -> Tensor:
     if hasattr(grad, "device_mesh"):
         return grad.to_local()
     if not grad.is_sparse:
-        return grad
+        # An ordinary tensor, also of a part of a table, whose norm is summed over ranks.
+        return grad.detach()
     if not grad.is_coalesced():
         # The norm is that of the sum over repeated ids.
         parameter.grad = grad = coalesced(grad)

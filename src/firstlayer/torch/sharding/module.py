@@ -7,14 +7,20 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.compiler import is_compiling
 
 from .._table.host import HostTableModule
 from .._table.lookup import as_index, checked_padding_idx
-from .._table.module import coalesce_gradient, tied_logits, write_padding_row
+from .._table.module import (
+    coalesce_gradient,
+    install_grad_hook,
+    tied_logits,
+    write_padding_row,
+)
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import TableShard
-from ..optim.sparse_gradient import RowGradientTensor
+from .._tensors.shard_tensor import mark_gradient, mark_shard
 from ..optim.table_state import catch_up
 from .exchange import ARGUMENT_ERRORS, Exchange
 from .gradient import GradientAverage, with_averaged_gradient
@@ -118,7 +124,8 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             block.normal_(0.0, std, generator=generator)
             lo, hi = max(start, first), min(start + BLOCK, stop)
             rows = block[lo - start : hi - start]
-            weight[lo - first : hi - first] = self._own_columns(rows)
+            with without_catch_up():
+                weight[lo - first : hi - first] = self._own_columns(rows)
 
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Do nothing: the owners of the rows catch them up."""
@@ -256,18 +263,22 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
 
     def _bind(self) -> None:
         super()._bind()
-        weight: Any = self._parameters.get("weight")
+        weight = self._parameters.get("weight")
         if weight is not None and "shard" in vars(self):
-            with without_catch_up():
-                weight.table_shard = self.shard
+            mark_shard(weight, self.shard)
+
+    def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
+        # Dense gradients are marked as those of a part too.
+        if not is_compiling():
+            install_grad_hook(self, weight, reattach=reattach)
 
     def _on_grad_accumulated(self, weight: Tensor) -> None:
         if self._parameters.get("weight") is not weight:
             return
         coalesce_gradient(weight)
         grad = weight.grad
-        if isinstance(grad, RowGradientTensor):
-            grad.table_shard = self.shard
+        if grad is not None:
+            mark_gradient(grad, self.shard)
         if self.max_norm is not None and grad is not None:
             # This rank has the gradient of its rows from every rank.
             is_sparse = grad.is_sparse

@@ -15,7 +15,7 @@ from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
 from .bags import ShardedEmbeddingBag
-from .columns import ShardedColumnsEmbedding
+from .columns import ShardedColumnsEmbedding, ShardedColumnsEmbeddingBag
 from .exchange import Traffic
 from .head import tie_head
 from .module import ShardedTableModule
@@ -110,8 +110,7 @@ def shard_columns(
     whose state has one number for each row need whole rows and refuse such a table.
 
     Args:
-        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
-            ``max_norm`` and ``scale_grad_by_freq``.
+        module: As in :func:`shard_rows`, without ``max_norm`` and ``scale_grad_by_freq``.
         mesh: As in :func:`shard_rows`.
         input_layouts: As in :func:`shard_rows`.
         head: As in :func:`shard_rows`.
@@ -130,14 +129,13 @@ def shard_columns(
     """
     replicated = _has_replicated_ids(input_layouts)
     table = _checked_table(module, mesh, head, "shard_columns")
-    if isinstance(table, EmbeddingBag):
-        raise WrongType("shard_columns needs an Embedding, got EmbeddingBag")
     if table.max_norm is not None or table.scale_grad_by_freq:
         raise WrongValue(
             "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
         )
     shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1)
-    table.__class__ = ShardedColumnsEmbedding
+    is_bag = isinstance(table, EmbeddingBag)
+    table.__class__ = ShardedColumnsEmbeddingBag if is_bag else ShardedColumnsEmbedding
     table.distribute(shard, has_replicated_ids=replicated)
     if head is not None:
         tie_head(head, table)
