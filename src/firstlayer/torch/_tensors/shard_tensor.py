@@ -146,7 +146,7 @@ def check_whole_norm(shard: TableShard | None) -> None:
     Args:
         shard: The part, or None for the whole.
     """
-    if shard is not None and shard.layout.ranks > 1:
+    if shard is not None and shard.num_parts > 1:
         raise TypeError(
             "the norm of the gradient of a sharded table needs all ranks; "
             "use firstlayer.torch.optim.clip_grad_norm_"
@@ -200,11 +200,9 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def _refuse(name: str, shard: TableShard | None, advice: str) -> None:
-    if shard is None or shard.layout.ranks == 1:
+    if shard is None or shard.num_parts == 1:
         return
-    part, (start, stop) = "columns" if shard.dim else "rows", shard.bounds
     # Not a TypeError, for which operators of torch try the other operand.
     raise RuntimeError(
-        f"{name} needs the whole table, but this rank has {part} {start} to {stop} of "
-        f"{shard.shape[shard.dim]}; {advice}"
+        f"{name} needs the whole table, but this rank has {shard.describe()}; {advice}"
     )

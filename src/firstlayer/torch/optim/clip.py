@@ -83,7 +83,7 @@ def clip_grad_norm_(
 def _groups_of(parameter: Tensor) -> Groups:
     shard = shard_of(parameter)
     if shard is not None:
-        return (shard.group,)
+        return shard.groups
     dtensor: Any = parameter
     placements = enumerate(getattr(dtensor, "placements", ()))
     return tuple(dtensor.device_mesh.get_group(n) for n, p in placements if p.is_shard())

@@ -108,7 +108,7 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         Args:
             std: Standard deviation.
         """
-        weight, (first, stop) = self.weight, self._row_bounds()
+        weight, (first, stop) = self.weight, self.shard.row_bounds
         seed = torch.randint(2**62, (1,), device="cpu").to(weight.device)
         if weight.is_meta:
             return
@@ -228,35 +228,38 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         Args:
             x: Argument of :meth:`logits`.
         """
-        error, num = None, 0
-        try:
-            # Logits of a table without rows, for their checks.
-            empty = self.weight.new_empty((0, self.embedding_dim))
-            num = tied_logits(x, empty).shape[:-1].numel()
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        num, error = self._count_vectors(x)
         if self.has_replicated_ids:
             self.raise_together(error)
             return [num] * self.exchange.size
         received = self.exchange_counts([[num]] * self.exchange.size, error)
         return [n for (n,) in received]
 
-    def _row_bounds(self) -> tuple[int, int]:
-        """Return this rank's first row, and the first after its last."""
-        return self.shard.bounds if self.shard.dim == 0 else (0, self.num_embeddings)
+    def _count_vectors(self, x: Any) -> tuple[int, Exception | None]:
+        """Return the number of vectors in the argument of :meth:`logits`, or its error."""
+        try:
+            # Logits of a table without rows, for their checks.
+            empty = self.weight.new_empty((0, self.embedding_dim))
+            return tied_logits(x, empty).shape[:-1].numel(), None
+        except ARGUMENT_ERRORS as error:
+            return 0, error
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Collectives that this layer uses."""
+        replicas = self.average.replicas
+        return [self.exchange] if replicas is None else [self.exchange, replicas]
 
     def _own_columns(self, rows: Tensor) -> Tensor:
         """Return this rank's columns of rows."""
-        if self.shard.dim == 0:
-            return rows
-        start, stop = self.shard.bounds
+        start, stop = self.shard.column_bounds
         return rows[..., start:stop]
 
     @property
     def _own_padding(self) -> int | None:
         """This rank's number of the padding row, or None if it does not have it."""
         padding_idx = checked_padding_idx(self.padding_idx, self.num_embeddings)
-        start, stop = self._row_bounds()
+        start, stop = self.shard.row_bounds
         if padding_idx is None or not start <= padding_idx < stop:
             return None
         return padding_idx - start
@@ -286,9 +289,7 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             self._renormalize(rows)
 
     def extra_repr(self) -> str:
-        part = "columns" if self.shard.dim else "rows"
-        start, stop = self.shard.bounds
-        return f"{super().extra_repr()}, {part} {start} to {stop}"
+        return f"{super().extra_repr()}, {self.shard.describe()}"
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError("a sharded table cannot be compiled by TorchScript")
