@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import embedding, embedding_bag, linear
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -178,3 +180,19 @@ def read_whole(rank: Any) -> None:
 
 def test_one_rank_has_the_whole_table(processes):
     processes.run(read_whole, size=1)
+
+
+def wrap(rank: Any) -> None:
+    # Parts of the same shape, which DDP takes for copies of one parameter.
+    model = nn.Sequential(shard_rows(Embedding(8, WIDTH), rank.mesh), nn.Linear(WIDTH, 2))
+    wrapped = DistributedDataParallel(model, process_group=rank.mesh.get_group())
+    with pytest.raises(RuntimeError, match="name the table in _set_params_and_buffers_to"):
+        wrapped(IDS % 8)
+    for layer in (shard_rows(table(), rank.mesh), shard_columns(table(), rank.mesh)):
+        model = nn.Sequential(layer, nn.Linear(WIDTH, 2))
+        with pytest.raises(RuntimeError, match="needs the whole table|ignored_params=shar"):
+            fully_shard(model, mesh=rank.mesh)(IDS)
+
+
+def test_wrappers_that_take_a_part_for_a_parameter_are_errors(processes):
+    processes.run(wrap, size=2)

@@ -74,6 +74,7 @@ class ShardedBags(ShardedTableModule, EmbeddingBag):
             offsets: Start of each bag in 1-D ids.
             per_sample_weights: Factor for the row of each id; None is 1.
         """
+        self.check_wrappers()
         given = [self._to_host(x) for x in (input, offsets, per_sample_weights)]
         error, bags = None, self._no_bags()
         try:

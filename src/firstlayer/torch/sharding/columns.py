@@ -14,7 +14,6 @@ from .._table.lookup import lookup
 from .._tensors.dtypes import upcast
 from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
-from ..token import Embedding
 from .bags import ShardedBags, TorchBags, kind_of_weights, weights_of_kind
 from .collectives import (
     gather_batches,
@@ -24,9 +23,8 @@ from .collectives import (
     sum_gradient_over_ranks,
     sum_over_ranks,
 )
-from .exchange import ARGUMENT_ERRORS
 from .gradient import with_averaged_gradient
-from .module import ShardedTableModule
+from .module import ShardedTableModule, ShardedTokens
 
 
 class ShardedColumnsModule(ShardedTableModule):
@@ -69,40 +67,25 @@ class ShardedColumnsModule(ShardedTableModule):
         return logits.view(*x.shape[:-1], self.num_embeddings)
 
 
-class ShardedColumnsEmbedding(ShardedColumnsModule, Embedding):
+class ShardedColumnsEmbedding(ShardedColumnsModule, ShardedTokens):
     """Looks up rows by id; each rank has some of the columns.
 
     Made by :func:`firstlayer.torch.sharding.shard_columns`.
     """
 
-    @torch.compiler.disable
-    def forward(
-        self, input: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*batch embedding_dim"]:
-        """Return the rows of the ids. All ranks must call it.
-
-        Args:
-            input: Ids of any shape and any integer dtype.
-        """
-        ids, counts = self._to_host(input), self.shard.layout.counts
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        counts, dtype = self.shard.layout.counts, self.weight.dtype
         if self.has_replicated_ids:
             own = self.owned_columns(self.replicated_ids(ids).view(ids.shape))
-            rows = gather_columns(own, counts, self.exchange)
-        else:
-            every_id, nums = self._gather_ids(ids)
-            own, dtype = self.owned_columns(every_id), self.weight.dtype
-            rows = return_columns(own, nums, counts, self.exchange, dtype=dtype)
-            rows = rows.reshape(*ids.shape, self.embedding_dim)
-        return self._to_output_device(rows.to(self.weight.dtype))
+            return gather_columns(own, counts, self.exchange)
+        every_id, nums = self._gather_ids(ids)
+        own = self.owned_columns(every_id)
+        rows = return_columns(own, nums, counts, self.exchange, dtype=dtype)
+        return rows.reshape(*ids.shape, self.embedding_dim)
 
     def _gather_ids(self, ids: Any) -> tuple[Integer[Tensor, " all"], list[int]]:
         """Return the ids of all ranks, and how many each has."""
-        device, error = self.weight.device, None
-        flat = torch.zeros(0, dtype=torch.int64, device=device)
-        try:
-            flat = self._checked_ids(ids)
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        flat, error = self.ids_or_error(ids)
         received = self.exchange_counts([[len(flat)]] * self.exchange.size, error)
         nums = [n for (n,) in received]
         return torch.cat(self.exchange.all_gather(flat, nums, kind="ids")), nums

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._table.lookup import lookup
 from .._tensors.shard import GridShard
-from ..token import Embedding
 from .collectives import (
     gather_batches,
     gather_columns,
@@ -22,11 +21,12 @@ from .collectives import (
     sum_gradient_over_ranks,
     sum_over_ranks,
 )
-from .exchange import ARGUMENT_ERRORS, Exchange
+from .exchange import Exchange
+from .module import ShardedTokens
 from .rows import ShardedRowsModule
 
 
-class ShardedGridEmbedding(ShardedRowsModule, Embedding):
+class ShardedGridEmbedding(ShardedRowsModule, ShardedTokens):
     """Looks up rows by id; each rank has some of the rows and of their columns.
 
     Made by :func:`firstlayer.torch.sharding.shard_rows_and_columns`.
@@ -46,27 +46,16 @@ class ShardedGridEmbedding(ShardedRowsModule, Embedding):
         """Collectives that this layer uses."""
         return [*super().exchanges, self.column_exchange]
 
-    @torch.compiler.disable
-    def forward(
-        self, input: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*batch embedding_dim"]:
-        """Return the rows of the ids. All ranks must call it.
-
-        Args:
-            input: Ids of any shape and any integer dtype.
-        """
-        ids, dtype = self._to_host(input), self.weight.dtype
+    def _rows_of(self, ids: Tensor) -> Tensor:
         exchange, counts = self.column_exchange, self.shard.column_layout.counts
         if self.has_replicated_ids:
             unique, index = self.unique_rows(ids)
-            rows = gather_columns(lookup(index.view(ids.shape), unique), counts, exchange)
-        else:
-            every_id, nums = self._gather_ids(ids)
-            unique, index = self.unique_rows(every_id)
-            own = lookup(index, unique)
-            rows = return_columns(own, nums, counts, exchange, dtype=dtype)
-            rows = rows.reshape(*ids.shape, self.embedding_dim)
-        return self._to_output_device(rows.to(dtype))
+            return gather_columns(lookup(index.view(ids.shape), unique), counts, exchange)
+        every_id, nums = self._gather_ids(ids)
+        unique, index = self.unique_rows(every_id)
+        own, dtype = lookup(index, unique), self.weight.dtype
+        rows = return_columns(own, nums, counts, exchange, dtype=dtype)
+        return rows.reshape(*ids.shape, self.embedding_dim)
 
     @torch.compiler.disable
     def logits(
@@ -118,10 +107,6 @@ class ShardedGridEmbedding(ShardedRowsModule, Embedding):
 
     def _gather_ids(self, ids: Any) -> tuple[Integer[Tensor, " all"], list[int]]:
         """Return the ids of the ranks along the second axis, and how many each has."""
-        flat, error = torch.zeros(0, dtype=torch.int64, device=self.weight.device), None
-        try:
-            flat = self._checked_ids(ids)
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        flat, error = self.ids_or_error(ids)
         nums = self._exchange_sizes(len(flat), error)
         return torch.cat(self.column_exchange.all_gather(flat, nums, kind="ids")), nums

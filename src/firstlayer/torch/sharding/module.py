@@ -8,6 +8,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 
 from .._table.host import HostTableModule
 from .._table.lookup import as_index, checked_padding_idx
@@ -19,9 +20,10 @@ from .._table.module import (
 )
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.row_parameter import without_catch_up
-from .._tensors.shard import TableShard
+from .._tensors.shard import TableShard, shard_of
 from .._tensors.shard_tensor import mark_gradient, mark_shard
 from ..optim.table_state import catch_up
+from ..token import Embedding
 from .exchange import ARGUMENT_ERRORS, Exchange
 from .gradient import GradientAverage, with_averaged_gradient
 
@@ -127,6 +129,24 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             with without_catch_up():
                 weight[lo - first : hi - first] = self._own_columns(rows)
 
+    def check_wrappers(self) -> None:
+        """Raise if a wrapper of torch treats this rank's part as a whole parameter.
+
+        Such a wrapper has written rows of another rank to it, or divided it once more.
+        """
+        weight = self._parameters.get("weight")
+        if shard_of(weight) is None:
+            raise RuntimeError(
+                "the weight of a sharded table was replaced; call "
+                "fully_shard(model, ignored_params=sharded_parameters(model))"
+            )
+        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and any(p is weight for p in wrapper._module_parameters):
+            raise RuntimeError(
+                "DistributedDataParallel has written rank 0's part of a sharded table to "
+                "all ranks; name the table in _set_params_and_buffers_to_ignore_for_model"
+            )
+
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Do nothing: the owners of the rows catch them up."""
 
@@ -167,6 +187,17 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             check_ids(index.cpu(), self.num_embeddings)
         return index.reshape(-1).to(torch.int64)
 
+    def ids_or_error(self, ids: Any) -> tuple[Integer[Tensor, " n"], Exception | None]:
+        """Return flat ids in range; or none, and the error that all ranks raise.
+
+        Args:
+            ids: Ids of any shape.
+        """
+        try:
+            return self._checked_ids(ids), None
+        except ARGUMENT_ERRORS as error:
+            return torch.zeros(0, dtype=torch.int64, device=self.weight.device), error
+
     def announce(self, error: Exception) -> None:
         """Raise an error of this rank on all ranks, which look up rows in this call.
 
@@ -206,16 +237,13 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
 
     def replicated_ids(self, ids: Any) -> Integer[Tensor, " n"]:
         """Return flat ids that all ranks have alike, or raise an error on all."""
-        flat, error = torch.zeros(0, dtype=torch.int64, device=self.weight.device), None
-        try:
-            flat = self._checked_ids(ids)
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        flat, error = self.ids_or_error(ids)
         self.raise_together(error)
         return flat
 
     def own_logits(self, x: Float[Tensor, "*batch columns"]) -> Tensor:
         """Return the product of ``x`` with this rank's part of the table."""
+        self.check_wrappers()
         weight = self.weight
         catch_up(weight)
         self._install_grad_hook(weight)
@@ -293,3 +321,24 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError("a sharded table cannot be compiled by TorchScript")
+
+
+class ShardedTokens(ShardedTableModule, Embedding):
+    """Base class of layers that look up a row for each id."""
+
+    @torch.compiler.disable
+    def forward(
+        self, input: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*output embedding_dim"]:
+        """Return the rows of the ids, or this rank's part. All ranks must call it.
+
+        Args:
+            input: Ids of any shape and any integer dtype.
+        """
+        self.check_wrappers()
+        rows = self._rows_of(self._to_host(input))
+        return self._to_output_device(rows.to(self.weight.dtype))
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids of any shape; raise the error of any rank."""
+        raise NotImplementedError
