@@ -98,10 +98,11 @@ def _shard_by_torchrec(rank: Any, kind: str) -> None:
     device = torch.device("cpu")
     if kind == "sequence":
         own: Any = tr.EmbeddingCollection([tr.EmbeddingConfig(**options)], device=device)
-        sharder, layout = EmbeddingCollectionSharder(), "row_wise"
+        sharders: Any = [EmbeddingCollectionSharder()]
+        layout = "row_wise"
     else:
         own = tr.EmbeddingBagCollection([tr.EmbeddingBagConfig(**options)], device=device)
-        sharder, layout = EmbeddingBagCollectionSharder(), "table_wise"
+        sharders, layout = [EmbeddingBagCollectionSharder()], "table_wise"
     model.add_module("tables", own)
     layers: Any = from_torchrec(own)
     weight = layers["a"].weight.detach().clone()
@@ -115,8 +116,8 @@ def _shard_by_torchrec(rank: Any, kind: str) -> None:
         model,
         env=ShardingEnv.from_process_group(group),
         device=device,
-        plan=planner.collective_plan(model, [sharder], group),
-        sharders=[sharder],
+        plan=planner.collective_plan(model, sharders, group),
+        sharders=sharders,
     )
     sharded = wrapped.module.tables
     copy_to_torchrec(layers, sharded)

@@ -191,7 +191,8 @@ def wrap(rank: Any) -> None:
     for layer in (shard_rows(table(), rank.mesh), shard_columns(table(), rank.mesh)):
         model = nn.Sequential(layer, nn.Linear(WIDTH, 2))
         with pytest.raises(RuntimeError, match="needs the whole table|ignored_params=shar"):
-            fully_shard(model, mesh=rank.mesh)(IDS)
+            fully_shard(model, mesh=rank.mesh)
+            model(IDS)
 
 
 def test_wrappers_that_take_a_part_for_a_parameter_are_errors(processes):
