@@ -114,6 +114,7 @@ NAMES = {
         "from_torchrec",
         "shard_columns",
         "shard_rows",
+        "shard_rows_and_columns",
         "sharded_parameters",
         "traffic",
     ],

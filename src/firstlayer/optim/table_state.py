@@ -471,7 +471,9 @@ class TableState:
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
-        self.row_steps[rows] = self.event_count
+        if not self.is_caught_up:
+            # Otherwise every row is at ``base_step``, whatever its number.
+            self.row_steps[rows] = self.event_count
         weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)

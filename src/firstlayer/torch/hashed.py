@@ -129,9 +129,7 @@ class HashedEmbedding(HashedArguments, CombinedRows):
         if importance_rows:
             self.importance = Embedding(importance_rows, hashes, **options)
             nn.init.ones_(self.importance.weight)
-            self._importance = HashedRows(
-                num_rows=importance_rows, hashes=1, seed=seed, first=hashes
-            )
+            self._importance = self.rows.importance(importance_rows)
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.embedding_dim}, hashes={self.hashes}"

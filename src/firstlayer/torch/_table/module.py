@@ -41,6 +41,7 @@ from .._tensors.errors import (
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
 from .._tensors.row_parameter import RowParameter, without_catch_up
+from .._tensors.shard_tensor import RowShardParameter, ShardParameter
 from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from .disk import (
@@ -358,14 +359,14 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
         reattach: Whether the parameter may have been swapped with another tensor. Swapping
             keeps the list of hooks but detaches it from autograd.
     """
-    if type(parameter) is RowParameter:
+    if type(parameter) in (RowParameter, ShardParameter, RowShardParameter):
         with without_catch_up():
             _install_grad_hook(layer, parameter, reattach=reattach)
     elif type(parameter) is Parameter:
         _install_grad_hook(layer, parameter, reattach=reattach)
 
 
-def _install_grad_hook(layer: Any, parameter: Parameter, *, reattach: bool) -> None:
+def _install_grad_hook(layer: Any, parameter: Any, *, reattach: bool) -> None:
     if not parameter.requires_grad:
         return
     hooks = parameter._post_accumulate_grad_hooks
