@@ -55,6 +55,9 @@ class NgramEmbedding(NgramArguments, Module):
         >>> memory = NgramEmbedding(SaltedNgram(rows=1000), 8, rng=0)
         >>> memory([[5, 6, 7]]).shape
         (1, 3, 32)
+        >>> vectors, pull = memory.vjp([[5, 6, 7]])
+        >>> pull(np.ones_like(vectors))["table.weight"].values.shape
+        (8, 8)
     """
 
     def __init__(
@@ -139,6 +142,15 @@ class NgramEmbedding(NgramArguments, Module):
             history: As in a call.
             documents: As in a call.
             dead: As in a call.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.ones((1000, 8), np.float32))
+            >>> memory = NgramEmbedding(SaltedNgram(rows=1000), store)
+            >>> memory.prefetch([[5, 6, 8]])
+            >>> memory([[5, 6, 8]]).shape  # reads these rows
+            (1, 3, 32)
         """
         self.table.prefetch(
             self.scheme(
@@ -215,6 +227,9 @@ class EngramGate(EngramArguments, Gate):
         >>> gate = EngramGate(6, 4, streams=2, rng=0)
         >>> gate(np.ones((1, 3, 2, 4)), np.ones((1, 3, 6))).shape
         (1, 3, 2, 4)
+        >>> out, pull = gate.vjp(np.ones((1, 3, 2, 4)), np.ones((1, 3, 6)))
+        >>> sorted(pull(np.ones_like(out)))
+        ['hidden', 'key_weight', 'memory', 'projection', 'query_weight']
     """
 
     projection: Float[np.ndarray, "rows memory_dim"]
@@ -313,6 +328,9 @@ class ShortConvGate(ShortConvArguments, Gate):
         ...     state = gate.advance(state, hidden[:, t : t + 1], memory[:, t : t + 1])
         >>> out.shape, state.shape
         ((1, 3, 2, 4), (1, 9, 2, 4))
+        >>> out, pull = gate.vjp(hidden, memory)
+        >>> pull(np.ones_like(out))["memory"].shape
+        (1, 3, 6)
     """
 
     key_projection: Float[np.ndarray, "streams embedding_dim memory_dim"]
@@ -450,6 +468,9 @@ class NgramAverage(AverageArguments, Gate):
         >>> average = NgramAverage(2, 3, 4, rng=0)
         >>> average(np.ones((5, 4)), np.zeros((5, 6)))[0]
         array([0.33333333, 0.33333333, 0.33333333, 0.33333333])
+        >>> out, pull = average.vjp(np.ones((5, 4)), np.zeros((5, 6)))
+        >>> sorted(pull(np.ones_like(out)))
+        ['memory', 'tokens', 'weight']
     """
 
     weight: Float[np.ndarray, "columns embedding_dim width"]
