@@ -117,11 +117,11 @@ class TableGroup(nn.Module):
         Example:
             >>> from types import SimpleNamespace
             >>> config = SimpleNamespace(  # in place of torchrec's EmbeddingConfig
-            ...     name="item", num_embeddings=9, embedding_dim=2, feature_names=["bought"],
+            ...     name="item", num_embeddings=9, embedding_dim=2, feature_names=["buy"],
             ...     init_fn=nn.init.ones_, data_type=SimpleNamespace(value="FP32"),
             ... )
             >>> group = TableGroup.from_torchrec([config])
-            >>> group({"bought": torch.tensor([3])})["bought"].tolist()
+            >>> group({"buy": torch.tensor([3])})["buy"].tolist()
             [[1.0, 1.0]]
         """
         configs, weights = _configs_of(tables)
