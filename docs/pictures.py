@@ -73,7 +73,8 @@ def rotary() -> "Figure":
                     "alpha": 1 - 0.13 * position,
                 },
             )
-            axes.text(1.18 * x, 1.18 * y, str(position), ha="center", va="center")
+            if pair == 0 or position in (0, 5):  # others would touch
+                axes.text(1.18 * x, 1.18 * y, str(position), ha="center", va="center")
         axes.set(
             xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"{title} a step"
         )
