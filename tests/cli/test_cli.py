@@ -40,6 +40,8 @@ def test_every_command_has_help_with_examples_json_and_quiet(name):
     assert stdout_of(name, "-h") == text
     assert "--json" in text and "-q, --quiet" in text
     assert f"Examples:\n    firstlayer {name}" in text
+    assert "Options:\n  --json " in text and "\n  -h, --help " in text
+    assert "RANGE" not in text and "x>" not in text and "[default:\n" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 

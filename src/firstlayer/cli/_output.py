@@ -26,6 +26,8 @@ Decorator = Callable[[Callable[..., Any]], Any]
 SECONDS_PER_LINE = 10.0
 #: Width of a progress bar, in columns.
 MIN_BAR, MAX_BAR = 8, 40
+#: Space at which a line is not broken.
+NO_BREAK = "\u00a0"
 #: Type of options that count something.
 COUNT = click.IntRange(min=1)
 
@@ -37,6 +39,28 @@ def value_option(name: str, default: Any, help: str, **settings: Any) -> Decorat
 
 seed_option = value_option("--seed", 0, "Seed of all random draws.", type=click.IntRange(0))
 force_option = click.option("--force", is_flag=True, help="Replace existing output.")
+
+
+class HelpfulCommand(click.Command):
+    """Command whose help calls a number N, and leaves out limits such as ``x>=1``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options and what they do, each default on one line."""
+        options = (p for p in self.get_params(ctx) if isinstance(p, click.Option))
+        records = [option.get_help_record(ctx) for option in options]
+        with formatter.section("Options"):
+            formatter.write_dl([
+                (re.sub(r"(INTEGER|FLOAT) RANGE$", "N", option), _shortened(does))
+                for option, does in filter(None, records)
+            ])
+        formatter.buffer = [text.replace(NO_BREAK, " ") for text in formatter.buffer]
+
+
+def _shortened(does: str) -> str:
+    does = re.sub(r"; x>=?[\d.]+(?=\])|  \[x>=?[\d.]+\]", "", does)
+    return re.sub(
+        r"\[default: .{1,24}\]$", lambda found: found[0].replace(" ", NO_BREAK), does
+    )
 
 
 def cli_command(*, examples: str) -> Decorator:
@@ -59,6 +83,7 @@ def cli_command(*, examples: str) -> Decorator:
             function = option(function)
         return click.command(
             function.__module__.rpartition(".")[2],
+            cls=HelpfulCommand,
             epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines),
             context_settings={"help_option_names": ["-h", "--help"]},
         )(function)

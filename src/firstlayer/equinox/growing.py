@@ -161,7 +161,13 @@ class GrowingEmbedding(GrowingArguments, Module):
         return {"table.weight": self.table.weight}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the table and the ids of its rows, by name, as NumPy arrays."""
+        """Return the table and the ids of its rows, by name, as NumPy arrays.
+
+        Example:
+            >>> rows, layer = GrowingEmbedding(4, 2).assign([2**40, 7])
+            >>> GrowingEmbedding(4, 2).with_state(layer.state()).rows([7, 8]).tolist()
+            [2, 0]
+        """
         arrays = {ID_MAP + name: array for name, array in self.id_map.state().items()}
         return {"table.weight": np.asarray(self.table.weight), **arrays}
 

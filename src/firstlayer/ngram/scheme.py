@@ -106,6 +106,11 @@ class Scheme:
 
         Args:
             ids: NumPy integers, or nested lists: ``(..., length)``.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> SaltedNgram(orders=(2, 3), rows=1000).ngrams([5, 6, 7]).tolist()
+            [[5, 0, 0], [6, 5, 0], [7, 6, 5]]
         """
         ids = windows.as_ids(ids, name="ids")
         self._check("ids", ids)
@@ -119,6 +124,11 @@ class Scheme:
 
         Args:
             layer: As in a call.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> SaltedNgram(orders=(2, 3), salts=2, rows=1000).column_orders()
+            (2, 2, 3, 3)
         """
         return self._hashing.column_orders(self.layout(layer))
 
@@ -133,6 +143,13 @@ class Scheme:
             accepted: Number of leading ids that are kept, if ``ids`` are a draft: an
                 integer, or an array of one per sequence. None keeps all of them.
             dead: True at ids that n-grams must not read, ``(..., length)``.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> scheme = SaltedNgram(orders=(2, 3), rows=1000)
+            >>> history = scheme.advance(None, [5, 6])
+            >>> bool((scheme([7], history=history) == scheme([5, 6, 7])[-1:]).all())
+            True
         """
         ids = _signed(windows.as_ids(ids, name="ids"))
         if history is not None:

@@ -171,6 +171,13 @@ class TrainingStore(RowStore):
 
         Args:
             rows: Row numbers in range; None for all.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (1000, 4)) as store:
+            ...     store.before_write(np.array([7]))
+            ...     store.array[7] = 1.0
         """
         with self._lock:
             self._check_usable()
@@ -305,6 +312,17 @@ class TrainingStore(RowStore):
 
         The next optimizer starts with a new one. Like any change, this takes effect with
         the next commit.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdagrad, RowAdamW
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (1000, 4)) as store:
+            ...     layer = Embedding.from_store(store)
+            ...     optimizer = RowAdamW(layer)
+            ...     store.discard_state()
+            ...     optimizer = RowAdagrad(layer)  # another rule, with a state of its own
         """
         with held_interrupts(), self._exclusive():
             self._check_usable()

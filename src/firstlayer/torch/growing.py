@@ -147,7 +147,13 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
         return vectors
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = GrowingEmbedding(2, 4, evict="lfu").config()
+            >>> config["capacity"], config["evict"]
+            (2, 'lfu')
+        """
         return config_of(self, dtype=dtype_name(self.table.weight.dtype))
 
     def extra_repr(self) -> str:

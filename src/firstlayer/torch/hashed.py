@@ -61,7 +61,13 @@ class CombinedRows(nn.Module):
         return vectors.flatten(-2)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = HashedEmbedding(1000, 8, hashes=3).config()
+            >>> config["num_rows"], config["hashes"]
+            (1000, 3)
+        """
         return config_of(self, dtype=dtype_name(self.table.weight.dtype))
 
     def _rows(self, ids: Integer[Tensor, "*batch"]) -> Integer[Tensor, "*batch columns"]:

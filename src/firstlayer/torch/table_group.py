@@ -111,6 +111,16 @@ class TableGroup(nn.Module):
                 copied; or a list of their configs, whose ``init_fn`` draws the tables.
             sparse: Make the gradients of the tables coalesced sparse tensors.
             device: Device of the tables; None is the collection's.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> config = SimpleNamespace(  # in place of torchrec's EmbeddingConfig
+            ...     name="item", num_embeddings=9, embedding_dim=2, feature_names=["buy"],
+            ...     init_fn=nn.init.ones_, data_type=SimpleNamespace(value="FP32"),
+            ... )
+            >>> group = TableGroup.from_torchrec([config])
+            >>> group({"buy": torch.tensor([3])})["buy"].tolist()
+            [[1.0, 1.0]]
         """
         configs, weights = configs_of(tables)
         if weights and device is None:
@@ -174,7 +184,13 @@ class TableGroup(nn.Module):
         }
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = TableGroup({"user": Table(100, 8)}).config()
+            >>> config["tables"]["user"]["features"], config["dtype"]
+            (['user'], 'float32')
+        """
         dtype = dtype_name(next(iter(self._bags.values())).weight.dtype)
         return config_of(self, tables=self.layout.config(), dtype=dtype)
 

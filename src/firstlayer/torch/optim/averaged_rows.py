@@ -140,7 +140,17 @@ class AveragedRows:
                 self._of(parameter).is_swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, in the order of the parameters, and their number."""
+        """Return the averages, in the order of the parameters, and their number.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> averaged = AveragedRows(RowSGD(Embedding(5, 2, sparse=True), lr=0.1))
+            >>> averaged.update_parameters()
+            >>> averaged.load_state_dict(averaged.state_dict())
+            >>> averaged.n_averaged
+            1
+        """
         averages = []
         for parameter in self._all():
             state = self._state(parameter)
