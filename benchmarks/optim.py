@@ -45,13 +45,20 @@ class Training:
         width: Width of each row.
         distribution: Distribution of the ids.
         implementation: ``"ours"`` or the name of a peer.
+        dtype: Dtype of the table and of the gradient of its output.
     """
 
     def __init__(
-        self, rows: int, width: int, distribution: str, *, implementation: str
+        self,
+        rows: int,
+        width: int,
+        distribution: str,
+        *,
+        implementation: str,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rows, self.width, self.implementation = rows, width, implementation
-        self.distribution = distribution
+        self.distribution, self.dtype = distribution, dtype
         self.layer: torch.nn.Embedding | None = None
 
     def __call__(self, batch: int) -> torch.Tensor:
@@ -67,14 +74,15 @@ class Training:
     def _build(self) -> None:
         weight = torch.randn(
             self.rows, self.width, generator=torch.Generator().manual_seed(0)
-        )
+        ).to(self.dtype)
         sparse = self.implementation != DENSE
         layer_class = Embedding if self.implementation == "ours" else torch.nn.Embedding
         self.layer = layer_class(self.rows, self.width, sparse=sparse, _weight=weight)
         self.ids = [
             torch.from_numpy(ids) for ids in batches(self.distribution, self.rows, IDS)
         ]
-        self.dy = torch.randn(*IDS, self.width, generator=torch.Generator().manual_seed(1))
+        dy = torch.randn(*IDS, self.width, generator=torch.Generator().manual_seed(1))
+        self.dy = dy.to(self.dtype)
         parameters = list(self.layer.parameters())
         self.optimizer: torch.optim.Optimizer = {
             "ours": lambda: RowAdamW(parameters, lr=RATE),

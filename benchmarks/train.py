@@ -31,10 +31,11 @@ import numpy as np
 
 from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
+from firstlayer.word_vectors.documents import documents_in
 from firstlayer.word_vectors.evaluate import evaluate
 from firstlayer.word_vectors.neighbors import units
 from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions
-from firstlayer.word_vectors.text import documents_in, standard_library
+from firstlayer.word_vectors.text import standard_library
 from firstlayer.word_vectors.vectors import Vectors
 
 from .prose import prose_files

@@ -66,6 +66,15 @@ def run_blocks(page: Path) -> None:
             )
 
 
+def test_code_fits_on_a_page():
+    # Wider lines scroll sideways in a window of 1400 pixels.
+    fences = re.compile(r"^( *)```.*?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        codes = [textwrap.dedent(code) for _, code in fences.findall(page.read_text())]
+        wide = [line for code in codes for line in code.splitlines() if len(line) > 84]
+        assert not wide, page
+
+
 def test_wrong_output_on_a_page_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)  # 2: the sum\nprint(2 * 3)\n# 7\n```\n")

@@ -36,22 +36,21 @@ def test_every_library_looks_up_every_batch():
 def test_measure_returns_a_reading_per_size_and_library():
     calls = []
     found = measure(
-        [7, 11, 7],
+        [7, 11, 9, 7],
         batches=[2, 1],
-        width=3,
+        widths=[3, 6, 4],
         length=5,
         rounds=1,
         progress=lambda *step: calls.append(step),
     )
-    assert [(r.rows, r.batch, r.library) for r in found.readings] == [
-        (rows, batch, library)
-        for rows in (7, 11)
-        for batch in (2, 1)
-        for library in LIBRARIES
+    # One size varies; the others have their middle values 9, 4 and 2.
+    sizes = [(7, 4, 2), (9, 3, 2), (9, 4, 1), (9, 4, 2), (9, 6, 2), (11, 4, 2)]
+    assert [(r.rows, r.width, r.batch, r.library) for r in found.readings] == [
+        (*size, library) for size in sizes for library in LIBRARIES
     ]
-    assert {(r.width, r.length) for r in found.readings} == {(3, 5)}
+    assert {r.length for r in found.readings} == {5}
     assert all(0 < r.seconds < 0.1 for r in found.readings)
-    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert calls == [(done, 6) for done in range(1, 7)]
     assert found.threads == firstlayer.get_num_threads()
 
 
@@ -64,7 +63,7 @@ def test_tables_and_ids_depend_on_the_seed(monkeypatch):
 
     monkeypatch.setattr(lookup, "library_lookups", recorded)
     for seed in (1, 1, 2):
-        measure([100], batches=[4], width=2, length=8, rounds=1, seed=seed)
+        measure([100], batches=[4], widths=[2], length=8, rounds=1, seed=seed)
     np.testing.assert_array_equal(seen[0][1], seen[1][1])
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     assert (seen[0][1] != seen[2][1]).any()
@@ -109,7 +108,7 @@ def test_a_library_that_returns_other_rows_is_an_error(monkeypatch):
     }
     monkeypatch.setattr(lookup, "library_lookups", lambda table, ids: (wrong, ()))
     with pytest.raises(ValueError, match="numpy returned other rows than firstlayer"):
-        measure([50], batches=[1], rounds=1)
+        measure([50], batches=[1], widths=[6], rounds=1)
 
 
 @pytest.mark.rejects
@@ -118,7 +117,7 @@ def test_a_library_that_returns_other_rows_is_an_error(monkeypatch):
     [
         ({"rows": [0]}, "rows must be positive, got 0"),
         ({"batches": [-1]}, "batch must be positive, got -1"),
-        ({"width": 0}, "width must be positive, got 0"),
+        ({"widths": [0]}, "width must be positive, got 0"),
         ({"length": 0}, "length must be positive, got 0"),
         ({"rounds": 0}, "rounds must be positive, got 0"),
     ],

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from firstlayer.analysis import plot, report
-from firstlayer.analysis.lookup import BATCHES, ROWS, Lookups, Reading
+from firstlayer.analysis.lookup import BATCHES, ROWS, WIDTHS, Lookups, Reading
 from firstlayer.analysis.memory import OPTIMIZERS, SCENARIOS, Bytes, Footprint
 from firstlayer.analysis.position_study import (
     RULES,
@@ -52,20 +52,19 @@ def trained(index, scheme):
 
 
 STUDY = Study(SETTING, 10**6, tuple(trained(i, s) for i, s in enumerate(SCHEMES)))
+LIBRARIES = ("firstlayer", "numpy", "firstlayer.torch", "torch")
 LOOKUPS = Lookups(
     2,
     2e10,
     (),
     tuple(
-        Reading(library, rows, 256, batch, 128, batch * 1e-5 * (1 + place))
-        for rows in ROWS
-        for batch in BATCHES
-        for place, library in enumerate((
-            "firstlayer",
-            "numpy",
-            "firstlayer.torch",
-            "torch",
-        ))
+        Reading(library, *size, 128, size[2] * size[1] * 1e-7 * (1 + place))
+        for size in sorted({
+            *((rows, 256, 64) for rows in ROWS),
+            *((100_000, 256, batch) for batch in BATCHES),
+            *((100_000, width, 64) for width in WIDTHS),
+        })
+        for place, library in enumerate(LIBRARIES)
     ),
 )
 FOOTPRINTS = [
@@ -184,22 +183,31 @@ def test_a_comparison_without_profiles_is_drawn():
     assert plot.render(plot.positions(alone)).startswith(b"\x89PNG")
 
 
-def test_lines_show_lookup_speeds_and_the_memory_bandwidth():
+def test_lines_show_how_the_time_grows_and_the_memory_bandwidth():
     panels: list[Any] = plot.lookups(LOOKUPS).axes
-    assert [axes.get_title(loc="left") for axes in panels] == [
-        "1,000 × 256",
-        "10,000 × 256",
-        "100,000 × 256",
-    ]
-    drawn = {line.get_label(): line for line in panels[1].get_lines()}
-    for library in ("firstlayer", "torch"):
-        want = [
-            (r.batch, r.tokens_per_second)
-            for r in LOOKUPS.readings
-            if r.library == library and r.rows == 10_000
-        ]
-        np.testing.assert_allclose(drawn[library].get_xydata(), want)
-    np.testing.assert_allclose(drawn["memory bandwidth"].get_ydata(), 2e10 / (2048 + 8))
+    sizes = {
+        "ids": ("100,000 rows, width 256", [128 * batch for batch in BATCHES]),
+        "rows": ("width 256, 8,192 ids", [*ROWS]),
+        "width": ("100,000 rows, 8,192 ids", [*WIDTHS]),
+    }
+    assert [axes.get_xlabel() for axes in panels] == [*sizes]
+    for axes, (name, (title, values)) in zip(panels, sizes.items(), strict=True):
+        assert axes.get_title(loc="left") == title
+        drawn = {line.get_label(): line for line in axes.get_lines()}
+        ids = np.array(values if name == "ids" else [8192] * len(values))
+        width = np.array(values if name == "width" else [256] * len(values))
+        for place, library in enumerate(LIBRARIES):
+            want = np.stack([values, ids / 128 * width * 1e-7 * (1 + place)], axis=1)
+            np.testing.assert_allclose(drawn[library].get_xydata(), want)
+        # Rows are read and written, and an id has eight bytes.
+        limit = np.stack([values, ids * (8 * width + 8) / 2e10], axis=1)
+        np.testing.assert_allclose(drawn["memory bandwidth"].get_xydata(), limit)
+
+
+def test_a_single_size_is_one_panel():
+    found = dataclasses.replace(LOOKUPS, readings=LOOKUPS.readings[:4])
+    (panel,) = plot.lookups(found).axes
+    assert panel.get_xlabel() == "ids" and len(panel.get_lines()) == 5
 
 
 def test_memory_bars_add_up_to_the_total():

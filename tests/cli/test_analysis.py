@@ -114,7 +114,11 @@ def test_choices_in_help_match_the_library():
         default = getattr(position_study.Setting(), name)
         assert f"[default: {default}]" in help_of[name]
     help_of = {option.name: option.help for option in bench.command.params}  # pyright: ignore
-    for name, values in (("rows", lookup.ROWS), ("batches", lookup.BATCHES)):
+    for name, values in (
+        ("rows", lookup.ROWS),
+        ("batches", lookup.BATCHES),
+        ("widths", lookup.WIDTHS),
+    ):
         assert f"[default: {', '.join(map(str, values))}]" in help_of[name]
 
 
@@ -128,15 +132,16 @@ def test_bench_prints_every_library_and_writes_a_plot(tmp_path):
     head, *rows = done.stdout.splitlines()
     assert head.split() == [
         "rows",
+        "width",
         "ids",
         "firstlayer",
         "numpy",
         "firstlayer.torch",
         "torch",
     ]
-    assert [row.split()[:4] for row in rows[:2]] == [
-        ["20", "2", "×", "3"],
-        ["20", "1", "×", "3"],
+    assert [row.split()[:5] for row in rows[:2]] == [
+        ["20", "4", "1", "×", "3"],
+        ["20", "4", "2", "×", "3"],
     ]
     assert "GB/s" in rows[-1] and path.read_bytes().startswith(b"<?xml")
     assert done.stderr == ""
@@ -153,7 +158,7 @@ def test_bench_json_equals_text():
 def test_bench_names_missing_libraries(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     head, *_, last = run(*BENCH).stdout.splitlines()
-    assert head.split() == ["rows", "ids", "firstlayer", "numpy"]
+    assert head.split() == ["rows", "width", "ids", "firstlayer", "numpy"]
     assert last == "torch is not installed"
 
 
@@ -325,9 +330,8 @@ def test_ctrl_c_prints_completed_schemes(text, tmp_path, pressed):
     path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
     pressed("alibi")
     done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
-    assert (
-        done.exit_code == 1 and done.stderr == "firstlayer: interrupted before alibi, t5\n"
-    )
+    assert done.exit_code == 130
+    assert done.stderr == "firstlayer: interrupted before alibi, t5\n"
     found = json.loads(done.stdout)
     assert [each["scheme"] for each in found["trained"]] == ["none"]
     assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
@@ -338,7 +342,7 @@ def test_ctrl_c_before_the_first_scheme_prints_nothing(text, tmp_path, pressed):
     pressed("none")
     options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
     done = run("positions", text, *TINY, *options)
-    assert done.exit_code == 1 and done.stdout == ""
+    assert done.exit_code == 130 and done.stdout == ""
     assert done.stderr.split("\n")[-2:] == ["firstlayer: interrupted", ""]
     assert os.listdir(tmp_path) == [text.name]
 

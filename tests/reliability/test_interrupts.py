@@ -357,7 +357,6 @@ def _run_kernels_of_stores() -> None:
         assert addresses is not None
         rows = np.empty((5, 32), np.float32)
         kernels.copy_rows_at(addresses, rows)
-        kernels.write_rows_at(addresses, rows)
         # Few rows are requested without asking.
         kernels.rows_missing(np.tile(addresses, 100), 128)
         for wait in (False, True):

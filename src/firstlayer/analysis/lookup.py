@@ -20,8 +20,9 @@ from .. import get_num_threads
 from .._check import positive
 from .timing import Run, interleaved_medians
 
-ROWS = (1_000, 10_000, 100_000)
+ROWS = (1_000, 10_000, 100_000, 400_000)
 BATCHES = (1, 16, 64, 256)
+WIDTHS = (64, 256, 1024)
 #: Number of different batches of ids.
 BATCHES_OF_IDS = 8
 # Shorter calls are repeated until they take this long: reading the clock costs time too.
@@ -58,9 +59,14 @@ class Reading:
         return self.batch * self.length / self.seconds
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes moved by a call: rows read, rows written, and ids."""
+        return self.batch * self.length * (2 * self.width * 4 + 8)
+
+    @property
     def bytes_per_second(self) -> float:
-        """Bytes moved per second: rows read, rows written, and ids."""
-        return self.tokens_per_second * (2 * self.width * 4 + 8)
+        """Bytes moved per second."""
+        return self.moved_bytes / self.seconds
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def measure(
     rows: Iterable[int] = ROWS,
     *,
     batches: Iterable[int] = BATCHES,
-    width: int = 256,
+    widths: Iterable[int] = WIDTHS,
     length: int = 128,
     rounds: int = 5,
     seed: int = 0,
@@ -108,30 +114,31 @@ def measure(
 ) -> Lookups:
     """Time lookups of uniformly drawn ids in float32 tables.
 
+    One size varies at a time, while the others have their middle values.
+
     Args:
         rows: Numbers of rows of the tables.
         batches: Numbers of sequences per call.
-        width: Width of the tables.
+        widths: Widths of the tables.
         length: Ids in a sequence.
         rounds: Number of rounds over all libraries.
         seed: Seed of the tables and ids.
         progress: Called after every table and batch.
 
     Example:
-        >>> found = measure([10], batches=[1], width=4, length=2, rounds=1)
+        >>> found = measure([10], batches=[1], widths=[4], length=2, rounds=1)
         >>> sorted({reading.library for reading in found.readings})
         ['firstlayer', 'firstlayer.torch', 'numpy', 'torch']
     """
-    cases = [
-        (positive("rows", r), positive("batch", b))
-        for r in dict.fromkeys(rows)
-        for b in dict.fromkeys(batches)
-    ]
-    positive("width", width)
+    cases = _cases(
+        [positive("rows", count) for count in rows],
+        [positive("width", width) for width in widths],
+        [positive("batch", batch) for batch in batches],
+    )
     positive("length", length)
     positive("rounds", rounds)
     rng, readings, missing = np.random.default_rng(seed), [], ()
-    for done, (count, batch) in enumerate(cases):
+    for done, (count, width, batch) in enumerate(cases):
         table = rng.standard_normal((count, width), dtype=np.float32)
         ids = [rng.integers(0, count, (batch, length)) for _ in range(BATCHES_OF_IDS)]
         lookups, missing = library_lookups(table, ids)
@@ -144,6 +151,21 @@ def measure(
         if progress is not None:
             progress(done + 1, len(cases))
     return Lookups(get_num_threads(), bandwidth(), missing, tuple(readings))
+
+
+def _cases(*sizes: list[int]) -> list[tuple[int, ...]]:
+    """Return the cases in which one size varies and the others have middle values.
+
+    Example:
+        >>> _cases([10, 30, 20], [4, 8])
+        [(10, 8), (20, 4), (20, 8), (30, 8)]
+    """
+    middle = tuple(sorted({*values})[len({*values}) // 2] for values in sizes)
+    return sorted({
+        (*middle[:which], value, *middle[which + 1 :])
+        for which, values in enumerate(sizes)
+        for value in values
+    })
 
 
 def library_lookups(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .lookup import Lookups
+    from .lookup import Lookups, Reading
     from .memory import Footprint
     from .position_study import Study, Trained
 
@@ -46,6 +46,7 @@ DASHES: dict[str | None, Any] = {
     "yarn": (0, (6, 1.5, 1, 1.5)),
     "resized": (0, (3, 2)),
 }
+SIZES = ("batch", "rows", "width")
 PARTS = ("parameters", "gradient", "state", "activations")
 HATCHES = ("", "///", "...", "xxx")
 STYLE: Any = {
@@ -87,7 +88,7 @@ def render(figure: "Figure", format: str = "png") -> bytes:
 
     Example:
         >>> from firstlayer.analysis import lookup
-        >>> found = lookup.measure([10], batches=[1], width=4, length=2, rounds=1)
+        >>> found = lookup.measure([9], batches=[1], widths=[4], length=2, rounds=1)
         >>> render(lookups(found))[:4]
         b'\\x89PNG'
     """
@@ -120,14 +121,32 @@ def positions(study: "Study") -> "Figure":
 
 
 @_styled
-def lookups(found: "Lookups") -> "Figure":
-    """Return tokens per second by batch size, with a panel per table size."""
-    sizes = list(dict.fromkeys(reading.rows for reading in found.readings))
-    figure = _figure(max(4.5, 3.6 * len(sizes)), 4.4)
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for axes, rows in zip(panels, sizes, strict=True):
-        _speeds(axes, found, rows=rows)
-    panels[0].set_ylabel("tokens per second")
+def lookups(
+    found: "Lookups", *, palette: Sequence[str] = PALETTE, limit: str = "0.3"
+) -> "Figure":
+    """Return the time of a lookup by ids, rows and width, with a panel for each.
+
+    A size that does not vary has no panel. The dotted line is the time in which a copy
+    moves as many bytes.
+
+    Args:
+        found: Times of lookups.
+        palette: Colours of the libraries.
+        limit: Colour of the dotted line.
+    """
+    sweeps = {size: _sweep(found.readings, size) for size in SIZES}
+    varied = {
+        size: readings
+        for size, readings in sweeps.items()
+        if len({getattr(reading, size) for reading in readings}) > 1
+    }
+    shown = varied or {"batch": sweeps["batch"]}
+    figure = _figure(max(4.5, 3.6 * len(shown)), 4.4)
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, (size, readings) in zip(panels, shown.items(), strict=True):
+        _times(axes, readings, size=size, palette=palette)
+        _limit(axes, readings, size=size, bandwidth=found.bandwidth, colour=limit)
+    panels[0].set_ylabel("time of a lookup")
     _legend_below(figure, panels[0])
     return figure
 
@@ -208,33 +227,67 @@ def _profile(axes: "Axes", trained: "Trained", *, trained_length: int) -> None:
     axes.set_xlabel("distance")
 
 
-def _speeds(axes: "Axes", found: "Lookups", *, rows: int) -> None:
+def _sweep(readings: Sequence["Reading"], size: str) -> list["Reading"]:
+    """Return the readings in which only ``size`` varies: the most that agree otherwise."""
+    groups: dict[Any, list[Reading]] = {}
+    for reading in readings:
+        others = tuple(getattr(reading, other) for other in SIZES if other != size)
+        groups.setdefault(others, []).append(reading)
+    return max(groups.values(), key=len)
+
+
+def _times(
+    axes: "Axes", readings: Sequence["Reading"], *, size: str, palette: Sequence[str]
+) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    readings = [reading for reading in found.readings if reading.rows == rows]
-    for index, library in enumerate(dict.fromkeys(r.library for r in readings)):
+    libraries = dict.fromkeys(reading.library for reading in readings)
+    for index, library in enumerate(libraries):
         own = [reading for reading in readings if reading.library == library]
+        points = sorted((_value(reading, size), reading.seconds) for reading in own)
         axes.plot(
-            [reading.batch for reading in own],
-            [reading.tokens_per_second for reading in own],
-            color=PALETTE[index % len(PALETTE)],
+            *zip(*points, strict=True),
+            color=palette[index % len(palette)],
             marker=MARKERS[index],
             label=library,
             # The first library is this one: its line is above the others.
             zorder=3 - 0.1 * index,
         )
-    first = readings[0]
-    limit = found.bandwidth / (first.bytes_per_second / first.tokens_per_second)
-    axes.axhline(limit, color="0.3", linestyle=":", label="memory bandwidth")
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(EngFormatter())
-    batches = sorted({reading.batch for reading in readings})
-    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.yaxis.set_major_locator(LogLocator())
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    values = sorted({_value(reading, size) for reading in readings})
+    axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.minorticks_off()
-    axes.set_xlabel(f"batch size (× {first.length} ids)")
-    axes.set_title(f"{rows:,} × {first.width}", loc="left")
+    axes.set_xlabel("ids" if size == "batch" else size)
+    first = readings[0]
+    fixed = {
+        "rows": f"{first.rows:,} rows",
+        "width": f"width {first.width:,}",
+        "batch": f"{first.batch * first.length:,} ids",
+    }
+    del fixed[size]
+    axes.set_title(", ".join(fixed.values()), loc="left")
+
+
+def _limit(
+    axes: "Axes",
+    readings: Sequence["Reading"],
+    *,
+    size: str,
+    bandwidth: float,
+    colour: str,
+) -> None:
+    """Draw the time in which a copy moves as many bytes as a lookup."""
+    limits = {_value(each, size): each.moved_bytes / bandwidth for each in readings}
+    points = zip(*sorted(limits.items()), strict=True)
+    axes.plot(*points, color=colour, linestyle=":", label="memory bandwidth")
+
+
+def _value(reading: "Reading", size: str) -> int:
+    """Return a size of a reading, in ids instead of sequences."""
+    return reading.batch * reading.length if size == "batch" else getattr(reading, size)
 
 
 def _bars(axes: "Axes", footprints: Sequence["Footprint"]) -> None:

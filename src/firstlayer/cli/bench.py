@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..analysis.lookup import Lookups
 
 EXAMPLES = """
-firstlayer bench            three table sizes, four batch sizes
+firstlayer bench            four numbers of rows and of ids, three widths
 firstlayer bench --rows 250000 --width 1024
 firstlayer bench --plot lookups.png
 """
@@ -31,7 +31,7 @@ firstlayer bench --plot lookups.png
     "--rows",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Number of rows; may be repeated.  [default: 1000, 10000, 100000]",
+    help="Number of rows; may be repeated.  [default: 1000, 10000, 100000, 400000]",
 )
 @click.option(
     "--batch",
@@ -40,7 +40,13 @@ firstlayer bench --plot lookups.png
     multiple=True,
     help="Sequences per lookup; may be repeated.  [default: 1, 16, 64, 256]",
 )
-@value_option("--width", 256, "Width of each row.", type=COUNT)
+@click.option(
+    "--width",
+    "widths",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Width of each row; may be repeated.  [default: 64, 256, 1024]",
+)
 @value_option("--length", 128, "Ids per sequence.", type=COUNT)
 @value_option("--rounds", 5, "Timed rounds per library.", type=COUNT)
 @seed_option
@@ -49,6 +55,7 @@ firstlayer bench --plot lookups.png
 def command(
     rows: tuple[int, ...],
     batches: tuple[int, ...],
+    widths: tuple[int, ...],
     picture: str | None,
     force: bool,
     as_json: bool,
@@ -56,6 +63,9 @@ def command(
     **sizes: Any,
 ) -> None:
     """Time lookups of float32 rows.
+
+    Of rows, batch and width one varies at a time, while the others have their middle
+    values. The plot shows how the time grows with each.
 
     Prints the speed of each library in million tokens per second and, in parentheses, the
     used fraction of the memory bandwidth; above 1, rows come from the cache. Libraries that
@@ -68,6 +78,7 @@ def command(
         found = lookup.measure(
             rows or lookup.ROWS,
             batches=batches or lookup.BATCHES,
+            widths=widths or lookup.WIDTHS,
             progress=lambda done, total: draw(done / total),
             **sizes,
         )
@@ -78,13 +89,14 @@ def command(
 
 def _lines(found: "Lookups") -> list[str]:
     libraries = list(dict.fromkeys(reading.library for reading in found.readings))
-    cells: dict[tuple[str, str], list[str]] = {}
+    cells: dict[tuple[str, ...], list[str]] = {}
     for reading in found.readings:
-        key = (f"{reading.rows:,}", f"{reading.batch} × {reading.length}")
+        table = f"{reading.rows:,}", f"{reading.width:,}"
+        key = *table, f"{reading.batch} × {reading.length}"
         speed = f"{reading.tokens_per_second / 1e6:.2f} ({found.fraction(reading):.2f})"
         cells.setdefault(key, []).append(speed)
     rows = [(*key, *speeds) for key, speeds in cells.items()]
-    lines = columns(rows, head=["rows", "ids", *libraries])
+    lines = columns(rows, head=["rows", "width", "ids", *libraries])
     lines.append("")
     lines.append(
         "million tokens per second (fraction of the memory bandwidth, "

@@ -16,7 +16,7 @@ from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import ENCODED, FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._module import Module, replace_fields
-from ._stored import EncodedRows, quantized_embedding
+from ._stored import quantized_embedding
 from .growing import GrowingEmbedding
 
 
@@ -58,13 +58,13 @@ def load(path: Path) -> Any:
     return load_layer(path, FRONT_END)
 
 
-def _arrays(layer: Module) -> Tensors:
+def _arrays(layer: Module) -> dict[str, Any]:
     if isinstance(layer, GrowingEmbedding):
         return layer.state()
     arrays = {name: np.asarray(value) for name, value in layer.parameters().items()}
-    rows = getattr(getattr(layer, "token", None), "rows", None)
-    if isinstance(rows, EncodedRows):
-        arrays[ENCODED] = np.asarray(rows.encoded)
+    encoded = getattr(getattr(layer, "token", None), "encoded", None)
+    if encoded is not None:
+        arrays[ENCODED] = np.asarray(encoded)
     return arrays
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .mapped_rows import locate_rows as locate_rows
     from .mapped_rows import request_rows as request_rows
     from .mapped_rows import rows_missing as rows_missing
-    from .mapped_rows import write_rows_at as write_rows_at
     from .neighbor_map import move_points as move_points
     from .neighbor_map import nearest_in as nearest_in
     from .optim.drivers import average_rows as average_rows
@@ -59,13 +58,7 @@ _NAMES = {
     "layer.backward": ("layer_backward",),
     "layer.backward_plan": ("BackwardPlan", "plan_backward"),
     "layer.forward": ("layer_forward",),
-    "mapped_rows": (
-        "copy_rows_at",
-        "locate_rows",
-        "request_rows",
-        "rows_missing",
-        "write_rows_at",
-    ),
+    "mapped_rows": ("copy_rows_at", "locate_rows", "request_rows", "rows_missing"),
     "neighbor_map": ("move_points", "nearest_in"),
     "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),

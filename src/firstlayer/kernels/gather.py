@@ -7,7 +7,13 @@ is checked and then used.
 import numpy as np
 
 from .runtime.compile import bits_of, is_row, kernel, prefetch_row
-from .runtime.lanes import LANES_BYTES, is_streamed, load, prefetch_lanes, stream, zeros
+from .runtime.lanes import (
+    SHORT_LANES_BYTES,
+    is_streamed,
+    load,
+    short_zeros,
+    store_or_stream,
+)
 from .runtime.pool import grain_for, pieces, run
 
 # Up to this many ids, one compiled check and copy costs less than NumPy's two calls.
@@ -38,15 +44,16 @@ def gather_rows(
     row_bytes = max(1, out.strides[0])
     ahead = 1 + AHEAD_BYTES // row_bytes
     grain = grain_for(GRAIN, row_bytes)
-    if is_streamed(out) and row_bytes % LANES_BYTES == 0 and bits.flags.c_contiguous:
-        args = bits.view(np.float32), ids, ahead, out.view(np.float32), has_bad_id
-        run(_stream_rows, ids.size, *args, grain=grain)
+    if row_bytes % SHORT_LANES_BYTES == 0 and bits.flags.c_contiguous:
+        # One kernel for every dtype.
+        args = bits.view(np.float32), ids, ahead, is_streamed(out), out.view(np.float32)
+        run(_copy_lanes, ids.size, *args, has_bad_id, grain=grain)
     else:
         run(_copy_rows, ids.size, bits, ids, ahead, out, has_bad_id, grain=grain)
     return None if has_bad_id[0] else out.view(weight.dtype)
 
 
-@kernel()
+@kernel(allocates=False)
 def _check_and_copy(weight, ids, out):
     num_embeddings, width = weight.shape
     for i in range(ids.size):
@@ -58,7 +65,7 @@ def _check_and_copy(weight, ids, out):
     return True
 
 
-@kernel()
+@kernel(allocates=False)
 def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
     num_embeddings, width = weight.shape
     for lo, hi in pieces(ticket):
@@ -73,17 +80,18 @@ def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
                 out[i, d] = weight[row, d]
 
 
-@kernel()
-def _stream_rows(ticket, weight, ids, ahead, out, has_bad_id):
+@kernel(allocates=False)
+def _copy_lanes(ticket, weight, ids, ahead, streams, out, has_bad_id):
     num_embeddings, width = weight.shape
-    lanes = zeros(np.float32(0))
+    lanes, block = short_zeros(np.float32(0)), SHORT_LANES_BYTES // 4
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
-            id_, later = ids[i], ids[min(i + ahead, hi - 1)] * width
+            prefetch_row(weight, ids[min(i + ahead, hi - 1)])
+            id_ = ids[i]
             if not is_row(id_, num_embeddings):
                 has_bad_id[0] = 1
                 continue
             row = id_ * width
-            for d in range(0, width, LANES_BYTES // 4):
-                prefetch_lanes(lanes, weight, later + d)
-                stream(load(lanes, weight, row + d), out, i * width + d)
+            for d in range(0, width, block):
+                part = load(lanes, weight, row + d)
+                store_or_stream(part, out, i * width + d, streams)

@@ -7,10 +7,12 @@ bits, so that a pass reads memory in order.
 
 import numpy as np
 
-from .runtime.compile import internal, kernel
+from .runtime.compile import kernel
 
 # Bits of a digit.
 BITS = 11
+# Room for the starts of all values of each digit of a number of 63 bits.
+STARTS = 6 * ((1 << BITS) + 1)
 # Returned for ids that are too large for pairs.
 DOES_NOT_FIT = -2
 
@@ -30,57 +32,36 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
     # A copy: the sort reads ids several times, and another thread may change the original.
-    ids = ids.copy()
+    order, bounds, unique = group_private(ids.copy())
+    # Gradients keep their ids, and a view would keep the longer array alive.
+    return order, bounds, unique.copy()
+
+
+def group_private(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the same as :func:`group_by_id` for ids that no other thread can change.
+
+    The last array is a view of a longer one.
+    """
     order, spare, unique = (np.empty(ids.size, np.int64) for _ in range(3))
-    bounds = np.empty(ids.size + 1, np.int64)
-    index_bits = ids.size.bit_length()
-    count = _group_pairs(ids, index_bits, order, spare, bounds, unique)
+    bounds, starts = np.empty(ids.size + 1, np.int64), np.empty(STARTS, np.int64)
+    work = order, spare, bounds, unique, starts
+    count = _group_pairs(ids, ids.size.bit_length(), *work)
     if count == DOES_NOT_FIT:
-        count = group_tokens(ids, np.arange(ids.size), order, spare, bounds, unique)
+        count = _group_large(ids, *work)
     if count < 0:
         raise IndexError(f"ids must not be negative, got {ids.min()}")
-    # Gradients keep their ids, and a view would keep the longer array alive.
-    return order, bounds[: count + 1], unique[:count].copy()
+    return order, bounds[: count + 1], unique[:count]
 
 
-@kernel()
 def ascends(ids: np.ndarray) -> bool:
     """Return whether each id is larger than the one before it."""
-    for i in range(ids.size - 1):
-        if ids[i] >= ids[i + 1]:
-            return False
-    return True
+    return bool((ids[1:] > ids[:-1]).all())
 
 
-@internal
-def group_tokens(ids, tokens, order, spare, bounds, unique):
-    """Group the ids of some tokens, given in ascending order; see :func:`group_by_id`.
-
-    Args:
-        ids: Id of each token.
-        tokens: Indices of the tokens to group.
-        order: The tokens, sorted by id.
-        spare: Scratch memory of the size of ``tokens``.
-        bounds: Bounds of the groups; at most one more than there are tokens.
-        unique: Id of each group.
-
-    Returns:
-        Number of groups, or -1 if one of the ids is negative.
-    """
-    if not _sort(ids, tokens, order, spare):
-        return -1
-    count = 0
-    for i in range(order.size):
-        id_ = ids[order[i]]
-        if count == 0 or id_ != unique[count - 1]:
-            bounds[count], unique[count] = i, id_
-            count += 1
-    bounds[count] = order.size
-    return count
-
-
-@kernel()
-def _group_pairs(ids, index_bits, order, spare, bounds, unique):
+# The kernels below write to arrays that Python allocated: a kernel that allocates takes
+# longer to compile, and an interrupt that is pending then becomes a SystemError.
+@kernel(allocates=False)
+def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
     """Group ids by sorting numbers of an id and its index; see :func:`group_by_id`.
 
     Args:
@@ -90,23 +71,27 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique):
         spare: Scratch memory of the size of ``ids``.
         bounds: Bounds of the groups; at most one more than there are ids.
         unique: Id of each group.
+        starts: Scratch memory of ``STARTS`` numbers.
 
     Returns:
         Number of groups, -1 if an id is negative, or ``DOES_NOT_FIT``.
     """
-    least, most = 0, 0
+    # The bits of a negative id are above those of every other.
+    used = np.int64(0)
     for id_ in ids:
-        least, most = min(least, id_), max(most, id_)
-    if least < 0:
+        used |= id_
+    if used < 0:
         return -1
     id_bits = 0
-    while id_bits < 63 and most >> id_bits:
+    while id_bits < 63 and used >> id_bits:
         id_bits += 1
     if id_bits + index_bits > 63:
         return DOES_NOT_FIT
-    passes = max(1, -(-id_bits // BITS))
+    passes = -(-id_bits // BITS) if id_bits else 1
     bits = -(-id_bits // passes)
-    mask, starts = (1 << bits) - 1, np.zeros((passes, (1 << bits) + 1), np.int64)
+    mask = (1 << bits) - 1
+    for i in range(passes * (mask + 2)):
+        starts[i] = 0
     source, target = order, spare
     if passes % 2:
         source, target = spare, order
@@ -114,15 +99,15 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique):
         id_ = ids[i]
         source[i] = id_ << index_bits | i
         for digit in range(passes):
-            starts[digit, 1 + (id_ >> digit * bits & mask)] += 1
+            starts[digit * (mask + 2) + 1 + (id_ >> digit * bits & mask)] += 1
     for digit in range(passes):
-        start, shift = starts[digit], index_bits + digit * bits
-        for value in range(mask):
-            start[value + 1] += start[value]
-        for pair in source:
-            value = pair >> shift & mask
-            target[start[value]] = pair
-            start[value] += 1
+        first, shift = digit * (mask + 2), index_bits + digit * bits
+        for value in range(first, first + mask):
+            starts[value + 1] += starts[value]
+        for i in range(ids.size):
+            value = first + (source[i] >> shift & mask)
+            target[starts[value]] = source[i]
+            starts[value] += 1
         source, target = target, source
     # The pairs are in ``order``.
     count, index_mask = 0, (1 << index_bits) - 1
@@ -136,36 +121,40 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique):
     return count
 
 
-@internal
-def _sort(ids, tokens, order, spare):
-    """Write ``tokens``, sorted by id, to ``order``; return False if an id is negative."""
-    least, most = 0, 0
-    for token in tokens:
-        least, most = min(least, ids[token]), max(most, ids[token])
-    if least < 0:
-        return False
-    bits, passes = 0, 0
-    while bits < BITS and most >> bits:
-        bits += 1
-    while passes * bits < 63 and most >> passes * bits:
+@kernel(allocates=False)
+def _group_large(ids, order, spare, bounds, unique, starts):
+    """Group ids of up to 63 bits by sorting indices; arguments as in ``_group_pairs``."""
+    used = np.int64(0)
+    for id_ in ids:
+        used |= id_
+    if used < 0:
+        return -1
+    passes = 0
+    while passes * BITS < 63 and used >> passes * BITS:
         passes += 1
-    if not passes:
-        for i in range(tokens.size):
-            order[i] = tokens[i]
-    starts, mask = np.empty((1 << bits) + 1, np.int64), (1 << bits) - 1
-    source, target, other = tokens, spare, order
-    if passes % 2:
-        target, other = order, spare
-    for i in range(passes):
-        shift = i * bits
-        starts[:] = 0
-        for token in source:
-            starts[1 + (ids[token] >> shift & mask)] += 1
-        for digit in range(mask):
-            starts[digit + 1] += starts[digit]
-        for token in source:
-            digit = ids[token] >> shift & mask
-            target[starts[digit]] = token
-            starts[digit] += 1
-        source, target, other = target, other, target
-    return True
+    mask = (1 << BITS) - 1
+    # An even number of passes ends in the first array.
+    source, target = (spare, order) if passes % 2 else (order, spare)
+    for i in range(ids.size):
+        source[i] = i
+    for digit in range(passes):
+        shift = digit * BITS
+        for i in range(mask + 2):
+            starts[i] = 0
+        for i in range(ids.size):
+            starts[1 + (ids[source[i]] >> shift & mask)] += 1
+        for value in range(mask):
+            starts[value + 1] += starts[value]
+        for i in range(ids.size):
+            value = ids[source[i]] >> shift & mask
+            target[starts[value]] = source[i]
+            starts[value] += 1
+        source, target = target, source
+    count = 0
+    for i in range(order.size):
+        id_ = ids[order[i]]
+        if count == 0 or id_ != unique[count - 1]:
+            bounds[count], unique[count] = i, id_
+            count += 1
+    bounds[count] = order.size
+    return count

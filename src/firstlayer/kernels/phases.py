@@ -91,7 +91,7 @@ def _write_phases(cos, sin, position, tables):
             sin[i] = -sin[i]
 
 
-@kernel()
+@kernel(allocates=False)
 def _digit_phases(ticket, positions, tables, out):
     pairs = tables.shape[3]
     for lo, hi in pieces(ticket):

@@ -8,7 +8,7 @@ once.
 
 import numpy as np
 
-from .runtime.compile import bits_of, kernel
+from .runtime.compile import bits_of, kernel, prefetch_row
 from .runtime.lanes import (
     SHORT_LANES_BYTES,
     evens,
@@ -19,10 +19,13 @@ from .runtime.lanes import (
     odds,
     short_zeros,
     store,
-    store_or_stream,
+    stream,
 )
 from .runtime.pool import grain_for, pieces, run
 
+# Number of bytes between the row that is rotated and the one that is prefetched: a page,
+# at whose end the prefetches of the hardware stop.
+AHEAD_BYTES = 1 << 12
 # Minimum number of features per thread.
 GRAIN = 1 << 17
 
@@ -64,14 +67,18 @@ def rotate_pairs(
 
 def _loop(read_half: bool, write_half: bool):
     # One loop for each combination of layouts. Pairs that fill no lanes are done singly.
-    @kernel()
+    @kernel(allocates=False)
     def loop(ticket, x, phases, which, streams, out):
         pairs, width, zero = phases.shape[1] // 2, x.shape[1], phases.dtype.type(0)
         lanes, block = short_zeros(zero), SHORT_LANES_BYTES // phases.itemsize
         whole = pairs - pairs % block
+        ahead = 1 + AHEAD_BYTES // max(1, width * x.itemsize)
         for lo, hi in pieces(ticket):
+            at = lo % which.size
             for row in range(lo, hi):
-                t, a = which[row % which.size] * phases.shape[1], row * width
+                t, a = which[at] * phases.shape[1], row * width
+                at = at + 1 if at + 1 < which.size else 0
+                prefetch_row(x, row + ahead)
                 for i in range(0, whole, block):
                     if read_half:
                         u, v = load(lanes, x, a + i), load(lanes, x, a + i + pairs)
@@ -81,17 +88,20 @@ def _loop(read_half: bool, write_half: bool):
                         u, v = evens(first, second), odds(first, second)
                     c, s = load(lanes, phases, t + i), load(lanes, phases, t + i + pairs)
                     y, z = u * c - v * s, v * c + u * s
-                    if write_half:
-                        store_or_stream(y, out, a + i, streams)
-                        store_or_stream(z, out, a + i + pairs, streams)
+                    at_y, at_z = a + i, a + i + pairs
+                    if not write_half:
+                        y, z = interleave_lower(y, z), interleave_upper(y, z)
+                        at_y, at_z = a + 2 * i, a + 2 * i + block
+                    if streams:
+                        stream(y, out, at_y)
+                        stream(z, out, at_z)
                     else:
-                        lower, upper = interleave_lower(y, z), interleave_upper(y, z)
-                        store_or_stream(lower, out, a + 2 * i, streams)
-                        store_or_stream(upper, out, a + 2 * i + block, streams)
+                        store(y, out, at_y)
+                        store(z, out, at_z)
                 for i in range(whole, pairs):
-                    at = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
+                    of = (i, i + pairs) if read_half else (2 * i, 2 * i + 1)
                     to = (i, i + pairs) if write_half else (2 * i, 2 * i + 1)
-                    p, q = load(zero, x, a + at[0]), load(zero, x, a + at[1])
+                    p, q = load(zero, x, a + of[0]), load(zero, x, a + of[1])
                     cos, sin = load(zero, phases, t + i), load(zero, phases, t + i + pairs)
                     store(p * cos - q * sin, out, a + to[0])
                     store(q * cos + p * sin, out, a + to[1])

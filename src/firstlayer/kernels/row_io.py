@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from .runtime.compile import bits_of, downcast, inlined, kernel, upcast
+from .runtime.compile import bits_of, downcast, inlined, kernel, prefetch_row, upcast
 from .runtime.pool import grain_for, pieces, run
 
+# Number of rows between the one that is converted and the one that is prefetched.
+AHEAD = 8
 # Minimum number of entries per thread.
 GRAIN = 1 << 16
 
@@ -56,19 +58,21 @@ def grain_of(table: np.ndarray) -> int:
     return grain_for(GRAIN, table.shape[1])
 
 
-@kernel()
+@kernel(allocates=False)
 def _upcast_rows(ticket, table, rows, out):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
+            prefetch_row(table, rows[min(i + AHEAD, hi - 1)])
             row = rows[i]
             for d in range(out.shape[1]):
                 out[i, d] = upcast(table[row, d])
 
 
-@kernel()
+@kernel(allocates=False)
 def _store_rows(ticket, values, rows, table):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
+            prefetch_row(table, rows[min(i + AHEAD, hi - 1)])
             row = rows[i]
             for d in range(values.shape[1]):
                 table[row, d] = downcast(values[i, d], table[row, d])
@@ -82,10 +86,11 @@ def _hash(x):
     return x ^ (x >> np.uint32(16))
 
 
-@kernel()
+@kernel(allocates=False)
 def _store_rows_stochastically(ticket, bits, seed, noise_rows, rows, table):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
+            prefetch_row(table, rows[min(i + AHEAD, hi - 1)])
             row = rows[i]
             start = _hash(np.uint32(noise_rows[i]) ^ _hash(seed))
             for d in range(bits.shape[1]):

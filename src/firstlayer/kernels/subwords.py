@@ -25,6 +25,7 @@ def mean_subword_rows(
     lengths: tuple[int, int],
     out: np.ndarray,
     counts: np.ndarray,
+    bucket_rows: np.ndarray | None = None,
 ) -> None:
     """Write the mean row of each word and its n-grams, and the number of rows in it.
 
@@ -37,14 +38,19 @@ def mean_subword_rows(
         lengths: Shortest and longest n-gram in characters.
         out: Mean of each word, zeros without a row.
         counts: Number of rows in each mean, int64.
+        bucket_rows: Row of each hash modulo ``buckets``, or -1, int32; None if they are the
+            last rows.
     """
     grain = grain_for(GRAIN, 16)
-    args = text, bounds, own_rows, table, buckets, *lengths, out, counts
+    rows = np.empty(0, np.int32) if bucket_rows is None else bucket_rows
+    args = text, bounds, own_rows, table, buckets, *lengths, out, counts, rows
     run(_mean_rows, len(out), *args, grain=grain)
 
 
 @kernel()
-def _mean_rows(ticket, text, bounds, own_rows, table, buckets, least, most, out, counts):
+def _mean_rows(
+    ticket, text, bounds, own_rows, table, buckets, least, most, out, counts, bucket_rows
+):
     rows, width = table.shape
     first_bucket = rows - buckets
     for lo, hi in pieces(ticket):
@@ -71,8 +77,12 @@ def _mean_rows(ticket, text, bounds, own_rows, table, buckets, least, most, out,
                             break
                     is_bracket = length == 1 and (at == start or next_ == end)
                     if length >= least and not is_bracket and buckets > 0:
-                        row = first_bucket + np.int64(hashed % np.uint32(buckets))
-                        _add(table, row, out, word, counts)
+                        bucket = np.int64(hashed % np.uint32(buckets))
+                        row = first_bucket + bucket
+                        if bucket_rows.size > 0:
+                            row = np.int64(bucket_rows[bucket])
+                        if row >= 0:
+                            _add(table, row, out, word, counts)
             for d in range(width):
                 out[word, d] /= np.float32(max(counts[word], 1))
 

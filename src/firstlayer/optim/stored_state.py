@@ -56,7 +56,12 @@ class StoredState:
 
     def catch_up(self, ids: np.ndarray | None = None) -> None:
         """Apply the missed steps to stale rows."""
-        self._state.catch_up(ids)
+        # The array of the store, because the layer may not exist any more.
+        self._state.catch_up(ids, table=self._store.array)
+
+    def caught_up_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows as they are after their missed steps; nothing is written."""
+        return self._state.caught_up_rows(ids, table=self._store.array)
 
     def save(self) -> SavedState:
         """Return what is not stored per row."""

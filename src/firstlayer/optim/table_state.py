@@ -26,7 +26,7 @@ from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import RowSlice, StaleRows
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps, host_values
-from .row_average import RowAverage
+from .row_average import RowAverage, refuse_swapped
 from .rule import Options, Rule, State
 from .stored_state import RetiredState, StoredState
 
@@ -118,6 +118,14 @@ class TableState:
         """
         return self.base_step != self.event_count and self._missed_moves
 
+    @property
+    def needs_catch_up(self) -> bool:
+        """Whether rows must catch up before they are read or written.
+
+        Averages need the weights of the steps that they have missed.
+        """
+        return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
+
     def catch_up(
         self,
         ids: Int64[np.ndarray, " n"] | None = None,
@@ -173,7 +181,7 @@ class TableState:
     ) -> None:
         """Apply the missed steps to copies of ``rows`` at ``places``, not to the state."""
         if places.size:
-            weight, weight_rows = self._upcast(copies, places)
+            weight, weight_rows = self._to_update(copies, places)
             stale = self._stale_rows(weight, weight_rows, rows, row_steps)
             kernels.catch_up_rows(stale, self.missed, writes_state=False)
             if weight is not copies:
@@ -236,8 +244,6 @@ class TableState:
 
         No row may have missed an update of an average that is new here.
         """
-        if self.stored is not None:
-            raise TypeError("AveragedRows needs tables in memory, got one on disk")
         with self.lock:
             if average not in self.averages:
                 average.start(self.missed)
@@ -324,10 +330,7 @@ class TableState:
             rows: Rows that belong to something else from now on.
         """
         with held_interrupts(), self.lock:
-            if any(average.is_swapped for average in self.averages):
-                raise ValueError(
-                    "rows must not be reset while averages replace the weights"
-                )
+            refuse_swapped(self.averages, "rows must not be reset")
             self._check_arrays()
             self._before_write(rows)
             for name, array in self.state.items():
@@ -356,8 +359,7 @@ class TableState:
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
-        if any(average.is_swapped for average in self.averages):
-            raise ValueError("a step must not be taken while averages replace the weights")
+        refuse_swapped(self.averages, "a step must not be taken")
         self._checked(self.table())
         self._check_arrays()
         shape = self.shape if ids is None else (ids.size, self.shape[1])
@@ -444,7 +446,7 @@ class TableState:
         if not rows.size:
             return
         self._before_write(rows)
-        weight, weight_rows = self._upcast(table, rows)
+        weight, weight_rows = self._to_update(table, rows)
         stale = self._stale_rows(weight, weight_rows, rows, row_steps)
         for average in self.averages:
             average.catch_up(stale, self.missed)
@@ -469,8 +471,10 @@ class TableState:
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
-        self.row_steps[rows] = self.event_count
-        weight, weight_rows = self._upcast(table, rows)
+        if not self.is_caught_up:
+            # Otherwise every row is at ``base_step``, whatever its number.
+            self.row_steps[rows] = self.event_count
+        weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
@@ -480,6 +484,18 @@ class TableState:
         if table.dtype == self.dtype:
             return table, rows
         return kernels.upcast_rows(table, rows), np.arange(rows.size)
+
+    def _to_update(
+        self, table: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return an array with the rows that kernels update, and their indices in it.
+
+        Kernels round half precision to nearest themselves. Stochastic rounding and averages
+        need the rows in float32, which :meth:`_store` writes back.
+        """
+        if self.stochastic_rounding or self.averages:
+            return self._upcast(table, rows)
+        return table, rows
 
     def _store(
         self, weight: np.ndarray, table: np.ndarray, rows: np.ndarray, *, rounding_seed: int

@@ -161,6 +161,13 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         Args:
             store: The table.
             options: Further arguments of the layer.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(torch.eye(4, 2).numpy(), format="float16")
+            >>> bag = EmbeddingBag.from_store(store, mode="sum")
+            >>> bag(torch.tensor([[0, 1], [0, 0]])).tolist()
+            [[1.0, 1.0], [2.0, 0.0]]
         """
         if isinstance(store, TrainingStore):
             return layer_on_disk(cls, store, **options)

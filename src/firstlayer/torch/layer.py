@@ -268,7 +268,13 @@ class EmbeddingLayer(nn.Module):
         return self.token.logits(x)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = EmbeddingLayer(100, 8, max_positions=32, layer_norm=True).config()
+            >>> config["num_embeddings"], config["position"]["class"], config["layer_norm"]
+            (100, 'LearnedPositions', True)
+        """
         position, norm = self.position, self.norm
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}

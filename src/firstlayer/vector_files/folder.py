@@ -3,7 +3,8 @@
 ``model.safetensors`` holds the table as ``embeddings``, ``tokenizer.json`` the tokenizer,
 ``config.json`` and ``modules.json`` the metadata that model2vec
 (``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) read. An
-interrupted run also writes ``training.safetensors``, from which it resumes.
+interrupted run also writes ``training.safetensors``, from which it resumes, and a table
+with phrases ``phrases.json``: for each pass, the pairs of tokens that are joined.
 
 A folder is replaced atomically (:mod:`firstlayer.files.atomic`). The files of one save
 carry the same generation, a digest of what was saved, in ``config.json`` and in the headers
@@ -39,8 +40,9 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 MODULES = "modules.json"
 TRAINING = "training.safetensors"
+PHRASES = "phrases.json"
 #: Files of such a folder. A folder with any other file is never replaced.
-FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING}
+FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING, PHRASES}
 
 
 def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> None:
@@ -71,6 +73,7 @@ def write_folder(
     tokenizer: Any,
     about: dict[str, Any],
     state: dict[str, np.ndarray] | None = None,
+    phrases: str | None = None,
     replace: bool = False,
     normalize: bool = True,
 ) -> None:
@@ -82,12 +85,13 @@ def write_folder(
         tokenizer: A ``tokenizers.Tokenizer`` with one token per row, or its JSON.
         about: Training options and digest of the text, for ``config.json``.
         state: State of an interrupted run.
+        phrases: Content of ``phrases.json``, or None without phrases.
         replace: Whether to replace an existing folder of word vectors.
         normalize: Whether vectors of texts are scaled to unit length.
     """
     tokenizer_json = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     check_output_folder(folder, replace=replace)
-    generation = _digest(weight, tokenizer_json, about, state or {})
+    generation = _digest(weight, tokenizer_json + (phrases or ""), about, state or {})
     config = {
         "model_type": "model2vec",
         "architectures": ["StaticModel"],
@@ -112,6 +116,8 @@ def write_folder(
         _write_text(new / TOKENIZER, tokenizer_json)
         _write_text(new / CONFIG, json.dumps(config, indent=2))
         _write_text(new / MODULES, json.dumps(modules, indent=2))
+        if phrases is not None:
+            _write_text(new / PHRASES, phrases)
         if state is not None:
             integers = {name: a for name, a in state.items() if a.dtype.kind != "f"}
             tensors = {name: a for name, a in state.items() if name not in integers}

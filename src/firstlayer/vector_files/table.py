@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64
 
 from .. import kernels
 
@@ -15,13 +15,16 @@ class Subwords:
 
     Args:
         table: The rows; those of n-grams are the last ones.
-        buckets: Number of rows of n-grams.
+        buckets: Number of hashes of n-grams.
         lengths: Shortest and longest n-gram, in characters.
+        bucket_rows: Row of each hash of an n-gram, or -1; None if ``buckets`` rows are the
+            last ones.
     """
 
     table: np.ndarray
     buckets: int
     lengths: tuple[int, int]
+    bucket_rows: Int32[np.ndarray, " buckets"] | None = None
 
     def means(
         self, words: list[bytes], own_rows: np.ndarray
@@ -46,6 +49,7 @@ class Subwords:
             lengths=self.lengths,
             out=out,
             counts=counts,
+            bucket_rows=self.bucket_rows,
         )
         return out, counts
 
@@ -62,6 +66,7 @@ class VectorTable:
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
         subwords: Rows of character n-grams, or None.
+        phrases_json: Content of ``phrases.json``, or None.
     """
 
     words: list[str]
@@ -71,6 +76,7 @@ class VectorTable:
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
+    phrases_json: bytes | None = None
 
     def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
         """Return the vectors of words by their numbers."""

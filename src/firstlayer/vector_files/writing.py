@@ -252,6 +252,7 @@ def _write_folder(
         rows,
         tokenizer=tokenizer,
         about=about,
+        phrases=None if table.phrases_json is None else table.phrases_json.decode(),
         replace=replace,
         normalize=table.normalize,
     )

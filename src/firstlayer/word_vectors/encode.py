@@ -8,7 +8,7 @@ from jaxtyping import Float32
 
 from ..numpy import EmbeddingBag
 from .neighbors import units
-from .vectors import Vectors, WordVector, encoded_ids
+from .vectors import Vectors, WordVector
 
 #: Texts per batch.
 BATCH = 1024
@@ -59,7 +59,7 @@ def _ids(
     if vectors.tokenizer is None:
         return _whole_words(vectors, texts)
     unknown = vectors.unknown
-    ids = encoded_ids(vectors.tokenizer, texts)
+    ids = vectors.encoded(texts)
     return [[i for i in one if i != unknown] for one in ids], []
 
 

@@ -113,7 +113,7 @@ class SkipGram:
     def __init__(self, corpus: Corpus, setting: SkipGramOptions) -> None:
         kernels.require_compiler("training word vectors")
         self.corpus, self.setting = corpus, setting
-        counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
+        counts = corpus.counts()
         if np.count_nonzero(counts) < 2:
             raise ValueError(
                 f"the text must have at least 2 different tokens in its vocabulary, "
@@ -122,8 +122,9 @@ class SkipGram:
         self._kept = kept_share(counts, sample=setting.sample)
         self._noise = kernels.noise_table(counts**NOISE_POWER)
         self.table = _small((counts.size, setting.embedding_dim), rng=setting.seed)
-        if corpus.unknown is not None:
-            self.table[corpus.unknown] = 0
+        # Tokens that never occur have no direction: the unknown one, and words of phrases
+        # that occur in the phrases alone.
+        self.table[counts == 0] = 0
         self.others = np.zeros_like(self.table)
         self._workspace = kernels.skipgram_workspace(
             setting.batch,
@@ -214,11 +215,8 @@ class SkipGram:
         """Draw the subsampled text of the next epoch."""
         if self._stream.size or self.epoch == self.setting.epochs:
             return
-        ids, bounds = self.corpus.ids, self.corpus.bounds
         rng = np.random.default_rng([self.setting.seed, self.epoch])
-        kept = rng.random(ids.size, dtype=np.float32) < self._kept[ids]
-        documents = np.repeat(np.arange(bounds.size - 1, dtype=np.int32), np.diff(bounds))
-        self._stream, self._documents = ids[kept], documents[kept]
+        self._stream, self._documents = self.corpus.subsampled(self._kept, rng)
         self._key = int(rng.integers(2**63))
 
     def _step(self) -> None:

@@ -15,15 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from .._check import not_negative, not_negative_number
 from ..files.atomic import Opener
 from ..files.checkpoint import read_bytes
 from ..files.safetensors import KEY, OLD_KEY
 from ..vector_files import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
+from .documents import Documents, ReadingOptions, documents_in
 from .neighbors import Neighbors, neighbors
+from .phrases import Phrases, join_phrases, learn_phrases
 from .skipgram import Progress, SkipGram, SkipGramOptions
-from .text import documents_in, standard_library
-from .vectors import Vectors, parse_tokenizer
+from .text import standard_library
+from .vectors import Vectors, parse_phrases, parse_tokenizer
 
 #: Words whose neighbors are shown after training on Python's source.
 PYTHON_WORDS = ("TypeError", "lock", "socket", "red", "append", "wait")
@@ -45,6 +48,11 @@ class TrainingOptions:
         size: Largest vocabulary size.
         min_count: Least number of occurrences of a word.
         lower: Lowercase the text.
+        pattern: Regular expression of a word; None for the default one.
+        phrases: Passes that join words to phrases, such as ``new_york``; see
+            :func:`firstlayer.word_vectors.phrases.learn_phrases`.
+        phrase_threshold: Least score of a phrase.
+        reading: How files are read.
         setting: Hyper-parameters of skip-gram.
     """
 
@@ -52,7 +60,17 @@ class TrainingOptions:
     size: int = 30_000
     min_count: int = 5
     lower: bool = False
+    pattern: str | None = None
+    phrases: int = 0
+    phrase_threshold: float = 10.0
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
     setting: SkipGramOptions = field(default_factory=SkipGramOptions)
+
+    def __post_init__(self) -> None:
+        not_negative("phrases", self.phrases)
+        not_negative_number("phrase_threshold", self.phrase_threshold)
+        if self.phrases and self.kind != "words":
+            raise ValueError(f"phrases are of words, but the tokenizer is {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -88,34 +106,64 @@ def train(
     replace: bool = False,
     tell: Tell = lambda what: None,
     report: Callable[[Progress], None] = lambda progress: None,
+    report_reading: Callable[[float], None] = lambda share: None,
     stop: Callable[[], bool] = lambda: False,
     save_every: float = 300.0,
+    scratch: str | os.PathLike[str] | None = None,
 ) -> Trained:
     """Train a table on text and write it atomically to a folder.
 
     Args:
-        paths: UTF-8 text files, ``-`` for standard input, empty for Python's own source.
+        paths: Text files and folders of them, ``-`` for standard input, empty for Python's
+            own source.
         folder: Output folder.
         recipe: Training options. None resumes the interrupted run in the folder.
         replace: Whether to replace an existing folder of word vectors.
         tell: Called with a description of each phase.
         report: Called regularly with the progress.
+        report_reading: Called while the text is read with the share that was read.
         stop: Called before each batch; when it returns True the state is saved.
         save_every: Seconds between saves of the state while training, from which a killed
             run resumes.
+        scratch: Folder of temporary files with the token ids, by default that of
+            ``folder``. They have the size of eight to twelve bytes per token.
     """
     resume = recipe is None
     folders.check_output_folder(folder, replace=replace or resume)
+    scratch = Path(folder).resolve().parent if scratch is None else scratch
     files = list(paths) or standard_library()
-    tell(f"reading {len(files):,} file{'s' * (len(files) != 1)}")
-    documents = documents_in(files)
-    state = None
+
+    def read(options: ReadingOptions) -> Documents:
+        documents = documents_in(files, options, scratch=scratch)
+        documents.report = report_reading
+        tell(f"reading {documents.description}")
+        return documents
+
+    phrases = state = None
     if recipe is None:
-        recipe, corpus, state = folders.read_one_save(
-            folder, lambda opener: _resumed(folder, documents, opener)
+        recipe, tokenizer, phrases, digest, state = folders.read_one_save(
+            folder, lambda opener: _saved(folder, opener)
         )
+        documents = read(recipe.reading)
+        corpus = tokenized(
+            documents, tokenizer, keep_unknown=phrases is not None, scratch=scratch
+        )
+        if phrases is not None:
+            corpus = join_phrases(corpus, phrases)
+        if _digest(corpus) != digest:
+            raise ValueError(
+                f"the text differs from the one {os.fspath(folder)} was started with"
+            )
     else:
-        corpus = tokenized(documents, _tokenizer(documents, recipe))
+        documents = read(recipe.reading)
+        documents.report = lambda share: report_reading(share / 2)
+        tokenizer = _tokenizer(documents, recipe)
+        documents.report = lambda share: report_reading((1 + share) / 2)
+        corpus = tokenized(
+            documents, tokenizer, keep_unknown=recipe.phrases > 0, scratch=scratch
+        )
+        if recipe.phrases:
+            corpus, phrases = _with_phrases(corpus, recipe, tell)
     model = SkipGram(corpus, recipe.setting)
     if state is not None:
         model.load_state_dict(state)
@@ -136,6 +184,7 @@ def train(
             tokenizer=corpus.tokenizer,
             about=about,
             state=state,
+            phrases=phrases and phrases.to_json(corpus.words()),
             replace=True,
         )
         return weight
@@ -147,7 +196,7 @@ def train(
         finished=finished,
         num_embeddings=corpus.num_embeddings,
         embedding_dim=recipe.setting.embedding_dim,
-        documents=len(documents),
+        documents=corpus.bounds.size - 1,
         tokens=corpus.ids.size,
         progress=last,
         neighbors=_shown(corpus, weight, PYTHON_WORDS if not paths else ()),
@@ -177,13 +226,30 @@ def _tokenizer(documents: Any, recipe: TrainingOptions) -> Any:
         size=recipe.size,
         min_count=recipe.min_count,
         lower=recipe.lower,
+        pattern=recipe.pattern,
     )
 
 
-def _resumed(
-    folder: str | os.PathLike[str], documents: Any, opener: Opener
-) -> tuple[TrainingOptions, Corpus, dict[str, np.ndarray]]:
-    """Return options, corpus and state of an interrupted run, if the text is the same."""
+def _with_phrases(
+    corpus: Corpus, recipe: TrainingOptions, tell: Tell
+) -> tuple[Corpus, Phrases]:
+    tell("joining phrases")
+    corpus, phrases = learn_phrases(
+        corpus,
+        passes=recipe.phrases,
+        min_count=recipe.min_count,
+        threshold=recipe.phrase_threshold,
+        size=recipe.size,
+    )
+    count = sum(one.keys.size for one in phrases.passes)
+    tell(f"found {count:,} phrase{'s' * (count != 1)}")
+    return corpus, phrases
+
+
+def _saved(
+    folder: str | os.PathLike[str], opener: Opener
+) -> tuple[TrainingOptions, Any, Phrases | None, str, dict[str, np.ndarray]]:
+    """Return options, tokenizer, phrases, digest of the text and state of a run."""
     state = folders.read_state(folder, opener=opener)
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
@@ -195,17 +261,19 @@ def _resumed(
             raise ValueError(f"{os.fspath(folder)} does not record how it was trained")
     tokens = Path(folder) / folders.TOKENIZER
     tokenizer = parse_tokenizer(read_bytes(tokens, opener=opener), tokens)
-    corpus = tokenized(documents, tokenizer)
-    if _digest(corpus) != digest:
-        raise ValueError(
-            f"the text differs from the one {os.fspath(folder)} was started with"
-        )
-    return recipe, corpus, state
+    phrases = None
+    if recipe.phrases:
+        path = Path(folder) / folders.PHRASES
+        vocabulary = tokenizer.get_vocab()
+        phrases = parse_phrases(read_bytes(path, opener=opener), vocabulary, path)
+    return recipe, tokenizer, phrases, digest, state
 
 
 def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> TrainingOptions:
     try:
-        return TrainingOptions(**rest, setting=SkipGramOptions(**setting))
+        # Earlier versions had no options of reading.
+        reading = ReadingOptions(**rest.pop("reading", {}))
+        return TrainingOptions(**rest, reading=reading, setting=SkipGramOptions(**setting))
     except (TypeError, ValueError) as error:
         reason = reprlib.repr(str(error))
         raise ValueError(
@@ -225,16 +293,13 @@ def _run(model: SkipGram, *, report: Any, stop: Any) -> tuple[bool, Progress]:
 
 
 def _digest(corpus: Corpus) -> str:
-    hashed = hashlib.blake2b(corpus.ids.tobytes(), digest_size=16)
-    hashed.update(corpus.bounds.tobytes())
+    hashed = hashlib.blake2b(corpus.ids.data, digest_size=16)
+    hashed.update(corpus.bounds.data)
     return hashed.hexdigest()
 
 
 def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Neighbors]:
-    words_by_row = [
-        corpus.tokenizer.id_to_token(row) for row in range(corpus.num_embeddings)
-    ]
-    vectors = Vectors(words_by_row, weight, corpus.tokenizer)
+    vectors = Vectors(corpus.words(), weight, corpus.tokenizer)
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
     found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
@@ -243,8 +308,7 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
     """Return a few frequent words of several letters."""
-    counts = np.bincount(corpus.ids, minlength=corpus.num_embeddings)
-    order = [vectors.words[row] for row in np.argsort(-counts, kind="stable")]
+    order = [vectors.words[row] for row in np.argsort(-corpus.counts(), kind="stable")]
     # For BPE, only pieces that begin a word.
     order = [word for word in order if word.startswith("Ġ")] or order
     shown = (word for word in order if word.strip("Ġ").isalpha())

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from ..vector_files.folder import PHRASES
 from ..vector_files.reading import read_vectors
 from ..vector_files.table import Subwords, VectorTable
 from ..vector_files.vocabulary import TOKENIZER
 from .corpus import UNKNOWN
+from .phrases import Phrases
 
 #: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
@@ -72,6 +74,7 @@ class Vectors:
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
         subwords: Rows of character n-grams, for unknown words; or None.
+        phrases: Phrases that the ids of the tokenizer are joined to; or None.
 
     Example:
         >>> vectors = Vectors(["king", "queen"], np.eye(2, dtype=np.float32))
@@ -90,6 +93,7 @@ class Vectors:
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
+    phrases: Phrases | None = None
 
     def __len__(self) -> int:
         return len(self.words)
@@ -212,13 +216,18 @@ class Vectors:
         unknown, best = self.unknown, []
         # Some tokenizers mark a word only after a space.
         for text in (word, f" {word}") if self.mark else (word,):
-            ids = encoded_ids(self.tokenizer, [text])[0]
+            ids = self.encoded([text])[0]
             if not ids or unknown in ids:
                 continue
             if not self.mark or self.words[ids[0]].startswith(self.mark):
                 return ids
             best = best or ids
         return best
+
+    def encoded(self, texts: list[str]) -> list[list[int]]:
+        """Return the numbers of the tokens of texts, with phrases joined."""
+        ids = encoded_ids(self.tokenizer, texts)
+        return ids if self.phrases is None else self.phrases.joined(ids)
 
     def _as_sum(self, word: str) -> str:
         """Return words joined by + or - with spaces between them, or ``""``."""
@@ -246,11 +255,12 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
 
     Args:
         path: A folder that ``firstlayer train``, model2vec, sentence-transformers or
-            transformers wrote, with ``tokenizer.json`` or ``vocab.txt``; its safetensors or
-            PyTorch file; a file of gensim (``.kv``, ``.model``), fastText (``.bin``,
-            ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
-            ``vocab.txt`` or ``metadata.tsv``; ``.npz``; or a text format with ``.gz``. The
-            content tells the format. Nothing in a file is run.
+            transformers wrote, with ``tokenizer.json``, ``vocab.txt``, or ``vocab.json``
+            and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
+            ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
+            GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
+            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing in
+            a file is run.
 
     Example:
         >>> import tempfile
@@ -261,20 +271,29 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
         [1.0, 0.5]
     """
     table = read_vectors(path)
+    phrases = None
+    if table.phrases_json is not None:
+        numbers = {word: i for i, word in enumerate(table.words)}
+        phrases = parse_phrases(table.phrases_json, numbers, _folder(path) / PHRASES)
     return Vectors(
         table.words,
         table.weight,
-        _tokenizer(table, Path(path)),
+        _tokenizer(table, _folder(path)),
         table.normalize,
         table.mapping,
         table.scale,
         table.subwords,
+        phrases,
     )
 
 
-def _tokenizer(table: VectorTable, path: Path) -> Any:
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a table's files."""
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _tokenizer(table: VectorTable, folder: Path) -> Any:
     if table.tokenizer_json is not None:
-        folder = path if path.is_dir() else path.parent
         return parse_tokenizer(table.tokenizer_json, folder / TOKENIZER)
     if "[UNK]" in table.words and any(word.startswith(CONTINUED) for word in table.words):
         return _word_piece(table.words)
@@ -313,6 +332,20 @@ def parse_tokenizer(content: bytes, path: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def parse_phrases(content: bytes, numbers: dict[str, int], path: Path) -> Phrases:
+    """Return the phrases in a file's content.
+
+    Args:
+        content: The content.
+        numbers: Number of each word.
+        path: Path of the file in errors.
+    """
+    try:
+        return Phrases.from_words(json.loads(content), numbers)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{path} does not hold phrases of known words") from None
 
 
 def encoded_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The cache of compiled kernels: damaged, missing, read-only and full."""
 
 import errno
+import gc
 import importlib.util
 import io
 import itertools
@@ -11,8 +12,10 @@ import warnings
 import numpy as np
 import pytest
 from numba.core import config
+from numba.core.errors import TypingError
+from numba.extending import overload
 
-from firstlayer.kernels.runtime import cache
+from firstlayer.kernels.runtime import cache, compile
 
 SOURCE = """
 from firstlayer.kernels.runtime.compile import kernel
@@ -151,7 +154,8 @@ class Terminal(io.StringIO):
 def test_a_process_that_compiles_for_long_says_so_once(terminal, folder, monkeypatch):
     stderr = terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(cache, "_notice", cache._Notice())
+    monkeypatch.setattr(cache._compiling, "seconds", 0.0)
+    monkeypatch.setattr(cache._compiling, "has_said", False)
     monkeypatch.setattr(cache, "NOTICE_SECONDS", 1e9)
     assert use(folder) == ([], True)
     assert stderr.getvalue() == ""
@@ -169,3 +173,30 @@ def test_a_process_that_compiles_for_long_says_so_once(terminal, folder, monkeyp
         f"cache in {path} (see firstlayer warmup)\n"
     )
     assert stderr.getvalue() == (line if terminal is Terminal else "")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_rests_while_a_kernel_compiles(collects):
+    def fails_to_compile():
+        raise NotImplementedError
+
+    seen = []
+
+    @overload(fails_to_compile)
+    def _():
+        seen.append(gc.isenabled())
+        raise TypingError("as the test wants")
+
+    @compile.kernel()
+    def calls():
+        fails_to_compile()
+
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(TypingError, match="as the test wants"):
+            calls()
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen and not any(seen)

@@ -12,6 +12,7 @@ from ..runtime.compile import inlined, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
+    add_to,
     is_streamed,
     load,
     prefetch_lanes,
@@ -100,6 +101,7 @@ def layer_backward(
         plan.position_indices,
         position_sums,
         shared_sums,
+        np.empty((num_blocks, width), compute_dtype),
         grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
     return buffer, _sum_over_blocks(position_sums), _sum_over_blocks(shared_sums)
@@ -109,23 +111,8 @@ def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
     """Return the sum of the blocks; a single block is returned itself."""
     if blocks.shape[0] == 1:
         return blocks[0]
-    sums = np.empty(blocks.shape[1:], blocks.dtype)
-    _sum_blocks(blocks.reshape(blocks.shape[0], -1), sums.reshape(-1))
-    return sums
-
-
-@kernel()
-def _sum_blocks(blocks, sums):
-    for d in range(sums.size):
-        sums[d] = blocks[0, d]
-    for other in range(1, blocks.shape[0]):
-        for d in range(sums.size):
-            sums[d] += blocks[other, d]
-
-
-@inlined
-def _add(value, array, start):
-    store(load(value, array, start) + value, array, start)
+    # NumPy adds one block after the other.
+    return np.add.reduce(blocks, axis=0)
 
 
 @inlined
@@ -134,9 +121,9 @@ def _add_row(zero, buffer, source, target):
     width, block, lanes = buffer.shape[1], LANES_BYTES // buffer.itemsize, zeros(zero)
     whole = width - width % block
     for d in range(0, whole, block):
-        _add(load(lanes, buffer, source + d), buffer, target + d)
+        add_to(load(lanes, buffer, source + d), buffer, target + d)
     for d in range(whole, width):
-        _add(load(zero, buffer, source + d), buffer, target + d)
+        add_to(load(zero, buffer, source + d), buffer, target + d)
 
 
 @inlined
@@ -147,8 +134,8 @@ def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at)
     """
     value = (load(like, row, d) - mean) * rstd
     grad = load(like, dy, dy_at + d)
-    _add(grad * value, shared_sums, block_at + d)
-    _add(grad, shared_sums, block_at + row.size + d)
+    add_to(grad * value, shared_sums, block_at + d)
+    add_to(grad, shared_sums, block_at + row.size + d)
     return value, grad * load(like, weight, d)
 
 
@@ -195,8 +182,9 @@ def _row_gradient_at(like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, w
 # Separate arguments: a NamedTuple costs half a microsecond per call. ``ids``,
 # ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
 # its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed;
-# the scratch rows of the blocks begin at ``scratch_start``.
-@kernel(reorder=True)
+# the scratch rows of the blocks begin at ``scratch_start``. ``scratch`` has a row for each
+# block, which stays in the L1 cache.
+@kernel(reorder=True, allocates=False)
 def _backward_blocks(
     ticket,
     token_table,
@@ -218,15 +206,17 @@ def _backward_blocks(
     position_indices,
     position_sums,
     shared_sums,
+    scratch,
 ):
     width, final = dy.shape[1], token_order.size - 1
-    row, zero = np.empty(width, type(scale)), type(scale)(0)
-    lanes_size, lanes = LANES_BYTES // row.itemsize, zeros(zero)
+    zero = type(scale)(0)
+    lanes_size, lanes = LANES_BYTES // buffer.itemsize, zeros(zero)
     whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
         for block in range(lo, hi):
-            block_at = block * shared_sums.shape[1] * width
-            shared_sums[block] = 0
+            block_at, row = block * shared_sums.shape[1] * width, scratch[block]
+            for d in range(block_at, block_at + shared_sums.shape[1] * width):
+                store(zero, shared_sums, d)
             own_sums = min(block, position_sums.shape[0] - 1)
             positions_at = own_sums * position_sums.shape[1] * width
             for k in range(block_starts[block], block_starts[block + 1]):
@@ -287,9 +277,9 @@ def _backward_blocks(
                     if buffer_at >= 0:
                         store_or_stream(grad * scale, buffer, buffer_at + d, streams)
                     if segment_rows is not None:
-                        _add(grad, shared_sums, segment_at + d)
+                        add_to(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(grad, position_sums, position_at + d)
+                        add_to(grad, position_sums, position_at + d)
                 for d in range(whole, width):
                     rest = _row_gradient_at(
                         zero, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
@@ -297,8 +287,8 @@ def _backward_blocks(
                     if buffer_at >= 0:
                         store(rest * scale, buffer, buffer_at + d)
                     if segment_rows is not None:
-                        _add(rest, shared_sums, segment_at + d)
+                        add_to(rest, shared_sums, segment_at + d)
                     if position_indices is not None:
-                        _add(rest, position_sums, position_at + d)
+                        add_to(rest, position_sums, position_at + d)
                 if adds:
                     _add_row(zero, buffer, buffer_at, (-2 - buffer_rows[i]) * width)

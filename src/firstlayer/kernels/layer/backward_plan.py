@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..group import group_tokens
-from ..runtime.compile import internal, kernel
+from ..group import group_private
+from ..runtime.compile import kernel
 
 # More blocks would cost more memory for accumulators than they gain in speed.
 MAX_BLOCKS = 32
@@ -89,8 +89,7 @@ def plan_backward(
     """
     empty = tokens[:0]
     if position_rows is None:
-        num_blocks = _num_blocks(tokens.size, shared_rows)
-        order, block_starts = tokens, np.arange(num_blocks + 1) * tokens.size // num_blocks
+        order, block_starts = tokens, _even_blocks(tokens.size, shared_rows)
         positions: tuple[np.ndarray, np.ndarray | None, bool] = empty, None, False
     else:
         order, block_starts, positions = _order_by_position(
@@ -113,12 +112,13 @@ def _rows_of_ids(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the first four fields of the plan."""
     size = token_order.size
-    buffer_rows = np.empty(ids.size, np.int64)
-    unique, repeated = np.empty(size, np.int64), np.empty(size, np.int64)
+    # Tokens are ordered by block, so those of each id are too.
+    order, bounds, unique = group_private(ids[token_order])
+    blocks = np.repeat(np.arange(block_starts.size - 1), np.diff(block_starts))
+    buffer_rows, repeated = np.full(ids.size, -1), np.empty(size, np.int64)
     partial_starts, counts = np.empty(size + 1, np.int64), np.empty(2, np.int64)
-    args = buffer_rows, unique, repeated, partial_starts, counts
-    if not _assign_buffer_rows(ids, token_order, block_starts, skip, *args):
-        raise IndexError(f"ids must not be negative, got {ids.min()}")
+    groups = token_order[order], blocks[order], bounds, unique
+    _assign_buffer_rows(*groups, skip, buffer_rows, repeated, partial_starts, counts)
     num_ids, num_repeated = counts.tolist()
     # Gradients keep their ids, and a view would keep the longer array alive.
     return (
@@ -133,169 +133,139 @@ def _order_by_position(
     position_rows: np.ndarray, num_tokens: int, tokens: np.ndarray, shared_rows: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, bool]]:
     """Return the token order, the blocks' starts, and the last three fields of the plan."""
+    groups = group_private(position_rows)
     order, starts = np.empty(tokens.size, np.int64), np.empty(MAX_BLOCKS + 1, np.int64)
-    unique_rows = np.empty(position_rows.size, np.int64)
     indices, counts = np.empty(num_tokens, np.int64), np.empty(2, np.int64)
-    args = order, starts, unique_rows, indices, counts
-    splits = _block_by_position(position_rows, tokens, shared_rows, *args)
+    ranks, free = np.empty(position_rows.size, np.int64), np.empty(MAX_BLOCKS, np.int64)
+    tokens_of_rows = np.zeros(groups[2].size, np.int64)
+    args = order, starts, indices, counts, ranks, free, tokens_of_rows
+    max_blocks = _num_blocks(tokens.size, shared_rows)
+    splits = _block_by_position(*groups, tokens, max_blocks, *args)
     num_blocks, num_rows = counts.tolist()
-    positions = unique_rows[:num_rows], indices, splits
-    return tokens if splits else order, starts[: num_blocks + 1], positions
+    positions = groups[2][:num_rows], indices, splits
+    if splits:
+        return tokens, _even_blocks(tokens.size, shared_rows + num_rows), positions
+    return order, starts[: num_blocks + 1], positions
 
 
-# The kernels below write to arrays that Python allocated: an interrupt that is pending when
-# Numba creates an array becomes a SystemError.
-@kernel()
+def _even_blocks(num_tokens: int, accumulator_rows: int) -> np.ndarray:
+    """Return the starts of equal blocks, given the rows that each accumulates to."""
+    num_blocks = _num_blocks(num_tokens, accumulator_rows)
+    return np.arange(num_blocks + 1) * num_tokens // num_blocks
+
+
+def _num_blocks(num_tokens: int, accumulator_rows: int) -> int:
+    share = MIN_TOKENS_PER_ACCUMULATOR_ROW * accumulator_rows
+    return max(1, min(MAX_BLOCKS, num_tokens // share))
+
+
+# The kernels below write to arrays that Python allocated: a kernel that allocates takes
+# longer to compile, and an interrupt that is pending then becomes a SystemError.
+@kernel(allocates=False)
 def _assign_buffer_rows(
-    ids,
-    token_order,
-    block_starts,
-    skip,
-    buffer_rows,
-    unique,
-    repeated,
-    partial_starts,
-    counts,
+    tokens, blocks, bounds, unique, skip, buffer_rows, repeated, partial_starts, counts
 ):
     """Write the first four fields of the plan, and the number of ids and repeated ids.
 
-    Returns:
-        False if one of the ids is negative.
+    Args:
+        tokens: Tokens, grouped by id.
+        blocks: Block of each of ``tokens``.
+        bounds: Bounds of the groups.
+        unique: Id of each group; those that have a gradient are moved to the front.
+        skip: Id that gets no gradient.
+        buffer_rows: Field of the plan, -1 everywhere.
+        repeated: Field of the plan, in the beginning of this array.
+        partial_starts: Field of the plan, in the beginning of this array.
+        counts: Number of ids that have a gradient, and of repeated ones.
     """
-    order, spare = np.empty_like(token_order), np.empty_like(token_order)
-    bounds = np.empty(token_order.size + 1, np.int64)
-    # Tokens are ordered by block, so those of each id are too.
-    num_groups = group_tokens(ids, token_order, order, spare, bounds, unique)
-    if num_groups < 0:
-        return False
-    buffer_rows[:] = -1
     next_partial, row, count = 0, 0, 0
-    for index in range(num_groups):
+    for index in range(unique.size):
         next_partial += unique[index] != skip
     partial_starts[0] = next_partial
-    blocks = _block_of_tokens(token_order, block_starts, ids.size)
-    for index in range(num_groups):
+    for index in range(unique.size):
         if unique[index] == skip:
             continue
         first, end = bounds[index], bounds[index + 1]
         unique[row] = unique[index]
         if end - first == 1:
-            buffer_rows[order[first]] = row
+            buffer_rows[tokens[first]] = row
         else:
             for i in range(first, end):
-                if i > first and blocks[order[i]] == blocks[order[i - 1]]:
-                    buffer_rows[order[i]] = -2 - (next_partial - 1)
+                if i > first and blocks[i] == blocks[i - 1]:
+                    buffer_rows[tokens[i]] = -2 - (next_partial - 1)
                 else:
-                    buffer_rows[order[i]], next_partial = next_partial, next_partial + 1
-            repeated[count], count = row, count + 1
+                    buffer_rows[tokens[i]] = next_partial
+                    next_partial += 1
+            repeated[count] = row
+            count += 1
             partial_starts[count] = next_partial
         row += 1
     counts[0], counts[1] = row, count
-    return True
 
 
-@internal
-def _block_of_tokens(token_order, block_starts, num_tokens):
-    blocks = np.empty(num_tokens, np.int64)
-    for block in range(block_starts.size - 1):
-        for i in range(block_starts[block], block_starts[block + 1]):
-            blocks[token_order[i]] = block
-    return blocks
-
-
-@kernel()
+@kernel(allocates=False)
 def _block_by_position(
-    position_rows, tokens, shared_rows, order, starts, unique_rows, indices, counts
+    order_of_rows,
+    bounds,
+    unique_rows,
+    tokens,
+    max_blocks,
+    order,
+    starts,
+    indices,
+    counts,
+    ranks,
+    free,
+    tokens_of_rows,
 ):
     """Write the token order, the blocks' starts, and the position rows with their indices.
 
-    ``counts`` gets the number of blocks and of position rows.
+    ``counts`` gets the number of blocks and of position rows. The last three arguments are
+    scratch memory; ``tokens_of_rows`` is zero.
 
     Returns:
         Whether several blocks may read the same position row. The token order is then that
-        of ``tokens``, and ``order`` is not written.
+        of ``tokens`` in equal blocks, and neither is written.
     """
-    tokens_of_rows, num_rows = _index_positions(position_rows, tokens, unique_rows, indices)
-    counts[1] = num_rows
-    most_tokens = 0
-    for count in tokens_of_rows:
-        most_tokens = max(most_tokens, count)
-    if FREQUENT * most_tokens > tokens.size >= FREQUENT * num_rows:
-        # Few rows with many tokens each: every block has position sums of its own.
-        num_blocks = _num_blocks(tokens.size, shared_rows + num_rows)
-        for block in range(num_blocks + 1):
-            starts[block] = block * tokens.size // num_blocks
-        counts[0] = num_blocks
-        return True
-    max_blocks = _num_blocks(tokens.size, shared_rows)
-    blocks, num_blocks = _block_of_positions(
-        tokens_of_rows, max_blocks, tokens.size, starts
-    )
-    counts[0], free = num_blocks, np.empty(num_blocks, np.int64)
-    for block in range(num_blocks):
-        free[block] = starts[block]
+    size = ranks.size
+    for rank in range(unique_rows.size):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            ranks[order_of_rows[i]] = rank
+    at = 0
+    for i in range(indices.size):
+        indices[i] = ranks[at]
+        at = 0 if at + 1 == size else at + 1
     for token in tokens:
-        block = blocks[indices[token]]
+        tokens_of_rows[indices[token]] += 1
+    # Rows that only masked tokens read are removed. ``ranks`` gets the new indices.
+    num_rows, most = 0, 0
+    for rank in range(unique_rows.size):
+        count = tokens_of_rows[rank]
+        unique_rows[num_rows], tokens_of_rows[num_rows] = unique_rows[rank], count
+        ranks[rank] = num_rows
+        if count > most:
+            most = count
+        num_rows += count > 0
+    if num_rows < unique_rows.size:
+        for token in tokens:
+            indices[token] = ranks[indices[token]]
+    counts[1] = num_rows
+    if FREQUENT * most > tokens.size >= FREQUENT * num_rows:
+        # Few rows with many tokens each: every block has position sums of its own.
+        counts[0] = 0
+        return True
+    # Fewer blocks than ``max_blocks`` if a row has more tokens than a block.
+    block, before, last, starts[0], free[0] = 0, 0, 0, 0, 0
+    for row in range(num_rows):
+        if before * max_blocks // tokens.size != last:
+            last, block = before * max_blocks // tokens.size, block + 1
+            starts[block], free[block] = before, before
+        before += tokens_of_rows[row]
+        # The block of the row takes the place of its number of tokens.
+        tokens_of_rows[row] = block
+    starts[block + 1], counts[0] = before, block + 1
+    for token in tokens:
+        block = tokens_of_rows[indices[token]]
         order[free[block]] = token
         free[block] += 1
     return False
-
-
-@internal
-def _index_positions(position_rows, tokens, rows, indices):
-    """Write the unique rows and each token's index in them; return counts and their number.
-
-    The counts are those of the tokens of each row.
-    """
-    size, num_tokens = position_rows.size, indices.size
-    order, spare = np.empty(size, np.int64), np.empty(size, np.int64)
-    bounds = np.empty(size + 1, np.int64)
-    all_rows, ranks = np.empty(size, np.int64), np.empty(size, np.int64)
-    for i in range(size):
-        all_rows[i] = i
-    num_rows = group_tokens(position_rows, all_rows, order, spare, bounds, rows)
-    for rank in range(num_rows):
-        for i in range(bounds[rank], bounds[rank + 1]):
-            ranks[order[i]] = rank
-    for first in range(0, num_tokens, max(1, size)):
-        for i in range(min(size, num_tokens - first)):
-            indices[first + i] = ranks[i]
-    counts, used = np.zeros(max(0, num_rows), np.int64), 0
-    for token in tokens:
-        counts[indices[token]] += 1
-    # Rows that only masked tokens read are removed.
-    for rank in range(num_rows):
-        rows[used], counts[used], ranks[rank] = rows[rank], counts[rank], used
-        used += counts[used] > 0
-    if used < num_rows:
-        for token in tokens:
-            indices[token] = ranks[indices[token]]
-    return counts[:used], used
-
-
-@internal
-def _block_of_positions(counts, max_blocks, num_tokens, starts):
-    """Write the blocks' starts; return the block of each position row and their number.
-
-    Args:
-        counts: Number of tokens of each position row.
-        max_blocks: Number of blocks; fewer if a row has more tokens than a block.
-        num_tokens: Sum of ``counts``.
-        starts: Start of each block, and the end of the last.
-    """
-    blocks, block, before, last = np.empty_like(counts), 0, 0, 0
-    starts[0] = 0
-    for row in range(counts.size):
-        if before * max_blocks // num_tokens != last:
-            last, block = before * max_blocks // num_tokens, block + 1
-            starts[block] = before
-        blocks[row], before = block, before + counts[row]
-    starts[block + 1] = before
-    return blocks, block + 1
-
-
-@kernel()
-def _num_blocks(num_tokens, accumulator_rows):
-    """Return the number of blocks, given the rows that each accumulates to."""
-    share = MIN_TOKENS_PER_ACCUMULATOR_ROW * accumulator_rows
-    return max(1, min(MAX_BLOCKS, num_tokens // share))

@@ -22,7 +22,7 @@ from ..runtime.lanes import (
 from ..runtime.pool import grain_for, pieces, run
 
 # Number of ids between the row that is read and the one that is prefetched.
-AHEAD = 2
+AHEAD = 4
 # Minimum number of entries per thread.
 GRAIN = 1 << 16
 

@@ -10,13 +10,22 @@ import functools
 import inspect
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload, overload_method
 
-from ..runtime.compile import BYTE_POINTER, REORDER, kernel, prefetch_row
+from ..runtime.compile import (
+    BYTE_POINTER,
+    REORDER,
+    WITHOUT_WRAPPERS,
+    bits_of,
+    downcast,
+    kernel,
+    njit,
+    prefetch_row,
+    upcast,
+)
 from ..runtime.numba_abi import array_struct
 from ..runtime.pool import pieces
 from . import scalars
@@ -37,13 +46,13 @@ def update_rows(rows: RowSlice, gradient: np.ndarray, values: Any) -> None:
 
     Args:
         rows: Rows to update.
-        gradient: Gradient of each row.
+        gradient: Gradient of each row, in the compute dtype.
         values: Numbers of the step, a named tuple of the rule.
     """
-    numbers = _in_dtype(values, rows.weight.dtype)
+    numbers = _in_dtype(values, gradient.dtype)
     is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     loop = _update_row_wise if is_row_wise else _update
-    run_on_rows(loop, rows, rows.weight, gradient, rows.state, numbers)
+    run_on_rows(loop, rows, bits_of(rows.weight), gradient, rows.state, numbers)
 
 
 def catch_up_rows(
@@ -56,9 +65,10 @@ def catch_up_rows(
         missed: Recorded steps.
         writes_state: Whether to change the state too, not only the weights.
     """
-    kind, dtype = missed.kind, rows.weight.dtype
+    kind, dtype = missed.kind, _compute_dtype(rows.weight)
     like = _in_dtype(kind(*missed.all_coefficients[:, 0]), dtype)
-    args = rows.from_step, rows.has_state, rows.weight, rows.state, writes_state
+    weight = bits_of(rows.weight)
+    args = rows.from_step, rows.has_state, weight, rows.state, writes_state
     columns = missed.all_coefficients
     if any(array.shape[1] != rows.weight.shape[1] for array in rows.state):
         run_on_rows(_catch_up_row_wise, rows, *args, columns, like)
@@ -85,7 +95,8 @@ def average_rows(
     Args:
         average: Average, in the dtype of the weight.
         average_rows: Indices of the rows in ``average``.
-        rows: The same rows of table and state, which are not changed.
+        rows: The same rows of table and state, which are not changed. Not in half
+            precision.
         kind: Named tuple of the coefficients.
         coefficients: Averaged coefficients, one column per recorded event.
         kept: Factor of the average, one per recorded event.
@@ -107,6 +118,10 @@ def average_rows(
     )
 
 
+def _compute_dtype(weight: np.ndarray) -> np.dtype:
+    return np.dtype(np.float64 if weight.dtype == np.float64 else np.float32)
+
+
 def _in_dtype(values: Any, dtype: np.dtype) -> Any:
     """Return a named tuple with its numbers in a dtype, as kernels take it."""
     _add_methods(type(values))
@@ -123,7 +138,9 @@ def _add_methods(kind: type) -> None:
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _added:
             _added.add(name)
-            overload_method(types.BaseNamedTuple, name)(_method(name, function))
+            options = {"jit_options": WITHOUT_WRAPPERS}
+            method = overload_method(types.BaseNamedTuple, name, **options)
+            method(_method(name, function))
 
 
 # Module state: names of methods that kernels may call.
@@ -141,7 +158,8 @@ def _method(name: str, function: Any) -> Any:
 def _compiled(kind: type, name: str) -> Any:
     """Return a method of a named tuple, compiled."""
     function = getattr(kind, name)
-    return numba.njit(error_model="numpy", fastmath=REORDER)(function)
+    options = {"error_model": "numpy", "fastmath": REORDER, **WITHOUT_WRAPPERS}
+    return njit(**options)(function)
 
 
 # Stubs, which the functions below implement for each named tuple and number of arrays.
@@ -170,7 +188,7 @@ def _prefetch_state(state, row):
     raise NotImplementedError
 
 
-@overload(_updated)
+@overload(_updated, jit_options=WITHOUT_WRAPPERS)
 def _(values, weight, gradient, state):
     update = _compiled(values.instance_class, "update")
 
@@ -181,7 +199,7 @@ def _(values, weight, gradient, state):
     return updated
 
 
-@overload(_caught_up)
+@overload(_caught_up, jit_options=WITHOUT_WRAPPERS)
 def _(coefficients, weight, state):
     catch_up = _compiled(coefficients.instance_class, "catch_up")
     return lambda coefficients, weight, state: catch_up(
@@ -189,7 +207,7 @@ def _(coefficients, weight, state):
     )
 
 
-@overload(_entries)
+@overload(_entries, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d):
     return (
         lambda state, row, d: (),
@@ -199,7 +217,7 @@ def _(state, row, d):
     )[len(state)]
 
 
-@overload(_store)
+@overload(_store, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d, new):
     def store_0(state, row, d, new):
         pass
@@ -216,7 +234,7 @@ def _(state, row, d, new):
     return (store_0, store_1, store_2, store_3)[len(state)]
 
 
-@overload(_prefetch_state)
+@overload(_prefetch_state, jit_options=WITHOUT_WRAPPERS)
 def _(state, row):
     def prefetch_0(state, row):
         pass
@@ -268,7 +286,7 @@ def _load_column(typingctx, columns, k, like):
 load_column: Any = intrinsic(_load_column)
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
@@ -279,15 +297,15 @@ def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
                 _prefetch_state(state, state_rows[i + AHEAD])
             for d in range(width):
                 entries = _entries(state, row, d)
-                new = _updated(values, weight[wrow, d], gradient[i, d], entries)
+                w = upcast(weight[wrow, d])
+                new = _updated(values, w, gradient[i, d], entries)
                 _store(state, row, d, new)
-                weight[wrow, d] = new[0]
+                weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, values):
-    width, number = weight.shape[1], type(weight[0, 0])
-    totals = state[0]
+    width, number, totals = weight.shape[1], type(gradient[0, 0]), state[0]
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row = weight_rows[i], state_rows[i]
@@ -296,18 +314,20 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
                 prefetch_row(totals, state_rows[i + ROW_WISE_AHEAD])
             squares = number(0)
             for d in range(width):
-                g = values.total_gradient(scalars, weight[wrow, d], gradient[i, d])
+                w = upcast(weight[wrow, d])
+                g = values.total_gradient(scalars, w, gradient[i, d])
                 squares += g * g
             mean_square = squares / number(width)
             total = values.accumulate(scalars, mean_square, totals[row, 0])
             totals[row, 0] = total
             for d in range(width):
-                w = weight[wrow, d]
+                w = upcast(weight[wrow, d])
                 g = values.total_gradient(scalars, w, gradient[i, d])
-                weight[wrow, d] = values.move(scalars, w, g, total)
+                new = values.move(scalars, w, g, total)
+                weight[wrow, d] = downcast(new, weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up(
     ticket,
     weight_rows,
@@ -332,21 +352,23 @@ def _catch_up(
                 factor = coefficients.weight_factor
                 if factor != 1:
                     for d in range(width):
-                        weight[wrow, d] *= factor
+                        w = factor * upcast(weight[wrow, d])
+                        weight[wrow, d] = downcast(w, weight[wrow, d])
             elif writes_state:
                 has_state[row] = True
                 for d in range(width):
                     entries = _entries(state, row, d)
-                    new = _caught_up(coefficients, weight[wrow, d], entries)
+                    new = _caught_up(coefficients, upcast(weight[wrow, d]), entries)
                     _store(state, row, d, new)
-                    weight[wrow, d] = new[0]
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
             else:
                 for d in range(width):
                     entries = _entries(state, row, d)
-                    weight[wrow, d] = _caught_up(coefficients, weight[wrow, d], entries)[0]
+                    new = _caught_up(coefficients, upcast(weight[wrow, d]), entries)
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _catch_up_row_wise(
     ticket,
     weight_rows,
@@ -359,7 +381,7 @@ def _catch_up_row_wise(
     columns,
     like,
 ):
-    width, number = weight.shape[1], type(weight[0, 0])
+    width, zero = weight.shape[1], type(state[0][0, 0])(0)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row = weight_rows[i], state_rows[i]
@@ -367,12 +389,13 @@ def _catch_up_row_wise(
             entries = _entries(state, row, 0)
             if coefficients.weight_factor != 1:
                 for d in range(width):
-                    weight[wrow, d] = _caught_up(coefficients, weight[wrow, d], entries)[0]
+                    new = _caught_up(coefficients, upcast(weight[wrow, d]), entries)
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
             if has_state[row] and writes_state:
-                _store(state, row, 0, _caught_up(coefficients, number(0), entries))
+                _store(state, row, 0, _caught_up(coefficients, zero, entries))
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _replay(
     ticket,
     weight_rows,
@@ -387,7 +410,7 @@ def _replay(
     steps,
     step_like,
 ):
-    width, zero = weight.shape[1], type(weight[0, 0])(0)
+    width, zero = weight.shape[1], type(state[0][0, 0])(0)
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row, start = weight_rows[i], state_rows[i], from_step[i]
@@ -399,7 +422,8 @@ def _replay(
                 factor = coefficients.weight_factor
                 if factor != 1:
                     for d in range(width):
-                        weight[wrow, d] *= factor
+                        w = factor * upcast(weight[wrow, d])
+                        weight[wrow, d] = downcast(w, weight[wrow, d])
                 continue
             # The last recorded step has accurate coefficients.
             accurate = start
@@ -409,16 +433,17 @@ def _replay(
             if accurate == start and writes_state:
                 for d in range(width):
                     entries = _entries(state, row, d)
-                    new = _caught_up(coefficients, weight[wrow, d], entries)
+                    new = _caught_up(coefficients, upcast(weight[wrow, d]), entries)
                     _store(state, row, d, new)
-                    weight[wrow, d] = new[0]
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
             elif accurate == start:
                 for d in range(width):
                     entries = _entries(state, row, d)
-                    weight[wrow, d] = _caught_up(coefficients, weight[wrow, d], entries)[0]
+                    new = _caught_up(coefficients, upcast(weight[wrow, d]), entries)
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
             else:
                 for d in range(width):
-                    w, entries = weight[wrow, d], _entries(state, row, d)
+                    w, entries = upcast(weight[wrow, d]), _entries(state, row, d)
                     for k in range(start + 1, accurate + 1):
                         values = load_column(steps, k, step_like)
                         # Zero for events that change nothing.
@@ -428,10 +453,10 @@ def _replay(
                     new = _caught_up(coefficients, w, entries)
                     if writes_state:
                         _store(state, row, d, new)
-                    weight[wrow, d] = new[0]
+                    weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average(
     ticket,
     weight_rows,
@@ -468,7 +493,7 @@ def _average(
                     average[arow, d] = share * average[arow, d] + new
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _average_row_wise(
     ticket,
     weight_rows,

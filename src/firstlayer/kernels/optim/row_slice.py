@@ -11,7 +11,8 @@ class RowSlice:
     """Rows of a table and of the optimizer state, which are updated in place together.
 
     Args:
-        weight: Array that contains the rows, float32 or float64.
+        weight: Array that contains the rows. Half precision is computed in float32 and
+            rounded to nearest.
         weight_rows: Indices (int64) of the rows in ``weight``.
         state_rows: Indices (int64) of the same rows in the arrays of the state.
         state: Arrays of the optimizer state, in the order of the rule.

@@ -43,10 +43,10 @@ def run_on_rows(
 
 def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
     """Write ``step`` to ``row_steps`` for each of ``rows``, which are in range."""
-    _mark_rows(rows, row_steps, step)
+    row_steps[rows] = step
 
 
-@kernel()
+@kernel(allocates=False)
 def _stale_rows(ids, row_steps, step, rows, from_step):
     count = 0
     for row in ids:
@@ -62,7 +62,7 @@ def _stale_rows(ids, row_steps, step, rows, from_step):
     return count
 
 
-@kernel()
+@kernel(allocates=False)
 def _stale_range(lo, hi, row_steps, step, rows, from_step):
     count = 0
     for row in range(lo, hi):
@@ -70,9 +70,3 @@ def _stale_range(lo, hi, row_steps, step, rows, from_step):
             rows[count], from_step[count] = row, row_steps[row]
             count += 1
     return count
-
-
-@kernel()
-def _mark_rows(rows, row_steps, step):
-    for row in rows:
-        row_steps[row] = step

@@ -14,6 +14,7 @@ Numba compiles a kernel again if its own file changed. Here a change of any file
 
 import contextlib
 import functools
+import gc
 import hashlib
 import pickle
 import sys
@@ -58,25 +59,34 @@ class _Warnings:
 _warnings = _Warnings()
 
 
-class _Notice:
-    """Says once in a process that it compiles kernels, if that takes long.
+class _Compiling(event.Listener):
+    """Pauses the garbage collector while a kernel is compiled, and says what takes long.
 
-    Kernels that another kernel calls are compiled within it, and not counted again.
+    Numba makes millions of objects that live until the kernel is done; the collector would
+    take a seventh of the time to find nothing. The notice is written once in a process.
+    Kernels and functions that a kernel calls are compiled within it, and not counted again.
     """
 
     def __init__(self) -> None:
         self.has_said, self.seconds = False, 0.0
-        self._depth, self._start = 0, 0.0
+        self._depth, self._start, self._collects = 0, 0.0, False
 
-    def start(self) -> None:
+    def on_start(self, event: Any) -> None:
+        if not _is_kernel(event):
+            return
         if not self._depth:
-            self._start = time.perf_counter()
+            self._start, self._collects = time.perf_counter(), gc.isenabled()
+            gc.disable()
         self._depth += 1
 
-    def end(self, folder: str) -> None:
-        self._depth = max(0, self._depth - 1)
+    def on_end(self, event: Any) -> None:
+        if not _is_kernel(event):
+            return
+        self._depth -= 1
         if self._depth:
             return
+        if self._collects:
+            gc.enable()
         self.seconds += time.perf_counter() - self._start
         if self.has_said or self.seconds <= NOTICE_SECONDS:
             return
@@ -84,12 +94,20 @@ class _Notice:
         # None if the process has no console.
         if sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(
-                "firstlayer: compiling kernels for their first calls; later processes "
-                f"use the cache in {folder} (see firstlayer warmup)\n"
+                "firstlayer: compiling kernels for their first calls; later processes use "
+                f"the cache in {event.data['dispatcher']._cache.cache_path} "
+                "(see firstlayer warmup)\n"
             )
 
 
-_notice = _Notice()
+def _is_kernel(event: Any) -> bool:
+    """Return whether an event is about a kernel, not a function of another library."""
+    return isinstance(event.data["dispatcher"]._cache, _KernelCache)
+
+
+# Module state: Numba calls this at the beginning and end of each compilation.
+_compiling = _Compiling()
+event.register("numba:compile", _compiling)
 
 
 class _Compilations(event.Listener):
@@ -99,7 +117,7 @@ class _Compilations(event.Listener):
         self.count = 0
 
     def on_start(self, event: Any) -> None:
-        self.count += isinstance(event.data["dispatcher"]._cache, _KernelCache)
+        self.count += _is_kernel(event)
 
     def on_end(self, event: Any) -> None:
         pass
@@ -108,12 +126,12 @@ class _Compilations(event.Listener):
 @contextlib.contextmanager
 def counted_compilations() -> Generator[_Compilations]:
     """Count the kernels that are compiled in the block, without a notice on stderr."""
-    said, _notice.has_said = _notice.has_said, True
+    said, _compiling.has_said = _compiling.has_said, True
     try:
         with event.install_listener("numba:compile", _Compilations()) as compilations:
             yield compilations
     finally:
-        _notice.has_said = said
+        _compiling.has_said = said
 
 
 def cache_files() -> list[Path]:
@@ -139,22 +157,18 @@ class _KernelCache(FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = None
         try:
-            found = super().load_overload(sig, target_context)
+            return super().load_overload(sig, target_context)
         # Broad, because unpickling can raise anything.
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be read ({_text(error)})")
-        if found is None:
-            _notice.start()
-        return found
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be written ({_text(error)})")
-        _notice.end(self.cache_path)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import for_range_slice
 from numba.extending import intrinsic
 
 from ..._check import float_dtype
@@ -26,16 +27,18 @@ BFLOAT16 = float_dtype("bfloat16")
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 # Numba types of the views of half-precision arrays.
 FLOAT16_BITS, BFLOAT16_BITS = HALF_BITS = types.int16, types.uint16
-I32, BYTE_POINTER = ir.IntType(32), ir.IntType(8).as_pointer()
+I32, I64, BYTE_POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
 # Bytes in a cache line.
 LINE = 64
 
 F = TypeVar("F", bound=Callable[..., object])
 # Any: decorated functions keep their own types for type checkers.
-_njit: Any = numba.njit
+njit: Any = numba.njit
+# Options of functions that Python and C do not call.
+WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-def kernel(*, reorder: bool = False) -> Callable[[F], F]:
+def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]:
     """Compile a function to code that releases the GIL, at its first call.
 
     It returns nothing or a number, and writes arrays to arguments: if Numba creates an
@@ -45,6 +48,8 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
 
     Args:
         reorder: Whether floating-point sums may be reordered for speed.
+        allocates: Whether the function creates arrays. If not, it needs no code that counts
+            references, and neither counts nor takes memory for each argument of a call.
     """
 
     def compile_(function: F) -> F:
@@ -52,24 +57,28 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
             "nogil": True,
             "error_model": "numpy",
             "fastmath": REORDER if reorder else False,
+            # Nothing calls kernels from C.
+            "no_cfunc_wrapper": True,
+            "_nrt": allocates,
         }
-        return cached(_njit(**options)(function))
+        return cached(njit(**options)(function))
 
     return compile_
 
 
 def internal(function: F) -> F:
     """Compile a function that only kernels call; it may return arrays."""
-    return _njit(error_model="numpy")(function)
+    return njit(error_model="numpy", **WITHOUT_WRAPPERS)(function)
 
 
 def inlined(function: F) -> F:
     """Compile a function into each of its callers.
 
     Short loops are slower in a separate function, where the compiler knows less about the
-    arrays' memory.
+    arrays' memory. Each call adds about 10 ms to the compilation of its caller; an
+    intrinsic adds much less.
     """
-    return _njit(inline="always")(function)
+    return njit(inline="always")(function)
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
@@ -138,23 +147,18 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, _shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(builder: Any, pointer: Any, *, level: int = 1) -> None:
-    """Prefetch the cache line of an LLVM pointer to bytes.
+def build_prefetch(builder: Any, pointer: Any) -> None:
+    """Prefetch the cache line of an LLVM pointer to bytes, into the L2 cache.
 
-    The L1 cache can wait for far fewer lines at a time than the L2 cache, so rows that are
-    a long way ahead are better prefetched into L2.
-
-    Args:
-        builder: LLVM builder.
-        pointer: Pointer into the line.
-        level: First level of cache to fill: 1 or 2.
+    The L1 cache can wait for far fewer lines at a time, so that prefetches of whole rows
+    into it would wait for each other.
     """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
     # A read (0) of data (1); LLVM counts levels from the last (0) to the first (3).
-    builder.call(prefetch_, [pointer, I32(0), I32(4 - level), I32(1)])
+    builder.call(prefetch_, [pointer, I32(0), I32(2), I32(1)])
 
 
 def _shaped_like(value: Any, element: Any) -> Any:
@@ -185,6 +189,38 @@ def _prefetch_line(typingctx, array, row, byte):
     return types.void(array, types.int64, types.int64), codegen
 
 
+def _prefetch_row(typingctx, array, row):
+    """Prefetch all of ``array[row]``."""
+
+    def codegen(context, builder, signature, args):
+        struct = array_struct(context, builder, signature.args[0], args[0])
+        start = builder.mul(args[1], builder.extract_value(struct.strides, 0))
+        size = builder.mul(builder.extract_value(struct.shape, 1), struct.itemsize)
+        row = builder.gep(builder.bitcast(struct.data, BYTE_POINTER), [start])
+        lines = for_range_slice(builder, I64(0), size, I64(LINE), I64)
+        with lines as (byte, _):
+            build_prefetch(builder, builder.gep(row, [byte]))
+        # NumPy aligns arrays to 16 bytes, so a row may end in a line in which no step
+        # begins.
+        last = builder.sub(size, I64(1))
+        build_prefetch(builder, builder.gep(row, [last]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
+def _is_row(typingctx, id_, num_rows):
+    """Return whether ``0 <= id_ < num_rows``.
+
+    One comparison: as an unsigned number, a negative id is larger than any number of rows.
+    """
+
+    def codegen(context, builder, signature, args):
+        return builder.icmp_unsigned("<", *args)
+
+    return types.boolean(types.int64, types.int64), codegen
+
+
 def _prefetch_address(typingctx, address):
     """Prefetch the cache line of an address."""
 
@@ -199,16 +235,9 @@ def _prefetch_address(typingctx, address):
 upcast: Any = intrinsic(_upcast)
 downcast: Any = intrinsic(_downcast)
 prefetch_line: Any = intrinsic(_prefetch_line)
+prefetch_row: Any = intrinsic(_prefetch_row)
 prefetch_address: Any = intrinsic(_prefetch_address)
-
-
-@inlined
-def is_row(id_, num_rows):
-    """Return whether ``0 <= id_ < num_rows``.
-
-    One comparison: as an unsigned number, a negative id is larger than any number of rows.
-    """
-    return np.uint64(id_) < np.uint64(num_rows)
+is_row: Any = intrinsic(_is_row)
 
 
 @inlined
@@ -218,14 +247,8 @@ def prefetch(array, row):
 
 
 @inlined
-def prefetch_row(array, row):
-    """Prefetch all of ``array[row]``."""
-    for byte in range(0, array.shape[1] * array.itemsize, LINE):
-        prefetch_line(array, row, byte)
-
-
-@inlined
 def prefetch_bytes(address, size):
-    """Prefetch ``size`` bytes at an address."""
+    """Prefetch ``size`` bytes at an address, which need not begin a cache line."""
     for byte in range(0, size, LINE):
         prefetch_address(address + byte)
+    prefetch_address(address + size - 1)

@@ -175,10 +175,10 @@ def _byte_at(typingctx, address):
 
 
 def _prefetch_at(typingctx, address):
-    """Prefetch the cache line of an address, which need not be valid, into the L2 cache."""
+    """Prefetch the cache line of an address, which need not be valid."""
 
     def codegen(context, builder, signature, args):
-        build_prefetch(builder, builder.inttoptr(args[0], BYTE_POINTER), level=2)
+        build_prefetch(builder, builder.inttoptr(args[0], BYTE_POINTER))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

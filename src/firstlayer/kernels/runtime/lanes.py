@@ -17,16 +17,22 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    models,
+    register_model,
+    type_callable,
+)
 
 from .compile import (
     BYTE_POINTER,
+    FLOAT16_BITS,
     I32,
     LINE,
     build_downcast,
     build_prefetch,
     build_upcast,
-    inlined,
 )
 from .numba_abi import array_struct
 
@@ -112,16 +118,7 @@ def _total(typingctx, lanes):
 
 def _store(typingctx, value, array, start):
     """Write lanes or a number to ``array`` from ``start``, rounded to its dtype."""
-
-    def codegen(context, builder, signature, args):
-        dtype = signature.args[1].dtype
-        bits = build_downcast(builder, args[0], dtype)
-        pointer = _pointer(context, builder, signature, args)
-        pointer = builder.bitcast(pointer, bits.type.as_pointer())
-        builder.store(bits, pointer, align=_bytes(dtype))
-        return context.get_dummy_value()
-
-    return types.void(value, array, types.int64), codegen
+    return types.void(value, array, types.int64), _build_store
 
 
 def _stream(typingctx, lanes, array, start):
@@ -129,21 +126,61 @@ def _stream(typingctx, lanes, array, start):
 
     They are visible to other threads after this thread's next atomic operation.
     """
+    return types.void(lanes, array, types.int64), _build_stream
+
+
+def _store_or_stream(typingctx, lanes, array, start, streams):
+    """Write ``lanes`` past the caches if ``streams``, else through them."""
 
     def codegen(context, builder, signature, args):
-        dtype = signature.args[1].dtype
-        bits, step = build_downcast(builder, args[0], dtype), STREAM_BYTES // _bytes(dtype)
-        start = _pointer(context, builder, signature, args)
-        nontemporal = builder.module.add_metadata([I32(1)])
-        for first in range(0, bits.type.count, step):
-            part = _selected(builder, bits, range(first, first + step))
-            pointer = builder.gep(start, [I32(first)])
-            pointer = builder.bitcast(pointer, part.type.as_pointer())
-            instruction = builder.store(part, pointer, align=STREAM_BYTES)
-            instruction.set_metadata("nontemporal", nontemporal)
+        with builder.if_else(args[3]) as (is_streamed, is_stored):
+            with is_streamed:
+                _build_stream(context, builder, signature, args)
+            with is_stored:
+                _build_store(context, builder, signature, args)
         return context.get_dummy_value()
 
-    return types.void(lanes, array, types.int64), codegen
+    return types.void(lanes, array, types.int64, types.boolean), codegen
+
+
+def _add_to(typingctx, value, array, start):
+    """Add lanes or a number to the entries of ``array`` from ``start``."""
+    signature, load = _load(typingctx, value, array, start)
+
+    def codegen(context, builder, signature, args):
+        total = builder.fadd(load(context, builder, signature, args), args[0])
+        return _build_store(context, builder, signature, (total, *args[1:]))
+
+    return types.void(*signature.args), codegen
+
+
+def _build_store(context, builder, signature, args):
+    dtype = signature.args[1].dtype
+    bits = build_downcast(builder, args[0], dtype)
+    pointer = _pointer(context, builder, signature, args)
+    pointer = builder.bitcast(pointer, bits.type.as_pointer())
+    builder.store(bits, pointer, align=_bytes(dtype))
+    return context.get_dummy_value()
+
+
+def _build_stream(context, builder, signature, args):
+    lanes, dtype = signature.args[0], signature.args[1].dtype
+    step = STREAM_BYTES // _bytes(dtype)
+    # float16 is rounded part by part: LLVM would share the vector of all lanes with the
+    # branch that stores them, and then store its parts through the caches. Lines that are
+    # written in both ways take twenty times as long.
+    by_part = dtype == FLOAT16_BITS
+    whole = args[0] if by_part else build_downcast(builder, args[0], dtype)
+    start = _pointer(context, builder, signature, args)
+    nontemporal = builder.module.add_metadata([I32(1)])
+    for first in range(0, _count(lanes), step):
+        part = _selected(builder, whole, range(first, first + step))
+        part = build_downcast(builder, part, dtype) if by_part else part
+        pointer = builder.gep(start, [I32(first)])
+        pointer = builder.bitcast(pointer, part.type.as_pointer())
+        instruction = builder.store(part, pointer, align=STREAM_BYTES)
+        instruction.set_metadata("nontemporal", nontemporal)
+    return context.get_dummy_value()
 
 
 def _prefetch_lanes(typingctx, like, array, start):
@@ -153,7 +190,9 @@ def _prefetch_lanes(typingctx, like, array, start):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(start, BYTE_POINTER)
-        for offset in range(0, count * _bytes(signature.args[1].dtype), LINE):
+        size = count * _bytes(signature.args[1].dtype)
+        # Lanes that begin within a cache line end in one more.
+        for offset in (*range(0, size, LINE), size - 1):
             build_prefetch(builder, builder.gep(pointer, [I32(offset)]))
         return context.get_dummy_value()
 
@@ -226,29 +265,31 @@ def _interleaved(start: int, end: int, count: int) -> list[int]:
 
 
 def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
-    """Define ``symbol`` on lanes; a number on either side is broadcast."""
+    """Define ``symbol`` on lanes; a number on either side is broadcast.
 
-    def both(typingctx, a, b):
-        lanes = a if isinstance(a, Lanes) else b
+    The instruction is built in the caller: Numba would compile an ``overload`` as a
+    function of its own, for each pair of types and each process.
+    """
 
-        def codegen(context, builder, signature, args):
-            vector_type = context.get_value_type(lanes)
-            x, y = (
-                value
-                if isinstance(operand, Lanes)
-                else _repeated(builder, value, vector_type)
-                for value, operand in zip(args, signature.args, strict=True)
-            )
-            return getattr(builder, instruction)(x, y)
+    @type_callable(symbol)
+    def _(context):
+        def typer(a, b):
+            lanes = a if isinstance(a, Lanes) else b
+            if isinstance(lanes, Lanes) and {a, b} <= {lanes, lanes.dtype}:
+                return lanes
 
-        return lanes(a, b), codegen
+        return typer
 
-    apply: Any = intrinsic(both)
+    def build(context, builder, signature, args):
+        vector_type = context.get_value_type(signature.return_type)
+        x, y = (
+            value if isinstance(operand, Lanes) else _repeated(builder, value, vector_type)
+            for value, operand in zip(args, signature.args, strict=True)
+        )
+        return getattr(builder, instruction)(x, y)
 
-    @overload(symbol)
-    def _(a, b):
-        if isinstance(a, Lanes) or isinstance(b, Lanes):
-            return lambda a, b: apply(a, b)
+    for operands in ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
+        lower_builtin(symbol, *operands)(build)
 
 
 _define_operator(operator.add, "fadd")
@@ -262,18 +303,11 @@ short_zeros: Any = intrinsic(_short_zeros)
 load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 stream: Any = intrinsic(_stream)
+store_or_stream: Any = intrinsic(_store_or_stream)
+add_to: Any = intrinsic(_add_to)
 prefetch_lanes: Any = intrinsic(_prefetch_lanes)
 total: Any = intrinsic(_total)
 evens: Any = _shuffle(lambda count: range(0, 2 * count, 2))
 odds: Any = _shuffle(lambda count: range(1, 2 * count, 2))
 interleave_lower: Any = _shuffle(lambda count: _interleaved(0, count // 2, count))
 interleave_upper: Any = _shuffle(lambda count: _interleaved(count // 2, count, count))
-
-
-@inlined
-def store_or_stream(lanes, array, start, streams):
-    """Write ``lanes`` past the caches if ``streams``, else through them."""
-    if streams:
-        stream(lanes, array, start)
-    else:
-        store(lanes, array, start)

@@ -51,11 +51,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVarTuple
 
-import numba
 import numpy as np
 
 from .atomics import atomic_add, atomic_load, atomic_store, fence
-from .compile import inlined, kernel
+from .compile import inlined, internal, kernel
 from .numba_abi import (
     BUSY,
     SIZE,
@@ -240,7 +239,7 @@ def pieces(ticket: Ticket) -> Iterator[tuple[int, int]]:
     return _pieces(_prepared(ticket))
 
 
-@numba.njit
+@internal
 def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
     block, size, piece, helpers, worker = ticket
     if not piece:
@@ -251,7 +250,7 @@ def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
         _open_job(block, worker, helpers)
     lo = atomic_add(block + NEXT, piece)
     while lo < size:
-        hi = min(size, lo + piece)
+        hi = lo + piece if lo + piece < size else size
         yield lo, hi
         atomic_add(block + DONE, hi - lo)
         lo = atomic_add(block + NEXT, piece)
@@ -259,7 +258,7 @@ def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
         _close_job(block, size)
 
 
-@numba.njit
+@inlined
 def _open_job(block, worker, helpers):
     """Let helpers join."""
     atomic_store(block + NEXT, 0)
@@ -275,7 +274,7 @@ def _open_job(block, worker, helpers):
         mutex_unlock(block + MUTEX)
 
 
-@numba.njit
+@inlined
 def _close_job(block, size):
     """Wait until every item is done and no helper is inside."""
     polls = 0

@@ -41,6 +41,7 @@ from .._tensors.errors import (
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
 from .._tensors.row_parameter import RowParameter, without_catch_up
+from .._tensors.shard_tensor import RowShardParameter, ShardParameter
 from ..optim.sparse_gradient import RowGradientTensor, coalesced
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from .disk import (
@@ -286,7 +287,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         if is_left_in_place(weight, fn):
-            with self._without_weight():
+            with self.without_weight():
                 return super()._apply(fn, recurse)
         super()._apply(fn, recurse)
         self._bind()
@@ -294,7 +295,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if save_reference(self._parameters.get("weight"), destination, f"{prefix}weight"):
-            with self._without_weight():
+            with self.without_weight():
                 super()._save_to_state_dict(destination, prefix, keep_vars)
         else:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -311,7 +312,7 @@ class TableModule(nn.Module):
             self._bind()
 
     @contextmanager
-    def _without_weight(self) -> Generator[None, None, None]:
+    def without_weight(self) -> Generator[None, None, None]:
         """Hide the table from torch during the block."""
         weight = self._parameters["weight"]
         self._parameters["weight"] = None
@@ -358,14 +359,14 @@ def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) 
         reattach: Whether the parameter may have been swapped with another tensor. Swapping
             keeps the list of hooks but detaches it from autograd.
     """
-    if type(parameter) is RowParameter:
+    if type(parameter) in (RowParameter, ShardParameter, RowShardParameter):
         with without_catch_up():
             _install_grad_hook(layer, parameter, reattach=reattach)
     elif type(parameter) is Parameter:
         _install_grad_hook(layer, parameter, reattach=reattach)
 
 
-def _install_grad_hook(layer: Any, parameter: Parameter, *, reattach: bool) -> None:
+def _install_grad_hook(layer: Any, parameter: Any, *, reattach: bool) -> None:
     if not parameter.requires_grad:
         return
     hooks = parameter._post_accumulate_grad_hooks

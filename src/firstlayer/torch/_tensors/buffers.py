@@ -35,7 +35,14 @@ class PrecomputedBuffers(nn.Module):
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> from firstlayer.torch import AlibiBias
+            >>> config = AlibiBias(4, max_bias=2.0).config()
+            >>> AlibiBias(**config).max_bias
+            2.0
+        """
         return config_of(self)
 
     def reset_parameters(self) -> None:

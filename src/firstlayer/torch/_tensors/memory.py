@@ -28,9 +28,10 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ... import kernels
 from ..._check import float_dtype
 from ...kernels.runtime.threads import on_threads
-from .dtypes import FLOATS
+from .dtypes import FLOATS, HALF
 from .row_parameter import PLAIN_CLASSES, RowTensor
 
 _BFLOAT16 = float_dtype("bfloat16")
@@ -45,6 +46,8 @@ _TYPE_STRINGS = {
     dtype: np.dtype(np.uint16).str if dtype is torch.bfloat16 else numpy_dtype.str
     for dtype, numpy_dtype in NUMPY_DTYPES.items()
 }
+# Torch converts arrays of this many entries or more on several threads.
+LARGE_COPY = 1 << 15
 # NumPy requests large pages from the same size on.
 LARGE_PAGES_FROM = 1 << 22
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -223,12 +226,20 @@ def tensor_of(array: Any, *, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         array: The array.
-        dtype: Dtype of the tensor; None keeps the array's. Another dtype makes a copy.
+        dtype: Dtype of the tensor; None keeps the array's. Another dtype makes a copy,
+            large ones by a kernel: after an operation of torch, OpenMP threads keep
+            spinning on the cores that the kernels of row optimizers need.
 
     Example:
         >>> tensor_of(array_of(torch.ones(2, dtype=torch.bfloat16)))
         tensor([1., 1.], dtype=torch.bfloat16)
     """
+    is_large = array.ndim == 2 and array.size >= LARGE_COPY
+    if dtype in HALF and array.dtype == np.float32 and is_large:
+        rounded = np.empty(array.shape, NUMPY_DTYPES[dtype])
+        with threads_of_torch():
+            kernels.store_rows(array, rounded, np.arange(len(array)), noise=None)
+        array = rounded
     if array.dtype == _BFLOAT16:
         tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     else:

@@ -15,6 +15,7 @@ up is written together with the next step (:class:`.row_tensors.DeferredState`).
 """
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 from ..._check import out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps, host_values
+from ...optim.row_average import refuse_swapped
 from ...optim.rule import Options, Rule, update_rows
 from .._tensors.dtypes import compute_dtype
 from .._tensors.memory import is_plain_cpu, tensor_of
@@ -46,6 +48,7 @@ from .row_tensors import (
     resized_rows,
 )
 from .table_state import AttachedState, check_class
+from .tensor_average import TensorAverage
 
 # Entries of a table that operators process at a time, for each thread on the CPU: their
 # temporary tensors stay in the cache.
@@ -89,9 +92,15 @@ class OperatorState(AttachedState):
         self.state: dict[str, Tensor] = {} if state is None else state
         #: Number of steps taken.
         self.step_count = step
-        #: For each row, the step it is at; smaller values stand for ``base_step``.
+        #: Number of events: steps, and updates of an average.
+        self.event_count = step
+        #: Event of the last step. The weights of rows at it or later are up to date.
+        self.last_step_event = step
+        #: Averages of the rows, which are caught up before rows are written.
+        self.averages: weakref.WeakSet[TensorAverage] = weakref.WeakSet()
+        #: For each row, the event it is at; smaller values stand for ``base_step``.
         self.row_steps = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
-        #: Step at which every row was last up to date. ``missed`` counts from here.
+        #: Event at which every row was last up to date. ``missed`` counts from here.
         self.base_step = step
         #: Whether a recorded step moves the weights of rows without a gradient.
         self._missed_moves = False
@@ -113,19 +122,19 @@ class OperatorState(AttachedState):
         self.lock = threading.RLock()
 
     @property
-    def event_count(self) -> int:
-        """Number of events that rows can miss, which are steps."""
-        return self.step_count
-
-    @property
     def is_caught_up(self) -> bool:
-        """Whether weight and state of every row are up to date."""
-        return self.base_step == self.step_count
+        """Whether weight, state and average of every row are up to date."""
+        return self.base_step == self.event_count
 
     @property
     def has_stale_weights(self) -> bool:
         """Whether the weight of some row may be out of date."""
-        return self.base_step != self.step_count and self._missed_moves
+        return self.base_step != self.event_count and self._missed_moves
+
+    @property
+    def needs_catch_up(self) -> bool:
+        """Whether rows must catch up before they are read or written."""
+        return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
 
     def row_tensors(self, table: Tensor | None = None) -> RowTensors:
         """Return the table, or a copy that will replace it, and what changes with it."""
@@ -194,6 +203,7 @@ class OperatorState(AttachedState):
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
+        refuse_swapped(self.averages, "a step must not be taken")
         self.check(self.row_tensors())
         shape = self.shape if ids is None else (ids.shape[0], self.shape[1])
         if tuple(gradient.shape) != shape:
@@ -217,7 +227,7 @@ class OperatorState(AttachedState):
         if not self.has_stale_weights:
             return None
         row_steps = self.row_steps if ids is None else self.row_steps.index_select(0, ids)
-        is_stale = row_steps != self.step_count
+        is_stale = self._columns_of(row_steps) < self.last_step_event - self.base_step
         if is_plain_cpu(is_stale):
             stale = is_stale.nonzero().flatten()
             if not stale.numel():
@@ -249,7 +259,7 @@ class OperatorState(AttachedState):
                 new = update_rows(torch, self.rule, values, weight, part, state)
                 self.write_weight(tensors, rows, new[0], generator)
                 tensors.write_state(rows, new[1:])
-                write_number(tensors.row_steps, rows, self.step_count)
+                write_number(tensors.row_steps, rows, self.event_count)
             if self.is_caught_up:
                 self.restart(options)
 
@@ -274,6 +284,8 @@ class OperatorState(AttachedState):
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
+        if self.averages:
+            raise ValueError("a table must not be resized while AveragedRows averages it")
         with held_interrupts(), self.lock, torch.no_grad():
             self.write_deferred()
             kept, initial = kept.to(self.device), self.rule.initial_state(options)
@@ -281,7 +293,7 @@ class OperatorState(AttachedState):
                 name: resized_rows(x, kept, num_rows, initial.get(name, 0.0))
                 for name, x in self.state.items()
             }
-            self.row_steps = resized_rows(self.row_steps, kept, num_rows, self.step_count)
+            self.row_steps = resized_rows(self.row_steps, kept, num_rows, self.event_count)
             self.shape = num_rows, self.shape[1]
             self.state_shape = num_rows, self.state_shape[1]
             self.tensors.clear()
@@ -293,10 +305,14 @@ class OperatorState(AttachedState):
             rows: Rows, whose weights are as the caller has written them.
         """
         with held_interrupts(), self.lock, torch.no_grad():
+            refuse_swapped(self.averages, "rows must not be reset")
             index = torch.as_tensor(rows, device=self.device)
             for name, x in self.state.items():
                 x.index_fill_(0, index, self._initial_state.get(name, 0.0))
-            self.row_steps.index_fill_(0, index, self.step_count)
+            self.row_steps.index_fill_(0, index, self.event_count)
+            for average in self.averages:
+                table = self.row_tensors().table
+                write_rows(average.tensor, index, read_rows(table, index, self.dtype))
 
     def continue_from(self, other: Any) -> None:
         """Take over which rows of the table are stale, and the steps they missed.
@@ -305,17 +321,16 @@ class OperatorState(AttachedState):
             other: State of the same table, an :class:`OperatorState` or a
                 :class:`firstlayer.torch.optim.table_state.ParameterState`.
         """
-        if other.event_count != other.step_count:
-            raise TypeError(
-                "a table must stay contiguous and on the CPU while AveragedRows averages "
-                f"it, got one on {self.device}"
-            )
         row_steps = other.row_steps
         if not isinstance(row_steps, Tensor):
             row_steps = tensor_of(row_steps)
         self.row_steps = row_steps.to(self.device)
         self.step_count, self.base_step = other.step_count, other.base_step
+        self.event_count, self.averages = other.event_count, other.averages
         self.missed, self._missed_moves = other.missed, other._missed_moves
+        self.last_step_event = self.base_step + self.missed.last_step_column
+        for average in self.averages:
+            average.move_to(self.device)
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
 
     def _prepare_step(self, ids: Tensor | None, options: Options) -> None:
@@ -331,9 +346,10 @@ class OperatorState(AttachedState):
             self._adapt_state(options)
         if self.is_caught_up:
             self.restart(options)
-        elif not self._missed_moves:
-            # Rows with a stale state may have been read without catching up. All other
-            # rows have caught up when they were read.
+        elif self.averages or not self._missed_moves:
+            # Rows with a stale state may have been read without catching up, and averages
+            # may have been updated since rows were read. All other rows have caught up when
+            # they were read.
             self.catch_up_tensors(tensors, ids)
 
     def _updated_rows(
@@ -365,20 +381,26 @@ class OperatorState(AttachedState):
         step = self.step_count + 1
         values = host_values(self.rule, options, step)
         is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
-        if every_row or self.rule.lazy or is_noop:
-            # No row becomes stale.
-            self.base_step = step
-        else:
-            self.missed.record(values, options, step)
+        is_lazy = self.rule.lazy
+        self.step_count, self.event_count = step, self.event_count + 1
+        self.last_step_event = self.event_count
+        if not every_row and (self.averages or not is_lazy and not is_noop):
+            self.missed.record(values, options, step, is_lazy=is_lazy)
+            for average in self.averages:
+                average.add_column(self.missed)
             self.device_steps.is_current = False
-            if self.rule.moves_without_gradient(options):
+            if not is_lazy and self.rule.moves_without_gradient(options):
                 self._missed_moves = True
-        self.step_count = step
+        else:
+            # No row becomes stale.
+            self.base_step = self.event_count
         return values
 
     def restart(self, options: Options) -> None:
         """Forget the recorded steps, when every row is up to date."""
         self.missed.restart(options, self.step_count)
+        for average in self.averages:
+            average.start(self.missed)
         self.device_steps.is_current = self._missed_moves = False
 
     def catch_up_tensors(self, tensors: RowTensors, ids: Tensor | None) -> None:
@@ -398,19 +420,22 @@ class OperatorState(AttachedState):
             ids = self._rows_to_catch_up(tensors, ids)
         for rows, _ in self._chunks(ids):
             if on_cpu and isinstance(rows, slice):
-                stale = (row_steps[rows] != self.step_count).nonzero().flatten()
+                stale = (row_steps[rows] != self.event_count).nonzero().flatten()
                 if not stale.numel():
                     continue
                 rows = stale + rows.start
+            for average in self.averages:
+                caught_up = self._caught_up_average(average, tensors, rows)
+                write_rows(average.tensor, rows, caught_up)
             weight, *state = self.caught_up(tensors, rows)
             self.write_weight(tensors, rows, weight, generator)
             if self._deferred is not None and isinstance(rows, Tensor):
                 self._deferred.parts.append((rows, state))
             else:
                 tensors.write_state(rows, state)
-            write_number(row_steps, rows, self.step_count)
+            write_number(row_steps, rows, self.event_count)
         if ids is None:
-            self.base_step = self.step_count
+            self.base_step = self.event_count
 
     def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
         """Return the distinct rows of a lookup that are stale, ascending.
@@ -419,7 +444,7 @@ class OperatorState(AttachedState):
         deferred to the next step, which is likely to update the same rows.
         """
         rows = ids.unique()
-        is_stale = tensors.row_steps.index_select(0, rows) != self.step_count
+        is_stale = tensors.row_steps.index_select(0, rows) != self.event_count
         stale = rows[is_stale]
         is_small = rows.shape[0] * self.shape[1] <= MAX_DEFERRED
         if not is_small or 4 * stale.shape[0] < 3 * rows.shape[0]:
@@ -449,19 +474,81 @@ class OperatorState(AttachedState):
             return old
         row_steps = read_rows(tensors.row_steps, rows, torch.int64)
         if numbers is None:
-            step, start = self.step_count, (row_steps - self.base_step).clamp(min=0)
+            start = self._columns_of(row_steps)
+            is_fresh = start >= self.last_step_event - self.base_step
             new = self.device_steps.catch_up(start, old)
         else:
-            base, step = numbers.steps.unbind()
+            base, last_step = numbers.steps[0], numbers.steps[2]
             start = (row_steps - base).clamp(min=0)
+            is_fresh = start >= last_step - base
             new = self.device_steps.apply(numbers.coefficients, start, old)
         # Rows that are up to date keep their values bit for bit.
         if numbers is None and is_plain_cpu(row_steps):
-            fresh = (row_steps == step).nonzero().flatten()
+            fresh = is_fresh.nonzero().flatten()
             for x, y in zip(new, old, strict=True):
-                x.index_copy_(0, fresh, y.index_select(0, fresh))
+                write_rows(x, fresh, y.index_select(0, fresh))
             return new
-        return where_rows(row_steps != step, new, old)
+        return where_rows(is_fresh, old, new)
+
+    def attach_average(self, average: TensorAverage) -> None:
+        """Catch an average up before rows are written, from now on."""
+        with self.lock:
+            if average not in self.averages:
+                average.start(self.missed)
+                self.averages.add(average)
+
+    def update_average(self, average: TensorAverage, decay: float) -> None:
+        """Record an update of an average; rows apply it when they are next written.
+
+        Args:
+            average: Average of this table.
+            decay: The average becomes ``decay`` times itself plus ``1 − decay`` times the
+                weights.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            if self.missed.is_full:
+                self.catch_up_tensors(self.row_tensors(), None)
+            if self.is_caught_up:
+                self.missed.restart_at_last_column()
+                self._missed_moves = False
+                for other in self.averages:
+                    other.start(self.missed)
+            self.attach_average(average)
+            average.record(self.missed, decay)
+            for other in self.averages:
+                if other is not average:
+                    other.add_column(self.missed)
+            self.event_count += 1
+            self.device_steps.is_current = False
+
+    def averaged_rows(self, average: TensorAverage, ids: Tensor) -> Tensor:
+        """Return rows of an average after its missed updates; the table stays as it is.
+
+        Args:
+            average: Average of this table.
+            ids: Rows to return, in range and possibly repeated.
+        """
+        with self.lock, torch.no_grad():
+            self.write_deferred()
+            rows = self.as_rows(ids)
+            if average not in self.averages or self.is_caught_up:
+                return average.tensor.index_select(0, rows)
+            tensors = self.row_tensors()
+            self.check(tensors)
+            return self._caught_up_average(average, tensors, rows)
+
+    def _caught_up_average(
+        self, average: TensorAverage, tensors: RowTensors, rows: Rows
+    ) -> Tensor:
+        """Return rows of an average after its missed updates."""
+        old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
+        start = self._columns_of(read_rows(tensors.row_steps, rows, torch.int64))
+        values = read_rows(average.tensor, rows, self.dtype)
+        return average.caught_up(values, start, old, self.missed)
+
+    def _columns_of(self, row_steps: Tensor) -> Tensor:
+        """Return the recorded event that each row is at, counted from ``base_step``."""
+        return (row_steps - self.base_step).clamp(min=0)
 
     def write_weight(
         self,

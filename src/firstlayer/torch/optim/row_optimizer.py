@@ -116,7 +116,17 @@ class RowOptimizer(torch.optim.Optimizer):
         install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options, which may include ``mode``."""
+        """Add parameters with their own options, which may include ``mode``.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> table, head = Embedding(5, 2, sparse=True), nn.Linear(2, 1)
+            >>> optimizer = RowAdamW(table, lr=0.1)
+            >>> optimizer.add_param_group({"params": head.parameters(), "lr": 0.01})
+            >>> [group["lr"] for group in optimizer.param_groups]
+            [0.1, 0.01]
+        """
         options = {**self.defaults, **param_group}
         rule = self._new_rule(options)
         with torch_errors():
@@ -242,6 +252,15 @@ class RowOptimizer(torch.optim.Optimizer):
 
         The state of a table on disk is in its store: only its step is returned, and its
         rows may stay stale. The state of a sharded table is a DTensor.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> table = Embedding(5, 2, sparse=True)
+            >>> optimizer, resumed = RowAdamW(table, lr=0.1), RowAdamW(table)
+            >>> resumed.load_state_dict(optimizer.state_dict())
+            >>> resumed.param_groups[0]["lr"]
+            0.1
         """
         self._flush_in_memory()
         return to_dtensors(super().state_dict(), self)
@@ -284,6 +303,15 @@ class RowOptimizer(torch.optim.Optimizer):
         Returns:
             Function of ids and values; see :class:`firstlayer.torch.optim.RowStep`. It
             stays valid when a state is loaded.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> table = Embedding.from_pretrained(torch.ones(5, 1), freeze=False)
+            >>> step = RowSGD(table, lr=0.5).row_step(table.weight)
+            >>> step(torch.tensor([3]), torch.ones(1, 1))
+            >>> step.lookup(torch.tensor([2, 3])).tolist()
+            [[1.0], [0.5]]
         """
         group = self._group_of(parameter)
         state: Any = self._table_state(parameter, group, by_operators=True)

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import kernels
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from .._tensors.dtypes import upcast
-from .._tensors.memory import array_of, tensor_of, threads_of_torch
+from .._tensors.dtypes import HALF, upcast
+from .._tensors.memory import LARGE_COPY, array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
-from .._tensors.shard import shard_of
+from .._tensors.shard_tensor import ShardTensor, check_whole_norm
 
 # Torch's type stubs do not export the functions of lists of tensors.
 _torch: Any = torch
@@ -26,10 +27,14 @@ def rows_of(grad: Tensor) -> RowGradient:
     if ids.shape[0] != 1:
         raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
     index = np.ascontiguousarray(array_of(ids)[0])
-    if grad.is_coalesced():
-        return RowGradient(index, array_of(upcast(values)))
     with threads_of_torch():
-        return sum_by_id(index, array_of(values))
+        if not grad.is_coalesced():
+            return sum_by_id(index, array_of(values))
+        if values.dtype in HALF and values.dim() == 2 and values.numel() >= LARGE_COPY:
+            # Not by torch: see tensor_of.
+            rows = kernels.upcast_rows(array_of(values), np.arange(len(values)))
+            return RowGradient(index, rows)
+        return RowGradient(index, array_of(upcast(values)))
 
 
 def coalesced(grad: Tensor) -> Tensor:
@@ -89,7 +94,7 @@ class RowGradientTensor(Tensor):
         kwargs = kwargs or {}
         if not all(issubclass(cls, other) for other in types):
             others = [other for other in types if not issubclass(cls, other)]
-            if not all(issubclass(other, RowTensor) for other in others):
+            if not all(issubclass(other, RowTensor | ShardTensor) for other in others):
                 return NotImplemented
             with without_catch_up():
                 catch_up_arguments(func, args, kwargs)
@@ -182,12 +187,7 @@ def _values_for_norm(x: Tensor, ord: Any) -> Tensor:
     """Return values with the p-norm of ``x``, summed over repeated ids."""
     if not isinstance(x, RowGradientTensor):
         return x
-    shard = shard_of(x)
-    if shard is not None and shard.layout.ranks > 1:
-        raise TypeError(
-            "the norm of the gradient of a sharded table needs all ranks; "
-            "use firstlayer.torch.optim.clip_grad_norm_"
-        )
+    check_whole_norm(x.table_shard)
     if not isinstance(ord, int | float) or ord < 0:
         # The zeros that are not stored determine these norms.
         return x.to_dense()

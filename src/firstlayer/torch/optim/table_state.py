@@ -83,6 +83,11 @@ class AttachedState:
         """Whether the weight of some row may be out of date."""
         raise NotImplementedError
 
+    @property
+    def needs_catch_up(self) -> bool:
+        """Whether rows must catch up before they are read or written."""
+        raise NotImplementedError
+
     def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
         """Apply the missed steps to stale rows of ``ids``, or to all, in place.
 
@@ -167,7 +172,7 @@ class AttachedState:
             if not is_exporting():
                 with torch.no_grad(), without_catch_up():
                     torch.ops.firstlayer.catch_up(weight, ids, self.number)
-        elif self.has_stale_weights:
+        elif self.needs_catch_up:
             tracing = _get_tracing_state()
             if tracing is None:
                 self.catch_up_rows(ids)
@@ -290,8 +295,11 @@ class ParameterState(TableState, AttachedState):
         self.step_count, self.base_step = other.step_count, other.base_step
         self.event_count = other.event_count
         self.missed, self._missed_moves = other.missed, other._missed_moves
+        self.averages = other.averages
+        for average in other.averages:
+            average.move_to(self.parameter.device)
         if isinstance(other, ParameterState):
-            self.averages, self.deferred_ids = other.averages, other.deferred_ids
+            self.deferred_ids = other.deferred_ids
 
     def on_restored(self) -> None:
         """Publish the number of steps again, which is smaller than it was."""
@@ -496,7 +504,7 @@ def _index(ids: Tensor | None) -> np.ndarray | None:
 @torch.library.custom_op("firstlayer::catch_up", mutates_args=("weight",))
 def _catch_up_operator(weight: Tensor, ids: Tensor | None, number: int) -> None:
     state = _by_number.get(number)
-    if state is not None and state.has_stale_weights:
+    if state is not None and state.needs_catch_up:
         # Writes to the given tensor, not to the parameter: compiled code may pass a copy
         # and copy it back.
         state.catch_up_rows(ids, table=weight)

@@ -9,14 +9,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .._tensors.errors import WrongType, WrongValue
-from .._tensors.shard import TableShard, shard_of
+from .._tensors.shard import GridShard, TableShard, shard_of
 from ..bag import EmbeddingBag
 from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
 from .bags import ShardedEmbeddingBag
-from .columns import ShardedColumnsEmbedding
+from .columns import ShardedColumnsEmbedding, ShardedColumnsEmbeddingBag
 from .exchange import Traffic
+from .grid import ShardedGridEmbedding
 from .head import tie_head
 from .module import ShardedTableModule
 from .rows import ShardedEmbedding
@@ -67,7 +68,7 @@ def shard_rows(
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> table = shard_rows(Embedding(10, 4, sparse=True), mesh)
         >>> table
-        ShardedEmbedding(10, 4, sparse=True, rows 0 to 10)
+        ShardedEmbedding(10, 4, sparse=True, rows 0 to 10 of 10)
         >>> table(torch.tensor([3, 9])).shape
         torch.Size([2, 4])
         >>> len(sharded_parameters(table)), traffic(table).rows
@@ -87,13 +88,15 @@ def shard_rows(
     is_bag = isinstance(table, EmbeddingBag)
     if is_bag and scattered_axis is not None:
         raise WrongValue(f"output_layouts must be None for bags, got {output_layouts}")
-    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0)
-    table.__class__ = ShardedEmbeddingBag if is_bag else ShardedEmbedding
     if scattered_axis is not None:
         table.scattered_axis = scattered_axis
-    table.distribute(shard, has_replicated_ids=replicated)
-    if head is not None:
-        tie_head(head, table)
+    _distribute(
+        table,
+        ShardedEmbeddingBag if is_bag else ShardedEmbedding,
+        TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0),
+        input_layouts=input_layouts,
+        head=head,
+    )
     return module
 
 
@@ -110,8 +113,7 @@ def shard_columns(
     whose state has one number for each row need whole rows and refuse such a table.
 
     Args:
-        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
-            ``max_norm`` and ``scale_grad_by_freq``.
+        module: As in :func:`shard_rows`, without ``max_norm`` and ``scale_grad_by_freq``.
         mesh: As in :func:`shard_rows`.
         input_layouts: As in :func:`shard_rows`.
         head: As in :func:`shard_rows`.
@@ -125,22 +127,68 @@ def shard_columns(
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> shard_columns(Embedding(10, 4, sparse=True), mesh)
-        ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4)
+        ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4 of 4)
         >>> dist.destroy_process_group()
     """
-    replicated = _has_replicated_ids(input_layouts)
     table = _checked_table(module, mesh, head, "shard_columns")
+    _check_without_whole_rows(table)
+    is_bag = isinstance(table, EmbeddingBag)
+    _distribute(
+        table,
+        ShardedColumnsEmbeddingBag if is_bag else ShardedColumnsEmbedding,
+        TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1),
+        input_layouts=input_layouts,
+        head=head,
+    )
+    return module
+
+
+def shard_rows_and_columns(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    input_layouts: Placement | None = None,
+    head: nn.Linear | None = None,
+) -> M:
+    """Shard a layer's table over both axes of a mesh, in place, and return the layer.
+
+    For tables that are long and wide: rows are sharded over the first axis, columns over
+    the second. Otherwise as :func:`shard_columns`.
+
+    Args:
+        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
+            ``max_norm`` and ``scale_grad_by_freq``.
+        mesh: Mesh with two axes.
+        input_layouts: ``Shard(0)``, the default: ids differ by rank. ``Replicate()``: all
+            ranks of the mesh have the same ids.
+        head: As in :func:`shard_rows`.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from firstlayer.torch import Embedding
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1))
+        >>> shard_rows_and_columns(Embedding(10, 4, sparse=True), mesh)
+        ShardedGridEmbedding(10, 4, sparse=True, rows 0 to 10 of 10 and columns 0 to 4 of 4)
+        >>> dist.destroy_process_group()
+    """
+    name = "shard_rows_and_columns"
+    table = _checked_table(module, mesh, head, name)
     if isinstance(table, EmbeddingBag):
-        raise WrongType("shard_columns needs an Embedding, got EmbeddingBag")
-    if table.max_norm is not None or table.scale_grad_by_freq:
-        raise WrongValue(
-            "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
-        )
-    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1)
-    table.__class__ = ShardedColumnsEmbedding
-    table.distribute(shard, has_replicated_ids=replicated)
-    if head is not None:
-        tie_head(head, table)
+        raise WrongType(f"{name} needs an Embedding, got EmbeddingBag")
+    if mesh.ndim != 2:
+        raise WrongValue(f"mesh must have 2 axes, got {mesh.ndim}")
+    _check_without_whole_rows(table)
+    _distribute(
+        table,
+        ShardedGridEmbedding,
+        GridShard(mesh, (table.num_embeddings, table.embedding_dim), 0),
+        input_layouts=input_layouts,
+        head=head,
+    )
     return module
 
 
@@ -163,7 +211,7 @@ class ShardedRows(ParallelStyle):
         >>> model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 2))
         >>> plan = {"0": ShardedRows(input_layouts=Replicate())}
         >>> parallelize_module(model, mesh, plan)[0]
-        ShardedEmbedding(10, 4, rows 0 to 10)
+        ShardedEmbedding(10, 4, rows 0 to 10 of 10)
         >>> dist.destroy_process_group()
     """
 
@@ -206,10 +254,33 @@ def traffic(module: nn.Module) -> Traffic:
     total = Traffic()
     for each in module.modules():
         if isinstance(each, ShardedTableModule):
-            total = total + each.exchange.sent
-            if each.average.replicas is not None:
-                total = total + each.average.replicas.sent
+            for exchange in each.exchanges:
+                total = total + exchange.sent
     return total
+
+
+def _distribute(
+    table: Any,
+    layer_class: type[ShardedTableModule],
+    shard: TableShard,
+    *,
+    input_layouts: Placement | None,
+    head: nn.Linear | None,
+) -> None:
+    """Make a checked layer one of a sharded class, with this rank's part of its table."""
+    replicated = _has_replicated_ids(input_layouts)
+    table.__class__ = layer_class
+    table.distribute(shard, has_replicated_ids=replicated)
+    if head is not None:
+        tie_head(head, table)
+
+
+def _check_without_whole_rows(table: Any) -> None:
+    """Raise if a layer has options that need whole rows."""
+    if table.max_norm is not None or table.scale_grad_by_freq:
+        raise WrongValue(
+            "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
+        )
 
 
 def _has_replicated_ids(layout: Placement | None) -> bool:
