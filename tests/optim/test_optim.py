@@ -362,7 +362,7 @@ def test_lazy_mode_does_not_move_rows_without_a_gradient():
     [
         ("AdamW", {"eps": 1e-3}, np.float16),
         ("SGD", {"momentum": 0.9, "weight_decay": 0.1}, ml_dtypes.bfloat16),
-        ("WiseAdagrad", {"weight_decay": 0.1}, ml_dtypes.bfloat16),
+        ("WiseRMSprop", {"alpha": 0.8}, ml_dtypes.bfloat16),
     ],
 )
 def test_half_precision_update_rounds_once_and_keeps_float32_state(name, options, dtype):
