@@ -308,7 +308,9 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
     """Return a few frequent words of several letters."""
-    order = [vectors.words[row] for row in np.argsort(-corpus.counts(), kind="stable")]
+    counts = corpus.counts()
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    order = [vectors.words[row] for row in order]
     # For BPE, only pieces that begin a word.
     order = [word for word in order if word.startswith("Ġ")] or order
     shown = (word for word in order if word.strip("Ġ").isalpha())

@@ -259,8 +259,8 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
             ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
             GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
-            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing in
-            a file is run.
+            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing
+            in a file is run.
 
     Example:
         >>> import tempfile
