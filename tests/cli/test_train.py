@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from firstlayer import kernels
 from firstlayer.word_vectors import train as train_module
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
-from firstlayer.word_vectors.skipgram import SkipGram
+from firstlayer.word_vectors.word2vec import Word2Vec
 from firstlayer.word_vectors.text import read_blocks, read_lines, standard_library
 from tests.support.command import (
     call,
@@ -209,7 +209,7 @@ assert abs(np.linalg.norm(got[1]) - 1) < 1e-6
 @pytest.fixture
 def interrupt_at(monkeypatch):
     """Return a function that raises SIGINT during the given batch."""
-    step = SkipGram._step
+    step = Word2Vec._step
 
     def at(batch):
         left = iter(range(batch))
@@ -219,7 +219,7 @@ def interrupt_at(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return step(model)
 
-        monkeypatch.setattr(SkipGram, "_step", stepping)
+        monkeypatch.setattr(Word2Vec, "_step", stepping)
 
     yield at
     monkeypatch.undo()

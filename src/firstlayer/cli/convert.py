@@ -187,7 +187,7 @@ def _write_words(file: str, output: str, to: str, *, force: bool, quiet: bool) -
     for path in files_of(output, to):
         check(path, force=force)
     table = read_vectors(file)
-    if table.subwords is not None:
+    if table.subwords is not None and to != "folder":
         say("rows of character n-grams are left out", quiet=quiet)
     rows = float(len(table.words))
     with progress("converting", total=rows, quiet=quiet) as draw:

@@ -24,19 +24,22 @@ from ._output import (
 )
 
 if TYPE_CHECKING:
-    from ..word_vectors.skipgram import Progress
-    from ..word_vectors.train import Trained, TrainingOptions
+    from ..word_vectors.word2vec import Progress
+    from ..word_vectors.train import MoreEpochs, Trained, TrainingOptions
 
 EXAMPLES = """
 firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
 firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
+firstlayer train *.txt --buckets 200000    with n-grams: vectors of unseen words
 firstlayer train --resume -o vectors       resume after Ctrl-C
+firstlayer train --keep-state              keep what is needed to train further:
+firstlayer train --resume --epochs 10      10 more epochs
 """
 #: Options allowed with --resume; all others come from the first run.
 ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "save_every", "quiet"}
-ALLOWED_WITH_RESUME |= {"as_json"}
+ALLOWED_WITH_RESUME |= {"as_json", "epochs", "lr"}
 
 
 @cli_command(examples=EXAMPLES)
@@ -58,6 +61,12 @@ ALLOWED_WITH_RESUME |= {"as_json"}
 @value_option("--vocab", 30_000, "Largest vocabulary size.", type=click.IntRange(min=2))
 @value_option("--min-count", 5, "Least number of occurrences of a word.", type=COUNT)
 @click.option("--lower", is_flag=True, help="Lowercase the text.")
+@value_option(
+    "--method",
+    "skipgram",
+    "Each context word predicts the center word, or (CBOW, faster) their mean does.",
+    type=click.Choice(["skipgram", "cbow"]),
+)
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)
 @value_option(
     "--window", 5, "Largest distance of a context word.", type=click.IntRange(1, 16)
@@ -75,12 +84,20 @@ ALLOWED_WITH_RESUME |= {"as_json"}
     type=click.FloatRange(min=0, min_open=True),
 )
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
-@value_option(
+@click.option(
     "--lr",
-    0.05,
-    "Initial learning rate; it decays linearly.",
+    help="Initial learning rate; it decays linearly.  [default: 0.05, 0.3 for cbow]",
     type=click.FloatRange(min=0, min_open=True),
 )
+@value_option(
+    "--buckets",
+    0,
+    "Rows of character n-grams, which give vectors to unseen words; 0 for none "
+    "(fastText has 2,000,000).",
+    type=click.IntRange(0, 2**30 - 1),
+)
+@value_option("--min-n", 3, "Shortest n-gram, with the brackets of <word>.", type=COUNT)
+@value_option("--max-n", 6, "Longest n-gram.", type=click.IntRange(1, 64))
 @value_option("--batch", 512, "Center words trained in parallel.", type=COUNT)
 @click.option(
     "--threads",
@@ -97,19 +114,27 @@ ALLOWED_WITH_RESUME |= {"as_json"}
 @click.option(
     "--resume",
     is_flag=True,
-    help="Resume the interrupted run in FOLDER, with the same FILES.",
+    help="Resume the interrupted run in FOLDER, with the same FILES. With --epochs, train "
+    "a finished one further.",
+)
+@click.option(
+    "--keep-state",
+    is_flag=True,
+    help="Keep the state of the finished run in FOLDER, for --resume --epochs. It takes "
+    "twice the size of the table.",
 )
 @seed_option
 @force_option
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Train token embeddings on text with skip-gram and negative sampling.
+    """Train token embeddings on text with word2vec's skip-gram or CBOW.
 
     Reads FILES of UTF-8 text (- is standard input; the default is the source of Python's
     standard library). Writes a FOLDER that model2vec and sentence-transformers can open,
     and prints the neighbors of a few frequent words. The same seed gives the same table,
     bit for bit. Ctrl-C saves the current state, and so does the run every few minutes;
-    --resume continues it.
+    --resume continues it. --resume --epochs N trains a run that was finished with
+    --keep-state for N more epochs; the learning rate starts again from --lr and decays.
     """
     _check_resume(ctx, resume=options["resume"])
     check_output_folder(options["output"], force=options["force"] or options["resume"])
@@ -123,6 +148,7 @@ def command(ctx: click.Context, **options: Any) -> None:
             options["files"],
             options["output"],
             recipe=None if options["resume"] else _recipe(options),
+            more=_more(ctx) if options["resume"] else None,
             replace=options["force"],
             tell=lambda what: say(what, quiet=quiet),
             report=lambda now: draw(now.done, note=_note(now)),
@@ -148,6 +174,17 @@ def _check_resume(ctx: click.Context, *, resume: bool) -> None:
             )
 
 
+def _more(ctx: click.Context) -> "MoreEpochs | None":
+    """Return the additional epochs that --epochs asks for."""
+    from ..word_vectors.train import MoreEpochs
+
+    if ctx.get_parameter_source("epochs") == ParameterSource.COMMANDLINE:
+        return MoreEpochs(ctx.params["epochs"], ctx.params["lr"])
+    if ctx.params["lr"] is not None:
+        raise click.UsageError("--lr with --resume needs --epochs", ctx)
+    return None
+
+
 def _use_threads(count: int) -> None:
     from .. import set_num_threads
 
@@ -157,19 +194,21 @@ def _use_threads(count: int) -> None:
 
 
 def _recipe(options: dict[str, Any]) -> "TrainingOptions":
-    from ..word_vectors.skipgram import SkipGramOptions
+    from ..word_vectors.word2vec import Word2VecOptions
     from ..word_vectors.train import TrainingOptions
 
-    setting = SkipGramOptions(
+    setting = Word2VecOptions(
         embedding_dim=options["dim"],
         **{name: options[name] for name in ("window", "negatives", "sample", "epochs")},
-        **{name: options[name] for name in ("lr", "batch", "seed")},
+        **{name: options[name] for name in ("method", "lr", "batch", "seed")},
+        **{name: options[name] for name in ("buckets", "min_n", "max_n")},
     )
     return TrainingOptions(
         kind=options["tokenizer"],
         size=options["vocab"],
         min_count=options["min_count"],
         lower=options["lower"],
+        keep_state=options["keep_state"],
         setting=setting,
     )
 

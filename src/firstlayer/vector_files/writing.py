@@ -252,6 +252,7 @@ def _write_folder(
         rows,
         tokenizer=tokenizer,
         about=about,
+        subwords=table.subwords,
         replace=replace,
         normalize=table.normalize,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Float32
 
 from ..numpy import EmbeddingBag
 from .neighbors import units
-from .vectors import Vectors, WordVector, encoded_ids
+from .vectors import Vectors, WordVector, encoded_ids, encoded_words
 
 #: Texts per batch.
 BATCH = 1024
@@ -23,8 +23,8 @@ def encode(
     ``vectors.normalize``.
 
     Args:
-        vectors: Words and rows. Without a tokenizer, words are separated by spaces, and
-            unknown words of fastText's tables are made of their n-grams.
+        vectors: Words and rows. Without a tokenizer, words are separated by spaces.
+            Unknown words are made of their n-grams in tables that have them.
         texts: Texts to encode.
 
     Example:
@@ -59,8 +59,27 @@ def _ids(
     if vectors.tokenizer is None:
         return _whole_words(vectors, texts)
     unknown = vectors.unknown
+    if vectors.subwords is not None:
+        return _words_and_ngrams(vectors, texts)
     ids = encoded_ids(vectors.tokenizer, texts)
     return [[i for i in one if i != unknown] for one in ids], []
+
+
+def _words_and_ngrams(
+    vectors: Vectors, texts: list[str]
+) -> tuple[list[list[int]], list[tuple[int, np.ndarray]]]:
+    ids, others, unknown = [], [], vectors.unknown
+    # Unknown words are looked up once.
+    found: dict[str, np.ndarray | None] = {}
+    for text, tokens in enumerate(encoded_words(vectors.tokenizer, texts)):
+        ids.append([number for number, _ in tokens if number != unknown])
+        for word in (word for number, word in tokens if number == unknown):
+            if word not in found:
+                found[word] = vectors.find(word).vector if word in vectors else None
+            vector = found[word]
+            if vector is not None:
+                others.append((text, vector))
+    return ids, others
 
 
 def _whole_words(

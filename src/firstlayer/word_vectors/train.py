@@ -1,7 +1,8 @@
 """Train word vectors from text files: tokenize, train, save, resume.
 
 The folder records its hyper-parameters and a digest of the text, so an interrupted run
-resumes with the same settings and rejects a different text.
+resumes with the same settings and rejects a different text. A finished run that kept its
+state (both tables) can be trained for more epochs, on the same text or another.
 """
 
 import hashlib
@@ -9,7 +10,8 @@ import os
 import reprlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..files.safetensors import KEY, OLD_KEY
 from ..vector_files import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
 from .neighbors import Neighbors, neighbors
-from .skipgram import Progress, SkipGram, SkipGramOptions
+from .word2vec import Progress, Word2Vec, Word2VecOptions
 from .text import documents_in, standard_library
 from .vectors import Vectors, parse_tokenizer
 
@@ -45,14 +47,24 @@ class TrainingOptions:
         size: Largest vocabulary size.
         min_count: Least number of occurrences of a word.
         lower: Lowercase the text.
-        setting: Hyper-parameters of skip-gram.
+        keep_state: Whether the folder of a finished run keeps its state, from which it can
+            be trained further. It takes twice the size of the table.
+        setting: Hyper-parameters of training.
     """
 
     kind: str = "words"
     size: int = 30_000
     min_count: int = 5
     lower: bool = False
-    setting: SkipGramOptions = field(default_factory=SkipGramOptions)
+    keep_state: bool = False
+    setting: Word2VecOptions = field(default_factory=Word2VecOptions)
+
+    def __post_init__(self) -> None:
+        if self.kind == "bpe" and self.setting.buckets:
+            raise ValueError(
+                f"buckets must be 0 with kind 'bpe', got {self.setting.buckets}: its pieces "
+                "encode any word"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,28 @@ class Trained:
     neighbors: list[Neighbors]
 
 
+@dataclass(frozen=True)
+class MoreEpochs:
+    """Additional epochs of a finished run.
+
+    The learning rate starts again and decays over these epochs. The text may be another
+    one; words that are not in the vocabulary are ignored.
+
+    Args:
+        epochs: Number of passes over the text.
+        lr: Initial learning rate; None for that of the finished run.
+    """
+
+    epochs: int
+    lr: float | None = None
+
+
 def train(
     paths: Sequence[str | os.PathLike[str]],
     folder: str | os.PathLike[str],
     *,
     recipe: TrainingOptions | None = None,
+    more: MoreEpochs | None = None,
     replace: bool = False,
     tell: Tell = lambda what: None,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -97,6 +126,7 @@ def train(
         paths: UTF-8 text files, ``-`` for standard input, empty for Python's own source.
         folder: Output folder.
         recipe: Training options. None resumes the interrupted run in the folder.
+        more: Additional epochs for the finished run in the folder; None for none.
         replace: Whether to replace an existing folder of word vectors.
         tell: Called with a description of each phase.
         report: Called regularly with the progress.
@@ -112,11 +142,11 @@ def train(
     state = None
     if recipe is None:
         recipe, corpus, state = folders.read_one_save(
-            folder, lambda opener: _resumed(folder, documents, opener)
+            folder, lambda opener: _resumed(folder, documents, opener, more, tell)
         )
     else:
         corpus = tokenized(documents, _tokenizer(documents, recipe))
-    model = SkipGram(corpus, recipe.setting)
+    model = Word2Vec(corpus, recipe.setting)
     if state is not None:
         model.load_state_dict(state)
     tell(f"training {corpus.num_embeddings:,} rows from {corpus.ids.size:,} tokens")
@@ -126,16 +156,17 @@ def train(
         weight = model.result()
         if not np.isfinite(weight).all():
             raise ValueError(
-                f"training diverged with lr {about['setting']['lr']} (not finite): use a "
+                f"training diverged with lr {model.setting.initial_lr} (not finite): use a "
                 "lower lr"
             )
-        state = None if finished else model.state_dict()
+        is_kept = about["keep_state"] or not finished
         folders.write_folder(
             folder,
             weight,
             tokenizer=corpus.tokenizer,
             about=about,
-            state=state,
+            state=model.state_dict() if is_kept else None,
+            subwords=model.subwords,
             replace=True,
         )
         return weight
@@ -181,9 +212,14 @@ def _tokenizer(documents: Any, recipe: TrainingOptions) -> Any:
 
 
 def _resumed(
-    folder: str | os.PathLike[str], documents: Any, opener: Opener
+    folder: str | os.PathLike[str],
+    documents: Any,
+    opener: Opener,
+    more: MoreEpochs | None,
+    tell: Tell,
 ) -> tuple[TrainingOptions, Corpus, dict[str, np.ndarray]]:
-    """Return options, corpus and state of an interrupted run, if the text is the same."""
+    """Return options, corpus and state of a run that goes on."""
+    name = os.fspath(folder)
     state = folders.read_state(folder, opener=opener)
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
@@ -192,20 +228,47 @@ def _resumed(
             rest.pop("generation", None)
             recipe = _recipe(setting, rest, folder=folder)
         case _:
-            raise ValueError(f"{os.fspath(folder)} does not record how it was trained")
+            raise ValueError(f"{name} does not record how it was trained")
+    is_finished = _completed_epochs(state, name) >= recipe.setting.epochs
+    if more is None and is_finished:
+        raise ValueError(f"{name} is finished: give a number of epochs to train it further")
+    if more is not None and not is_finished:
+        raise ValueError(
+            f"{name} holds an interrupted run: resume it before training more epochs"
+        )
     tokens = Path(folder) / folders.TOKENIZER
     tokenizer = parse_tokenizer(read_bytes(tokens, opener=opener), tokens)
     corpus = tokenized(documents, tokenizer)
+    if more is not None:
+        if _digest(corpus) != digest:
+            tell(f"the text differs from the one {name} was trained on")
+        return _extended(recipe, more), corpus, {**state, "place": np.zeros(2, np.int64)}
     if _digest(corpus) != digest:
-        raise ValueError(
-            f"the text differs from the one {os.fspath(folder)} was started with"
-        )
+        raise ValueError(f"the text differs from the one {name} was started with")
     return recipe, corpus, state
+
+
+def _completed_epochs(state: dict[str, np.ndarray], name: str) -> int:
+    place = state.get("place")
+    if place is None or place.shape != (2,):
+        raise ValueError(f"{name} does not hold the state of a run: it has no place")
+    return int(place[0])
+
+
+def _extended(recipe: TrainingOptions, more: MoreEpochs) -> TrainingOptions:
+    old = recipe.setting
+    setting = with_changes(
+        old,
+        epochs=more.epochs,
+        lr=old.lr if more.lr is None else more.lr,
+        earlier_epochs=old.earlier_epochs + old.epochs,
+    )
+    return with_changes(recipe, setting=setting)
 
 
 def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> TrainingOptions:
     try:
-        return TrainingOptions(**rest, setting=SkipGramOptions(**setting))
+        return TrainingOptions(**rest, setting=Word2VecOptions(**setting))
     except (TypeError, ValueError) as error:
         reason = reprlib.repr(str(error))
         raise ValueError(
@@ -213,7 +276,7 @@ def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> Train
         ) from None
 
 
-def _run(model: SkipGram, *, report: Any, stop: Any) -> tuple[bool, Progress]:
+def _run(model: Word2Vec, *, report: Any, stop: Any) -> tuple[bool, Progress]:
     last = Progress(model.done, 0, 0.0, 0.0, float("nan"))
 
     def remember(progress: Progress) -> None:
@@ -238,7 +301,7 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
     found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
-    return [replace(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
+    return [with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
 
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
