@@ -27,8 +27,8 @@ def sending(*args):
 """
 WRITING = {"module": "os", "owner": "owner", "function": "fsync"}
 TRAINING = {
-    "module": "firstlayer.word_vectors.skipgram",
-    "owner": "owner.SkipGram",
+    "module": "firstlayer.word_vectors.word2vec",
+    "owner": "owner.Word2Vec",
     "function": "_step",
 }
 

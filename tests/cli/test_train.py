@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from firstlayer import kernels
 from firstlayer.word_vectors import train as train_module
-from firstlayer.word_vectors.skipgram import SkipGram
 from firstlayer.word_vectors.text import standard_library
 from firstlayer.word_vectors.vectors import open_vectors
+from firstlayer.word_vectors.word2vec import Word2Vec
 from tests.support.command import (
     call,
     call_alone,
@@ -279,7 +279,7 @@ assert abs(np.linalg.norm(got[1]) - 1) < 1e-6
 @pytest.fixture
 def interrupt_at(monkeypatch):
     """Return a function that raises SIGINT during the given batch."""
-    step = SkipGram._step
+    step = Word2Vec._step
 
     def at(batch):
         left = iter(range(batch))
@@ -289,7 +289,7 @@ def interrupt_at(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return step(model)
 
-        monkeypatch.setattr(SkipGram, "_step", stepping)
+        monkeypatch.setattr(Word2Vec, "_step", stepping)
 
     yield at
     monkeypatch.undo()

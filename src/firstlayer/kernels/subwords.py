@@ -62,29 +62,35 @@ def _mean_rows(
             if 0 <= row < rows:
                 _add(table, row, out, word, counts)
             start, end = bounds[word], bounds[word + 1]
-            for at in range(start, end):
-                # Bytes 0b10…… continue a character.
-                if text[at] & 0xC0 == 0x80:
-                    continue
-                hashed, next_ = OFFSET, at
-                for length in range(1, most + 1):
-                    if next_ >= end:
-                        break
-                    while True:
-                        hashed = _hashed(hashed, text[next_])
-                        next_ += 1
-                        if next_ >= end or text[next_] & 0xC0 != 0x80:
-                            break
-                    is_bracket = length == 1 and (at == start or next_ == end)
-                    if length >= least and not is_bracket and buckets > 0:
-                        bucket = np.int64(hashed % np.uint32(buckets))
-                        row = first_bucket + bucket
-                        if bucket_rows.size > 0:
-                            row = np.int64(bucket_rows[bucket])
-                        if row >= 0:
-                            _add(table, row, out, word, counts)
+            for bucket in ngram_buckets(text, start, end, buckets, least, most):
+                row = first_bucket + bucket
+                if bucket_rows.size > 0:
+                    row = np.int64(bucket_rows[bucket])
+                if row >= 0:
+                    _add(table, row, out, word, counts)
             for d in range(width):
                 out[word, d] /= np.float32(max(counts[word], 1))
+
+
+@internal
+def ngram_buckets(text, start, end, buckets, least, most):
+    """Yield the number of each n-gram of the word in ``text[start:end]``, if any."""
+    for at in range(start, end):
+        # Bytes 0b10…… continue a character.
+        if text[at] & 0xC0 == 0x80 or buckets == 0:
+            continue
+        hashed, next_ = OFFSET, at
+        for length in range(1, most + 1):
+            if next_ >= end:
+                break
+            while True:
+                hashed = _hashed(hashed, text[next_])
+                next_ += 1
+                if next_ >= end or text[next_] & 0xC0 != 0x80:
+                    break
+            is_bracket = length == 1 and (at == start or next_ == end)
+            if length >= least and not is_bracket:
+                yield np.int64(hashed % np.uint32(buckets))
 
 
 @internal
