@@ -38,8 +38,8 @@ from firstlayer.word_vectors.documents import documents_in
 from firstlayer.word_vectors.evaluate import evaluate
 from firstlayer.word_vectors.neighbors import units
 from firstlayer.word_vectors.text import standard_library
-from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions
 from firstlayer.word_vectors.vectors import Vectors
+from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions
 
 from .prose import prose_files
 
@@ -138,7 +138,9 @@ def ours(corpus: Corpus, setting: Word2VecOptions, method: str) -> tuple[float, 
     return time.perf_counter() - start, model.result()
 
 
-def gensim(corpus: Corpus, setting: Word2VecOptions, method: str) -> tuple[float, np.ndarray]:
+def gensim(
+    corpus: Corpus, setting: Word2VecOptions, method: str
+) -> tuple[float, np.ndarray]:
     """Return the training time of gensim and the table."""
     from gensim.models import FastText
     from gensim.models import Word2Vec as GensimWord2Vec

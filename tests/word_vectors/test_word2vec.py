@@ -120,7 +120,9 @@ def part_changes(start, drawn, lr, *, cbow):
             touched[1].update(targets.tolist())
             loss = position_loss(own, near, targets, cbow=cbow)
             with torch.no_grad():
-                for table, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+                for table, gradient in zip(
+                    own, torch.autograd.grad(loss, own), strict=True
+                ):
                     table -= lr * gradient
         yield [(new - old).detach() for new, old in zip(own, start, strict=True)], touched
 

@@ -25,8 +25,8 @@ from ._output import (
 )
 
 if TYPE_CHECKING:
-    from ..word_vectors.word2vec import Progress
     from ..word_vectors.train import MoreEpochs, Trained, TrainingOptions
+    from ..word_vectors.word2vec import Progress
 
 EXAMPLES = r"""
 firstlayer train                           on Python's own source code
@@ -35,9 +35,9 @@ firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
 firstlayer train articles/ pages.jsonl.gz  a folder, JSON lines
 firstlayer train zh.txt --pattern "\S+"    words between spaces
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
-firstlayer train *.txt --buckets 200000    with n-grams: vectors of unseen words
+firstlayer train *.txt --buckets 200000    n-grams: vectors of unseen words
 firstlayer train --resume -o vectors       resume after Ctrl-C
-firstlayer train --keep-state              keep what is needed to train further:
+firstlayer train --keep-state              keep the state, to train further:
 firstlayer train --resume --epochs 10      10 more epochs
 """
 #: Options allowed with --resume; all others come from the first run.
@@ -236,8 +236,8 @@ def _use_threads(count: int) -> None:
 
 def _recipe(options: dict[str, Any]) -> "TrainingOptions":
     from ..word_vectors.documents import ReadingOptions
-    from ..word_vectors.word2vec import Word2VecOptions
     from ..word_vectors.train import TrainingOptions
+    from ..word_vectors.word2vec import Word2VecOptions
 
     setting = Word2VecOptions(
         embedding_dim=options["dim"],

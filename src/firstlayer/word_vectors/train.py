@@ -414,7 +414,9 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
     found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
-    return [with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
+    return [
+        with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found
+    ]
 
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
