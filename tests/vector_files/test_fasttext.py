@@ -134,6 +134,26 @@ def test_quantized_models_are_decoded_by_the_definition(tmp_path, has_norms, kee
     assert f"the mean of {len(other)} character" in vectors.find("unking").note
 
 
+#: Vectors of ``tests/data/fasttext_0_9_2.ftz``, which fastText 0.9.2 wrote (``quantize``
+#: with ``cutoff=260, dsub=2, qnorm=True``), by its own ``getWordVector``.
+GOLDEN = {
+    "king": [0.16117146611213684, -0.4520342946052551, -0.0719120129942894],
+    "naïve": [0.30132636427879333, -0.6842483282089233, -0.19621747732162476],
+    "漢字": [0.23477719724178314, -0.7173426151275635, -0.21020738780498505],
+    "kings": [0.0061990683898329735, -0.0950285941362381, -0.05736305192112923],
+    "unread": [0.06539938598871231, -0.09629741311073303, 0.007382778916507959],
+}
+
+
+def test_quantized_model_of_fasttext_equals_fasttext():
+    path = Path(__file__).parents[1] / "data" / "fasttext_0_9_2.ftz"
+    vectors = open_vectors(path)
+    assert vectors.words[:3] == ["</s>", "reddish", "blue"] and len(vectors) == 11
+    for word, want in GOLDEN.items():
+        np.testing.assert_allclose(vectors[word], want, atol=1e-7)
+    assert "kings" not in vectors.rows
+
+
 ROWS = np.ones((len(WORDS) + 2, 3), np.float32)
 GOOD = fasttext_bytes(WORDS, ROWS, buckets=2)
 SMALL = quantized_fasttext_bytes(
