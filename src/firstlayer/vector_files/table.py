@@ -17,14 +17,14 @@ class Subwords:
         table: The rows; those of n-grams are the last ones.
         buckets: Number of hashes of n-grams.
         lengths: Shortest and longest n-gram, in characters.
-        bucket_rows: Row of each hash of an n-gram, or -1; None if ``buckets`` rows are the
-            last ones.
+        bucket_rows: Hashes of n-grams that have a row, sorted, and these rows; None if all
+            have one, the last ``buckets`` rows.
     """
 
     table: np.ndarray
     buckets: int
     lengths: tuple[int, int]
-    bucket_rows: Int32[np.ndarray, " buckets"] | None = None
+    bucket_rows: Int32[np.ndarray, "2 kept"] | None = None
 
     def means(
         self, words: list[bytes], own_rows: np.ndarray
