@@ -22,23 +22,25 @@ from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_stored_step, checked_step
+from ...optim.saved_state import check_stored_step, checked_step
 from ...stores.training import TrainingStore
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .._tensors.shard import shard_of
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, stale_row_message
+from .operator_state import OperatorState
+from .parameter_state import ParameterState
 from .row_operators import sum_by_id
 from .row_step import RowStep
 from .row_tensors import resized_rows
 from .saved_state import check_tensors, saved_arrays
 from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
+from .stale_tensors import stale_row_message
 from .step_hook import install_step_hook
 from .stored import store_of
-from .table_state import ParameterState, detach
+from .table_state import detach
 
 Params = nn.Module | Iterable[Any]
 #: State of a table.
