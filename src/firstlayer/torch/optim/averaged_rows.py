@@ -14,8 +14,9 @@ from ...optim.row_average import refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .new_state import State
 from .operator_state import OperatorState
-from .row_optimizer import RowOptimizer, State
+from .row_optimizer import RowOptimizer
 from .stored import store_of
 from .table_state import catch_up
 from .tensor_average import TensorAverage
