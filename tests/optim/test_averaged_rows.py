@@ -18,7 +18,7 @@ from firstlayer.stores import create_store
 from firstlayer.torch import Embedding as TorchEmbedding
 from firstlayer.torch.optim import AveragedRows as TorchAveragedRows
 from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
-from firstlayer.torch.optim import operator_state, row_optimizer
+from firstlayer.torch.optim import operator_state, row_optimizer, stale_tensors
 from tests.support.optim_cases import (
     OPTIONS,
     ROWS,
@@ -123,7 +123,7 @@ def tolerance_of(name, options):
 def operators(monkeypatch):
     """Update every table by operators, in chunks of two rows."""
     monkeypatch.setattr(row_optimizer, "trains_by_kernels", lambda parameter: False)
-    monkeypatch.setattr(operator_state, "CPU_CHUNK", 2 * WIDTH)
+    monkeypatch.setattr(stale_tensors, "CPU_CHUNK", 2 * WIDTH)
 
 
 @pytest.mark.parametrize("name, options, every", CASES)
@@ -144,7 +144,8 @@ def test_averages_equal_those_of_averaged_model(name, options, every):
 def test_averages_by_operators(name, reads_values, operators, monkeypatch):
     if not reads_values:
         # As on a device whose values are not read.
-        monkeypatch.setattr(operator_state, "is_plain_cpu", lambda *tensors: False)
+        for module in (operator_state, stale_tensors):
+            monkeypatch.setattr(module, "is_plain_cpu", lambda *tensors: False)
     for options in OPTIONS[name][-1:] if reads_values else OPTIONS[name][:1]:
         pair, tolerance = TorchPair(name, options), tolerance_of(name, options)
         pair.take(75, 2 if reads_values else 1, tolerance)
@@ -181,6 +182,7 @@ def test_averages_follow_steps_of_static_size(operators):
     step = pair.optimizer.row_step(pair.table.weight)
     for number in range(30):
         ids = torch.from_numpy(pair.draw())
+        copy_options(pair.theirs, pair.optimizer.param_groups[0])
         pair.theirs.zero_grad()
         pair.twin(ids).square().sum().backward()
         pair.theirs.step()

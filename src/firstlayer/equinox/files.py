@@ -23,6 +23,8 @@ from .growing import GrowingEmbedding
 def save(path: Path, layer: Module) -> None:
     """Write a layer to one safetensors file, atomically.
 
+    A layer that reads a store has no rows of its own: it is a TypeError.
+
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
         layer: Any layer of this front end, not of a subclass.

@@ -11,7 +11,8 @@ from .._check import integers, number
 from .._interrupts import held_interrupts
 from .row_average import RowAverage, refuse_swapped
 from .row_optimizer import RowOptimizer
-from .table_state import TableState, checked_step
+from .saved_state import checked_step
+from .table_state import TableState
 
 #: Beginning of the error for updates inside of ``swapped()``.
 CHANGED = "averages must not be changed"

@@ -28,6 +28,9 @@ from .token import Embedding
 def save(path: Path, layer: nn.Module) -> None:
     """Write a layer to one safetensors file, atomically.
 
+    The rows of a table that is trained on disk are written up to date, some at a time. A
+    layer that only reads a store has no rows of its own: it is a TypeError.
+
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
         layer: Any layer of this front end, not of a subclass, except ``HFRotary`` and

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from .._check import ids_in_range
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
+from ._table.grad_hook import coalesce_gradient, install_grad_hook
 from ._table.lookup import (
     as_index,
     checked_padding_idx,
@@ -28,8 +29,6 @@ from ._table.lookup import (
 )
 from ._table.module import (
     check_arguments,
-    coalesce_gradient,
-    install_grad_hook,
     is_token,
     resized_tensor,
     tied_logits,

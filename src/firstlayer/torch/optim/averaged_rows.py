@@ -11,11 +11,12 @@ from torch import Tensor
 from ..._interrupts import held_interrupts
 from ...optim.averaged_rows import CHANGED, check_decay, on_disk
 from ...optim.row_average import refuse_swapped
-from ...optim.table_state import checked_step
+from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .new_state import State
 from .operator_state import OperatorState
-from .row_optimizer import RowOptimizer, State
+from .row_optimizer import RowOptimizer
 from .stored import store_of
 from .table_state import catch_up
 from .tensor_average import TensorAverage

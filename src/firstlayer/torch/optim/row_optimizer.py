@@ -22,27 +22,27 @@ from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_stored_step, checked_step
-from ...stores.training import TrainingStore
-from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
+from ...optim.saved_state import check_stored_step
+from .._tensors.dtypes import HALF, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .._tensors.shard import shard_of
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, stale_row_message
+from .new_state import State, new_state, stored_state
+from .operator_state import OperatorState
+from .parameter_state import ParameterState
 from .row_operators import sum_by_id
 from .row_step import RowStep
 from .row_tensors import resized_rows
 from .saved_state import check_tensors, saved_arrays
 from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
+from .stale_tensors import stale_row_message
 from .step_hook import install_step_hook
 from .stored import store_of
-from .table_state import ParameterState, detach
+from .table_state import detach
 
 Params = nn.Module | Iterable[Any]
-#: State of a table.
-State = ParameterState | OperatorState
 #: State of a table, ids and values of its gradient, and its parameter group.
 TableStep = tuple[State, Any, Any, dict[str, Any]]
 
@@ -500,11 +500,14 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         by_operators = by_operators or parameter in self._row_steps
         store = store_of(parameter)
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
         if store is not None:
             if by_operators:
                 raise TypeError("a table on disk cannot be trained in compiled code")
-            return self._stored_state(parameter, group, store)
-        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+            rule = self._new_rule(group)
+            return stored_state(
+                parameter, rule, group, saved=saved, known=known, store=store
+            )
         by_kernels = not by_operators and trains_by_kernels(parameter)
         if known is not None:
             if not known.is_published(saved):
@@ -516,66 +519,14 @@ class RowOptimizer(torch.optim.Optimizer):
             elif isinstance(known, OperatorState) and known.device == parameter.device:
                 if not by_kernels:
                     return known
-        if parameter.dtype not in FLOATS or parameter.dim() != 2:
-            raise ValueError(
-                f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
-                f"{tuple(parameter.shape)}"
-            )
-        if isinstance(known, OperatorState):
-            known.write_deferred()
-        rule = self._new_rule(group)
-        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
-        # Copied: the tensors of a loaded state may belong to another optimizer.
-        copies: dict[str, Any] = {
-            name: value.detach().to(
-                "cpu" if by_kernels else parameter.device,
-                compute_dtype(parameter.dtype),
-                copy=known is None,
-                memory_format=torch.contiguous_format,
-            )
-            for name, value in arrays.items()
-        }
-        if by_kernels:
-            copies = {name: array_of(value) for name, value in copies.items()}
-        is_bfloat16 = parameter.dtype == torch.bfloat16
-        with torch_errors():
-            state = (ParameterState if by_kernels else OperatorState)(
-                parameter,
-                rule,
-                options=group,
-                stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
-                state=copies or None,
-                step=checked_step("step", saved.get("step", int(bool(arrays)))),
-            )
-        if known is not None:
-            # The table was moved to another device or layout with its stale rows.
-            state.continue_from(known)
-        return state
-
-    def _stored_state(
-        self, parameter: Tensor, group: dict[str, Any], store: TrainingStore
-    ) -> ParameterState:
-        """Return the state of a table on disk, which continues from its store."""
-        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
-        rule = self._new_rule(group)
-        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
-        if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
-            # Arrays of a table in memory, which are copied to the store.
-            given = {name: array_of(upcast(array)) for name, array in arrays.items()}
-            is_bfloat16 = parameter.dtype == torch.bfloat16
-            with torch_errors():
-                known = ParameterState(
-                    parameter,
-                    rule,
-                    options=group,
-                    stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
-                    state=given or None,
-                    step=checked_step("step", saved.get("step", int(bool(arrays)))),
-                    store=store,
-                )
-        if "step" in saved:
-            check_stored_step(known, saved["step"], name="step")
-        return known
+        return new_state(
+            parameter,
+            self._new_rule(group),
+            group,
+            saved=saved,
+            known=known,
+            by_kernels=by_kernels,
+        )
 
     def _adopt_new(self, parameter: Tensor, group: dict[str, Any]) -> None:
         with held_interrupts(), torch.no_grad():

@@ -10,9 +10,10 @@ from torch import Tensor
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import host_values
 from ...optim.rule import Options, update_rows
-from .operator_state import OperatorState, where_rows
+from .operator_state import OperatorState
 from .row_operators import sum_by_id_static
 from .row_tensors import RowTensors, StepTensors
+from .stale_tensors import where_rows
 
 
 def new_step_tensors(state: OperatorState) -> StepTensors:

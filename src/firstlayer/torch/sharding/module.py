@@ -10,14 +10,10 @@ from torch import distributed as dist
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
+from .._table.grad_hook import coalesce_gradient, install_grad_hook
 from .._table.host import HostTableModule
 from .._table.lookup import as_index, checked_padding_idx
-from .._table.module import (
-    coalesce_gradient,
-    install_grad_hook,
-    tied_logits,
-    write_padding_row,
-)
+from .._table.module import tied_logits, write_padding_row
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import TableShard, shard_of
