@@ -208,6 +208,24 @@ def test_the_rest_of_a_model_compiles(processes):
         torch.testing.assert_close(out, want)
 
 
+def tie_in_a_plan(rank: Any) -> None:
+    model, reference = built("tied"), built("tied")
+    plan = {"table": ShardedRows(), "head": ShardedRows()}
+    parallelize_module(model, rank.mesh, plan)
+    assert model.head.weight is model.table.weight
+    ids = batch(rank.rank, 0)
+    torch.testing.assert_close(model(ids), reference(ids))
+    state = whole_state(model)
+    for key, value in reference.state_dict().items():
+        assert torch.equal(state[key], value)
+    with pytest.raises(ValueError, match="Linear with the weight of a sharded table"):
+        parallelize_module(nn.Linear(6, ROWS), rank.mesh, ShardedRows())
+
+
+def test_a_plan_keeps_heads_tied(processes):
+    processes.run(tie_in_a_plan, size=2)
+
+
 def wrap_in_ddp(rank: Any) -> Any:
     model: Any = nn.Sequential(built("embedding"), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
