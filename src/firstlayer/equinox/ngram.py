@@ -92,6 +92,16 @@ class NgramEmbedding(NgramArguments, Module):
             history: As in a call.
             documents: As in a call.
             dead: As in a call.
+
+        Example:
+            >>> import numpy as np
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.ones((1000, 8), np.float32))
+            >>> memory = NgramEmbedding(SaltedNgram(rows=1000), store)
+            >>> memory.prefetch([[5, 6, 8]])
+            >>> memory([[5, 6, 8]]).shape  # reads these rows
+            (1, 3, 32)
         """
         rows = self._rows(ids, history=history, documents=documents, dead=dead)
         if isinstance(self.table, StoredEmbedding):

@@ -127,6 +127,9 @@ class EngramGate(EngramArguments, StreamGate):
         >>> gate = EngramGate(6, 4, streams=2, rng=0)
         >>> gate(np.ones((1, 3, 2, 4)), np.ones((1, 3, 6))).shape
         (1, 3, 2, 4)
+        >>> out, pull = gate.vjp(np.ones((1, 3, 2, 4)), np.ones((1, 3, 6)))
+        >>> sorted(pull(np.ones_like(out)))
+        ['hidden', 'key_weight', 'memory', 'projection', 'query_weight']
     """
 
     _weights_class, _pullback = EngramWeights, staticmethod(engram_pullback)
@@ -200,6 +203,9 @@ class ShortConvGate(ShortConvArguments, StreamGate):
         ...     state = gate.advance(state, hidden[:, t : t + 1], memory[:, t : t + 1])
         >>> out.shape, state.shape
         ((1, 3, 2, 4), (1, 9, 2, 4))
+        >>> out, pull = gate.vjp(hidden, memory)
+        >>> pull(np.ones_like(out))["memory"].shape
+        (1, 3, 6)
     """
 
     _weights_class, _pullback = ShortConvWeights, staticmethod(short_conv_pullback)
@@ -312,6 +318,9 @@ class NgramAverage(AverageArguments, Gate):
         >>> average = NgramAverage(2, 3, 4, rng=0)
         >>> average(np.ones((5, 4)), np.zeros((5, 6)))[0]
         array([0.33333333, 0.33333333, 0.33333333, 0.33333333])
+        >>> out, pull = average.vjp(np.ones((5, 4)), np.zeros((5, 6)))
+        >>> sorted(pull(np.ones_like(out)))
+        ['memory', 'tokens', 'weight']
     """
 
     weight: Float[np.ndarray, "columns embedding_dim width"]

@@ -37,6 +37,9 @@ class NgramEmbedding(NgramArguments, Module):
         >>> memory = NgramEmbedding(SaltedNgram(rows=1000), 8, rng=0)
         >>> memory([[5, 6, 7]]).shape
         (1, 3, 32)
+        >>> vectors, pull = memory.vjp([[5, 6, 7]])
+        >>> pull(np.ones_like(vectors))["table.weight"].values.shape
+        (8, 8)
     """
 
     _embedding_class = Embedding
@@ -111,6 +114,15 @@ class NgramEmbedding(NgramArguments, Module):
             history: As in a call.
             documents: As in a call.
             dead: As in a call.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.ones((1000, 8), np.float32))
+            >>> memory = NgramEmbedding(SaltedNgram(rows=1000), store)
+            >>> memory.prefetch([[5, 6, 8]])
+            >>> memory([[5, 6, 8]]).shape  # reads these rows
+            (1, 3, 32)
         """
         self.table.prefetch(
             self.scheme(

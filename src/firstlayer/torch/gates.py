@@ -45,7 +45,13 @@ class Gate(GateArguments, nn.Module):
                 nn.init.constant_(parameter, init == "ones")
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = EngramGate(6, 4, streams=2).config()
+            >>> config["memory_dim"], config["streams"], config["dtype"]
+            (6, 2, 'float32')
+        """
         return config_of(self, dtype=dtype_name(next(self.parameters()).dtype))
 
     def _check(

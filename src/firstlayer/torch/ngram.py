@@ -94,12 +94,28 @@ class NgramEmbedding(NgramArguments, nn.Module):
             history: As in a call.
             documents: As in a call.
             dead: As in a call.
+
+        Example:
+            >>> import torch
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(torch.ones(1000, 8).numpy())
+            >>> memory = NgramEmbedding(SaltedNgram(rows=1000), store)
+            >>> memory.prefetch(torch.tensor([[5, 6, 8]]))
+            >>> memory(torch.tensor([[5, 6, 8]])).shape  # reads these rows
+            torch.Size([1, 3, 32])
         """
         rows = self._rows(ids, history=history, documents=documents, dead=dead)
         self.table.prefetch(rows)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> from firstlayer.ngram import SaltedNgram
+            >>> NgramEmbedding(SaltedNgram(rows=1000), 8).config()["combine"]
+            'concat'
+        """
         table = self.table
         own = config_of(table, dtype=dtype_name(table.weight.dtype))
         return self._config_with(own)

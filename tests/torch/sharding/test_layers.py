@@ -210,7 +210,7 @@ def test_the_rest_of_a_model_compiles(processes):
 
 def tie_in_a_plan(rank: Any) -> None:
     model, reference = built("tied"), built("tied")
-    plan = {"table": ShardedRows(), "head": ShardedRows()}
+    plan: Any = {"table": ShardedRows(), "head": ShardedRows()}
     parallelize_module(model, rank.mesh, plan)
     assert model.head.weight is model.table.weight
     ids = batch(rank.rank, 0)
