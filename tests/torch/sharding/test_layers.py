@@ -17,6 +17,7 @@ from firstlayer.ngram import SaltedNgram
 from firstlayer.torch import (
     Embedding,
     EmbeddingLayer,
+    GrowingEmbedding,
     HashedEmbedding,
     NgramEmbedding,
     QuotientRemainderEmbedding,
@@ -328,6 +329,7 @@ def refuse(rank: Any) -> list[str]:
     sharded(torch.tensor([1])).sum().backward()
     calls: list[Callable[[], Any]] = [
         lambda: shard_rows(nn.Embedding(3, 2), mesh),
+        lambda: shard_rows(GrowingEmbedding(3, 2), mesh),
         lambda: shard_rows(trained, mesh),
         lambda: shard_rows(sharded, mesh),
         lambda: shard_rows(built("embedding"), mesh, input_layouts=Shard(1)),
@@ -358,6 +360,8 @@ def test_wrong_arguments_are_errors(processes):
     assert first == second == [
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "
         "got torch.nn.Embedding",
+        "shard_rows needs a layer of firstlayer.torch with a table in memory, "
+        "got GrowingEmbedding",
         "shard_rows needs a table that is an ordinary parameter without an optimizer, "
         "got RowParameter",
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "

@@ -15,6 +15,7 @@ from ...optim.table_state import checked_step
 from .._tensors.dtypes import compute_dtype
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .._tensors.shard_tensor import check_whole_table
 from .row_optimizer import RowOptimizer
 from .table_state import ParameterState, catch_up
 
@@ -97,6 +98,7 @@ class AveragedRows:
             table: Parameter that is a table.
             ids: Rows to return.
         """
+        check_whole_table(table, "lookup", advice="call the layer inside swapped()")
         average, state = self._of(table), self._state(table)
         if state is None:
             return average.tensor[ids].to(table.dtype)

@@ -28,6 +28,7 @@ from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .._tensors.shard import shard_of
+from .._tensors.shard_tensor import check_whole_table
 from .model_hooks import add_hooks, warn_of_dense_gradient
 from .operator_state import OperatorState, stale_row_message
 from .row_operators import sum_by_id
@@ -285,6 +286,7 @@ class RowOptimizer(torch.optim.Optimizer):
             Function of ids and values; see :class:`firstlayer.torch.optim.RowStep`. It
             stays valid when a state is loaded.
         """
+        check_whole_table(parameter, "row_step", advice="call step()")
         group = self._group_of(parameter)
         state: Any = self._table_state(parameter, group, by_operators=True)
         with held_interrupts():

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._tensors.errors import WrongType, WrongValue
 from .._tensors.shard import GridShard, TableShard, shard_of
 from ..bag import EmbeddingBag
+from ..growing import GrowingEmbedding
 from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
@@ -307,7 +308,9 @@ def _checked_table(
 ) -> Any:
     """Return the table of a layer, or raise if it cannot be sharded."""
     table: Any = module.token if isinstance(module, EmbeddingLayer) else module
-    table = getattr(table, "table", table)
+    # A growing layer writes to its table by row, and each process has ids of its own.
+    if not isinstance(table, GrowingEmbedding):
+        table = getattr(table, "table", table)
     if type(table) not in (Embedding, EmbeddingBag):
         is_torch = type(table).__module__.startswith("torch.nn.")
         kind = f"{'torch.nn.' if is_torch else ''}{type(table).__name__}"
