@@ -257,12 +257,14 @@ class NgramArguments:
         """
         one_of("combine", combine, ("concat", "sum"))
         rows = scheme.layout(layer).rows
-        if isinstance(table, int | np.integer):
-            table = self._embedding_class(rows, table, **options)
-        elif not hasattr(table, "num_embeddings"):
+        if hasattr(table, "num_embeddings"):
+            if options:
+                given = sorted(options)
+                raise TypeError(f"a given table takes no other options, got {given}")
+        elif hasattr(table, "read"):
             table = self._embedding_class.from_store(table, **options)
-        elif options:
-            raise TypeError(f"a given table takes no other options, got {sorted(options)}")
+        else:
+            table = self._embedding_class(rows, table, **options)
         if table.num_embeddings < rows:
             raise ValueError(f"table must have {rows} rows, got {table.num_embeddings}")
         self.scheme, self.layer, self.table = scheme, layer, table

@@ -96,6 +96,7 @@ class NgramEmbedding(NgramArguments, nn.Module):
             dead: As in a call.
 
         Example:
+            >>> import torch
             >>> from firstlayer.ngram import SaltedNgram
             >>> from firstlayer.stores import MemoryStore
             >>> store = MemoryStore(torch.ones(1000, 8).numpy())

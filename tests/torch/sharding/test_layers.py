@@ -17,6 +17,7 @@ from firstlayer.ngram import SaltedNgram
 from firstlayer.torch import (
     Embedding,
     EmbeddingLayer,
+    GrowingEmbedding,
     HashedEmbedding,
     NgramEmbedding,
     QuotientRemainderEmbedding,
@@ -208,6 +209,24 @@ def test_the_rest_of_a_model_compiles(processes):
         torch.testing.assert_close(out, want)
 
 
+def tie_in_a_plan(rank: Any) -> None:
+    model, reference = built("tied"), built("tied")
+    plan: Any = {"table": ShardedRows(), "head": ShardedRows()}
+    parallelize_module(model, rank.mesh, plan)
+    assert model.head.weight is model.table.weight
+    ids = batch(rank.rank, 0)
+    torch.testing.assert_close(model(ids), reference(ids))
+    state = whole_state(model)
+    for key, value in reference.state_dict().items():
+        assert torch.equal(state[key], value)
+    with pytest.raises(ValueError, match="Linear with the weight of a sharded table"):
+        parallelize_module(nn.Linear(6, ROWS), rank.mesh, ShardedRows())
+
+
+def test_a_plan_keeps_heads_tied(processes):
+    processes.run(tie_in_a_plan, size=2)
+
+
 def wrap_in_ddp(rank: Any) -> Any:
     model: Any = nn.Sequential(built("embedding"), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
@@ -310,6 +329,7 @@ def refuse(rank: Any) -> list[str]:
     sharded(torch.tensor([1])).sum().backward()
     calls: list[Callable[[], Any]] = [
         lambda: shard_rows(nn.Embedding(3, 2), mesh),
+        lambda: shard_rows(GrowingEmbedding(3, 2), mesh),
         lambda: shard_rows(trained, mesh),
         lambda: shard_rows(sharded, mesh),
         lambda: shard_rows(built("embedding"), mesh, input_layouts=Shard(1)),
@@ -340,6 +360,8 @@ def test_wrong_arguments_are_errors(processes):
     assert first == second == [
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "
         "got torch.nn.Embedding",
+        "shard_rows needs a layer of firstlayer.torch with a table in memory, "
+        "got GrowingEmbedding",
         "shard_rows needs a table that is an ordinary parameter without an optimizer, "
         "got RowParameter",
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, functional
-from firstlayer.torch.optim import RowAdamW, clip_grad_norm_
+from firstlayer.torch.optim import AveragedRows, RowAdamW, clip_grad_norm_
 from firstlayer.torch.sharding import shard_columns, shard_rows
 
 ROWS, WIDTH = 11, 4
@@ -149,6 +149,35 @@ def train_elsewhere(rank: Any, name: str) -> None:
     assert vector.numel() == layers[0].weight.numel()
     vector_to_parameters(vector + 1, layers[0].parameters())
     torch.testing.assert_close(whole(layers[0]), layers[1].weight.detach() + 1)
+
+
+def average_rows(rank: Any) -> None:
+    layers = [shard_rows(table(sparse=True), rank.mesh), table(sparse=True)]
+    found = []
+    for layer in layers:
+        optimizer = RowAdamW(layer.parameters(), lr=0.1, weight_decay=0.2)
+        averaged = AveragedRows(optimizer, decay=0.6)
+        for step in range(3):
+            optimizer.zero_grad()
+            layer((IDS + step) % ROWS).sin().sum().backward()
+            optimizer.step()
+            averaged.update_parameters()
+        with averaged.swapped():
+            found.append(layer(IDS).detach())
+        if layer is layers[0]:
+            with pytest.raises(
+                RuntimeError, match=r"lookup needs .*; call the layer inside"
+            ):
+                averaged.lookup(layer.weight, IDS)
+            with pytest.raises(
+                RuntimeError, match=r"row_step needs the whole .*; call ste"
+            ):
+                optimizer.row_step(layer.weight)
+    torch.testing.assert_close(*found)
+
+
+def test_averages_of_a_sharded_table_equal_those_of_the_whole(processes):
+    processes.run(average_rows, size=2)
 
 
 @pytest.mark.parametrize("name", ["sgd", "sparse sgd", "adamw", "sparse adam", "rows"])

@@ -153,6 +153,18 @@ def check_whole_norm(shard: TableShard | None) -> None:
         )
 
 
+def check_whole_table(parameter: Tensor, name: str, *, advice: str) -> None:
+    """Raise if a parameter whose rows are given by id has a part of a table.
+
+    Args:
+        parameter: Parameter.
+        name: Name of the function that takes the ids.
+        advice: What to do instead.
+    """
+    if isinstance(parameter, ShardTensor):
+        _refuse(name, parameter.table_shard, advice)
+
+
 def mark_shard(parameter: Any, shard: TableShard) -> None:
     """Make a parameter one with a part of a table, in place.
 

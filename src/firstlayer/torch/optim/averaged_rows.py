@@ -14,6 +14,7 @@ from ...optim.row_average import refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .._tensors.shard_tensor import check_whole_table
 from .new_state import State
 from .operator_state import OperatorState
 from .row_optimizer import RowOptimizer
@@ -103,6 +104,7 @@ class AveragedRows:
             table: Parameter that is a table.
             ids: Rows to return.
         """
+        check_whole_table(table, "lookup", advice="call the layer inside swapped()")
         average, state = self._of(table), self._state(table)
         if state is None:
             return average.tensor[ids].to(table.dtype)

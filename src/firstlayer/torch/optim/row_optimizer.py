@@ -27,6 +27,7 @@ from .._tensors.dtypes import HALF, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .._tensors.shard import shard_of
+from .._tensors.shard_tensor import check_whole_table
 from .model_hooks import add_hooks, warn_of_dense_gradient
 from .new_state import State, new_state, stored_state
 from .operator_state import OperatorState
@@ -313,6 +314,7 @@ class RowOptimizer(torch.optim.Optimizer):
             >>> step.lookup(torch.tensor([2, 3])).tolist()
             [[1.0], [0.5]]
         """
+        check_whole_table(parameter, "row_step", advice="call step()")
         group = self._group_of(parameter)
         state: Any = self._table_state(parameter, group, by_operators=True)
         with held_interrupts():

@@ -1,5 +1,6 @@
 """Base class of sharded layers: their parameter, initial values and state dict."""
 
+import weakref
 from typing import Any, NoReturn
 
 import numpy as np
@@ -293,6 +294,7 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         weight = self._parameters.get("weight")
         if weight is not None and "shard" in vars(self):
             mark_shard(weight, self.shard)
+            vars(weight)["table_layer"] = weakref.ref(self)
 
     def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
         # Dense gradients are marked as those of a part too.

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._tensors.errors import WrongType, WrongValue
 from .._tensors.shard import GridShard, TableShard, shard_of
 from ..bag import EmbeddingBag
+from ..growing import GrowingEmbedding
 from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
@@ -18,7 +19,7 @@ from .bags import ShardedEmbeddingBag
 from .columns import ShardedColumnsEmbedding, ShardedColumnsEmbeddingBag
 from .exchange import Traffic
 from .grid import ShardedGridEmbedding
-from .head import tie_head
+from .head import table_of, tie_head
 from .module import ShardedTableModule
 from .rows import ShardedEmbedding
 
@@ -195,6 +196,9 @@ def shard_rows_and_columns(
 class ShardedRows(ParallelStyle):
     """Shards rows in a plan of ``parallelize_module``; see :func:`shard_rows`.
 
+    A ``torch.nn.Linear`` with the weight of a table is named after the table in the plan,
+    with this style too: it stays tied, as the ``head`` of :func:`shard_rows`.
+
     Args:
         input_layouts: As in :func:`shard_rows`.
         output_layouts: As in :func:`shard_rows`.
@@ -224,6 +228,14 @@ class ShardedRows(ParallelStyle):
         self.input_layouts, self.output_layouts = input_layouts, output_layouts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is nn.Linear:
+            table = table_of(module)
+            if table is None:
+                raise WrongValue(
+                    "ShardedRows needs a torch.nn.Linear with the weight of a sharded table"
+                )
+            tie_head(module, table)
+            return module
         return shard_rows(
             module,
             device_mesh,
@@ -296,7 +308,9 @@ def _checked_table(
 ) -> Any:
     """Return the table of a layer, or raise if it cannot be sharded."""
     table: Any = module.token if isinstance(module, EmbeddingLayer) else module
-    table = getattr(table, "table", table)
+    # A growing layer writes to its table by row, and each process has ids of its own.
+    if not isinstance(table, GrowingEmbedding):
+        table = getattr(table, "table", table)
     if type(table) not in (Embedding, EmbeddingBag):
         is_torch = type(table).__module__.startswith("torch.nn.")
         kind = f"{'torch.nn.' if is_torch else ''}{type(table).__name__}"
