@@ -192,8 +192,10 @@ def test_memory_prints_and_plots(tmp_path):
     done = run(*MEMORY, "--allow=0", "--plot", path, "--force")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].split()[:5] == ["100", "×", "8", "float32", "sgd"]
-    assert lines[1].endswith("virtual") and lines[2].endswith("computed")
+    assert lines[0] == "100 × 8, float32:" and lines[1].startswith("optimizer ")
+    assert lines[2].startswith("sgd ") and lines[2].endswith("virtual")
+    assert lines[3].startswith("row-adamw ") and lines[3].endswith("computed")
+    assert max(map(len, lines)) <= 80
     assert "positions of width 8, rotary on heads of 64:" in lines
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -26,8 +26,8 @@ Decorator = Callable[[Callable[..., Any]], Any]
 SECONDS_PER_LINE = 10.0
 #: Width of a progress bar, in columns.
 MIN_BAR, MAX_BAR = 8, 40
-#: Space at which a line is not broken.
-NO_BREAK = "\u00a0"
+#: Space and hyphen at which a line is not broken.
+NO_BREAK, NO_BREAK_HYPHEN = "\u00a0", "\u2011"
 #: Type of options that count something.
 COUNT = click.IntRange(min=1)
 
@@ -53,11 +53,14 @@ class HelpfulCommand(click.Command):
                 (re.sub(r"(INTEGER|FLOAT) RANGE$", "N", option), _shortened(does))
                 for option, does in filter(None, records)
             ])
-        formatter.buffer = [text.replace(NO_BREAK, " ") for text in formatter.buffer]
+        plain = {ord(NO_BREAK): " ", ord(NO_BREAK_HYPHEN): "-"}
+        formatter.buffer = [text.translate(plain) for text in formatter.buffer]
 
 
 def _shortened(does: str) -> str:
+    """Return a description without limits, and with names and its default unbroken."""
     does = re.sub(r"; x>=?[\d.]+(?=\])|  \[x>=?[\d.]+\]", "", does)
+    does = re.sub(r"(?<=\w)-(?=\w)", NO_BREAK_HYPHEN, does)
     return re.sub(
         r"\[default: .{1,24}\]$", lambda found: found[0].replace(" ", NO_BREAK), does
     )
