@@ -58,6 +58,7 @@ def train(layer):
 BAG_CHANGES = {
     "weight replaced": lambda x: assign(x, "weight", nn.Parameter(new(7, 8))),
     "weight data": lambda x: assign(x.weight, "data", new(7, 8)),
+    "weight swapped": lambda x: torch.utils.swap_tensors(x.weight, nn.Parameter(new(7, 8))),
     "weight view": lambda x: assign(x.weight, "data", x.weight.data.view(8, 7).T),
     "weight narrowed": lambda x: assign(x.weight, "data", x.weight.data[:6]),
     "weight written": lambda x: x.weight.mul_(3),
