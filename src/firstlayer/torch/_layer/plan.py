@@ -177,7 +177,7 @@ class _ModuleState:
     ) -> None:
         module: Any = layer._modules.get(name)
         self._name, self._class, self._read = name, type(module), itemgetter(*settings)
-        self._memory = [(name, None) for name in parameters]
+        self._memory: list[Any] = [(name, None) for name in parameters]
         if module is not None:
             self._settings = self._read(vars(module))
             self._memory = [
