@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from firstlayer import kernels
 from firstlayer.word_vectors import train as train_module
-from firstlayer.word_vectors.skipgram import SkipGram
 from firstlayer.word_vectors.text import standard_library
 from firstlayer.word_vectors.vectors import open_vectors
+from firstlayer.word_vectors.word2vec import Word2Vec
 from tests.support.command import (
     call,
     call_alone,
@@ -141,12 +141,14 @@ def test_folders_json_lines_encodings_and_patterns_are_read(folder):
 
 
 def test_phrases_are_rows_and_found_in_text(folder, interrupt_at, monkeypatch):
-    words = [f"w{i}" for i in rng.integers(0, 20, 2000)]
+    words = [f"é{i}" for i in rng.integers(0, 20, 2000)]
     words[::33] = ["New York"] * len(words[::33])
-    (folder / "b.txt").write_text(" ".join(words))
+    (folder / "b.txt").write_text(" ".join(words), encoding="latin-1")
     options = ["b.txt", *FAST[:-1], "--phrases", "1", "--phrase-threshold", "1", "--lower"]
+    options += ["--encoding", "latin-1"]
     done = call("train", *options, "-o", "whole")
-    assert done.exit_code == 0 and "joining phrases\nfound " in done.stderr
+    assert done.exit_code == 0, done.stderr
+    assert "joining phrases\nfound 1 phrase\n" in done.stderr
     vectors = open_vectors(folder / "whole")
     own = vectors.weight[vectors.rows["new_york"]]
     assert np.array_equal(vectors["new_york"], own)
@@ -277,7 +279,7 @@ assert abs(np.linalg.norm(got[1]) - 1) < 1e-6
 @pytest.fixture
 def interrupt_at(monkeypatch):
     """Return a function that raises SIGINT during the given batch."""
-    step = SkipGram._step
+    step = Word2Vec._step
 
     def at(batch):
         left = iter(range(batch))
@@ -287,7 +289,7 @@ def interrupt_at(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return step(model)
 
-        monkeypatch.setattr(SkipGram, "_step", stepping)
+        monkeypatch.setattr(Word2Vec, "_step", stepping)
 
     yield at
     monkeypatch.undo()

@@ -288,7 +288,7 @@ def run_every_kernel() -> None:
         options = {"width": 8, "interleaved": interleaved, "cos_first": True}
         kernels.sinusoid_features(ids[:5], tables, **options)
     stream, noise = np.arange(8, dtype=np.int32), kernels.noise_table(np.ones(8))
-    workspace = kernels.skipgram_workspace(
+    workspace = kernels.word2vec_workspace(
         8, num_embeddings=8, embedding_dim=4, window=2, negatives=3
     )
     options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1}
@@ -302,7 +302,7 @@ def run_every_kernel() -> None:
             offsets=np.array([0]),
             **options,
         )
-    kernels.skipgram_step(
+    kernels.word2vec_step(
         np.ones((8, 4), np.float32),
         np.ones((8, 4), np.float32),
         stream,

@@ -84,6 +84,14 @@ def quantized_fasttext_bytes(
     return head + counts + entries + pairs + matrix
 
 
+def _quantized(rows: np.ndarray) -> bytes:
+    """Return a quantized model whose centroids are the rows."""
+    codes = np.arange(len(rows), dtype=np.uint8)[:, None]
+    centroids = np.zeros((256, rows.shape[1]))
+    centroids[: len(rows)] = rows
+    return quantized_fasttext_bytes(WORDS, codes, [centroids], buckets=9, kept=[])
+
+
 def gguf_vocabulary(rows: np.ndarray, words: list[str]) -> bytes:
     """Return a GGUF file with a float32 token table and its tokens."""
     tokens = b"".join(gguf_string(word.encode()) for word in words)
@@ -124,6 +132,7 @@ def write_all(folder: Path) -> dict[str, Path]:
             "ft.bin",
             fasttext_bytes(WORDS, rows, buckets=0, lengths=(0, 0)),
         ),
+        "quantized fasttext": ("ft.ftz", _quantized(rows)),
     }
     found = {}
     for kind, (name, content) in files.items():

@@ -71,7 +71,13 @@ def test_plain_version_equals_the_kernel():
     text = np.frombuffer(b"".join(words), np.uint8)
     table = rng.standard_normal((20, 4)).astype(np.float32)
     own = np.array([0, -1, 3, 2, 1, -1, 0, -1, 99])[: len(words)]
-    for lengths, buckets in (((1, 3), 15), ((3, 6), 1), ((2, 2), 0)):
+    kept = np.array([[0, 2, 3, 9, 14], [19, 3, 7, 15, 0]], np.int32)
+    for lengths, buckets, rows in (
+        ((1, 3), 15, None),
+        ((3, 6), 1, None),
+        ((2, 2), 0, None),
+        ((1, 3), 15, kept),
+    ):
         results = []
         for module in (kernels, plain):
             out = np.empty((len(words), 4), np.float32)
@@ -85,6 +91,7 @@ def test_plain_version_equals_the_kernel():
                 lengths=lengths,
                 out=out,
                 counts=counts,
+                bucket_rows=rows,
             )
             results.append((out, counts))
         np.testing.assert_array_equal(results[0][1], results[1][1])
@@ -134,6 +141,26 @@ def test_quantized_models_are_decoded_by_the_definition(tmp_path, has_norms, kee
     assert f"the mean of {len(other)} character" in vectors.find("unking").note
 
 
+#: Vectors of ``tests/data/fasttext_0_9_2.ftz``, which fastText 0.9.2 wrote (``quantize``
+#: with ``cutoff=260, dsub=2, qnorm=True``), by its own ``getWordVector``.
+GOLDEN = {
+    "king": [0.16117146611213684, -0.4520342946052551, -0.0719120129942894],
+    "naïve": [0.30132636427879333, -0.6842483282089233, -0.19621747732162476],
+    "漢字": [0.23477719724178314, -0.7173426151275635, -0.21020738780498505],
+    "kings": [0.0061990683898329735, -0.0950285941362381, -0.05736305192112923],
+    "unread": [0.06539938598871231, -0.09629741311073303, 0.007382778916507959],
+}
+
+
+def test_quantized_model_of_fasttext_equals_fasttext():
+    path = Path(__file__).parents[1] / "data" / "fasttext_0_9_2.ftz"
+    vectors = open_vectors(path)
+    assert vectors.words[:3] == ["</s>", "reddish", "blue"] and len(vectors) == 11
+    for word, want in GOLDEN.items():
+        np.testing.assert_allclose(vectors[word], want, atol=1e-7)
+    assert "kings" not in vectors.rows
+
+
 ROWS = np.ones((len(WORDS) + 2, 3), np.float32)
 GOOD = fasttext_bytes(WORDS, ROWS, buckets=2)
 SMALL = quantized_fasttext_bytes(
@@ -155,8 +182,8 @@ SMALL = quantized_fasttext_bytes(
         (fasttext_bytes(WORDS, ROWS, buckets=2, version=9), "version 11 or 12, got 9"),
         (fasttext_bytes(WORDS, ROWS, buckets=2, pruned=99), "99 n-grams in"),
         (SMALL[:-30], "a quantizer of 2 numbers"),
-        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 3, 0)), "got 3 and 3"),
-        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 1, 2)), "row 2 of n-"),
+        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 3, 0)), "has n-gram 3 of 3 and"),
+        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 1, 2)), "and its row 2 of 2"),
         (
             SMALL.replace(struct.pack("<2qi", 7, 2, 7), struct.pack("<2qi", 7, 2, 6)),
             "is cut short: a quantizer of 512 numbers",

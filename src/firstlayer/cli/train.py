@@ -25,8 +25,8 @@ from ._output import (
 )
 
 if TYPE_CHECKING:
-    from ..word_vectors.skipgram import Progress
-    from ..word_vectors.train import Trained, TrainingOptions
+    from ..word_vectors.train import MoreEpochs, Trained, TrainingOptions
+    from ..word_vectors.word2vec import Progress
 
 EXAMPLES = r"""
 firstlayer train                           on Python's own source code
@@ -35,11 +35,14 @@ firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
 firstlayer train articles/ pages.jsonl.gz  a folder, JSON lines
 firstlayer train zh.txt --pattern "\S+"    words between spaces
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
+firstlayer train *.txt --buckets 200000    n-grams: vectors of unseen words
 firstlayer train --resume -o vectors       resume after Ctrl-C
+firstlayer train --keep-state              keep the state, to train further:
+firstlayer train --resume --epochs 10      10 more epochs
 """
 #: Options allowed with --resume; all others come from the first run.
 ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "save_every", "quiet"}
-ALLOWED_WITH_RESUME |= {"as_json", "scratch"}
+ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 
 
 @cli_command(examples=EXAMPLES)
@@ -88,6 +91,12 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch"}
     help="Read FILES as JSON lines with this field.  [default: text in .jsonl files]",
 )
 @click.option("--lines", is_flag=True, help="Each line is a document, not each file.")
+@value_option(
+    "--method",
+    "skipgram",
+    "Each context word predicts the center word, or (CBOW, faster) their mean does.",
+    type=click.Choice(["skipgram", "cbow"]),
+)
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)
 @value_option(
     "--window", 5, "Largest distance of a context word.", type=click.IntRange(1, 16)
@@ -105,12 +114,20 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch"}
     type=click.FloatRange(min=0, min_open=True),
 )
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
-@value_option(
+@click.option(
     "--lr",
-    0.05,
-    "Initial learning rate; it decays linearly.",
+    help="Initial learning rate; it decays linearly.  [default: 0.05, 0.3 for cbow]",
     type=click.FloatRange(min=0, min_open=True),
 )
+@value_option(
+    "--buckets",
+    0,
+    "Rows of character n-grams, which give vectors to unseen words; 0 for none "
+    "(fastText has 2,000,000).",
+    type=click.IntRange(0, 2**30 - 1),
+)
+@value_option("--min-n", 3, "Shortest n-gram, with the brackets of <word>.", type=COUNT)
+@value_option("--max-n", 6, "Longest n-gram.", type=click.IntRange(1, 64))
 @value_option("--batch", 512, "Center words trained in parallel.", type=COUNT)
 @click.option(
     "--threads",
@@ -134,20 +151,29 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch"}
 @click.option(
     "--resume",
     is_flag=True,
-    help="Resume the interrupted run in FOLDER, with the same FILES.",
+    help="Resume the interrupted run in FOLDER, with the same FILES. With --epochs, train "
+    "a finished one further.",
+)
+@click.option(
+    "--keep-state",
+    is_flag=True,
+    help="Keep the state of the finished run in FOLDER, for --resume --epochs. It takes "
+    "twice the size of the table.",
 )
 @seed_option
 @force_option
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Train token embeddings on text with skip-gram and negative sampling.
+    """Train token embeddings on text with word2vec's skip-gram or CBOW.
 
     Reads FILES of text, and all text files in folders; .gz, .bz2 and .xz are decompressed,
     each line of .jsonl is a document, and - is standard input. The default is the source of
     Python's standard library. The text need not fit into memory. Writes a FOLDER that
     model2vec and sentence-transformers can open, and prints the neighbors of a few frequent
     words. The same seed gives the same table, bit for bit. Ctrl-C saves the current state,
-    and so does the run every few minutes; --resume continues it.
+    and so does the run every few minutes; --resume continues it. --resume --epochs N trains
+    a run that was finished with --keep-state for N more epochs; the learning rate starts
+    again from --lr and decays.
     """
     _check_resume(ctx, resume=options["resume"])
     check_output_folder(options["output"], force=options["force"] or options["resume"])
@@ -161,6 +187,7 @@ def command(ctx: click.Context, **options: Any) -> None:
             options["files"],
             options["output"],
             recipe=None if options["resume"] else _recipe(options),
+            more=_more(ctx) if options["resume"] else None,
             replace=options["force"],
             tell=lambda what: say(what, quiet=quiet),
             report=lambda now: draw(now.done, note=_note(now)),
@@ -188,6 +215,17 @@ def _check_resume(ctx: click.Context, *, resume: bool) -> None:
             )
 
 
+def _more(ctx: click.Context) -> "MoreEpochs | None":
+    """Return the additional epochs that --epochs asks for."""
+    from ..word_vectors.train import MoreEpochs
+
+    if ctx.get_parameter_source("epochs") == ParameterSource.COMMANDLINE:
+        return MoreEpochs(ctx.params["epochs"], ctx.params["lr"])
+    if ctx.params["lr"] is not None:
+        raise click.UsageError("--lr with --resume needs --epochs", ctx)
+    return None
+
+
 def _use_threads(count: int) -> None:
     from .. import set_num_threads
 
@@ -198,13 +236,14 @@ def _use_threads(count: int) -> None:
 
 def _recipe(options: dict[str, Any]) -> "TrainingOptions":
     from ..word_vectors.documents import ReadingOptions
-    from ..word_vectors.skipgram import SkipGramOptions
     from ..word_vectors.train import TrainingOptions
+    from ..word_vectors.word2vec import Word2VecOptions
 
-    setting = SkipGramOptions(
+    setting = Word2VecOptions(
         embedding_dim=options["dim"],
         **{name: options[name] for name in ("window", "negatives", "sample", "epochs")},
-        **{name: options[name] for name in ("lr", "batch", "seed")},
+        **{name: options[name] for name in ("method", "lr", "batch", "seed")},
+        **{name: options[name] for name in ("buckets", "min_n", "max_n")},
     )
     return TrainingOptions(
         kind=options["tokenizer"],
@@ -217,6 +256,7 @@ def _recipe(options: dict[str, Any]) -> "TrainingOptions":
         reading=ReadingOptions(**{
             name: options[name] for name in ("encoding", "text_field", "lines")
         }),
+        keep_state=options["keep_state"],
         setting=setting,
     )
 

@@ -418,13 +418,15 @@ def mean_subword_rows(
 ) -> None:
     """Write the mean row of each word and its n-grams, and the number of rows in it."""
     if bucket_rows is None:
-        bucket_rows = np.arange(len(table) - buckets, len(table))
+        all_rows = np.arange(len(table) - buckets, len(table))
+        bucket_rows = np.array([np.arange(buckets), all_rows])
+    row_of = dict(zip(*bucket_rows.tolist(), strict=True))
     for word, own in enumerate(own_rows):
         content = text[bounds[word] : bounds[word + 1]].tobytes()
         hashes = subword_hashes(content, lengths) if buckets > 0 else []
         rows = [int(own)] if 0 <= own < len(table) else []
-        found = (int(bucket_rows[hashed % buckets]) for hashed in hashes)
-        rows += [row for row in found if row >= 0]
+        kept = (hashed % buckets for hashed in hashes)
+        rows += [row_of[bucket] for bucket in kept if bucket in row_of]
         total = np.zeros(table.shape[1], np.float32)
         for row in rows:
             total += table[row]

@@ -40,9 +40,7 @@ QUANTIZED = struct.Struct("<?2qi")
 QUANTIZER = struct.Struct("<4i")
 CENTROIDS = 256
 #: Largest size of a table in memory, as a multiple of the file.
-MAX_EXPANSION = 256
-#: Largest number of hashes of n-grams in a model that keeps some of them.
-MAX_BUCKETS = 1 << 25
+MAX_EXPANSION = 32
 
 
 @dataclass(frozen=True)
@@ -102,17 +100,13 @@ def _subwords(
     if kept is not None:
         if has_subwords and kept.size:
             most = kept.max(axis=0)
-            if kept.min() < 0 or not most[0] < buckets <= MAX_BUCKETS:
+            if kept.min() < 0 or most[0] >= buckets or most[1] >= rows - words:
                 raise ValueError(
-                    f"{path} must have at most {MAX_BUCKETS} hashes of n-grams, above "
-                    f"those it keeps, got {buckets} and {most[0]}"
+                    f"{path} has n-gram {most[0]} of {buckets} and its row {most[1]} of "
+                    f"{rows - words}"
                 )
-            if most[1] >= rows - words:
-                raise ValueError(
-                    f"{path} has row {most[1]} of n-grams, but {rows - words} rows"
-                )
-            bucket_rows = np.full(buckets, -1, np.int32)
-            bucket_rows[kept[:, 0]] = words + kept[:, 1]
+            kept = kept[np.argsort(kept[:, 0], kind="stable")]
+            bucket_rows = np.array([kept[:, 0], words + kept[:, 1]], np.int32)
             return Subwords(table, buckets, header.lengths, bucket_rows)
         return Subwords(table, 0, (1, 0))
     if rows != words + buckets and has_subwords:

@@ -15,12 +15,13 @@ from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, open_
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
+from ..files.safetensors import KEY
 from ..files.torch_pickle import OLD_MAGIC, ZIP_ERRORS
 from ..stores import open_store
 from .arrays import read_npy, read_npz
 from .fasttext import MAGIC as FASTTEXT_MAGIC
 from .fasttext import read_fasttext
-from .folder import PHRASES, read_config, read_one_save
+from .folder import MODEL, PHRASES, read_config, read_one_save, read_subwords
 from .gensim import read_gensim
 from .table import VectorTable
 from .text import MAX_LINE_BYTES, counts_in, decoded, is_row, number_of, read_text
@@ -165,10 +166,11 @@ def _checkpoint(path: Path, opener: Opener, *, need_words: bool) -> VectorTable:
             raise ValueError(f"{source} has token {row}, but there are {len(words)} rows")
         words[row] = word
     normalize = bool(config.get("normalize"))
-    phrases = read_optional(folder / PHRASES, opener=opener)
-    return VectorTable(
-        words, weight, tokens, normalize, mapping, scale, phrases_json=phrases
-    )
+    # Only Firstlayer writes such a file, with its own config.
+    is_own = checkpoint.files[0].name == MODEL and KEY in config
+    subwords = read_subwords(folder, weight.shape[1], opener=opener) if is_own else None
+    phrases = read_optional(folder / PHRASES, opener=opener) if is_own else None
+    return VectorTable(words, weight, tokens, normalize, mapping, scale, subwords, phrases)
 
 
 def tokens_in(content: bytes, path: Path) -> dict[int, str]:

@@ -17,14 +17,14 @@ class Subwords:
         table: The rows; those of n-grams are the last ones.
         buckets: Number of hashes of n-grams.
         lengths: Shortest and longest n-gram, in characters.
-        bucket_rows: Row of each hash of an n-gram, or -1; None if ``buckets`` rows are the
-            last ones.
+        bucket_rows: Hashes of n-grams that have a row, sorted, and these rows; None if all
+            have one, the last ``buckets`` rows.
     """
 
     table: np.ndarray
     buckets: int
     lengths: tuple[int, int]
-    bucket_rows: Int32[np.ndarray, " buckets"] | None = None
+    bucket_rows: Int32[np.ndarray, "2 kept"] | None = None
 
     def means(
         self, words: list[bytes], own_rows: np.ndarray
@@ -35,14 +35,12 @@ class Subwords:
             words: Words in UTF-8; an empty one has no n-grams.
             own_rows: Row of each word itself, or -1.
         """
-        bracketed = [b"<" + word + b">" if word else b"" for word in words]
-        bounds = np.append(0, np.cumsum([len(word) for word in bracketed]))
-        text = np.frombuffer(b"".join(bracketed), np.uint8)
+        text, bounds = bracketed(words)
         out = np.empty((len(words), self.table.shape[1]), np.float32)
         counts = np.empty(len(words), np.int64)
         kernels.mean_subword_rows(
             text,
-            bounds.astype(np.int64),
+            bounds,
             own_rows.astype(np.int64),
             self.table,
             buckets=self.buckets,
@@ -52,6 +50,19 @@ class Subwords:
             bucket_rows=self.bucket_rows,
         )
         return out, counts
+
+
+def bracketed(words: list[bytes]) -> tuple[np.ndarray, Int64[np.ndarray, " words+1"]]:
+    """Return words as ``<word>``, one after the other, and the first byte of each.
+
+    Example:
+        >>> text, bounds = bracketed([b"a", b"", b"bc"])
+        >>> text.tobytes(), bounds.tolist()
+        (b'<a><bc>', [0, 3, 3, 7])
+    """
+    marked = [b"<" + word + b">" if word else b"" for word in words]
+    bounds = np.append(0, np.cumsum([len(word) for word in marked]))
+    return np.frombuffer(b"".join(marked), np.uint8), bounds.astype(np.int64)
 
 
 @dataclass(frozen=True)

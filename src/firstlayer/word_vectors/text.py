@@ -137,9 +137,8 @@ def is_binary(path: str | os.PathLike[str], *, encoding: str = UTF8) -> bool:
     """
     with open(path, "rb") as raw, decompressed(raw, os.fspath(path)) as file:
         sample = file.read(SAMPLE)
-    if encoding_of(sample, encoding) != UTF8 or "\0".encode(encoding) != b"\0":
-        return not sample
-    return not sample or 0 in sample or sample.startswith(b"%PDF-")
+    text = sample.decode(encoding_of(sample, encoding), "replace")
+    return not text or "\0" in text or sample.startswith(b"%PDF-")
 
 
 def encoding_of(begin: bytes, encoding: str) -> str:

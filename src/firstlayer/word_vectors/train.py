@@ -1,7 +1,8 @@
 """Train word vectors from text files: tokenize, train, save, resume.
 
 The folder records its hyper-parameters and a digest of the text, so an interrupted run
-resumes with the same settings and rejects a different text.
+resumes with the same settings and rejects a different text. A finished run that kept its
+state (both tables) can be trained for more epochs, on the same text or another.
 """
 
 import hashlib
@@ -9,7 +10,8 @@ import os
 import reprlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from .corpus import Corpus, learn_tokenizer, tokenized
 from .documents import Documents, ReadingOptions, documents_in
 from .neighbors import Neighbors, neighbors
 from .phrases import Phrases, join_phrases, learn_phrases
-from .skipgram import Progress, SkipGram, SkipGramOptions
 from .text import standard_library
 from .vectors import Vectors, parse_phrases, parse_tokenizer
+from .word2vec import Progress, Word2Vec, Word2VecOptions
 
 #: Words whose neighbors are shown after training on Python's source.
 PYTHON_WORDS = ("TypeError", "lock", "socket", "red", "append", "wait")
@@ -53,7 +55,9 @@ class TrainingOptions:
             :func:`firstlayer.word_vectors.phrases.learn_phrases`.
         phrase_threshold: Least score of a phrase.
         reading: How files are read.
-        setting: Hyper-parameters of skip-gram.
+        keep_state: Whether the folder of a finished run keeps its state, from which it can
+            be trained further. It takes twice the size of the table.
+        setting: Hyper-parameters of training.
     """
 
     kind: str = "words"
@@ -64,13 +68,19 @@ class TrainingOptions:
     phrases: int = 0
     phrase_threshold: float = 10.0
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    setting: SkipGramOptions = field(default_factory=SkipGramOptions)
+    keep_state: bool = False
+    setting: Word2VecOptions = field(default_factory=Word2VecOptions)
 
     def __post_init__(self) -> None:
         not_negative("phrases", self.phrases)
         not_negative_number("phrase_threshold", self.phrase_threshold)
         if self.phrases and self.kind != "words":
             raise ValueError(f"phrases are of words, but the tokenizer is {self.kind}")
+        if self.kind == "bpe" and self.setting.buckets:
+            raise ValueError(
+                f"buckets must be 0 with kind 'bpe', got {self.setting.buckets}: its "
+                "pieces encode any word"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,11 +108,28 @@ class Trained:
     neighbors: list[Neighbors]
 
 
+@dataclass(frozen=True)
+class MoreEpochs:
+    """Additional epochs of a finished run.
+
+    The learning rate starts again and decays over these epochs. The text may be another
+    one; words that are not in the vocabulary are ignored.
+
+    Args:
+        epochs: Number of passes over the text.
+        lr: Initial learning rate; None for that of the finished run.
+    """
+
+    epochs: int
+    lr: float | None = None
+
+
 def train(
     paths: Sequence[str | os.PathLike[str]],
     folder: str | os.PathLike[str],
     *,
     recipe: TrainingOptions | None = None,
+    more: MoreEpochs | None = None,
     replace: bool = False,
     tell: Tell = lambda what: None,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -118,6 +145,7 @@ def train(
             own source.
         folder: Output folder.
         recipe: Training options. None resumes the interrupted run in the folder.
+        more: Additional epochs for the finished run in the folder; None for none.
         replace: Whether to replace an existing folder of word vectors.
         tell: Called with a description of each phase.
         report: Called regularly with the progress.
@@ -131,40 +159,13 @@ def train(
     resume = recipe is None
     folders.check_output_folder(folder, replace=replace or resume)
     scratch = Path(folder).resolve().parent if scratch is None else scratch
-    files = list(paths) or standard_library()
-
-    def read(options: ReadingOptions) -> Documents:
-        documents = documents_in(files, options, scratch=scratch)
-        documents.report = report_reading
-        tell(f"reading {documents.description}")
-        return documents
-
-    phrases = state = None
+    text = _Text(list(paths) or standard_library(), scratch, tell, report_reading)
     if recipe is None:
-        recipe, tokenizer, phrases, digest, state = folders.read_one_save(
-            folder, lambda opener: _saved(folder, opener)
-        )
-        documents = read(recipe.reading)
-        corpus = tokenized(
-            documents, tokenizer, keep_unknown=phrases is not None, scratch=scratch
-        )
-        if phrases is not None:
-            corpus = join_phrases(corpus, phrases)
-        if _digest(corpus) != digest:
-            raise ValueError(
-                f"the text differs from the one {os.fspath(folder)} was started with"
-            )
+        run = _resumed_run(folder, text, more)
     else:
-        documents = read(recipe.reading)
-        documents.report = lambda share: report_reading(share / 2)
-        tokenizer = _tokenizer(documents, recipe)
-        documents.report = lambda share: report_reading((1 + share) / 2)
-        corpus = tokenized(
-            documents, tokenizer, keep_unknown=recipe.phrases > 0, scratch=scratch
-        )
-        if recipe.phrases:
-            corpus, phrases = _with_phrases(corpus, recipe, tell)
-    model = SkipGram(corpus, recipe.setting)
+        run = _new_run(recipe, text)
+    recipe, corpus, phrases, state = run.recipe, run.corpus, run.phrases, run.state
+    model = Word2Vec(corpus, recipe.setting)
     if state is not None:
         model.load_state_dict(state)
     tell(f"training {corpus.num_embeddings:,} rows from {corpus.ids.size:,} tokens")
@@ -174,17 +175,18 @@ def train(
         weight = model.result()
         if not np.isfinite(weight).all():
             raise ValueError(
-                f"training diverged with lr {about['setting']['lr']} (not finite): use a "
+                f"training diverged with lr {model.setting.initial_lr} (not finite): use a "
                 "lower lr"
             )
-        state = None if finished else model.state_dict()
+        is_kept = about["keep_state"] or not finished
         folders.write_folder(
             folder,
             weight,
             tokenizer=corpus.tokenizer,
             about=about,
-            state=state,
+            state=model.state_dict() if is_kept else None,
             phrases=phrases and phrases.to_json(corpus.words()),
+            subwords=model.subwords,
             replace=True,
         )
         return weight
@@ -230,10 +232,62 @@ def _tokenizer(documents: Any, recipe: TrainingOptions) -> Any:
     )
 
 
-def _with_phrases(
-    corpus: Corpus, recipe: TrainingOptions, tell: Tell
-) -> tuple[Corpus, Phrases]:
-    tell("joining phrases")
+@dataclass(frozen=True)
+class _Text:
+    """The text of a run.
+
+    Args:
+        files: Files and folders.
+        scratch: Folder of temporary files.
+        tell: Called with a description of each phase.
+        report: Called with the share that was read.
+    """
+
+    files: Sequence[str | os.PathLike[str]]
+    scratch: str | os.PathLike[str]
+    tell: Tell
+    report: Callable[[float], None]
+
+    def documents(self, options: ReadingOptions) -> Documents:
+        documents = documents_in(self.files, options, scratch=self.scratch)
+        documents.report = self.report
+        self.tell(f"reading {documents.description}")
+        return documents
+
+    def tokenized(
+        self, documents: Documents, tokenizer: Any, *, keep_unknown: bool
+    ) -> Corpus:
+        return tokenized(
+            documents, tokenizer, keep_unknown=keep_unknown, scratch=self.scratch
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What training begins with.
+
+    Args:
+        recipe: Its options.
+        corpus: The text.
+        phrases: Phrases of the text, or None.
+        state: State of an earlier run, or None.
+    """
+
+    recipe: TrainingOptions
+    corpus: Corpus
+    phrases: Phrases | None = None
+    state: dict[str, np.ndarray] | None = None
+
+
+def _new_run(recipe: TrainingOptions, text: _Text) -> _Run:
+    documents = text.documents(recipe.reading)
+    documents.report = lambda share: text.report(share / 2)
+    tokenizer = _tokenizer(documents, recipe)
+    documents.report = lambda share: text.report((1 + share) / 2)
+    corpus = text.tokenized(documents, tokenizer, keep_unknown=recipe.phrases > 0)
+    if not recipe.phrases:
+        return _Run(recipe, corpus)
+    text.tell("joining phrases")
     corpus, phrases = learn_phrases(
         corpus,
         passes=recipe.phrases,
@@ -242,14 +296,53 @@ def _with_phrases(
         size=recipe.size,
     )
     count = sum(one.keys.size for one in phrases.passes)
-    tell(f"found {count:,} phrase{'s' * (count != 1)}")
-    return corpus, phrases
+    text.tell(f"found {count:,} phrase{'s' * (count != 1)}")
+    return _Run(recipe, corpus, phrases)
 
 
-def _saved(
-    folder: str | os.PathLike[str], opener: Opener
-) -> tuple[TrainingOptions, Any, Phrases | None, str, dict[str, np.ndarray]]:
-    """Return options, tokenizer, phrases, digest of the text and state of a run."""
+def _resumed_run(
+    folder: str | os.PathLike[str], text: _Text, more: MoreEpochs | None
+) -> _Run:
+    """Return a run that goes on with the state in a folder."""
+    name = os.fspath(folder)
+    saved = folders.read_one_save(folder, lambda opener: _saved(folder, opener))
+    recipe, state = saved.recipe, saved.state
+    is_finished = _completed_epochs(state, name) >= recipe.setting.epochs
+    if more is None and is_finished:
+        raise ValueError(f"{name} is finished: give a number of epochs to train it further")
+    if more is not None and not is_finished:
+        raise ValueError(
+            f"{name} holds an interrupted run: resume it before training more epochs"
+        )
+    documents = text.documents(recipe.reading)
+    keep_unknown = saved.phrases is not None
+    corpus = text.tokenized(documents, saved.tokenizer, keep_unknown=keep_unknown)
+    if saved.phrases is not None:
+        corpus = join_phrases(corpus, saved.phrases)
+    is_same = _digest(corpus) == saved.digest
+    if more is not None:
+        if not is_same:
+            text.tell(f"the text differs from the one {name} was trained on")
+        recipe = _extended(recipe, more)
+        state = {**state, "place": np.zeros(2, np.int64)}
+    elif not is_same:
+        raise ValueError(f"the text differs from the one {name} was started with")
+    return _Run(recipe, corpus, saved.phrases, state)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A run in a folder: its options, tokenizer and phrases, digest of the text, state."""
+
+    recipe: TrainingOptions
+    tokenizer: Any
+    phrases: Phrases | None
+    digest: str
+    state: dict[str, np.ndarray]
+
+
+def _saved(folder: str | os.PathLike[str], opener: Opener) -> _Saved:
+    name = os.fspath(folder)
     state = folders.read_state(folder, opener=opener)
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
@@ -258,7 +351,7 @@ def _saved(
             rest.pop("generation", None)
             recipe = _recipe(setting, rest, folder=folder)
         case _:
-            raise ValueError(f"{os.fspath(folder)} does not record how it was trained")
+            raise ValueError(f"{name} does not record how it was trained")
     tokens = Path(folder) / folders.TOKENIZER
     tokenizer = parse_tokenizer(read_bytes(tokens, opener=opener), tokens)
     phrases = None
@@ -266,14 +359,32 @@ def _saved(
         path = Path(folder) / folders.PHRASES
         vocabulary = tokenizer.get_vocab()
         phrases = parse_phrases(read_bytes(path, opener=opener), vocabulary, path)
-    return recipe, tokenizer, phrases, digest, state
+    return _Saved(recipe, tokenizer, phrases, digest, state)
+
+
+def _completed_epochs(state: dict[str, np.ndarray], name: str) -> int:
+    place = state.get("place")
+    if place is None or place.shape != (2,):
+        raise ValueError(f"{name} does not hold the state of a run: it has no place")
+    return int(place[0])
+
+
+def _extended(recipe: TrainingOptions, more: MoreEpochs) -> TrainingOptions:
+    old = recipe.setting
+    setting = with_changes(
+        old,
+        epochs=more.epochs,
+        lr=old.lr if more.lr is None else more.lr,
+        earlier_epochs=old.earlier_epochs + old.epochs,
+    )
+    return with_changes(recipe, setting=setting)
 
 
 def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> TrainingOptions:
     try:
         # Earlier versions had no options of reading.
         reading = ReadingOptions(**rest.pop("reading", {}))
-        return TrainingOptions(**rest, reading=reading, setting=SkipGramOptions(**setting))
+        return TrainingOptions(**rest, reading=reading, setting=Word2VecOptions(**setting))
     except (TypeError, ValueError) as error:
         reason = reprlib.repr(str(error))
         raise ValueError(
@@ -281,7 +392,7 @@ def _recipe(setting: Any, rest: Any, *, folder: str | os.PathLike[str]) -> Train
         ) from None
 
 
-def _run(model: SkipGram, *, report: Any, stop: Any) -> tuple[bool, Progress]:
+def _run(model: Word2Vec, *, report: Any, stop: Any) -> tuple[bool, Progress]:
     last = Progress(model.done, 0, 0.0, 0.0, float("nan"))
 
     def remember(progress: Progress) -> None:
@@ -303,12 +414,16 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
     found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
-    return [replace(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
+    return [
+        with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found
+    ]
 
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
     """Return a few frequent words of several letters."""
-    order = [vectors.words[row] for row in np.argsort(-corpus.counts(), kind="stable")]
+    counts = corpus.counts()
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    order = [vectors.words[row] for row in order]
     # For BPE, only pieces that begin a word.
     order = [word for word in order if word.startswith("Ġ")] or order
     shown = (word for word in order if word.strip("Ġ").isalpha())

@@ -63,7 +63,7 @@ class Vectors:
       ``▁king``;
     - that of ``king`` for ``King`` if the table has lower case only;
     - the mean of its pieces if a tokenizer splits it into several;
-    - the mean of its character n-grams in tables of fastText.
+    - the mean of its character n-grams in tables that have them, such as fastText's.
 
     Args:
         words: Words as spelled in the vocabulary.
@@ -190,7 +190,9 @@ class Vectors:
             note = f"{word} is a piece inside of words" if self.mark else ""
             return WordVector(word, self.take([number])[0], [number], note)
         if self.subwords is not None and word:
-            means, counts = self.subwords.means([word.encode()], np.array([-1]))
+            normalizer = getattr(self.tokenizer, "normalizer", None)
+            spelled = word if normalizer is None else normalizer.normalize_str(word)
+            means, counts = self.subwords.means([spelled.encode()], np.array([-1]))
             if counts[0]:
                 note = f"{word} is the mean of {counts[0]} character n-grams"
                 return WordVector(word, means[0], [], note)
@@ -226,7 +228,10 @@ class Vectors:
 
     def encoded(self, texts: list[str]) -> list[list[int]]:
         """Return the numbers of the tokens of texts, with phrases joined."""
-        ids = encoded_ids(self.tokenizer, texts)
+        return self.joined(encoded_ids(self.tokenizer, texts))
+
+    def joined(self, ids: list[list[int]]) -> list[list[int]]:
+        """Return the numbers of tokens with phrases joined."""
         return ids if self.phrases is None else self.phrases.joined(ids)
 
     def _as_sum(self, word: str) -> str:
@@ -259,8 +264,8 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
             ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
             GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
-            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing in
-            a file is run.
+            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing
+            in a file is run.
 
     Example:
         >>> import tempfile
@@ -350,9 +355,21 @@ def parse_phrases(content: bytes, numbers: dict[str, int], path: Path) -> Phrase
 
 def encoded_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the token ids of texts."""
+    return [one.ids for one in _encoded(tokenizer.encode_batch_fast, texts)]
+
+
+def encoded_words(tokenizer: Any, texts: list[str]) -> list[list[tuple[int, str]]]:
+    """Return the token ids of texts, each with its part of the text."""
+    encoded = _encoded(tokenizer.encode_batch, texts)
+    return [
+        [(i, text[lo:hi]) for i, (lo, hi) in zip(one.ids, one.offsets, strict=True)]
+        for one, text in zip(encoded, texts, strict=True)
+    ]
+
+
+def _encoded(encode_batch: Any, texts: list[str]) -> list[Any]:
     # tokenizers raises a bare Exception.
     try:
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return encode_batch(texts, add_special_tokens=False)
     except Exception as error:
         raise ValueError(f"the tokenizer cannot read the text: {error}") from None
-    return [one.ids for one in encoded]

@@ -1,0 +1,176 @@
+"""A step of stochastic gradient descent on many parts of a text at once.
+
+A step trains a range of positions, cut into parts of ``PART`` positions. Each part copies
+the rows that it needs and updates its copies position after position; after all parts are
+done, their changes are added to the tables in the order of the parts. Threads never write
+to a row that another one reads, so results do not depend on their number, and the copies of
+a part fit into the cache of a core. A row that more than ``MAX_SUM`` parts change gets
+``MAX_SUM`` times their mean change.
+
+The update of a position is one small matrix product: the rows of its context words in one
+table (skip-gram) or their mean (CBOW), times the rows of the center word and of the
+negatives in the other. All context words of a position share its negatives (Ji et al.
+2016).
+"""
+
+import numpy as np
+
+from ..runtime.compile import internal, kernel, prefetch_row
+from ..runtime.pool import pieces, run
+from ..runtime.threads import get_num_threads
+from .draws import Noise, draw_part
+from .position import add_mean_change, loss, multiply, slopes, update, write_mean
+from .word_rows import WordRows, add_to_rows, mean_rows
+from .workspace import PART, Workspace
+
+#: The loss is computed at every so many positions: logarithms are slow.
+LOSS_EVERY = 16
+# Rows are prefetched this many rows ahead; rows that are one of several classes, further.
+AHEAD, FAR_AHEAD = 4, 16
+#: Each part moves a frequent word most of the way to where its context pulls it, so the sum
+#: of the changes of many parts would overshoot.
+MAX_SUM = np.float32(2)
+
+
+def word2vec_step(
+    table: np.ndarray,
+    other: np.ndarray,
+    stream: np.ndarray,
+    documents: np.ndarray,
+    places: range,
+    *,
+    noise: Noise,
+    key: int,
+    lr: float,
+    workspace: Workspace,
+    cbow: bool = False,
+    word_rows: WordRows | None = None,
+) -> tuple[float, int]:
+    """Train both tables on a range of positions; return a sum of losses and their number.
+
+    The context words of a position are at most ``reach`` positions away in the same
+    document, with ``reach`` drawn uniformly from 1 to the window. Negatives that equal the
+    center word are skipped. Random draws are a function of the position and the key.
+
+    Args:
+        table: Rows of context words, float32, changed in place.
+        other: Rows of center words and negatives, float32, changed in place.
+        stream: The text as int32 ids.
+        documents: Document number of each token, int32.
+        places: Positions to train, at most as many as the workspace has memory for.
+        noise: Sampling table from :func:`noise_table`.
+        key: Key of the random draws.
+        lr: Learning rate.
+        workspace: Memory from :func:`word2vec_workspace`.
+        cbow: Whether the mean of the context words predicts the center word, instead of
+            each of them.
+        word_rows: Rows of ``table`` whose mean is the vector of each word; None if word
+            ``i`` has row ``i``. Each of them gets the change of the mean, as in fastText.
+    """
+    parts = -(-len(places) // PART)
+    text = stream, documents, places.start, places.stop
+    number = np.uint64(key), np.float32(lr)
+    rows_of = WordRows.none() if word_rows is None else word_rows
+    run(
+        _train_parts,
+        parts,
+        *(table, other, *text, noise, *number, workspace, cbow, rows_of),
+        grain=1,
+    )
+    # A power of two, which masks select.
+    classes = 1 << (2 * get_num_threads() - 1).bit_length()
+    shared = parts, classes, MAX_SUM
+    if word_rows is None:
+        run(_write_rows, classes, table, workspace.inputs, *shared, grain=1)
+    else:
+        run(add_to_rows, classes, table, workspace, word_rows, *shared, grain=1)
+    run(_write_rows, classes, other, workspace.outputs, *shared, grain=1)
+    total, count = workspace.losses[:parts].sum(axis=0)
+    return float(total), int(count)
+
+
+@internal
+def _copy_rows(table, copies, part):
+    width, count = table.shape[1], copies.counts[part]
+    for slot in range(count):
+        if slot + AHEAD < count:
+            prefetch_row(table, np.int64(copies.ids[part, slot + AHEAD]))
+        row = copies.ids[part, slot]
+        for d in range(width):
+            copies.rows[part, slot, d] = table[row, d]
+
+
+@kernel(reorder=True)
+def _train_parts(
+    ticket, table, other, stream, documents, first, last, noise, key, lr, work, cbow, rows_of
+):
+    for lo, hi in pieces(ticket):
+        for part in range(lo, hi):
+            start = first + part * PART
+            stop = min(start + PART, last)
+            draw_part(part, stream, documents, start, stop, noise, key, work)
+            if rows_of.rows.size:
+                mean_rows(table, rows_of, work.inputs, part, work.before)
+            else:
+                _copy_rows(table, work.inputs, part)
+            _copy_rows(other, work.outputs, part)
+            inputs, outputs = work.inputs.rows[part], work.outputs.rows[part]
+            dots, sums = work.slopes[part], work.sums[part]
+            total, count = 0.0, 0
+            for i in range(stop - start):
+                words, far = work.near[part, i, : work.sizes[part, i]], work.far[part, i]
+                if words.size == 0:
+                    continue
+                near = words
+                if cbow:
+                    near = work.mean[:]
+                    write_mean(inputs, words, near[0])
+                multiply(inputs, outputs, near, far, dots)
+                if (start + i) % LOSS_EVERY == 0:
+                    total += loss(dots, near.size, far)
+                    count += near.size
+                slopes(dots, near.size, far, lr)
+                update(inputs, outputs, near, far, dots, sums)
+                if cbow:
+                    add_mean_change(inputs, words, near[0])
+            work.losses[part, 0], work.losses[part, 1] = total, count
+
+
+@kernel()
+def _write_rows(ticket, table, copies, parts, classes, max_sum):
+    """Write copied rows back; a row of several parts gets the sum of their changes."""
+    width, repeats, mask = table.shape[1], copies.repeats, classes - 1
+    for lo, hi in pieces(ticket):
+        for class_ in range(lo, hi):
+            # The rows of a class belong to one thread, which adds parts in order.
+            for part in range(parts):
+                for slot in range(copies.counts[part]):
+                    row = copies.ids[part, slot]
+                    if row & mask == class_:
+                        repeats[row] += 1
+            for part in range(parts):
+                count = copies.counts[part]
+                for slot in range(count):
+                    if slot + FAR_AHEAD < count:
+                        row = copies.ids[part, slot + FAR_AHEAD]
+                        if row & mask == class_:
+                            prefetch_row(table, np.int64(row))
+                    row = copies.ids[part, slot]
+                    if row & mask != class_:
+                        continue
+                    times = np.float32(abs(repeats[row]))
+                    scale = min(np.float32(1), max_sum / times)
+                    # old + scale * sum(copy - old): the first part adds what remains of old.
+                    kept = np.float32(1)
+                    if repeats[row] > 0:
+                        kept -= times * scale
+                        repeats[row] = -repeats[row]
+                    for d in range(width):
+                        table[row, d] = (
+                            kept * table[row, d] + scale * copies.rows[part, slot, d]
+                        )
+            for part in range(parts):
+                for slot in range(copies.counts[part]):
+                    row = copies.ids[part, slot]
+                    if row & mask == class_:
+                        repeats[row] = 0
