@@ -44,7 +44,7 @@ def assign(target, name, value):
     setattr(target, name, value)
 
 
-def new(*shape, dtype=np.float32):
+def new(*shape, dtype: Any = np.float32):
     return np.linspace(-1, 1, np.prod(shape), dtype=dtype).reshape(shape)
 
 

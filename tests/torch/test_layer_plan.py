@@ -68,10 +68,21 @@ def assign(module, name, value):
     setattr(module, name, value)
 
 
+def swap_to_half(layer):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 # Everything that a plan depends on, each changed by itself.
 CHANGES = {
     "token weight replaced": lambda x: assign(x.token, "weight", nn.Parameter(new(7, 8))),
     "token data replaced": lambda x: assign(x.token.weight, "data", new(7, 8)),
+    "token swapped": lambda x: torch.utils.swap_tensors(
+        x.token.weight, nn.Parameter(new(7, 8))
+    ),
     "token written": lambda x: x.token.weight.mul_(3),
     "token transposed": lambda x: assign(x.token.weight, "data", new(8, 7).T),
     "token view": lambda x: assign(x.token.weight, "data", x.token.weight.data.flip(0)),
@@ -121,6 +132,7 @@ CHANGES = {
     "dropout replaced": lambda x: assign(x, "dropout", nn.AlphaDropout(0.5)),
     "dropout hook": lambda x: x.dropout.register_forward_hook(lambda m, a, y: y + 1),
     "bfloat16": lambda x: x.bfloat16(),
+    "half by swapping": swap_to_half,
     "float64": lambda x: x.double(),
     "trained by rows": train,
     "trained by rows, evaluated": lambda x: train(x) or x.eval(),

@@ -58,6 +58,7 @@ def train(layer):
 BAG_CHANGES = {
     "weight replaced": lambda x: assign(x, "weight", nn.Parameter(new(7, 8))),
     "weight data": lambda x: assign(x.weight, "data", new(7, 8)),
+    "weight swapped": lambda x: torch.utils.swap_tensors(x.weight, nn.Parameter(new(7, 8))),
     "weight view": lambda x: assign(x.weight, "data", x.weight.data.view(8, 7).T),
     "weight narrowed": lambda x: assign(x.weight, "data", x.weight.data[:6]),
     "weight written": lambda x: x.weight.mul_(3),
@@ -121,7 +122,8 @@ def test_gradients_of_bags_after_calls_without():
     layer, other = planned_bag(), bag()
     for x in (layer, other):
         x(IDS, OFFSETS).square().sum().backward()
-    assert torch.equal(layer.weight.grad, other.weight.grad)
+    ours, want = layer.weight.grad, other.weight.grad
+    assert ours is not None and want is not None and torch.equal(ours, want)
     frozen = planned_bag().requires_grad_(False)
     assert torch.equal(frozen(IDS, OFFSETS), other(IDS, OFFSETS))
 
@@ -203,7 +205,8 @@ def test_gradients_and_transforms_of_rotations_after_calls_without():
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     for rotate, leaf in zip((layer, other), leaves, strict=True):
         (rotate(leaf, offset=9) * new(8)).sum().backward()
-    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    ours, want = (leaf.grad for leaf in leaves)
+    assert ours is not None and want is not None and torch.equal(ours, want)
     with torch.no_grad():
         assert torch.equal(layer(leaves[0], offset=9), other(x, offset=9))
     mapped = torch.vmap(lambda row: layer(row, offset=9))(x[None])[0]

@@ -154,6 +154,7 @@ class BoundRotation:
             position: Their position, in range.
         """
         scratch = self._scratch(position)
+        # Of the position; the phases follow it.
         at = ctypes.addressof(scratch)
         return self._phases(0, 1, 0, 0, 0, at, 1, at + 8, 1) or self._rotate(
             0, size, 0, 0, 0, x, size, at + 8, 1, out, size

@@ -2,7 +2,7 @@
 
 The sum of forty rows takes less time than to decide how it is computed and to call the
 kernel. A :class:`BagPlan` holds what depends on the layer alone, and compares it before
-each use. It owns no memory of the layer and does not keep its table alive.
+each use. It has the address of the table and refers to no parameter.
 """
 
 from operator import itemgetter
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from .. import kernels
 from ._tensors.dtypes import FLOATS
-from ._tensors.memory import ParameterMemory, array_of_table, is_plain_cpu
+from ._tensors.memory import TensorMemory, array_of_table, is_plain_cpu
 
 if TYPE_CHECKING:
     from .bag import EmbeddingBag
@@ -39,7 +39,7 @@ class BagPlan:
         from ..kernels.bound import BoundBags
 
         self._settings, weight = _settings_of(vars(layer)), layer.weight
-        self._memory = ParameterMemory(weight)
+        self._memory = TensorMemory(weight)
         self._dtype, self._width = weight.dtype, weight.shape[1]
         self._bags = BoundBags(array_of_table(weight, keeps_alive=False))
 

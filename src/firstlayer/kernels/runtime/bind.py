@@ -105,7 +105,7 @@ def _words(name: str, value: Any, first: int | None) -> list[tuple[int, int]]:
 
 def _bits(value: Any) -> int:
     """Return a number, a bool or None as a word."""
-    if isinstance(value, np.float32):
+    if type(value) is np.float32:
         return int(value.view(np.int32))
     if isinstance(value, float):
         return int(np.float64(value).view(np.int64))

@@ -53,7 +53,7 @@ class CallPlan:
         if arrays is None or (layer.scale, layer.norm_eps) != self._settings:
             return None
         for x, known in zip(arrays, self._arrays, strict=True):
-            if x is not known and (known is None or not known.is_that_of(x)):
+            if x is not known and (known is None or not known.is_unchanged(x)):
                 return None
         return arrays
 
@@ -91,7 +91,8 @@ class _KnownArray:
         self._array, self._shape = weakref.ref(array), array.shape
         self._dtype = array.dtype
 
-    def is_that_of(self, x: Any) -> bool:
+    def is_unchanged(self, x: Any) -> bool:
+        """Return whether ``x`` is the array, in its shape and dtype."""
         return (
             x is self._array()
             and x is not None

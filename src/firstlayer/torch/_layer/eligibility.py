@@ -110,7 +110,7 @@ def has_own_hooks(state: dict[str, Any]) -> bool:
     )
 
 
-def is_idle(dropout: nn.Module) -> bool:
+def is_idle(dropout: nn.Module | None) -> bool:
     """Return whether dropout changes nothing, apart from hooks of all modules."""
     # Reads the flag of the dropout module, not of the layer: Monte Carlo dropout keeps
     # dropout in training mode during evaluation.

@@ -160,7 +160,7 @@ class _FusedLayer(torch.autograd.Function):
 
 
 # The method of Function also unwraps tensors of torch.func, which takes microseconds.
-_apply: Any = super(torch.autograd.Function, _FusedLayer).apply
+_apply: Any = super(torch.autograd.Function, _FusedLayer).apply  # pyright: ignore
 
 
 def _tables_without_values(

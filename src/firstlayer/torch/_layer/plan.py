@@ -3,11 +3,10 @@
 A call of one token spends most of its time on deciding what the kernel may read and on
 passing it. Both depend on the layer alone. A :class:`CallPlan` holds the result. Before
 each use it compares everything that it depends on, which takes a few microseconds. A plan
-owns no memory of the layer and keeps no module or parameter alive.
+has addresses of the layer's memory and refers to no module or parameter.
 """
 
 import math
-import weakref
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from ...embeddings.layer import ONE_THREAD_NUMBERS
 from .._tensors.errors import out_of_range_error
 from .._tensors.memory import (
     LARGE_PAGES_FROM,
-    ParameterMemory,
+    TensorMemory,
     array_of_table,
     is_plain_cpu,
     threads_of_torch,
@@ -167,7 +166,7 @@ class _ModuleState:
         parameters: Names of its parameters.
     """
 
-    __slots__ = "_class", "_memory", "_module", "_name", "_read", "_settings"
+    __slots__ = "_class", "_memory", "_name", "_read", "_settings"
 
     def __init__(
         self,
@@ -178,12 +177,11 @@ class _ModuleState:
     ) -> None:
         module: Any = layer._modules.get(name)
         self._name, self._class, self._read = name, type(module), itemgetter(*settings)
-        self._memory = [(name, None) for name in parameters]
+        self._memory: list[Any] = [(name, None) for name in parameters]
         if module is not None:
-            self._module = weakref.ref(module)
             self._settings = self._read(vars(module))
             self._memory = [
-                (name, ParameterMemory(module._parameters[name])) for name in parameters
+                (name, TensorMemory(module._parameters[name])) for name in parameters
             ]
 
     def append_parameters(self, modules: dict[str, Any], found: list[Any]) -> bool:
@@ -200,11 +198,7 @@ class _ModuleState:
             found += [None] * len(self._memory)
             return True
         state = module.__dict__
-        if (
-            module is not self._module()
-            or self._read(state) != self._settings
-            or has_own_hooks(state)
-        ):
+        if self._read(state) != self._settings or has_own_hooks(state):
             return False
         parameters = state["_parameters"]
         for name, memory in self._memory:

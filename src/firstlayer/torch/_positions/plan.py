@@ -2,10 +2,9 @@
 
 To rotate the heads of one token takes less time than to decide how it is computed and to
 call the kernels. A :class:`RotationPlan` holds what depends on the layer alone, and
-compares it before each use. It does not keep the layer's tables alive.
+compares it before each use. It has the address of the tables and refers to no buffer.
 """
 
-import weakref
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,12 @@ from torch import Tensor
 
 from ... import kernels
 from ...positions.phases import LIMIT
-from .._tensors.memory import NUMPY_DTYPES, array_of_table, is_plain_cpu
+from .._tensors.memory import (
+    NUMPY_DTYPES,
+    TensorMemory,
+    array_of_table,
+    is_plain_cpu,
+)
 from .rotate import SINGLE_THREAD_FEATURES
 
 if TYPE_CHECKING:
@@ -32,13 +36,13 @@ class RotationPlan:
         dtype: Dtype of queries and keys, of at most 32 bits.
     """
 
-    __slots__ = "_address", "_bits", "_dtype", "_rotate", "_settings"
+    __slots__ = "_dtype", "_memory", "_rotate", "_settings"
 
     def __init__(self, layer: "RotaryPositions", dtype: torch.dtype) -> None:
         from ...kernels.bound import BoundRotation
 
         self._settings, self._dtype, bits = _settings_of(vars(layer)), dtype, layer.bits
-        self._bits, self._address = weakref.ref(bits), bits.data_ptr()
+        self._memory = TensorMemory(bits)
         self._rotate = BoundRotation(
             array_of_table(bits[0].view(torch.float32), keeps_alive=False),
             head_dim=layer.head_dim,
@@ -49,16 +53,8 @@ class RotationPlan:
 
     def current_tables(self, layer: "RotaryPositions") -> Tensor | None:
         """Return the buffer of the tables if the layer is as it was, else None."""
-        bits = layer._buffers["bits"]
-        if (
-            bits is None
-            or bits is not self._bits()
-            or bits.data_ptr() != self._address
-            or bits.dtype is not torch.int32
-            or _settings_of(vars(layer)) != self._settings
-        ):
-            return None
-        return bits
+        bits, is_known = layer._buffers["bits"], _settings_of(vars(layer)) == self._settings
+        return bits if is_known and self._memory.is_that_of(bits) else None
 
     def run(self, layer: "RotaryPositions", x: Any, offset: Any) -> Tensor | None:
         """Return ``x`` rotated, or None if the plan does not cover the call."""

@@ -13,7 +13,6 @@ Three predicates decide, each stricter than the one before:
 
 import ctypes
 import mmap
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +24,6 @@ from torch._C import _get_tracing_state
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
-from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import kernels
@@ -174,36 +172,35 @@ def array_of_table(weight: Tensor, *, keeps_alive: bool = True) -> np.ndarray:
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
 
 
-class ParameterMemory:
-    """A parameter and where its values are, to find out later whether they still are.
+class TensorMemory:
+    """Where the values of a tensor are, to find out later whether another has them there.
+
+    No reference to the tensor is kept: with a weak one, torch could not swap its contents.
 
     Args:
-        parameter: The parameter. Only a weak reference to it is kept.
+        tensor: A contiguous tensor.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2, 3))
-        >>> memory = ParameterMemory(weight)
-        >>> memory.is_that_of(weight)
-        True
-        >>> weight.data = torch.ones(2, 3)
-        >>> memory.is_that_of(weight)
-        False
+        >>> weight = torch.ones(2, 3)
+        >>> memory = TensorMemory(weight)
+        >>> memory.is_that_of(weight), memory.is_that_of(weight[:1])
+        (True, False)
     """
 
-    __slots__ = "_address", "_dtype", "_parameter", "_shape"
+    __slots__ = "_address", "_class", "_dtype", "_shape"
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter, self._address = weakref.ref(parameter), parameter.data_ptr()
-        self._shape, self._dtype = parameter.shape, parameter.dtype
+    def __init__(self, tensor: Tensor) -> None:
+        self._class, self._address = type(tensor), tensor.data_ptr()
+        self._shape, self._dtype = tensor.shape, tensor.dtype
 
     def is_that_of(self, x: Any) -> bool:
-        """Return whether ``x`` is the parameter, contiguous, and in the same memory.
+        """Return whether ``x`` has the same class, memory, shape and dtype.
 
-        False for a parameter under a row optimizer, which may have stale rows.
+        The class of a parameter under a row optimizer, which may have stale rows, differs
+        from that of other parameters.
         """
         return (
-            x is self._parameter()
-            and type(x) is Parameter
+            type(x) is self._class
             and x.data_ptr() == self._address
             and x.shape == self._shape
             and x.dtype is self._dtype
