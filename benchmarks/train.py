@@ -36,9 +36,9 @@ from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
 from firstlayer.word_vectors.evaluate import evaluate
 from firstlayer.word_vectors.neighbors import units
-from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions
 from firstlayer.word_vectors.text import documents_in, standard_library
 from firstlayer.word_vectors.vectors import Vectors
+from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions
 
 from .prose import prose_files
 
@@ -137,7 +137,9 @@ def ours(corpus: Corpus, setting: Word2VecOptions, method: str) -> tuple[float, 
     return time.perf_counter() - start, model.result()
 
 
-def gensim(corpus: Corpus, setting: Word2VecOptions, method: str) -> tuple[float, np.ndarray]:
+def gensim(
+    corpus: Corpus, setting: Word2VecOptions, method: str
+) -> tuple[float, np.ndarray]:
     """Return the training time of gensim and the table."""
     from gensim.models import FastText
     from gensim.models import Word2Vec as GensimWord2Vec
@@ -285,8 +287,8 @@ def _line(result: Result) -> str:
     scores = {**result.scores, **result.details}
     each = ", ".join(f"{name} {part:.3f}" for name, part in scores.items())
     return (
-        f"{result.text:<6} {result.method:<8} {result.library:<10} {result.seconds:6.1f} s  "
-        f"{result.tokens_per_second:9,.0f} tokens/s  {each}"
+        f"{result.text:<6} {result.method:<8} {result.library:<10} "
+        f"{result.seconds:6.1f} s  {result.tokens_per_second:9,.0f} tokens/s  {each}"
     )
 
 

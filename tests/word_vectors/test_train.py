@@ -57,7 +57,10 @@ def test_finished_run_is_trained_for_more_epochs(folder):
         ["a.txt"], "v", more=MoreEpochs(2), report=lambda now: rates.append(now.done)
     )
     assert trained.finished and trained.progress.done == 1
-    assert (setting_in(folder / "v")["epochs"], setting_in(folder / "v")["earlier_epochs"]) == (2, 3)
+    assert (
+        setting_in(folder / "v")["epochs"],
+        setting_in(folder / "v")["earlier_epochs"],
+    ) == (2, 3)
     second = open_vectors("v").weight
     assert not np.allclose(first, second, atol=1e-2)
     # Once more, interrupted in the middle: the same bits as at once.
@@ -107,7 +110,7 @@ def test_finished_run_is_trained_on_another_text(folder):
 def test_runs_that_cannot_be_trained_further_are_rejected(folder):
     train(["a.txt"], "v", recipe=options())
     before = file_contents(folder)
-    want = "v has no run to resume: training.safetensors is missing"
+    want = "v has no state to train further from: it was trained without keep_state"
     with pytest.raises(FileNotFoundError, match=want):
         train(["a.txt"], "v", more=MoreEpochs(2))
     train(["a.txt"], "w", recipe=options(keep_state=True))
@@ -123,7 +126,9 @@ def test_command_trains_further(folder):
     stdout_of("train", "a.txt", *fast, "--epochs", "3", "--keep-state", "-o", "cli")
     train(["a.txt"], "v", recipe=options(keep_state=True))
     assert file_contents(folder / "cli") == file_contents(folder / "v")
-    stdout_of("train", "--resume", "a.txt", "--epochs", "2", "--lr", "0.1", "-q", "-o", "cli")
+    stdout_of(
+        "train", "--resume", "a.txt", "--epochs", "2", "--lr", "0.1", "-q", "-o", "cli"
+    )
     train(["a.txt"], "v", more=MoreEpochs(2, lr=0.1))
     assert file_contents(folder / "cli") == file_contents(folder / "v")
     want = "--lr with --resume needs --epochs"
@@ -181,8 +186,10 @@ def test_damaged_rows_of_ngrams_are_rejected(folder):
     train(["a.txt"], "v", recipe=options(buckets=10))
     path = folder / "v" / "subwords.safetensors"
     good = path.read_bytes()
-    path.write_bytes(good.replace(b'[3, 6]', b'[6, 3]').replace(rb"[3, 6]", rb"[6, 3]"))
-    with pytest.raises(ValueError, match=re.escape("n-grams of 1 to 64 characters, got [6, 3]")):
+    path.write_bytes(good.replace(b"[3, 6]", b"[6, 3]").replace(rb"[3, 6]", rb"[6, 3]"))
+    with pytest.raises(
+        ValueError, match=re.escape("n-grams of 1 to 64 characters, got [6, 3]")
+    ):
         open_vectors("v")
     path.write_bytes(good.replace(b'"shape":[10,12]', b'"shape":[12,10]'))
     with pytest.raises(ValueError, match="rows of n-grams of width 12, got .12, 10"):
@@ -194,5 +201,7 @@ def test_damaged_rows_of_ngrams_are_rejected(folder):
 
 @pytest.mark.rejects
 def test_ngrams_of_pieces_are_rejected():
-    with pytest.raises(ValueError, match="buckets must be 0 with kind 'bpe', got 7: its pieces"):
+    with pytest.raises(
+        ValueError, match="buckets must be 0 with kind 'bpe', got 7: its pieces"
+    ):
         TrainingOptions(kind="bpe", setting=Word2VecOptions(buckets=7))

@@ -24,8 +24,8 @@ from ._output import (
 )
 
 if TYPE_CHECKING:
-    from ..word_vectors.word2vec import Progress
     from ..word_vectors.train import MoreEpochs, Trained, TrainingOptions
+    from ..word_vectors.word2vec import Progress
 
 EXAMPLES = """
 firstlayer train                           on Python's own source code
@@ -194,8 +194,8 @@ def _use_threads(count: int) -> None:
 
 
 def _recipe(options: dict[str, Any]) -> "TrainingOptions":
-    from ..word_vectors.word2vec import Word2VecOptions
     from ..word_vectors.train import TrainingOptions
+    from ..word_vectors.word2vec import Word2VecOptions
 
     setting = Word2VecOptions(
         embedding_dim=options["dim"],

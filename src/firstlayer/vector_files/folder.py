@@ -152,8 +152,7 @@ def read_state(
         tensors, config = read(path, opener=opener)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing (a finished "
-            "run keeps it with keep_state)"
+            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing"
         ) from None
     counts = config.get("counts")
     if not isinstance(counts, dict):

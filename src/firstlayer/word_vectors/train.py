@@ -23,9 +23,9 @@ from ..files.safetensors import KEY, OLD_KEY
 from ..vector_files import folder as folders
 from .corpus import Corpus, learn_tokenizer, tokenized
 from .neighbors import Neighbors, neighbors
-from .word2vec import Progress, Word2Vec, Word2VecOptions
 from .text import documents_in, standard_library
 from .vectors import Vectors, parse_tokenizer
+from .word2vec import Progress, Word2Vec, Word2VecOptions
 
 #: Words whose neighbors are shown after training on Python's source.
 PYTHON_WORDS = ("TypeError", "lock", "socket", "red", "append", "wait")
@@ -62,8 +62,8 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if self.kind == "bpe" and self.setting.buckets:
             raise ValueError(
-                f"buckets must be 0 with kind 'bpe', got {self.setting.buckets}: its pieces "
-                "encode any word"
+                f"buckets must be 0 with kind 'bpe', got {self.setting.buckets}: its "
+                "pieces encode any word"
             )
 
 
@@ -220,7 +220,14 @@ def _resumed(
 ) -> tuple[TrainingOptions, Corpus, dict[str, np.ndarray]]:
     """Return options, corpus and state of a run that goes on."""
     name = os.fspath(folder)
-    state = folders.read_state(folder, opener=opener)
+    try:
+        state = folders.read_state(folder, opener=opener)
+    except FileNotFoundError:
+        if more is None:
+            raise
+        raise FileNotFoundError(
+            f"{name} has no state to train further from: it was trained without keep_state"
+        ) from None
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
     match about:
@@ -301,7 +308,9 @@ def _shown(corpus: Corpus, weight: np.ndarray, words: Sequence[str]) -> list[Nei
     known = [word for word in words if word in vectors.rows]
     chosen = known or _frequent(vectors, corpus)
     found = neighbors(vectors, [[(1, word)] for word in chosen], count=5)
-    return [with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found]
+    return [
+        with_changes(one, query=vectors.shown(vectors.rows[one.query])) for one in found
+    ]
 
 
 def _frequent(vectors: Vectors, corpus: Corpus) -> list[str]:
