@@ -17,6 +17,7 @@ import numpy as np
 
 from ..runtime.compile import internal, kernel, prefetch_row
 from ..runtime.pool import pieces, run
+from ..runtime.threads import get_num_threads
 from .draws import Noise, draw_part
 from .position import add_mean_change, loss, multiply, slopes, update, write_mean
 from .word_rows import WordRows, add_to_rows, mean_rows
@@ -76,12 +77,14 @@ def word2vec_step(
         *(table, other, *text, noise, *number, workspace, cbow, rows_of),
         grain=1,
     )
-    shared = parts, MAX_SUM
     if word_rows is None:
-        run(_write_rows, CLASSES, table, workspace.inputs, *shared, grain=1)
+        run(_write_rows, CLASSES, table, workspace.inputs, parts, MAX_SUM, grain=1)
     else:
-        run(add_to_rows, CLASSES, table, workspace, word_rows, *shared, grain=1)
-    run(_write_rows, CLASSES, other, workspace.outputs, *shared, grain=1)
+        # Every class goes through the rows of all words, so there are only a few.
+        classes = 1 << (get_num_threads() - 1).bit_length()
+        args = table, workspace, word_rows, parts, classes, MAX_SUM
+        run(add_to_rows, classes, *args, grain=1)
+    run(_write_rows, CLASSES, other, workspace.outputs, parts, MAX_SUM, grain=1)
     total, count = workspace.losses[:parts].sum(axis=0)
     return float(total), int(count)
 

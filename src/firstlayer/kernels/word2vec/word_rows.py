@@ -13,7 +13,6 @@ import numpy as np
 from ..runtime.compile import internal, kernel, prefetch_row
 from ..runtime.pool import pieces
 from ..subwords import ngram_buckets
-from .workspace import CLASSES
 
 # Rows are prefetched this many rows ahead.
 AHEAD = 4
@@ -83,7 +82,6 @@ def mean_rows(table, rows_of, copies, part, before):
         for d in range(width):
             before[part, slot, d] = 0
         for i in range(start, end):
-            # The rows of the next word follow those of this one only by chance.
             if i + AHEAD < end:
                 prefetch_row(table, np.int64(rows_of.rows[i + AHEAD]))
             row = rows_of.rows[i]
@@ -96,9 +94,12 @@ def mean_rows(table, rows_of, copies, part, before):
 
 
 @kernel()
-def add_to_rows(ticket, table, work, rows_of, parts, max_sum):
-    """Add the changes of words to each of their rows."""
-    width, mask, copies = table.shape[1], CLASSES - 1, work.inputs
+def add_to_rows(ticket, table, work, rows_of, parts, classes, max_sum):
+    """Add the changes of words to each of their rows.
+
+    One thread writes the rows of a class; the number of classes is a power of two.
+    """
+    width, mask, copies = table.shape[1], classes - 1, work.inputs
     bounds, rows, repeats = rows_of.bounds, rows_of.rows, copies.repeats
     for lo, hi in pieces(ticket):
         for class_ in range(lo, hi):
