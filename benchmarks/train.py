@@ -288,8 +288,8 @@ def _line(result: Result) -> str:
     scores = {**result.scores, **result.details}
     each = ", ".join(f"{name} {part:.3f}" for name, part in scores.items())
     return (
-        f"{result.text:<6} {result.method:<8} {result.library:<10} {result.seconds:6.1f} s  "
-        f"{result.tokens_per_second:9,.0f} tokens/s  {each}"
+        f"{result.text:<6} {result.method:<8} {result.library:<10} "
+        f"{result.seconds:6.1f} s  {result.tokens_per_second:9,.0f} tokens/s  {each}"
     )
 
 

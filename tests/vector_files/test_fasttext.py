@@ -182,8 +182,14 @@ SMALL = quantized_fasttext_bytes(
         (fasttext_bytes(WORDS, ROWS, buckets=2, version=9), "version 11 or 12, got 9"),
         (fasttext_bytes(WORDS, ROWS, buckets=2, pruned=99), "99 n-grams in"),
         (SMALL[:-30], "a quantizer of 2 numbers"),
-        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 3, 0)), "has n-gram 3 of 3 and"),
-        (SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 1, 2)), "and its row 2 of 2"),
+        (
+            SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 3, 0)),
+            "has n-gram 3 of 3 and",
+        ),
+        (
+            SMALL.replace(struct.pack("<2i", 1, 0), struct.pack("<2i", 1, 2)),
+            "and its row 2 of 2",
+        ),
         (
             SMALL.replace(struct.pack("<2qi", 7, 2, 7), struct.pack("<2qi", 7, 2, 6)),
             "is cut short: a quantizer of 512 numbers",

@@ -27,15 +27,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def text_of(seed, count=700):
-    """Return sentences in which the endings of words tell which ones are used alike."""
+    """Return sentences in which the ending of a word tells where it is used."""
     rng = np.random.default_rng(seed)
-    stems = ["walk", "talk", "jump", "paint", "climb", "sail"]
-    orders = [("ing", "er"), ("ed", "ly")]
-    pairs = [orders[i] for i in rng.integers(0, 2, count)]
-    picks = rng.choice(stems, (count, 2))
-    return ".\n".join(
-        f"{a}{x} {b}{y} {a}{y}" for (a, b), (x, y) in zip(picks, pairs, strict=True)
-    )
+    stems = rng.choice(["walk", "talk", "jump", "paint", "climb", "sail"], count)
+    forms = {"ing": "now here today", "ed": "then there before"}
+    endings = rng.choice(list(forms), count)
+    pairs = zip(stems, endings, strict=True)
+    return ".\n".join(f"{stem}{ending} {forms[ending]}" for stem, ending in pairs)
 
 
 def options(**changes):
@@ -96,7 +94,7 @@ def test_learning_rate_starts_again_and_decays(folder, monkeypatch):
 
 def test_finished_run_is_trained_on_another_text(folder):
     train(["a.txt"], "v", recipe=options(keep_state=True))
-    (folder / "b.txt").write_text("walking jumper walker unseen " * 50)
+    (folder / "b.txt").write_text("walking jumped talking unseen " * 50)
     said, before = [], open_vectors("v")
     train(["b.txt"], "v", more=MoreEpochs(1), tell=said.append)
     assert said[1] == "the text differs from the one v was trained on"
@@ -110,7 +108,7 @@ def test_finished_run_is_trained_on_another_text(folder):
 def test_runs_that_cannot_be_trained_further_are_rejected(folder):
     train(["a.txt"], "v", recipe=options())
     before = file_contents(folder)
-    want = "v has no run to resume: training.safetensors is missing"
+    want = "v has no state to train further from: it was trained without keep_state"
     with pytest.raises(FileNotFoundError, match=want):
         train(["a.txt"], "v", more=MoreEpochs(2))
     train(["a.txt"], "w", recipe=options(keep_state=True))
@@ -152,8 +150,8 @@ def test_words_never_seen_have_vectors_from_their_ngrams(folder, method):
     found = vectors.find("Snoring")
     assert re.fullmatch(r"Snoring is the mean of \d+ character n-grams", found.note)
     np.testing.assert_array_equal(vectors["Snoring"], vectors["snoring"])
-    near = neighbors(vectors, [[(1, "snoring")]], count=3)[0].found
-    assert all(one.word.endswith(("ing", "er")) for one in near)
+    near = neighbors(vectors, [[(1, "snoring")]], count=6)[0].found
+    assert all(one.word.endswith("ing") for one in near)
     # A text is the mean of its words, whether they are in the vocabulary or not.
     text = vectors["walking"] + vectors["snoring"] + vectors["jumped"]
     got = np.concatenate(list(encode(vectors, ["Walking, Snoring jumped!", "snoring"])))

@@ -170,7 +170,7 @@ def test_update_is_the_gradient_by_finite_differences(cbow):
             gradient[index] += sign * position_loss(at, near, targets, cbow=cbow) / 2e-5
             at[index] -= sign * 1e-5
     np.testing.assert_allclose((tables - got) / 1e-2, gradient, atol=1e-4)
-    assert np.abs(gradient[0][near]).min() > 1e-3
+    assert gradient[0][near].abs().min() > 1e-3
 
 
 def test_rows_of_ngrams_get_the_changes_of_their_words(threads):
@@ -193,11 +193,9 @@ def test_rows_of_ngrams_get_the_changes_of_their_words(threads):
     start = [torch.tensor(array, dtype=torch.float64) for array in (means, other)]
     total, count = np.zeros_like(table), np.zeros(len(table))
     for (change, _), (touched, _) in part_changes(start, drawn, 0.1, cbow=False):
-        in_part = set()
         for word in touched:
             np.add.at(total, rows[word], change[word].numpy())
-            in_part.update(rows[word])
-        count[list(in_part)] += 1
+            np.add.at(count, rows[word], 1)
     want = table + total * np.minimum(1, MAX_SUM / np.maximum(count, 1))[:, None]
     np.testing.assert_allclose(got[0], want, atol=3e-4)
     np.testing.assert_allclose(got[1], reference([means, other], drawn, 0.1)[1], atol=2e-4)

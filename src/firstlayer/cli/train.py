@@ -116,7 +116,8 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
 @click.option(
     "--lr",
-    help="Initial learning rate; it decays linearly.  [default: 0.05, 0.3 for cbow]",
+    help="Initial learning rate; it decays linearly.",
+    show_default="0.05, 0.3 for cbow",
     type=click.FloatRange(min=0, min_open=True),
 )
 @value_option(

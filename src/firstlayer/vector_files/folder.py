@@ -160,8 +160,7 @@ def read_state(
         tensors, config = read(path, opener=opener)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing (a finished "
-            "run keeps it with keep_state)"
+            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing"
         ) from None
     counts = config.get("counts")
     if not isinstance(counts, dict):
@@ -190,7 +189,8 @@ def read_subwords(
         raise ValueError(f"{path} must have rows of n-grams of width {width}, got {found}")
     match lengths:
         case [int(least), int(most)] if 1 <= least <= most <= MAX_LENGTH:
-            return Subwords(table.astype(np.float32, copy=False), len(table), (least, most))
+            rows = table.astype(np.float32, copy=False)
+            return Subwords(rows, len(rows), (int(least), int(most)))
     raise ValueError(
         f"{path} must have n-grams of 1 to {MAX_LENGTH} characters, got {lengths!r}"
     )

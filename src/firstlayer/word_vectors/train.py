@@ -343,7 +343,14 @@ class _Saved:
 
 def _saved(folder: str | os.PathLike[str], opener: Opener) -> _Saved:
     name = os.fspath(folder)
-    state = folders.read_state(folder, opener=opener)
+    try:
+        state = folders.read_state(folder, opener=opener)
+    except FileNotFoundError:
+        if more is None:
+            raise
+        raise FileNotFoundError(
+            f"{name} has no state to train further from: it was trained without keep_state"
+        ) from None
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))
     match about:

@@ -4,10 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.compile import internal
+from ..runtime.compile import inlined, internal
+from .workspace import CLASSES
 
 #: Bits of a random draw, and of its prefix used as an index into the guide table.
 BITS, GUIDE_BITS = 32, 14
+# 2**64 divided by the golden ratio.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Noise(NamedTuple):
@@ -45,51 +48,94 @@ def _mixed(x):
 @internal
 def _number(key, place, which):
     """Return the random 32-bit draw number ``which`` of a position."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    state = key + ((np.uint64(place) << np.uint64(16)) + np.uint64(which)) * golden
+    state = key + ((np.uint64(place) << np.uint64(16)) + np.uint64(which)) * GOLDEN
     return np.int64(_mixed(state) >> np.uint64(32))
 
 
-@internal
-def _slot(copies, part, word):
-    """Return the slot of a word in a part, a new one if it has none."""
-    mask = copies.keys.shape[1] - 1
-    place = np.int64(_mixed(np.uint64(word)) & np.uint64(mask))
-    while True:
-        slot = copies.keys[part, place]
-        if slot < 0:
-            slot = copies.counts[part]
-            copies.keys[part, place] = slot
-            copies.ids[part, slot] = word
-            copies.counts[part] = slot + 1
-            return slot
-        if copies.ids[part, slot] == word:
-            return np.int64(slot)
+@inlined
+def _slot(keys, ids, count, word):
+    """Return the slot of a word among the first ``count``, or a new one, ``count``."""
+    mask = keys.size - 1
+    # The upper bits of a product depend on all bits of the word.
+    place = np.int64((np.uint64(word) * GOLDEN) >> np.uint64(32)) & mask
+    while keys[place] >= 0 and ids[keys[place]] != word:
         place = (place + 1) & mask
+    slot = np.int64(keys[place])
+    if slot < 0:
+        slot = count
+        keys[place], ids[slot] = slot, word
+    return slot
 
 
 @internal
 def draw_part(part, stream, documents, start, stop, noise, key, work):
     """Draw context words and negatives of a part, and give their words slots."""
-    work.inputs.counts[part] = work.outputs.counts[part] = 0
-    work.inputs.keys[part] = -1
-    work.outputs.keys[part] = -1
-    window = work.near.shape[2] // 2
+    _draw_windows(part, stream, documents, start, stop, key, work)
+    _draw_targets(part, stream, start, stop, noise, key, work)
+    _sort_slots(work.inputs, part)
+    _sort_slots(work.outputs, part)
+
+
+@internal
+def _draw_windows(part, stream, documents, start, stop, key, work):
+    keys, ids, near = work.inputs.keys[part], work.inputs.ids[part], work.near[part]
+    span, window, slots = work.span[part], near.shape[1] // 2, 0
+    for i in range(keys.size):
+        keys[i] = -1
+    for i in range(span.size):
+        span[i] = -1
     for place in range(start, stop):
         i, count, document = place - start, 0, documents[place]
         reach = 1 + (_number(key, place, 0) * window >> BITS)
         for j in range(max(place - reach, 0), min(place + reach + 1, stream.size)):
             if j != place and documents[j] == document:
-                work.near[part, i, count] = _slot(work.inputs, part, stream[j])
+                at = j - start + window
+                if span[at] < 0:
+                    span[at] = _slot(keys, ids, slots, stream[j])
+                    slots = max(slots, np.int64(span[at]) + 1)
+                near[i, count] = span[at]
                 count += 1
         work.sizes[part, i] = count
-        if count:
-            work.far[part, i, 0] = _slot(work.outputs, part, stream[place])
-            for k in range(1, work.negatives + 1):
+    work.inputs.counts[part] = slots
+
+
+@internal
+def _draw_targets(part, stream, start, stop, noise, key, work):
+    keys, ids, far = work.outputs.keys[part], work.outputs.ids[part], work.far[part]
+    limits, guide, slots = noise.limits, noise.guide, 0
+    for i in range(keys.size):
+        keys[i] = -1
+    for place in range(start, stop):
+        i = place - start
+        if work.sizes[part, i] == 0:
+            continue
+        for k in range(work.negatives + 1):
+            word = np.int64(stream[place])
+            if k > 0:
                 number = _number(key, place, k)
-                word = noise.guide[number >> (BITS - GUIDE_BITS)]
-                while noise.limits[word] <= number:
+                word = np.int64(guide[number >> (BITS - GUIDE_BITS)])
+                while limits[word] <= number:
                     word += 1
-                work.far[part, i, k] = _slot(work.outputs, part, word)
-            for k in range(work.negatives + 1, work.far.shape[2]):
-                work.far[part, i, k] = work.far[part, i, 0]
+            far[i, k] = _slot(keys, ids, slots, word)
+            slots = max(slots, np.int64(far[i, k]) + 1)
+        for k in range(work.negatives + 1, far.shape[1]):
+            far[i, k] = far[i, 0]
+    work.outputs.counts[part] = slots
+
+
+@internal
+def _sort_slots(copies, part):
+    """Sort the slots of a part by the class of their word."""
+    starts, count = copies.starts[part], copies.counts[part]
+    ids, order = copies.ids[part], copies.order[part]
+    for i in range(starts.size):
+        starts[i] = 0
+    for slot in range(count):
+        starts[1 + (ids[slot] & (CLASSES - 1))] += 1
+    for i in range(1, starts.size):
+        starts[i] += starts[i - 1]
+    # From the end of each class to its start.
+    for slot in range(count - 1, -1, -1):
+        i = 1 + (ids[slot] & (CLASSES - 1))
+        starts[i] -= 1
+        order[starts[i]] = slot

@@ -21,12 +21,12 @@ from ..runtime.threads import get_num_threads
 from .draws import Noise, draw_part
 from .position import add_mean_change, loss, multiply, slopes, update, write_mean
 from .word_rows import WordRows, add_to_rows, mean_rows
-from .workspace import PART, Workspace
+from .workspace import CLASSES, PART, Workspace
 
 #: The loss is computed at every so many positions: logarithms are slow.
 LOSS_EVERY = 16
-# Rows are prefetched this many rows ahead; rows that are one of several classes, further.
-AHEAD, FAR_AHEAD = 4, 16
+# Rows are prefetched this many rows ahead.
+AHEAD = 4
 #: Each part moves a frequent word most of the way to where its context pulls it, so the sum
 #: of the changes of many parts would overshoot.
 MAX_SUM = np.float32(2)
@@ -77,14 +77,14 @@ def word2vec_step(
         *(table, other, *text, noise, *number, workspace, cbow, rows_of),
         grain=1,
     )
-    # A power of two, which masks select.
-    classes = 1 << (2 * get_num_threads() - 1).bit_length()
-    shared = parts, classes, MAX_SUM
     if word_rows is None:
-        run(_write_rows, classes, table, workspace.inputs, *shared, grain=1)
+        run(_write_rows, CLASSES, table, workspace.inputs, parts, MAX_SUM, grain=1)
     else:
-        run(add_to_rows, classes, table, workspace, word_rows, *shared, grain=1)
-    run(_write_rows, classes, other, workspace.outputs, *shared, grain=1)
+        # Every class goes through the rows of all words, so there are only a few.
+        classes = 1 << (get_num_threads() - 1).bit_length()
+        args = table, workspace, word_rows, parts, classes, MAX_SUM
+        run(add_to_rows, classes, *args, grain=1)
+    run(_write_rows, CLASSES, other, workspace.outputs, parts, MAX_SUM, grain=1)
     total, count = workspace.losses[:parts].sum(axis=0)
     return float(total), int(count)
 
@@ -92,17 +92,30 @@ def word2vec_step(
 @internal
 def _copy_rows(table, copies, part):
     width, count = table.shape[1], copies.counts[part]
+    ids, rows = copies.ids[part], copies.rows[part]
     for slot in range(count):
         if slot + AHEAD < count:
-            prefetch_row(table, np.int64(copies.ids[part, slot + AHEAD]))
-        row = copies.ids[part, slot]
+            prefetch_row(table, np.int64(ids[slot + AHEAD]))
+        row = ids[slot]
         for d in range(width):
-            copies.rows[part, slot, d] = table[row, d]
+            rows[slot, d] = table[row, d]
 
 
 @kernel(reorder=True)
 def _train_parts(
-    ticket, table, other, stream, documents, first, last, noise, key, lr, work, cbow, rows_of
+    ticket,
+    table,
+    other,
+    stream,
+    documents,
+    first,
+    last,
+    noise,
+    key,
+    lr,
+    work,
+    cbow,
+    rows_of,
 ):
     for lo, hi in pieces(ticket):
         for part in range(lo, hi):
@@ -137,30 +150,26 @@ def _train_parts(
 
 
 @kernel()
-def _write_rows(ticket, table, copies, parts, classes, max_sum):
+def _write_rows(ticket, table, copies, parts, max_sum):
     """Write copied rows back; a row of several parts gets the sum of their changes."""
-    width, repeats, mask = table.shape[1], copies.repeats, classes - 1
+    width, repeats, starts = table.shape[1], copies.repeats, copies.starts
     for lo, hi in pieces(ticket):
         for class_ in range(lo, hi):
-            # The rows of a class belong to one thread, which adds parts in order.
             for part in range(parts):
-                for slot in range(copies.counts[part]):
-                    row = copies.ids[part, slot]
-                    if row & mask == class_:
-                        repeats[row] += 1
+                start, end = starts[part, class_ + 1], starts[part, class_ + 2]
+                for i in range(start, end):
+                    repeats[copies.ids[part, copies.order[part, i]]] += 1
             for part in range(parts):
-                count = copies.counts[part]
-                for slot in range(count):
-                    if slot + FAR_AHEAD < count:
-                        row = copies.ids[part, slot + FAR_AHEAD]
-                        if row & mask == class_:
-                            prefetch_row(table, np.int64(row))
-                    row = copies.ids[part, slot]
-                    if row & mask != class_:
-                        continue
+                start, end = starts[part, class_ + 1], starts[part, class_ + 2]
+                ids, order = copies.ids[part], copies.order[part]
+                for i in range(start, end):
+                    if i + AHEAD < end:
+                        prefetch_row(table, np.int64(ids[order[i + AHEAD]]))
+                    slot = order[i]
+                    row = ids[slot]
                     times = np.float32(abs(repeats[row]))
                     scale = min(np.float32(1), max_sum / times)
-                    # old + scale * sum(copy - old): the first part adds what remains of old.
+                    # old + scale * sum(copy - old): the first part takes the old row.
                     kept = np.float32(1)
                     if repeats[row] > 0:
                         kept -= times * scale
@@ -170,7 +179,6 @@ def _write_rows(ticket, table, copies, parts, classes, max_sum):
                             kept * table[row, d] + scale * copies.rows[part, slot, d]
                         )
             for part in range(parts):
-                for slot in range(copies.counts[part]):
-                    row = copies.ids[part, slot]
-                    if row & mask == class_:
-                        repeats[row] = 0
+                start, end = starts[part, class_ + 1], starts[part, class_ + 2]
+                for i in range(start, end):
+                    repeats[copies.ids[part, copies.order[part, i]]] = 0

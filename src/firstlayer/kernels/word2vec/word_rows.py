@@ -1,7 +1,9 @@
 """Words whose vector is the mean of several rows: their own and those of their n-grams.
 
 A part trains the mean of a word as if it were one row. Each row of the word gets the change
-of the mean, as in fastText (Bojanowski et al. 2017).
+of the mean, as in fastText (Bojanowski et al. 2017). A row that many words and parts change
+gets a multiple of their mean change: words that share n-grams do not see the changes of
+each other within a part, so their sum would overshoot.
 """
 
 from typing import NamedTuple
@@ -80,7 +82,6 @@ def mean_rows(table, rows_of, copies, part, before):
         for d in range(width):
             before[part, slot, d] = 0
         for i in range(start, end):
-            # The rows of the next word follow those of this one only by chance.
             if i + AHEAD < end:
                 prefetch_row(table, np.int64(rows_of.rows[i + AHEAD]))
             row = rows_of.rows[i]
@@ -94,21 +95,20 @@ def mean_rows(table, rows_of, copies, part, before):
 
 @kernel()
 def add_to_rows(ticket, table, work, rows_of, parts, classes, max_sum):
-    """Add the changes of words to each of their rows."""
+    """Add the changes of words to each of their rows.
+
+    One thread writes the rows of a class; the number of classes is a power of two.
+    """
     width, mask, copies = table.shape[1], classes - 1, work.inputs
-    bounds, rows, repeats, seen = rows_of.bounds, rows_of.rows, copies.repeats, work.seen
+    bounds, rows, repeats = rows_of.bounds, rows_of.rows, copies.repeats
     for lo, hi in pieces(ticket):
         for class_ in range(lo, hi):
-            # The rows of a class belong to one thread, which adds parts in order.
             for part in range(parts):
                 for slot in range(copies.counts[part]):
                     word = copies.ids[part, slot]
                     for i in range(bounds[word], bounds[word + 1]):
-                        row = rows[i]
-                        # Words of a part that share an n-gram count once.
-                        if row & mask == class_ and seen[row] != part + 1:
-                            seen[row] = part + 1
-                            repeats[row] += 1
+                        if rows[i] & mask == class_:
+                            repeats[rows[i]] += 1
             for part in range(parts):
                 for slot in range(copies.counts[part]):
                     word = copies.ids[part, slot]
@@ -125,4 +125,4 @@ def add_to_rows(ticket, table, work, rows_of, parts, classes, max_sum):
                     word = copies.ids[part, slot]
                     for i in range(bounds[word], bounds[word + 1]):
                         if rows[i] & mask == class_:
-                            repeats[rows[i]] = seen[rows[i]] = 0
+                            repeats[rows[i]] = 0

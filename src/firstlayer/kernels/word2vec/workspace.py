@@ -10,6 +10,8 @@ PART = 64
 LANE = 16
 # Targets of a position whose sums are in registers at a time.
 TILE = 6
+#: Classes of rows, by their last bits. One thread writes the rows of a class.
+CLASSES = 16
 
 
 class Copies(NamedTuple):
@@ -20,13 +22,18 @@ class Copies(NamedTuple):
         ids: Word of each copied row.
         counts: Number of copied rows of each part.
         keys: Hash table of each part from words to slots, -1 if an entry is empty.
-        repeats: Number of parts that changed each row of the table; zeros between steps.
+        order: Slots of each part, by the class of their word.
+        starts: First place of each class in ``order``, after one unused number, and the
+            number of slots.
+        repeats: Number of copies that changed each row of the table; zeros between steps.
     """
 
     rows: np.ndarray
     ids: np.ndarray
     counts: np.ndarray
     keys: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
     repeats: np.ndarray
 
 
@@ -38,9 +45,9 @@ class Workspace(NamedTuple):
             of a window, before and after its update.
         outputs: Copies of the table of center words and negatives.
         before: Rows of ``inputs`` as they were copied, if words have several rows.
-        seen: Number of the last part that changed each row, from 1, if words have several;
-            zeros between steps.
         mean: The slot of the mean.
+        span: Slots of the words from the first window of each part to the last, -1 for a
+            word that no window has.
         near: Slots of the context words of each position.
         far: Slots of the center word and the negatives of each position, then the center
             word again up to a multiple of ``TILE``.
@@ -54,8 +61,8 @@ class Workspace(NamedTuple):
     inputs: Copies
     outputs: Copies
     before: np.ndarray
-    seen: np.ndarray
     mean: np.ndarray
+    span: np.ndarray
     near: np.ndarray
     far: np.ndarray
     sizes: np.ndarray
@@ -91,8 +98,8 @@ def word2vec_workspace(
         inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=2),
         outputs=_copies(parts, PART * (negatives + 1), width, num_embeddings),
         before=np.zeros((parts, kept, width), np.float32),
-        seen=np.zeros(num_embeddings + buckets if buckets else 0, np.int32),
         mean=np.array([slots], np.int32),
+        span=np.zeros((parts, slots), np.int32),
         near=np.zeros((parts, PART, widest), np.int32),
         far=np.zeros((parts, PART, targets), np.int32),
         sizes=np.zeros((parts, PART), np.int32),
@@ -112,5 +119,7 @@ def _copies(
         counts=np.zeros(parts, np.int64),
         # At most half full.
         keys=np.full((parts, 2 << (slots - 1).bit_length()), -1, np.int32),
+        order=np.zeros((parts, slots), np.int32),
+        starts=np.zeros((parts, CLASSES + 2), np.int32),
         repeats=np.zeros(num_embeddings, np.int32),
     )
