@@ -72,8 +72,8 @@ def _write_phases(cos, sin, position, tables):
     """Write the cosines and sines at ``position``, NaN if it is out of range."""
     pairs, distance = tables.shape[3], abs(position)
     if not -LIMIT < position < LIMIT:
-        cos[:] = np.nan
-        sin[:] = np.nan
+        for i in range(pairs):
+            cos[i], sin[i] = np.nan, np.nan
         return
     digit = distance % 256
     for i in range(pairs):
