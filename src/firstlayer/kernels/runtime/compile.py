@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., object])
 # Any: decorated functions keep their own types for type checkers.
 njit: Any = numba.njit
 # Options of functions that Python and C do not call.
-WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+WITHOUT_WRAPPERS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]:
