@@ -252,9 +252,13 @@ def test_large_row_gradients_are_rounded_and_upcast_as_torch_does(dtype):
     values[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
     rounded = tensor_of(values.numpy(), dtype=dtype)
     torch.testing.assert_close(rounded, values.to(dtype), rtol=0, atol=0, equal_nan=True)
-    options = {"check_invariants": False, "is_coalesced": True}
-    ids = torch.arange(300)[None]
-    grad = torch.sparse_coo_tensor(ids, rounded, (400, 128), **options)
+    grad = torch.sparse_coo_tensor(
+        torch.arange(300)[None],
+        rounded,
+        (400, 128),
+        check_invariants=False,
+        is_coalesced=True,
+    )
     got, want = rows_of(grad), values.to(dtype).float().numpy()
     assert got.ids.tolist() == list(range(300))
     np.testing.assert_array_equal(got.values, want)
