@@ -20,6 +20,7 @@ import pytest
 from firstlayer.cli import COMMANDS
 from firstlayer.cli._group import message
 from firstlayer.cli._output import check_output, columns, emit, plain, progress, say
+from firstlayer.cli.train import command as train
 from tests.support.command import call, call_alone, error_line, error_message, stdout_of
 
 HEAVY = {"numpy", "numba", "rich", "tokenizers", "torch", "safetensors", "jaxtyping"}
@@ -43,6 +44,21 @@ def test_every_command_has_help_with_examples_json_and_quiet(name):
     assert "Options:\n  --json " in text and "\n  -h, --help " in text
     assert "RANGE" not in text and "x>" not in text and "[default:\n" not in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_of_train_has_sections(monkeypatch):
+    text = stdout_of("train", "--help")
+    headings = ["Text", "Vocabulary", "Training", "Output", "Options"]
+    assert re.findall(r"^(\w+):$", text, flags=re.M) == headings
+    options = [max(one.opts, key=len) for one in train.params if one.opts[0][0] == "-"]
+    lines = [line for line in text.splitlines() if line.startswith("  -")]
+    assert len(lines) == len(options) + 1  # --help
+    assert all(any(f"{name} " in line for line in lines) for name in options)
+    assert len({re.search(r"\S {2,}(?=\S)", line).end() for line in lines}) == 1
+    # Defaults that do not fit are broken at spaces.
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = stdout_of("train", "--help")
+    assert set(narrow.split()) == set(text.split())
 
 
 def test_commands_and_modules_match():

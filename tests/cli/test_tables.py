@@ -231,6 +231,11 @@ def test_signs_inside_words_are_kept():
     assert parse(["c++", "x-ray - -5"]) == [[(1, "c++")], [(1, "x-ray"), (-1, "-5")]]
 
 
+def test_quoted_words_are_one_word():
+    queries = [[(1, "new york"), (-1, "a b")], [(1, "c")]]
+    assert parse([" new  york -", "", "a\tb", "c"]) == queries
+
+
 @pytest.mark.rejects
 def test_similarity_needs_two_words(tables):
     path = tables[0] / "a.txt"

@@ -153,10 +153,13 @@ def test_phrases_are_rows_and_found_in_text(folder, interrupt_at, monkeypatch):
     own = vectors.weight[vectors.rows["new_york"]]
     assert np.array_equal(vectors["new_york"], own)
     assert np.array_equal(vectors["New York"], own) and own.any()
+    assert vectors.find("é1 é2").note == "é1 é2 is the mean of é1 and é2"
     line = stdout_of("encode", "whole", text="in New\tYork")
     want = own / np.linalg.norm(own)
     np.testing.assert_allclose(json.loads(line)["vector"], want, atol=1e-6)
     near = stdout_of("neighbors", "whole", "new_york", "-n", "30")
+    quoted = stdout_of("neighbors", "whole", "New York", "-n", "30")
+    assert quoted == f"New York\n{near}"
     # Words that occur in the phrase alone have no direction.
     assert near.count("\n") == 20 and not {"new", "york"} & set(near.split())
     stdout_of("convert", "whole", "copy")
@@ -170,6 +173,8 @@ def test_phrases_are_rows_and_found_in_text(folder, interrupt_at, monkeypatch):
     (folder / "whole" / "phrases.json").write_text('[[["new", "gone"]]]')
     want = "whole/phrases.json does not hold phrases of known words"
     assert error_message("neighbors", "whole", "new") == want
+    done = call("train", *options, "--phrase-threshold", "1e9", "-o", "none")
+    assert "found 0 phrases: a lower threshold joins more\n" in done.stderr
     want = "phrases are of words, but the tokenizer is bpe"
     assert want in error_message("train", *options, "--tokenizer", "bpe", "-o", "bpe")
 

@@ -26,6 +26,8 @@ Decorator = Callable[[Callable[..., Any]], Any]
 SECONDS_PER_LINE = 10.0
 #: Width of a progress bar, in columns.
 MIN_BAR, MAX_BAR = 8, 40
+#: Widest option in a help text with its description on the same line, as in click.
+MAX_FORM = 30
 #: Space and hyphen at which a line is not broken.
 NO_BREAK, NO_BREAK_HYPHEN = "\u00a0", "\u2011"
 #: Type of options that count something.
@@ -42,37 +44,67 @@ force_option = click.option("--force", is_flag=True, help="Replace existing outp
 
 
 class HelpfulCommand(click.Command):
-    """Command whose help calls a number N, and leaves out limits such as ``x>=1``."""
+    """Command whose help calls a number N, and leaves out limits such as ``x>=1``.
+
+    Args:
+        sections: Names of options by heading, separated by spaces. The heading of all
+            others is ``Options``.
+    """
+
+    def __init__(self, *args: Any, sections: dict[str, str], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.sections = sections
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options and what they do, each default on one line."""
-        options = (p for p in self.get_params(ctx) if isinstance(p, click.Option))
-        records = [option.get_help_record(ctx) for option in options]
-        with formatter.section("Options"):
-            formatter.write_dl([
-                (re.sub(r"(INTEGER|FLOAT) RANGE$", "N", option), _shortened(does))
-                for option, does in filter(None, records)
-            ])
+        records: dict[str, tuple[str, str]] = {}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if isinstance(option, click.Option) and record is not None:
+                form = re.sub(r"(INTEGER|FLOAT) RANGE$", "N", record[0])
+                records[str(option.name)] = form, record[1]
+        width = min(MAX_FORM, max(len(form) for form, _ in records.values()))
+        # Two spaces before the option, and two after it.
+        room = formatter.width - width - 4
+        sections = {
+            heading: [records.pop(name) for name in names.split()]
+            for heading, names in self.sections.items()
+        }
+        for heading, rows in (sections | {"Options": list(records.values())}).items():
+            with formatter.section(heading):
+                # The descriptions of all sections are aligned.
+                formatter.write_dl([
+                    (form.ljust(width), _shortened(does, room)) for form, does in rows
+                ])
         plain = {ord(NO_BREAK): " ", ord(NO_BREAK_HYPHEN): "-"}
         formatter.buffer = [text.translate(plain) for text in formatter.buffer]
 
 
-def _shortened(does: str) -> str:
-    """Return a description without limits, and with names and its default unbroken."""
+def _shortened(does: str, room: int) -> str:
+    """Return a description without limits, and with names and its default unbroken.
+
+    A default that is longer than a line of ``room`` columns is broken at spaces.
+    """
     does = re.sub(r"; x>=?[\d.]+(?=\])|  \[x>=?[\d.]+\]", "", does)
     does = re.sub(r"(?<=\w)-(?=\w)", NO_BREAK_HYPHEN, does)
     return re.sub(
-        r"\[default: .{1,24}\]$", lambda found: found[0].replace(" ", NO_BREAK), does
+        r"\[default: .{1,24}\]$",
+        lambda found: (
+            found[0].replace(" ", NO_BREAK) if len(found[0]) <= room else found[0]
+        ),
+        does,
     )
 
 
-def cli_command(*, examples: str) -> Decorator:
+def cli_command(*, examples: str, sections: dict[str, str] | None = None) -> Decorator:
     """Turn a function into the click command of its module, with ``--json`` and ``-q``.
 
     The function also takes ``as_json`` and ``quiet``. Its docstring is the help text.
 
     Args:
         examples: Example command lines for the end of the help text.
+        sections: Names of options by heading of the help text, separated by spaces; None
+            for one list.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -87,6 +119,7 @@ def cli_command(*, examples: str) -> Decorator:
         return click.command(
             function.__module__.rpartition(".")[2],
             cls=HelpfulCommand,
+            sections=sections or {},
             epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines),
             context_settings={"help_option_names": ["-h", "--help"]},
         )(function)

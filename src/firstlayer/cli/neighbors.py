@@ -7,6 +7,7 @@ from ._output import cli_command, columns, emit, say
 EXAMPLES = """
 firstlayer neighbors vectors TypeError lock
 firstlayer neighbors vectors king - man + woman
+firstlayer neighbors vectors "new york"
 firstlayer neighbors glove.6B.50d.txt whale -n 5 --json
 """
 
@@ -30,7 +31,8 @@ def command(
     TABLE is a folder with a table and a tokenizer (written by firstlayer train, model2vec
     or transformers), or a safetensors, PyTorch, GGUF, gensim, fastText, word2vec, GloVe,
     TSV, .npy or .npz file; text may be compressed (.gz). Words joined by + or - form one
-    query. A word without a row of its own is the mean of its pieces, which is noted.
+    query, and so does a quoted phrase. A word without a row of its own is the mean of its
+    pieces, which is noted.
     """
     from ..word_vectors.neighbors import neighbors, parse
     from ..word_vectors.vectors import open_vectors

@@ -40,12 +40,20 @@ firstlayer train --resume -o vectors       resume after Ctrl-C
 firstlayer train --keep-state              keep the state, to train further:
 firstlayer train --resume --epochs 10      10 more epochs
 """
+#: Headings of the help text.
+SECTIONS = {
+    "Text": "encoding text_field lines",
+    "Vocabulary": "tokenizer vocab min_count lower pattern phrases phrase_threshold",
+    "Training": "method dim window negatives sample epochs lr buckets min_n max_n batch "
+    "threads seed",
+    "Output": "output force resume keep_state save_every scratch",
+}
 #: Options allowed with --resume; all others come from the first run.
 ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "save_every", "quiet"}
 ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 
 
-@cli_command(examples=EXAMPLES)
+@cli_command(examples=EXAMPLES, sections=SECTIONS)
 @click.argument("files", nargs=-1, metavar="[FILES|-]...")
 @click.option(
     "-o",
@@ -116,8 +124,7 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
 @click.option(
     "--lr",
-    help="Initial learning rate; it decays linearly.",
-    show_default="0.05, 0.3 for cbow",
+    help="Initial learning rate; it decays linearly.  [default: 0.05, 0.3 for cbow]",
     type=click.FloatRange(min=0, min_open=True),
 )
 @value_option(
@@ -125,7 +132,7 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
     0,
     "Rows of character n-grams, which give vectors to unseen words; 0 for none "
     "(fastText has 2,000,000).",
-    type=click.IntRange(0, 2**30 - 1),
+    type=click.IntRange(min=0),
 )
 @value_option("--min-n", 3, "Shortest n-gram, with the brackets of <word>.", type=COUNT)
 @value_option("--max-n", 6, "Longest n-gram.", type=click.IntRange(1, 64))

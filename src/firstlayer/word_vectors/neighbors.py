@@ -4,6 +4,7 @@ Similarity is the cosine. Sums add rows of unit length, so that the longer rows 
 words do not dominate (Mikolov, Yih and Zweig 2013). Query words are excluded.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,18 +44,25 @@ class Neighbors:
 
 
 Terms = list[tuple[int, str]]
+#: A plus or minus between spaces.
+SIGN = r"(?<!\S)([-+])(?!\S)"
 
 
 def parse(words: Sequence[str]) -> list[Terms]:
     """Parse queries into signed words. ``+`` and ``-`` join words into one query.
 
+    A string with spaces is one word, which may be a phrase or several pieces.
+
     Example:
-        >>> parse(["king", "-", "man + woman", "red"])
-        [[(1, 'king'), (-1, 'man'), (1, 'woman')], [(1, 'red')]]
+        >>> parse(["king", "-", "man + woman", "new york"])
+        [[(1, 'king'), (-1, 'man'), (1, 'woman')], [(1, 'new york')]]
     """
     queries: list[Terms] = []
     sign = None
-    for word in " ".join(words).split():
+    parts = (part for text in words for part in re.split(SIGN, text))
+    for word in (" ".join(part.split()) for part in parts):
+        if not word:
+            continue
         if word in ("+", "-"):
             if sign is not None or not queries:
                 raise ValueError(f"{word!r} must stand between two words")

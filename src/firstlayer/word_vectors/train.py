@@ -296,7 +296,8 @@ def _new_run(recipe: TrainingOptions, text: _Text) -> _Run:
         size=recipe.size,
     )
     count = sum(one.keys.size for one in phrases.passes)
-    text.tell(f"found {count:,} phrase{'s' * (count != 1)}")
+    hint = "" if count else ": a lower threshold joins more"
+    text.tell(f"found {count:,} phrase{'s' * (count != 1)}{hint}")
     return _Run(recipe, corpus, phrases)
 
 
@@ -305,7 +306,7 @@ def _resumed_run(
 ) -> _Run:
     """Return a run that goes on with the state in a folder."""
     name = os.fspath(folder)
-    saved = folders.read_one_save(folder, lambda opener: _saved(folder, opener))
+    saved = folders.read_one_save(folder, lambda opener: _saved(folder, opener, more))
     recipe, state = saved.recipe, saved.state
     is_finished = _completed_epochs(state, name) >= recipe.setting.epochs
     if more is None and is_finished:
@@ -341,7 +342,9 @@ class _Saved:
     state: dict[str, np.ndarray]
 
 
-def _saved(folder: str | os.PathLike[str], opener: Opener) -> _Saved:
+def _saved(
+    folder: str | os.PathLike[str], opener: Opener, more: MoreEpochs | None
+) -> _Saved:
     name = os.fspath(folder)
     try:
         state = folders.read_state(folder, opener=opener)

@@ -179,7 +179,8 @@ class Vectors:
             if len(numbers) == 1:
                 return WordVector(word, self.take(numbers)[0], numbers)
             if numbers:
-                pieces = " ".join(self.words[number] for number in numbers)
+                between = " and " if " " in word else " "
+                pieces = between.join(self.words[number] for number in numbers)
                 note = f"{word} is the mean of {pieces}"
                 if spaced := self._as_sum(word):
                     note += f": for a sum, write {spaced!r}"
