@@ -138,7 +138,8 @@ def _add_methods(kind: type) -> None:
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _added:
             _added.add(name)
-            add = overload_method(types.BaseNamedTuple, name, jit_options=WITHOUT_WRAPPERS)
+            options: Any = {"jit_options": WITHOUT_WRAPPERS}
+            add = overload_method(types.BaseNamedTuple, name, **options)
             add(_method(name, function))
 
 
