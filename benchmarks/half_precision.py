@@ -175,11 +175,15 @@ def _training(rows: int, width: int, dtype: str) -> Case:
             dtype=getattr(torch, dtype),
         )
 
+    peers = {FLOAT32: training("ours", "float32")}
+    if dtype == "bfloat16":
+        # In float16 the squares of gradients underflow, and torch's AdamW diverges.
+        peers[DENSE] = training(DENSE, dtype)
     return Case(
         f"{dtype} train {rows:,} × {width} by rows, 32 × 128 ids, uniform",
         training("ours", dtype),
-        {DENSE: training(DENSE, dtype), FLOAT32: training("ours", "float32")},
-        {DENSE: 5.0, FLOAT32: 1.0},
+        peers,
+        {FLOAT32: 1.0, DENSE: 5.0} if DENSE in peers else {FLOAT32: 1.0},
         tolerance=MAX_DISTANCE + TOLERANCE[dtype],
         most_rounds=4,
         flatten=as_array,

@@ -1,7 +1,10 @@
-"""Word vectors against gensim's Word2Vec on the same text: ``python -m benchmarks.train``.
+"""Word vectors against gensim's on the same text: ``python -m benchmarks.train``.
 
-Both train skip-gram with negative sampling on the same tokens, with the same width, window,
-negatives, subsampling and epochs, on two threads, each with its default learning rate.
+Both train skip-gram, CBOW, or skip-gram with character n-grams (gensim's FastText), with
+negative sampling on the same tokens, with the same width, window, negatives, subsampling
+and epochs, on two threads, each with its default learning rate. ``--methods`` selects the
+methods, and ``--tokens`` shortens the text: gensim needs half an hour for n-grams on the
+whole prose.
 
 On Python's standard library, quality is the share of a name's nearest neighbors that belong
 to its category (exceptions, error numbers, methods of ``str``, …). On English prose
@@ -31,11 +34,12 @@ import numpy as np
 
 from firstlayer import set_num_threads
 from firstlayer.word_vectors.corpus import Corpus, learn_tokenizer, tokenized
+from firstlayer.word_vectors.documents import documents_in
 from firstlayer.word_vectors.evaluate import evaluate
 from firstlayer.word_vectors.neighbors import units
-from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions
-from firstlayer.word_vectors.text import documents_in, standard_library
+from firstlayer.word_vectors.text import standard_library
 from firstlayer.word_vectors.vectors import Vectors
+from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions
 
 from .prose import prose_files
 
@@ -46,6 +50,12 @@ NEAREST, FEWEST = 5, 6
 SENTENCE = 10_000
 #: Required speed-up over gensim.
 FASTER = 2.0
+#: Options of each method, and those of gensim.
+METHODS = {
+    "skipgram": ({}, {"sg": 1}),
+    "cbow": ({"method": "cbow"}, {"sg": 0}),
+    "subwords": ({"buckets": 200_000}, {"sg": 1, "bucket": 200_000}),
+}
 #: Evaluation files that gensim installs.
 FILES = {
     "WordSim-353": "wordsim353.tsv",
@@ -60,6 +70,7 @@ class Result:
 
     Args:
         text: ``"Python"`` or ``"prose"``.
+        method: One of :data:`METHODS`.
         library: Name of the library.
         seconds: Training time without tokenizing.
         tokens_per_second: Training speed.
@@ -68,6 +79,7 @@ class Result:
     """
 
     text: str
+    method: str
     library: str
     seconds: float
     tokens_per_second: float
@@ -113,33 +125,36 @@ def purity(weight: np.ndarray, rows: dict[str, int]) -> dict[str, float]:
     return shares
 
 
-def ours(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
+def ours(corpus: Corpus, setting: Word2VecOptions, method: str) -> tuple[float, np.ndarray]:
     """Return the training time of Firstlayer and the table."""
     set_num_threads(THREADS)
     # Kernels compile once per machine, so compilation is not timed.
-    warm = SkipGram(corpus, setting)
+    warm = Word2Vec(corpus, setting)
     batches = iter(range(2))
     warm.run(stop=lambda: next(batches, None) is None)
     start = time.perf_counter()
-    model = SkipGram(corpus, setting)
+    model = Word2Vec(corpus, setting)
     model.run()
     return time.perf_counter() - start, model.result()
 
 
-def gensim(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]:
+def gensim(
+    corpus: Corpus, setting: Word2VecOptions, method: str
+) -> tuple[float, np.ndarray]:
     """Return the training time of gensim and the table."""
-    from gensim.models import Word2Vec
+    from gensim.models import FastText
+    from gensim.models import Word2Vec as GensimWord2Vec
 
     sentences = list(_sentences(corpus))
-    model = Word2Vec(
+    model = (FastText if setting.buckets else GensimWord2Vec)(
         vector_size=setting.embedding_dim,
         window=setting.window,
         negative=setting.negatives,
         sample=setting.sample,
         epochs=setting.epochs,
         seed=setting.seed,
-        sg=1,
         min_count=1,
+        **METHODS[method][1],
         workers=THREADS,
     )
     model.build_vocab(sentences)
@@ -148,14 +163,13 @@ def gensim(corpus: Corpus, setting: SkipGramOptions) -> tuple[float, np.ndarray]
     seconds = time.perf_counter() - start
     weight = np.zeros((corpus.num_embeddings, setting.embedding_dim), np.float32)
     names: Any = model.wv.index_to_key
-    rows = np.array([int(name) for name in names])
+    rows = np.array([corpus.tokenizer.token_to_id(name) for name in names])
     weight[rows] = model.wv.vectors
     return seconds, weight
 
 
 def _sentences(corpus: Corpus) -> Iterator[list[str]]:
-    # gensim needs strings, so each word is named by its id.
-    names = list(map(str, range(corpus.num_embeddings)))
+    names = [corpus.tokenizer.id_to_token(row) for row in range(corpus.num_embeddings)]
     for lo, hi in zip(corpus.bounds[:-1], corpus.bounds[1:], strict=True):
         for start in range(lo, hi, SENTENCE):
             yield [names[i] for i in corpus.ids[start : min(start + SENTENCE, hi)]]
@@ -180,8 +194,9 @@ def prose_scores(weight: np.ndarray, corpus: Corpus) -> dict[str, float]:
 
 def measured(
     text: str,
+    method: str,
     corpus: Corpus,
-    setting: SkipGramOptions,
+    setting: Word2VecOptions,
     *,
     seeds: int,
     score: Callable[[np.ndarray, Corpus], dict[str, float]],
@@ -191,6 +206,7 @@ def measured(
 
     Args:
         text: Name of the text.
+        method: One of :data:`METHODS`.
         corpus: The text.
         setting: Hyper-parameters.
         seeds: Number of seeds.
@@ -200,13 +216,14 @@ def measured(
     for library, train in (("firstlayer", ours), ("gensim", gensim)):
         seconds, found = [], []
         for seed in range(seeds):
-            duration, weight = train(corpus, replace(setting, seed=seed))
+            duration, weight = train(corpus, replace(setting, seed=seed), method)
             seconds.append(duration)
             found.append(score(weight, corpus))
         means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
         names = list(means)
         yield Result(
             text=text,
+            method=method,
             library=library,
             seconds=float(np.mean(seconds)),
             tokens_per_second=corpus.ids.size * setting.epochs / float(np.mean(seconds)),
@@ -215,42 +232,52 @@ def measured(
         )
 
 
-def corpus_of(files: list[Path], *, lower: bool) -> Corpus:
-    """Return files as token ids."""
+def corpus_of(files: list[Path], *, lower: bool, tokens: int | None) -> Corpus:
+    """Return the first ``tokens`` token ids of files."""
     documents = documents_in(files)
-    return tokenized(documents, learn_tokenizer(documents, lower=lower))
+    corpus = tokenized(documents, learn_tokenizer(documents, lower=lower))
+    bounds = np.minimum(corpus.bounds, corpus.ids.size if tokens is None else tokens)
+    return replace(corpus, ids=corpus.ids[: bounds[-1]], bounds=bounds)
 
 
 def main() -> None:
     """Train, print speed and quality, and exit with 1 if ours is too slow or worse."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument("--epochs", type=int, default=SkipGramOptions.epochs)
-    parser.add_argument("--dim", type=int, default=SkipGramOptions.embedding_dim)
+    parser.add_argument("--epochs", type=int, default=Word2VecOptions.epochs)
+    parser.add_argument("--dim", type=int, default=Word2VecOptions.embedding_dim)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--text", choices=["Python", "prose", "both"], default="both")
     parser.add_argument("--prose", nargs="*", type=Path, help="files instead of packages")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[:1])
+    parser.add_argument("--tokens", type=int, help="length of each text, in tokens")
     options = parser.parse_args()
-    setting = SkipGramOptions(embedding_dim=options.dim, epochs=options.epochs)
     failed, results = False, []
     for text in ("Python", "prose") if options.text == "both" else (options.text,):
         if text == "Python":
-            corpus = corpus_of(standard_library(), lower=False)
-            score, num_scores = python_scores, 1
+            files, score, num_scores = standard_library(), python_scores, 1
         else:
-            corpus = corpus_of(options.prose or prose_files(), lower=True)
-            score, num_scores = prose_scores, len(FILES)
-        pair = []
-        for result in measured(
-            text, corpus, setting, seeds=options.seeds, score=score, num_scores=num_scores
-        ):
-            pair.append(result)
-            if not options.json:
-                print(_line(result), flush=True)
-        mine, theirs = pair
-        failed |= theirs.seconds < FASTER * mine.seconds
-        failed |= any(mine.scores[name] < value for name, value in theirs.scores.items())
-        results += pair
+            files, score = options.prose or prose_files(), prose_scores
+            num_scores = len(FILES)
+        corpus = corpus_of(files, lower=text == "prose", tokens=options.tokens)
+        scoring: dict[str, Any] = {"score": score, "num_scores": num_scores}
+        for method in options.methods:
+            setting = Word2VecOptions(
+                embedding_dim=options.dim, epochs=options.epochs, **METHODS[method][0]
+            )
+            pair = []
+            for result in measured(
+                text, method, corpus, setting, seeds=options.seeds, **scoring
+            ):
+                pair.append(result)
+                if not options.json:
+                    print(_line(result), flush=True)
+            mine, theirs = pair
+            failed |= theirs.seconds < FASTER * mine.seconds
+            failed |= any(
+                mine.scores[name] < value for name, value in theirs.scores.items()
+            )
+            results += pair
     if options.json:
         json.dump([asdict(result) for result in results], sys.stdout, indent=2)
         print()
@@ -261,8 +288,8 @@ def _line(result: Result) -> str:
     scores = {**result.scores, **result.details}
     each = ", ".join(f"{name} {part:.3f}" for name, part in scores.items())
     return (
-        f"{result.text:<6} {result.library:<10} {result.seconds:6.1f} s  "
-        f"{result.tokens_per_second:9,.0f} tokens/s  {each}"
+        f"{result.text:<6} {result.method:<8} {result.library:<10} "
+        f"{result.seconds:6.1f} s  {result.tokens_per_second:9,.0f} tokens/s  {each}"
     )
 
 

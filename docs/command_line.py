@@ -13,8 +13,8 @@ INTRO = """\
 # Command line
 
 `pip install '.[cli]'` in a clone of the repository installs `firstlayer`. Each command is
-shown with its `--help`. Commands exit with 0 on success, 1 on failure and 2 on wrong usage,
-and print errors as one line.
+shown with its `--help`. Commands exit with 0 on success, 1 on failure, 2 on wrong usage and
+130 after Ctrl-C, and print errors as one line.
 
 | command | does |
 |---|---|

@@ -1,4 +1,4 @@
-"""Draw the pictures of the concept pages into docs/pictures.
+"""Draw the pictures of the pages into docs/pictures.
 
 Run it after changing a picture: ``python docs/pictures.py``. Lines and text are readable on
 a light and on a dark page, and the background is transparent.
@@ -7,6 +7,7 @@ a light and on a dark page, and the background is transparent.
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,7 +76,8 @@ def rotary() -> "Figure":
                     "alpha": 1 - 0.13 * position,
                 },
             )
-            axes.text(1.18 * x, 1.18 * y, str(position), ha="center", va="center")
+            if pair == 0 or position in (0, 5):  # others would touch
+                axes.text(1.18 * x, 1.18 * y, str(position), ha="center", va="center")
         axes.set(
             xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"{title} a step"
         )
@@ -257,12 +259,71 @@ def lookups() -> "Figure":
     return plot.lookups(measured, palette=(BLUE, ORANGE, GREEN, PINK), limit=GREY)
 
 
+# Colors and markers of the schemes; rules that extend a model have its color.
+SCHEMES = {
+    "none": (GREY, "o"),
+    "learned": (PINK, "s"),
+    "sinusoidal": (ORANGE, "^"),
+    "rotary": (BLUE, "D"),
+    "randomised": ("#3fa7b5", "v"),
+    "xpos": ("#7c6fdc", ">"),
+    "alibi": (GREEN, "P"),
+    "t5": ("#b58a00", "X"),
+    "kerple": ("#c0504d", "*"),
+    "fire": ("#8a7a5c", "<"),
+}
+DASHES: Any = {
+    None: "-",
+    "linear": (0, (1, 1.5)),
+    "ntk": (0, (5, 2)),
+    "yarn": (0, (6, 1.5, 1, 1.5)),
+    "resized": (0, (3, 2)),
+}
+
+
+def positions() -> "Figure":
+    """Draw the losses of position schemes at growing lengths.
+
+    The data are those of ``firstlayer positions --quick --seeds 3 --json``, with every
+    scheme as a ``--scheme``.
+    """
+    study = json.loads((FOLDER / "positions.json").read_text())
+    figure = _figure(4.4)
+    axes, length = figure.subplots(), study["setting"]["length"]
+    curves = [curve for trained in study["trained"] for curve in trained["curves"]]
+    # The legend lists curves in the order of their right ends, from the top.
+    for curve in sorted(curves, key=lambda curve: -(curve["losses"][-1] or math.inf)):
+        color, marker = SCHEMES[curve["scheme"]]
+        points = zip(curve["lengths"], curve["losses"], strict=True)
+        axes.plot(
+            *zip(*((n, loss) for n, loss in points if loss is not None), strict=True),
+            color=color,
+            linestyle=DASHES[curve["rule"]],
+            marker=marker,
+            ms=4.5,
+            lw=1.3,
+            label=" + ".join(filter(None, (curve["scheme"], curve["rule"])))
+            + (" (no rows beyond)" if None in curve["losses"] else ""),
+        )
+    axes.axvline(length, color=GREY, lw=6, alpha=0.25, zorder=0)
+    axes.set_xscale("log", base=2)
+    stretches = study["setting"]["stretches"]
+    lengths = [round(stretch * length) for stretch in stretches]
+    labels = [f"{n}\n{s:g}×" for n, s in zip(lengths, stretches, strict=True)]
+    axes.set_xticks(lengths, labels)
+    axes.minorticks_off()
+    axes.set(xlabel="context length in bytes", title="loss (nats per byte)")
+    figure.legend(loc="outside right center", fontsize=8.5, handlelength=3.5)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], "Figure"]] = {
     "rotary": rotary,
     "large_positions": large_positions,
     "missed_steps": missed_steps,
     "bags": bags,
     "lookups": lookups,
+    "positions": positions,
 }
 
 
@@ -272,9 +333,8 @@ def svg(name: str) -> str:
 
     with matplotlib.rc_context(STYLE):
         file = io.StringIO()
-        PICTURES[name]().savefig(
-            file, format="svg", transparent=True, metadata={"Date": None}
-        )
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        PICTURES[name]().savefig(file, format="svg", transparent=True, metadata=metadata)
     return file.getvalue()
 
 

@@ -1,5 +1,7 @@
 """The code blocks of the README and the docs run, and design.md agrees with the source."""
 
+import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -66,6 +68,15 @@ def run_blocks(page: Path) -> None:
             )
 
 
+def test_code_fits_on_a_page():
+    # Wider lines scroll sideways in a window of 1400 pixels.
+    fences = re.compile(r"^( *)```.*?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        codes = [textwrap.dedent(code) for _, code in fences.findall(page.read_text())]
+        wide = [line for code in codes for line in code.splitlines() if len(line) > 84]
+        assert not wide, page
+
+
 def test_wrong_output_on_a_page_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)  # 2: the sum\nprint(2 * 3)\n# 7\n```\n")
@@ -89,6 +100,21 @@ def test_the_site_builds_without_warnings(tmp_path):
         name = page.relative_to(ROOT / "docs").with_suffix("")
         expected = "index.html" if name.name == "index" else f"{name}/index.html"
         assert expected in pages
+    _check_constructors(tmp_path / "site" / "reference")
+
+
+def _check_constructors(reference: Path) -> None:
+    """Check that row optimizers have the signatures that they have at run time."""
+    text = "".join(
+        (reference / f"{x}/index.html").read_text() for x in ("optim", "equinox")
+    )
+    for module in (name for name in NAMES if name.endswith("optim")):
+        for name in (name for name in NAMES[module] if name[:3] == "Row"):
+            path = re.escape(f'id="{module}.{name}"')
+            (shown,) = re.findall(rf"{path}.*?doc-signature(.*?)</div>", text, re.DOTALL)
+            words = re.findall(r"\w+", re.sub("<[^>]+>", " ", shown))
+            value = getattr(importlib.import_module(module), name)
+            assert {*inspect.signature(value).parameters} <= {*words}, (module, name)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

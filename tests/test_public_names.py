@@ -3,6 +3,11 @@
 import doctest
 import importlib
 import inspect
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -114,6 +119,7 @@ NAMES = {
         "from_torchrec",
         "shard_columns",
         "shard_rows",
+        "shard_rows_and_columns",
         "sharded_parameters",
         "traffic",
     ],
@@ -127,6 +133,13 @@ SHARED_EXAMPLES = {
     "sharded_parameters": "shard_rows",
     "traffic": "shard_rows",
 }
+# Methods that the reference leaves out: torch or other parts of Firstlayer call them.
+SITE = tomllib.loads((Path(__file__).parent.parent / "zensical.toml").read_text())
+PYTHON = SITE["project"]["plugins"]["mkdocstrings"]["handlers"]["python"]
+FILTERS = [rule.removeprefix("!") for rule in PYTHON["options"]["filters"]]
+METHODS = FunctionType, classmethod, staticmethod
+# Calling a layer calls forward; reset_parameters is torch's own.
+NOT_FOR_USERS = "|".join([*FILTERS, "^(forward|reset_parameters)$"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,6 +156,42 @@ def test_every_public_name_has_an_example(name):
         value = getattr(module, SHARED_EXAMPLES.get(public) or public)
         examples = doctest.DocTestFinder().find(value, public)
         assert any(test.examples for test in examples), public
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_method_has_an_example(name):
+    module = importlib.import_module(name)
+    public = [getattr(module, name) for name in module.__all__]
+    missing = [
+        f"{value.__name__}.{method}"
+        for value in filter(inspect.isclass, public)
+        for method in own_methods(value)
+        if not has_example(value, method)
+    ]
+    assert not missing
+
+
+def own_methods(value: type) -> list[str]:
+    """Return the methods for users that Firstlayer defines, inherited ones included."""
+    return sorted({
+        name
+        for base in own_bases(value)
+        for name, member in vars(base).items()
+        if isinstance(member, METHODS) and not re.search(NOT_FOR_USERS, name)
+    })
+
+
+def has_example(value: type, method: str) -> bool:
+    """Return whether an example of the class or of one of its methods calls the method."""
+    parser = doctest.DocTestParser()
+    members = (vars(base).values() for base in own_bases(value))
+    docstrings = (inspect.getdoc(x) or "" for x in chain(own_bases(value), *members))
+    examples = chain.from_iterable(map(parser.get_examples, docstrings))
+    return any(f".{method}(" in example.source for example in examples)
+
+
+def own_bases(value: type) -> list[type]:
+    return [base for base in value.__mro__ if base.__module__.startswith("firstlayer.")]
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

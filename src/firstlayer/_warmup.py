@@ -136,18 +136,21 @@ def _ids(size: int = 8) -> np.ndarray:
 
 
 def _lookup(dtype: str) -> None:
-    layer = Embedding(ROWS, WIDTH, dtype=dtype, rng=0)
-    for ids in (_ids(), _ids(MANY_IDS)):
-        y, pull = layer.vjp(ids)
-        grad = pull(y)["weight"]
-        # Dense gradients in torch.
-        values = np.asarray(grad.values, np.float64 if dtype == "float64" else np.float32)
-        kernels.store_rows(values, np.zeros_like(layer.weight), grad.ids, noise=None)
+    # Rows that fill no whole cache lines have their own kernel.
+    for width in (WIDTH, WIDTH + 1):
+        layer = Embedding(ROWS, width, dtype=dtype, rng=0)
+        for ids in (_ids(), _ids(MANY_IDS)):
+            y, pull = layer.vjp(ids)
+            grad = pull(y)["weight"]
+            # Dense gradients in torch.
+            number = np.float64 if dtype == "float64" else np.float32
+            values = np.asarray(grad.values, number)
+            kernels.store_rows(values, np.zeros_like(layer.weight), grad.ids, noise=None)
 
 
 def _bag(dtype: str, mode: Any) -> None:
-    # A bag narrower than a vector register has its own kernel.
-    for width in (WIDTH, 4):
+    # A bag narrower than 256 bytes of the compute dtype has its own kernel.
+    for width in (2 * WIDTH, 4):
         layer = EmbeddingBag(ROWS, width, mode=mode, dtype=dtype, rng=0)
         for weights in (None, np.ones(8, np.float32)) if mode == "sum" else (None,):
             y, pull = layer.vjp(_ids(), np.array([0, 3]), weights)
@@ -184,14 +187,16 @@ def _vectors(dtype: str) -> np.ndarray:
 
 
 def _train(dtype: str, rule: str, options: dict[str, Any]) -> None:
-    layer = Embedding(ROWS, WIDTH, dtype=dtype, rng=0)
-    optimizer = getattr(optim, rule)(layer, **options)
-    averages = None if "mode" in options else optim.AveragedRows(optimizer)
-    for first in (0, 4, 0):
-        y, pull = layer.vjp(np.arange(first, first + 6))
-        optimizer.step(pull(y))
+    # Half precision is updated in float32 if its rows are averaged.
+    for is_averaged in (False,) if "mode" in options else (False, True):
+        layer = Embedding(ROWS, WIDTH, dtype=dtype, rng=0)
+        optimizer = getattr(optim, rule)(layer, **options)
+        averages = optim.AveragedRows(optimizer) if is_averaged else None
+        for first in (0, 4, 0):
+            y, pull = layer.vjp(np.arange(first, first + 6))
+            optimizer.step(pull(y))
+            if averages is not None:
+                averages.update_parameters()
+        optimizer.flush()
         if averages is not None:
-            averages.update_parameters()
-    optimizer.flush()
-    if averages is not None:
-        averages.average("weight")
+            averages.average("weight")

@@ -229,6 +229,23 @@ def test_rows_without_a_direction_are_left_out():
         table_map(Vectors(["a", "b"], np.zeros((2, 3), np.float32)))
 
 
+def test_rows_after_those_on_the_map_are_not_read():
+    read = []
+
+    class Recorded(Vectors):
+        def take(self, numbers):
+            read.extend(numbers)
+            return super().take(numbers)
+
+    weight = np.random.default_rng(0).standard_normal((5000, 4), np.float32)
+    weight[:1500] = 0
+    found = table_map(Recorded([f"word{i}" for i in range(5000)], weight), max_rows=20)
+    assert found.places.tolist() == [*range(1500, 1520)]
+    norms = np.linalg.norm(weight[1500:1520], axis=1)
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-6)
+    assert read == [*range(2048)]
+
+
 def test_command_writes_one_page_and_replaces_it_only_if_told(tmp_path):
     table = example_table(40)
     source, page = tmp_path / "vectors.txt", tmp_path / "map.html"

@@ -26,6 +26,7 @@ from firstlayer.analysis.position_study import (
     Study,
     Trained,
 )
+from firstlayer.analysis.svg_chart import BOTTOM, TOP, Series, line_chart
 
 SETTING = Setting()
 SPREAD = 0.0123
@@ -312,6 +313,14 @@ def test_the_chart_shows_each_value_with_its_spread_on_hover(page):
             assert (text in page) == (loss is not None)
     names = re.findall(r"</span>([^<]*)</li>", page)
     assert len(names) == len(STUDY.curves) and "learned (no rows beyond)" in names
+
+
+def test_error_bars_end_inside_of_the_chart():
+    series = Series("a", "s0", [(1, 2.9), (2, 2.0)], spreads=[0.7, None])
+    options = {"label": "", "x_ticks": [], "x_label": "", "y_label": ""}
+    chart = line_chart([series], size=(600, 300), **options)
+    (ends,) = re.findall(r'class="bar" d="M\S+ (\S+)V(\S+)"', chart)
+    assert TOP <= float(ends[1]) < float(ends[0]) <= 300 - BOTTOM
 
 
 def test_lines_have_a_color_for_both_themes(page):

@@ -192,8 +192,10 @@ def test_memory_prints_and_plots(tmp_path):
     done = run(*MEMORY, "--allow=0", "--plot", path, "--force")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].split()[:5] == ["100", "×", "8", "float32", "sgd"]
-    assert lines[1].endswith("virtual") and lines[2].endswith("computed")
+    assert lines[0] == "100 × 8, float32:" and lines[1].startswith("optimizer ")
+    assert lines[2].startswith("sgd ") and lines[2].endswith("virtual")
+    assert lines[3].startswith("row-adamw ") and lines[3].endswith("computed")
+    assert max(map(len, lines)) <= 80
     assert "positions of width 8, rotary on heads of 64:" in lines
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -330,9 +332,8 @@ def test_ctrl_c_prints_completed_schemes(text, tmp_path, pressed):
     path, wanted = tmp_path / "a.html", ["--scheme=none", "--scheme=alibi", "--scheme=t5"]
     pressed("alibi")
     done = run("positions", text, *TINY, *wanted, "--plot", path, "--json", "-q")
-    assert (
-        done.exit_code == 1 and done.stderr == "firstlayer: interrupted before alibi, t5\n"
-    )
+    assert done.exit_code == 130
+    assert done.stderr == "firstlayer: interrupted before alibi, t5\n"
     found = json.loads(done.stdout)
     assert [each["scheme"] for each in found["trained"]] == ["none"]
     assert ">none</th>" in path.read_text() and "alibi" not in path.read_text()
@@ -343,7 +344,7 @@ def test_ctrl_c_before_the_first_scheme_prints_nothing(text, tmp_path, pressed):
     pressed("none")
     options = ["--scheme=none", "-q", "--plot", tmp_path / "a.html"]
     done = run("positions", text, *TINY, *options)
-    assert done.exit_code == 1 and done.stdout == ""
+    assert done.exit_code == 130 and done.stdout == ""
     assert done.stderr.split("\n")[-2:] == ["firstlayer: interrupted", ""]
     assert os.listdir(tmp_path) == [text.name]
 

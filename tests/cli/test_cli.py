@@ -40,6 +40,8 @@ def test_every_command_has_help_with_examples_json_and_quiet(name):
     assert stdout_of(name, "-h") == text
     assert "--json" in text and "-q, --quiet" in text
     assert f"Examples:\n    firstlayer {name}" in text
+    assert "Options:\n  --json " in text and "\n  -h, --help " in text
+    assert "RANGE" not in text and "x>" not in text and "[default:\n" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -143,13 +145,14 @@ def replace_command(monkeypatch):
 
 
 @pytest.mark.rejects
-def test_ctrl_c_prints_interrupted_and_exits_with_1(replace_command):
+def test_ctrl_c_prints_interrupted_and_exits_with_130(replace_command):
     def stop():
         raise KeyboardInterrupt
 
     replace_command(stop)
     done = call("inspect")
-    assert done.exit_code == 1 and done.stderr.split("\n")[-2] == "firstlayer: interrupted"
+    assert done.exit_code == 130
+    assert done.stderr.split("\n")[-2] == "firstlayer: interrupted"
 
 
 @pytest.mark.rejects
@@ -223,7 +226,7 @@ class Press:
 sys.meta_path.insert(0, Press())
 """
     done = call_alone("--help", folder=tmp_path, before=pressed)
-    assert (done.returncode, done.stderr) == (1, "firstlayer: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "firstlayer: interrupted\n")
 
 
 class Terminal(io.StringIO):
@@ -255,12 +258,17 @@ def test_the_bar_and_the_time_left_fit_in_every_terminal(columns, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     note = "1,234,567 tokens/s, loss 3.210"
     with progress("training", total=10, quiet=False) as draw:
+        draw(9, what="reading")
         draw(5, note=note)
     plain_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    line = plain_text.splitlines()[0]
+    lines = re.findall(r"(?:reading|training) [^\r\n]*", plain_text)
+    assert len(lines[0]) <= columns and re.match("reading .* 90 % ", lines[0])
+    line = lines[-1]
     assert len(line) <= columns and line.startswith("training ") and "━" * 3 in line
     assert " 50 % " in line and re.search(r"-:--|\d:\d\d", line)
     assert (note in line) == (columns >= 80)
+    # A note is cut between its parts.
+    assert "tokens" not in line or " tokens/s" in line
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
@@ -275,8 +283,10 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
     with progress("encoding", quiet=False) as draw:
         now[0] += 10
         draw(1234)
+        now[0] += 10
+        draw(2, what="reading")
     lines = stream.getvalue().splitlines()
-    assert lines == ["training 50%, loss 3.2", "encoding 1,234"]
+    assert lines == ["training 50%, loss 3.2", "encoding 1,234", "reading 2"]
 
 
 def test_progress_without_total_shows_a_count(monkeypatch):

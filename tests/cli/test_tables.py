@@ -256,7 +256,8 @@ BAD = {
     ),
     "words": (
         b"\x02\0\0\0\0\0\0\0{}",
-        "bad has no words: neither tokenizer.json nor vocab.txt is in its folder",
+        "bad has no words: neither tokenizer.json nor vocab.txt nor vocab.json with "
+        "merges.txt is in its folder",
     ),
 }
 

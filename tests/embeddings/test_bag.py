@@ -67,7 +67,7 @@ def layer_for(form, dim=3, **options):
 @given(
     mode=st.sampled_from(MODES),
     dtype=st.sampled_from(DTYPES),
-    width=st.sampled_from([1, 5, 32, 64, 71, 130]),
+    width=st.sampled_from([1, 5, 32, 64, 71, 130, 200]),
     bags=st.lists(st.lists(st.integers(0, 9), max_size=7), max_size=6),
     padding_idx=st.sampled_from([None, 0]),
     weighted=st.booleans(),

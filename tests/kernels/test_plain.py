@@ -40,7 +40,7 @@ def names():
     return sorted(
         name
         for name, home in kernels._HOME.items()
-        if not home.startswith(("runtime.", "neighbor_map", "optim.", "skipgram"))
+        if not home.startswith(("runtime.", "neighbor_map", "optim.", "word2vec."))
     )
 
 
@@ -251,7 +251,7 @@ def test_training_without_the_compiler_is_refused(monkeypatch):
         import torch
         import firstlayer.numpy, firstlayer.optim, firstlayer.torch, firstlayer.torch.optim
         from firstlayer.word_vectors.corpus import Corpus
-        from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions
+        from firstlayer.word_vectors.word2vec import Word2Vec
 
         layer = firstlayer.torch.Embedding(9, 4, sparse=True)
         layer(torch.tensor([3, 3, 5])).sum().backward()
@@ -259,7 +259,7 @@ def test_training_without_the_compiler_is_refused(monkeypatch):
         for make in (
             lambda: firstlayer.optim.RowAdam(firstlayer.numpy.Embedding(9, 4)),
             lambda: firstlayer.torch.optim.RowSGD(layer.parameters(), lr=0.1),
-            lambda: SkipGram(None, None),
+            lambda: Word2Vec(None, None),
         ):
             try:
                 make()

@@ -15,6 +15,7 @@ from firstlayer.ngram import ByteGroups, Engram, LongCatNgram, QwenNgram, Salted
 from tests.support.ngram import (
     LIBRARIES,
     NUM_IDS,
+    advanced_in,
     canonical_map,
     last_layer,
     reference_rows,
@@ -189,15 +190,57 @@ def test_rows_are_in_the_range_of_their_column(scheme, ids):
     ],
     ids=lambda s: type(s).__name__,
 )
-def test_rows_are_uniform(scheme):
-    ids = np.random.default_rng(5).integers(4, 4000, 60_000)
-    rows, layout = scheme(ids), scheme.layout()
-    for c, size in enumerate(layout.sizes):
-        counts = np.bincount(rows[:, c] - layout.offsets[c], minlength=size)
-        expected = ids.size / size
-        chi_square = ((counts - expected) ** 2 / expected).sum()
-        # Six standard deviations of the chi-square distribution.
-        assert abs(chi_square - (size - 1)) < 6 * np.sqrt(2 * size), (c, chi_square)
+def test_rows_are_uniform_in_every_library(scheme):
+    ids, layout = np.random.default_rng(5).integers(4, 4000, (1, 60_000)), scheme.layout()
+    for library in LIBRARIES:
+        rows = rows_in(library, scheme, ids)[0]
+        for c, size in enumerate(layout.sizes):
+            counts = np.bincount(rows[:, c] - layout.offsets[c], minlength=size)
+            expected = ids.size / size
+            chi_square = ((counts - expected) ** 2 / expected).sum()
+            # Six standard deviations of the chi-square distribution.
+            assert abs(chi_square - (size - 1)) < 6 * np.sqrt(2 * size), (library, c)
+
+
+# Each example of JAX is compiled.
+@pytest.mark.parametrize(
+    ("library", "examples"), [("torch", 40), ("torch operators", 20), ("jax", 5)]
+)
+def test_the_properties_of_random_schemes_hold_in_every_library(library, examples):
+    @settings(max_examples=examples)
+    @given(schemes(), st.data())
+    def check(scheme, data):
+        span, layer = scheme.history_length + 1, last_layer(scheme)
+        first, other, ids = (
+            data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+            for size in (4, 4, span + 3)
+        )
+        alone = rows_in(library, scheme, [ids], layer=layer)[0]
+        # Two packed sequences, two with a dead place before the ids, two with neither.
+        documents, dead = np.full((6, 4 + len(ids)), 7), np.zeros((6, 4 + len(ids)), bool)
+        documents[:2, :4], dead[2:4, 3] = 8, True
+        rows = rows_in(
+            library,
+            scheme,
+            [[*first, *ids], [*other, *ids]] * 3,
+            layer=layer,
+            documents=documents,
+            dead=dead,
+        )[:, 4:]
+        for blocked in rows[:4]:
+            assert blocked.tolist() == alone.tolist()
+        for same in rows[4:, span - 1 :]:
+            assert same.tolist() == alone[span - 1 :].tolist()
+        # Chunks, the second of several ids and the others of one.
+        ends = [*((1, 3) if library == "jax" else range(2, len(ids))), len(ids)]
+        history, start, chunks = None, 0, []
+        for end in ends:
+            chunk = np.array([ids[start:end]])
+            chunks.append(rows_in(library, scheme, chunk, layer=layer, history=history)[0])
+            history, start = advanced_in(library, scheme, history, chunk), end
+        assert np.concatenate(chunks).tolist() == alone.tolist()
+
+    check()
 
 
 @by_name

@@ -187,3 +187,40 @@ def test_a_forged_file_is_refused(change, message, tmp_path):
     write(path, tensors, config | change)
     with pytest.raises(ValueError, match=message):
         fn.load(path)
+
+
+def test_row_numbers_of_64_bits_reach_the_store(tmp_path):
+    """A file of 4 GB, all of which but a few rows is a hole."""
+    rows, path = 2**31 + 9, tmp_path / "table.npy"
+    written = {0: 1.0, 5: 2.0, 2**31 - 1: 3.0, 2**31: 4.0, 2**31 + 8: 5.0}
+    with path.open("wb") as file:
+        header = {"descr": "<f2", "fortran_order": False, "shape": (rows, 1)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start = file.tell()
+        file.truncate(start + 2 * rows)
+        for row, value in written.items():
+            file.seek(start + 2 * row)
+            file.write(np.float16(value).tobytes())
+    ids, values = np.array([*written, 7]), [*written.values(), 0.0]
+    scheme = SaltedNgram(orders=(2,), salts=2, rows=rows)
+    with open_store(path) as store:
+        assert store.read(ids)[:, 0].tolist() == values
+        for name in ("numpy", "torch"):
+            library, make = FRONT_ENDS[name], MAKE[name]
+            found = array(library.Embedding.from_store(store)(make(ids)))
+            assert found[:, 0].tolist() == values
+            bag = library.EmbeddingBag.from_store(store, mode="sum")
+            assert array(bag(make(ids[None]))).tolist() == [[15.0]]
+            grams = library.NgramEmbedding(scheme, store)
+            assert (array(grams(make(IDS))) == store.read(scheme(IDS))[..., 0]).all()
+            with pytest.raises(IndexError, match=f"is {rows}, but num_embeddings is"):
+                library.Embedding.from_store(store)(make(np.array([rows])))
+        embedding = fe.Embedding.from_store(store)
+        assert np.asarray(embedding(ids))[:, 0].tolist() == values
+        error = rf"a table of {rows} rows can be read by Embedding.from_store with ids on"
+        with pytest.raises(ValueError, match=error):
+            jax.jit(embedding)(jnp.array([1, 2]))
+        with pytest.raises(ValueError, match=error):
+            fe.EmbeddingBag.from_store(store)(ids[None])
+        with pytest.raises(ValueError, match=f"a table of {rows} rows needs jax.config"):
+            fe.NgramEmbedding(scheme, store)(jnp.asarray(IDS))

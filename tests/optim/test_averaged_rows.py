@@ -14,9 +14,11 @@ from firstlayer import RowGradient
 from firstlayer.numpy import Embedding, EmbeddingLayer
 from firstlayer.optim import AveragedRows, RowAdam, RowAdamW, RowSGD, missed_steps
 from firstlayer.optim import row_average as row_average_module
+from firstlayer.stores import create_store
 from firstlayer.torch import Embedding as TorchEmbedding
 from firstlayer.torch.optim import AveragedRows as TorchAveragedRows
 from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
+from firstlayer.torch.optim import operator_state, row_optimizer, stale_tensors
 from tests.support.optim_cases import (
     OPTIONS,
     ROWS,
@@ -34,6 +36,8 @@ CASES = [
         (name, options) for name, choices in OPTIONS.items() for options in choices
     )
 ]
+
+CHOICES = {True: lambda parameter: True, False: lambda parameter: False}
 
 
 class TorchPair:
@@ -85,6 +89,17 @@ class TorchPair:
         got = self.averaged.lookup(self.table.weight, torch.arange(ROWS))
         assert_close(got, want, tolerance, label)
 
+    def take(self, steps, every, tolerance):
+        """Take steps and update the averages, and compare them along the way."""
+        for step in range(steps):
+            self.step()
+            if step % every == every - 1:
+                self.update(decay=0.9 + 0.09 * np.sin(step / 40))
+            if step % 25 == 24:
+                self.check(tolerance, f"step {step}")
+            if step == steps // 2:
+                self.resume()
+
     def resume(self):
         """Continue with new objects that load the states of the old ones."""
         saved = copy.deepcopy([
@@ -100,25 +115,124 @@ class TorchPair:
             owner.load_state_dict(state)
 
 
+def tolerance_of(name, options):
+    return 1e-6 if options.get("eps", 0) > 1e-5 and "Adam" in name else 1e-9
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """Update every table by operators, in chunks of two rows."""
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", lambda parameter: False)
+    monkeypatch.setattr(stale_tensors, "CPU_CHUNK", 2 * WIDTH)
+
+
 @pytest.mark.parametrize("name, options, every", CASES)
 def test_averages_equal_those_of_averaged_model(name, options, every):
-    pair = TorchPair(name, options)
-    tolerance = 1e-6 if options.get("eps", 0) > 1e-5 and "Adam" in name else 1e-9
-    for step in range(300):
-        pair.step()
-        if step % every == every - 1:
-            pair.update(decay=0.9 + 0.09 * np.sin(step / 40))
-        if step % 25 == 24:
-            pair.check(tolerance, f"step {step}")
-        if step == 160:
-            pair.resume()
+    pair, tolerance = TorchPair(name, options), tolerance_of(name, options)
+    pair.take(210, every, tolerance)
     assert_close(
         pair.averaged.average(pair.table.weight),
         pair.reference.module.weight.detach(),
         tolerance,
     )
-    assert pair.averaged.n_averaged == pair.reference.n_averaged == 300 // every
+    assert pair.averaged.n_averaged == pair.reference.n_averaged == 210 // every
     assert_close(pair.table.state_dict()["weight"], pair.twin.weight.detach(), tolerance)
+
+
+@pytest.mark.parametrize("reads_values", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_averages_by_operators(name, reads_values, operators, monkeypatch):
+    if not reads_values:
+        # As on a device whose values are not read.
+        for module in (operator_state, stale_tensors):
+            monkeypatch.setattr(module, "is_plain_cpu", lambda *tensors: False)
+    for options in OPTIONS[name][-1:] if reads_values else OPTIONS[name][:1]:
+        pair, tolerance = TorchPair(name, options), tolerance_of(name, options)
+        pair.take(75, 2 if reads_values else 1, tolerance)
+        state = pair.optimizer.table_state_of(pair.table.weight)
+        assert isinstance(state, operator_state.OperatorState)
+        before = pair.table.weight.data_ptr(), state.row_steps.clone()
+        pair.check(tolerance)
+        assert torch.equal(state.row_steps, before[1])
+        assert_close(
+            pair.averaged.average(pair.table.weight),
+            pair.reference.module.weight.detach(),
+            tolerance,
+        )
+        with pair.averaged.swapped():
+            pair.check(tolerance)
+            with pytest.raises(ValueError, match="a step must not be taken while averages"):
+                pair.step()
+        assert_close(pair.table.weight.detach(), pair.twin.weight.detach(), tolerance)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_averages_follow_a_table_to_operators_and_back(name, monkeypatch):
+    pair = TorchPair(name, OPTIONS[name][-1])
+    for by_kernels in (True, False, True, False):
+        monkeypatch.setattr(row_optimizer, "trains_by_kernels", CHOICES[by_kernels])
+        for _ in range(6):
+            pair.step()
+            pair.update()
+            pair.check(1e-9, f"by kernels: {by_kernels}")
+
+
+def test_averages_follow_steps_of_static_size(operators):
+    pair = TorchPair("AdamW", {"lr": 0.1, "weight_decay": 0.3})
+    step = pair.optimizer.row_step(pair.table.weight)
+    for number in range(30):
+        ids = torch.from_numpy(pair.draw())
+        copy_options(pair.theirs, pair.optimizer.param_groups[0])
+        pair.theirs.zero_grad()
+        pair.twin(ids).square().sum().backward()
+        pair.theirs.step()
+        step(ids, 2 * step.lookup(ids))
+        if number % 3 == 0:
+            pair.update()
+        pair.check(1e-9, f"step {number}")
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_rows_that_are_written_keep_the_averages_of_the_old_values(by_kernels, monkeypatch):
+    """SGD leaves no weight stale, but averages of rows are pending."""
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", CHOICES[by_kernels])
+    pair = TorchPair("SGD", {"lr": 0.1})
+    for number in range(12):
+        pair.step()
+        pair.update()
+        with torch.no_grad():
+            for layer in (pair.table, pair.twin):
+                layer.weight[number] = 0.1 * number
+    pair.check(1e-12)
+
+
+def test_written_rows_of_numpy_layers_keep_their_averages():
+    layer, rng = (
+        Embedding(9, 3, dtype="float64", max_norm=1.0, rng=0),
+        np.random.default_rng(0),
+    )
+    optimizer = RowSGD(layer, lr=0.1)
+    averaged, want = AveragedRows(optimizer, decay=0.8), None
+    for number in range(8):
+        trained(layer, optimizer, rng, averaged)
+        want = layer.weight.copy() if want is None else 0.8 * want + 0.2 * layer.weight
+        layer.project([number])
+    assert_close(averaged.lookup("weight", np.arange(9)), want, 1e-12)
+
+
+def test_a_table_on_disk_is_not_averaged(tmp_path):
+    with create_store(tmp_path / "a", (9, 3)) as store:
+        optimizer = RowSGD(Embedding.from_store(store), lr=0.1)
+        with pytest.raises(
+            TypeError, match="needs tables in memory, but weight is on disk"
+        ):
+            AveragedRows(optimizer)
+        layer = TorchEmbedding.from_store(store)
+        ours = firstlayer.torch.optim.RowSGD(layer.parameters(), lr=0.1)
+        with pytest.raises(
+            TypeError, match=r"in memory, but the table of TrainingStore\(a"
+        ):
+            TorchAveragedRows(ours)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -234,7 +348,7 @@ def test_swapped_averages_are_read_by_layers_and_weights_are_restored():
         grad = {"weight": RowGradient(np.array([1]), np.ones((1, 3), np.float32))}
         with pytest.raises(ValueError, match="a step must not be taken while averages"):
             optimizer.step(grad)
-        with pytest.raises(ValueError, match=r"must not be changed inside of swapped\(\)"):
+        with pytest.raises(ValueError, match="must not be changed while averages replace"):
             averaged.update_parameters()
     assert layer.weight.tobytes() == weight.tobytes()
     optimizer.step(grad)

@@ -137,6 +137,8 @@ def test_executions_agree_at_every_step_of_a_schedule(name, options):
 @pytest.mark.parametrize(
     ("name", "options", "change"),
     [
+        # Until then no row becomes stale.
+        ("SGD", {"lr": 0.05}, {"weight_decay": 0.1}),
         ("SGD", {"lr": 0.05, "weight_decay": 0.1}, {"momentum": 0.9}),
         ("SGD", {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9}, {"momentum": 0.0}),
         ("RMSprop", {"lr": 0.01, "momentum": 0.5}, {"momentum": 0.0}),

@@ -287,10 +287,6 @@ def run_every_kernel() -> None:
     for interleaved in (True, False):
         options = {"width": 8, "interleaved": interleaved, "cos_first": True}
         kernels.sinusoid_features(ids[:5], tables, **options)
-    stream, noise = np.arange(8, dtype=np.int32), kernels.noise_table(np.ones(8))
-    workspace = kernels.skipgram_workspace(
-        8, num_embeddings=8, embedding_dim=4, window=2, negatives=3
-    )
     options = {"fill": 0, "stop": None, "negative": "dead", "no_id": -1}
     for multipliers in (np.array([3, 5]), np.array([[3, 5]])):
         ngram_rows(
@@ -302,17 +298,6 @@ def run_every_kernel() -> None:
             offsets=np.array([0]),
             **options,
         )
-    kernels.skipgram_step(
-        np.ones((8, 4), np.float32),
-        np.ones((8, 4), np.float32),
-        stream,
-        np.zeros(8, np.int32),
-        range(8),
-        noise=noise,
-        key=1,
-        lr=0.1,
-        workspace=workspace,
-    )
     _run_kernels_of_stores()
     _run_kernels_of_vectors()
 
@@ -329,6 +314,7 @@ def _run_kernels_of_vectors() -> None:
     points = np.ones((2, 2), np.float32)
     options = {"rate": 0.1, "negatives": 2, "repulsion": 1.0, "key": 3}
     kernels.move_points(points, graph, out=points.copy(), **options)
+    _train_word_vectors()
     line = np.frombuffer(b"a 1.5 2", np.uint8)
     kernels.parse_text_rows(
         line, np.array([0, 7]), np.zeros((1, 2), np.float32), np.zeros(1, np.int64)
@@ -345,19 +331,42 @@ def _run_kernels_of_vectors() -> None:
     )
 
 
+def _train_word_vectors() -> None:
+    stream, documents = np.arange(8, dtype=np.int32), np.zeros(8, np.int32)
+    text, bounds = np.frombuffer(b"<a>" * 8, np.uint8), np.arange(0, 27, 3)
+    rows = kernels.subword_rows(text, bounds, buckets=4, lengths=(2, 3))
+    for buckets, word_rows in ((0, None), (4, rows)):
+        kernels.word2vec_step(
+            np.ones((8 + buckets, 4), np.float32),
+            np.ones((8, 4), np.float32),
+            *(stream, documents, range(8)),
+            noise=kernels.noise_table(np.ones(8)),
+            key=1,
+            lr=0.1,
+            workspace=kernels.word2vec_workspace(
+                8,
+                num_embeddings=8,
+                embedding_dim=4,
+                window=2,
+                negatives=3,
+                buckets=buckets,
+            ),
+            word_rows=word_rows,
+        )
+
+
 def _run_kernels_of_stores() -> None:
     table = np.ones((40, 32), np.float32)
     store = MemoryStore(table, format="int8")
     store.read(np.arange(9))
     store.sum_bags(np.arange(9), np.array([0, 4, 9]))
     start, none = table.ctypes.data, np.empty(0, np.int64)
-    bases, starts = np.array([start, table.nbytes]), np.array([0, 40])
+    bases, starts = np.array([start, table.nbytes]), np.array([0, 40, 40])
     for offsets in (none, np.arange(0, 40 * 128, 128)):
         addresses = kernels.locate_rows(np.arange(5), starts, bases, 128, offsets)
         assert addresses is not None
         rows = np.empty((5, 32), np.float32)
         kernels.copy_rows_at(addresses, rows)
-        kernels.write_rows_at(addresses, rows)
         # Few rows are requested without asking.
         kernels.rows_missing(np.tile(addresses, 100), 128)
         for wait in (False, True):

@@ -14,6 +14,7 @@ import firstlayer.numpy as fn
 from firstlayer.analysis.inspect import inspect
 from firstlayer.files.safetensors import write
 from firstlayer.vector_files.folder import read_one_save, read_state, write_folder
+from firstlayer.vector_files.table import Subwords
 from firstlayer.word_vectors.encode import encode
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
@@ -36,7 +37,15 @@ def make_files(folder: Path) -> dict[Path, Callable[[], Any]]:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     vectors = folder / "vectors"
     state = {"table": weight, "place": np.array([1, 2])}
-    write_folder(vectors, weight, tokenizer=tokenizer, about={"v": 1}, state=state)
+    subwords = Subwords(weight[:3], 3, (3, 6))
+    write_folder(
+        vectors,
+        weight,
+        tokenizer=tokenizer,
+        about={"v": 1},
+        state=state,
+        subwords=subwords,
+    )
     lines = [
         f"{word} {' '.join(map(str, row))}"
         for word, row in zip(vocabulary, weight, strict=True)
@@ -55,7 +64,7 @@ def make_files(folder: Path) -> dict[Path, Callable[[], Any]]:
     def use(path: Path) -> None:
         table = open_vectors(path)
         neighbors(table, parse(["king"]), count=3)
-        list(encode(table, ["king red", "queen"]))
+        list(encode(table, ["king red", "queen kingly"]))
 
     readers: dict[Path, Callable[[], Any]] = {
         path: lambda: (use(vectors), inspect(vectors))

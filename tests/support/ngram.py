@@ -50,6 +50,13 @@ def rows_in(
     return np.asarray(found)
 
 
+def advanced_in(library: str, scheme: Any, history: Any, ids: Any) -> np.ndarray:
+    """Return the history after a batch of ids, computed by a library."""
+    array = jax.numpy.asarray if library == "jax" else torch.tensor
+    before = None if history is None else array(history)
+    return np.asarray(scheme.advance(before, array(ids)))
+
+
 def canonical_map(seed: int, size: int = NUM_IDS) -> np.ndarray:
     """Return a map of ``size`` ids to fewer canonical ids."""
     ids = np.random.default_rng(seed).integers(0, size * 3 // 4, size)

@@ -46,6 +46,52 @@ def fasttext_bytes(
     return head + counts + entries + matrix + struct.pack("<?2q", False, 0, width)
 
 
+def quantized_fasttext_bytes(
+    words: list[str],
+    codes: np.ndarray,
+    centroids: list[np.ndarray],
+    *,
+    buckets: int,
+    kept: list[tuple[int, int]] | None = None,
+    norms: tuple[np.ndarray, np.ndarray] | None = None,
+    lengths: tuple[int, int] = (2, 4),
+) -> bytes:
+    """Return a quantized model of fastText (``.ftz``).
+
+    Args:
+        words: The words.
+        codes: Codes of each row, those of n-grams last.
+        centroids: 256 centroids of each part of a row.
+        buckets: Number of hashes of n-grams.
+        kept: Hash and row of each n-gram; None if all have a row.
+        norms: Code of each row, and 256 norms; None without norms.
+        lengths: Shortest and longest n-gram.
+    """
+    width = sum(part.shape[1] for part in centroids)
+    options = (width, 5, 1, 1, 5, 1, 2, 2, buckets, *lengths, 100)
+    head = struct.pack("<2i12id", 793712314, 12, *options, 1e-4)
+    entries = b"".join(word.encode() + b"\0" + struct.pack("<qb", 1, 0) for word in words)
+    pruned = -1 if kept is None else len(kept)
+    counts = struct.pack("<3i2q", len(words), len(words), 0, 99, pruned)
+    pairs = b"".join(struct.pack("<2i", *pair) for pair in kept or ())
+    each, last = centroids[0].shape[1], centroids[-1].shape[1]
+    matrix = struct.pack("<??2qi", True, norms is not None, len(codes), width, codes.size)
+    matrix += codes.tobytes() + struct.pack("<4i", width, len(centroids), each, last)
+    matrix += b"".join(part.astype("<f4").tobytes() for part in centroids)
+    if norms is not None:
+        matrix += norms[0].tobytes() + struct.pack("<4i", 1, 1, 1, 1)
+        matrix += norms[1].astype("<f4").tobytes()
+    return head + counts + entries + pairs + matrix
+
+
+def _quantized(rows: np.ndarray) -> bytes:
+    """Return a quantized model whose centroids are the rows."""
+    codes = np.arange(len(rows), dtype=np.uint8)[:, None]
+    centroids = np.zeros((256, rows.shape[1]))
+    centroids[: len(rows)] = rows
+    return quantized_fasttext_bytes(WORDS, codes, [centroids], buckets=9, kept=[])
+
+
 def gguf_vocabulary(rows: np.ndarray, words: list[str]) -> bytes:
     """Return a GGUF file with a float32 token table and its tokens."""
     tokens = b"".join(gguf_string(word.encode()) for word in words)
@@ -86,6 +132,7 @@ def write_all(folder: Path) -> dict[str, Path]:
             "ft.bin",
             fasttext_bytes(WORDS, rows, buckets=0, lengths=(0, 0)),
         ),
+        "quantized fasttext": ("ft.ftz", _quantized(rows)),
     }
     found = {}
     for kind, (name, content) in files.items():

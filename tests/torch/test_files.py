@@ -23,6 +23,7 @@ from firstlayer.torch.cope import CopeBias
 from firstlayer.torch.files import load, save
 from firstlayer.torch.fire import FireBias
 from firstlayer.torch.fourier import FourierFeatures
+from firstlayer.torch.gates import EngramGate, NgramAverage, ShortConvGate
 from firstlayer.torch.growing import GrowingEmbedding
 from firstlayer.torch.hashed import (
     FrequencyEmbedding,
@@ -32,12 +33,7 @@ from firstlayer.torch.hashed import (
 from firstlayer.torch.kerple import KerpleBias
 from firstlayer.torch.layer import EmbeddingLayer
 from firstlayer.torch.learned import LearnedPositions
-from firstlayer.torch.ngram import (
-    EngramGate,
-    NgramAverage,
-    NgramEmbedding,
-    ShortConvGate,
-)
+from firstlayer.torch.ngram import NgramEmbedding
 from firstlayer.torch.rotary import RotaryPositions
 from firstlayer.torch.shaw import ShawScores
 from firstlayer.torch.sinusoidal import SinusoidalPositions

@@ -1,4 +1,4 @@
-"""Calls without a gradient reuse arrays of the parameters, which are never outdated."""
+"""Short calls reuse the kernel arguments of a layer, which are never outdated."""
 
 import copy
 import gc
@@ -27,9 +27,10 @@ def build(seed=0, **options):
     options = {"max_positions": 6, "layer_norm": True, "padding_idx": 0, **options}
     layer = EmbeddingLayer(7, 8, **options)
     norm: Any = layer.norm
-    with torch.no_grad():
-        norm.weight.uniform_(0.5, 2)
-        norm.bias.normal_()
+    if norm is not None:
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 2)
+            norm.bias.normal_()
     return layer
 
 
@@ -67,10 +68,21 @@ def assign(module, name, value):
     setattr(module, name, value)
 
 
+def swap_to_half(layer):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 # Everything that a plan depends on, each changed by itself.
 CHANGES = {
     "token weight replaced": lambda x: assign(x.token, "weight", nn.Parameter(new(7, 8))),
     "token data replaced": lambda x: assign(x.token.weight, "data", new(7, 8)),
+    "token swapped": lambda x: torch.utils.swap_tensors(
+        x.token.weight, nn.Parameter(new(7, 8))
+    ),
     "token written": lambda x: x.token.weight.mul_(3),
     "token transposed": lambda x: assign(x.token.weight, "data", new(8, 7).T),
     "token view": lambda x: assign(x.token.weight, "data", x.token.weight.data.flip(0)),
@@ -78,6 +90,14 @@ CHANGES = {
     "token resized": lambda x: x.token.resize(9, init="zeros"),
     "token parametrized": lambda x: parametrize.register_parametrization(
         x.token, "weight", Doubled()
+    ),
+    "token padding": lambda x: assign(x.token, "padding_idx", 3),
+    "token sparse": lambda x: assign(x.token, "sparse", True),
+    "token frequencies": lambda x: assign(x.token, "scale_grad_by_freq", True),
+    "token frozen": lambda x: x.token.weight.requires_grad_(False),
+    "all frozen": lambda x: x.requires_grad_(False),
+    "token view of its memory": lambda x: assign(
+        x.token.weight, "data", x.token.weight.data.view(8, 7).T
     ),
     "token max_norm": lambda x: assign(x.token, "max_norm", 0.01),
     "token hook": lambda x: x.token.register_forward_hook(lambda m, a, y: 2 * y),
@@ -108,8 +128,11 @@ CHANGES = {
     "scale": lambda x: assign(x, "scale", True),
     "zero_padding": lambda x: assign(x, "zero_padding", True),
     "dropout": lambda x: assign(x.dropout, "p", 0.5),
+    "dropout in evaluation": lambda x: assign(x.eval().dropout, "p", 0.5),
+    "dropout replaced": lambda x: assign(x, "dropout", nn.AlphaDropout(0.5)),
     "dropout hook": lambda x: x.dropout.register_forward_hook(lambda m, a, y: y + 1),
     "bfloat16": lambda x: x.bfloat16(),
+    "half by swapping": swap_to_half,
     "float64": lambda x: x.double(),
     "trained by rows": train,
     "trained by rows, evaluated": lambda x: train(x) or x.eval(),
@@ -120,20 +143,58 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_by_the_next_call(change):
+def results(layer, *, gradient):
+    """Return the outputs of two calls, and the gradients of all parameters."""
     outputs = []
+    with torch.set_grad_enabled(gradient):
+        for offset in (0, 2):
+            torch.manual_seed(2)
+            outputs.append(layer(IDS, offset=offset))
+    gradients = []
+    if gradient and outputs[1].requires_grad:
+        (outputs[0] * outputs[1]).sum().backward()
+        gradients = [x.grad for x in layer.parameters() if x.grad is not None]
+        assert gradients
+    return [x.detach() for x in outputs] + [x.to_dense() for x in gradients]
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_by_the_next_call(change, gradient):
+    found = []
     # The second layer never had a plan before it was changed.
     for layer in (planned(), build()):
         with torch.no_grad():
             torch.manual_seed(1)
             CHANGES[change](layer)
-            for offset in (0, 2):
-                torch.manual_seed(2)
-                outputs.append(layer(IDS, offset=offset))
-    first, second = outputs[:2], outputs[2:]
-    for ours, want in zip(first, second, strict=True):
+        found.append(results(layer, gradient=gradient))
+    for ours, want in zip(*found, strict=True):
         assert ours.dtype is want.dtype and torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"layer_norm": False}])
+def test_gradients_have_the_bits_of_calls_without_a_plan(options):
+    layer, other = planned(**options), build(**options)
+    gradients = []
+    for x in (layer, other):
+        for ids, offset in ((IDS[:1, :1], 0), (IDS, 2), (IDS, 1)):
+            vars(other)["_plan"] = None
+            assert (vars(layer)["_plan"].run(layer, ids, offset)) is not None
+            y = x(ids, offset=offset)
+            (y * torch.linspace(-1, 2, 8)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in x.parameters()])
+    for ours, want in zip(*gradients, strict=True):
+        assert ours.is_sparse == want.is_sparse
+        assert torch.equal(ours.to_dense(), want.to_dense())
+    assert gradients[0][0].is_sparse == layer.token.sparse
+
+
+def test_ids_that_change_before_the_backward_are_detected():
+    layer, ids = planned(), IDS.clone()
+    y = layer(ids)
+    ids[0, 0] = 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -177,21 +238,13 @@ def test_transforms_get_operators():
         assert torch.allclose(compiled(IDS), twin(IDS), atol=1e-6)
 
 
-def test_a_gradient_is_recorded_after_calls_without():
-    layer = planned()
-    layer(IDS).square().sum().backward()
-    want = build()
-    want(IDS).square().sum().backward()
-    for ours, other in zip(layer.parameters(), want.parameters(), strict=True):
-        assert ours.grad is not None and other.grad is not None
-        assert torch.equal(ours.grad, other.grad)
-
-
 def test_errors_are_those_of_other_calls():
     layer = planned()
     with torch.no_grad():
         with pytest.raises(IndexError, match=r"ids\[0, 1\] is 7, but num_embeddings is 7"):
             layer(torch.tensor([[1, 7]]))
+        with pytest.raises(ValueError, match="ids must have a length axis"):
+            layer(torch.tensor(3))
         with pytest.raises((IndexError, ValueError), match="positions"):
             layer(IDS, offset=4)
 
@@ -200,8 +253,10 @@ def test_a_plan_keeps_no_parameter_alive():
     layer = planned()
     weight = weakref.ref(layer.token.weight)
     layer.token.weight = nn.Parameter(new(7, 8))
+    norm = weakref.ref(layer.norm)
+    layer.norm = nn.LayerNorm(8)
     gc.collect()
-    assert weight() is None
+    assert weight() is None and norm() is None
 
 
 def test_two_layers_and_an_outer_hook():

@@ -26,8 +26,10 @@ from firstlayer.torch.optim import (
     RowSGD,
     operator_state,
     row_optimizer,
+    stale_tensors,
 )
 from firstlayer.torch.optim.operator_state import OperatorState
+from firstlayer.torch.optim.parameter_state import ParameterState
 from firstlayer.torch.optim.row_operators import (
     round_to_bfloat16,
     sum_by_id,
@@ -40,7 +42,6 @@ from firstlayer.torch.optim.static_step import (
     new_step_tensors,
     static_step,
 )
-from firstlayer.torch.optim.table_state import ParameterState
 from tests.support.optim_cases import (
     OPTIONS,
     ROWS,
@@ -60,13 +61,14 @@ ONE_OF_EACH = [(name, options[-1]) for name, options in OPTIONS.items()]
 def operators(monkeypatch):
     """Update every table by operators, in chunks of two rows."""
     monkeypatch.setattr(row_optimizer, "trains_by_kernels", lambda parameter: False)
-    monkeypatch.setattr(operator_state, "CPU_CHUNK", 2 * WIDTH)
+    monkeypatch.setattr(stale_tensors, "CPU_CHUNK", 2 * WIDTH)
 
 
 @pytest.fixture
 def accelerator(operators, monkeypatch):
     """Do what is done on a device whose values are not read."""
-    monkeypatch.setattr(operator_state, "is_plain_cpu", lambda *tensors: False)
+    for module in (operator_state, stale_tensors):
+        monkeypatch.setattr(module, "is_plain_cpu", lambda *tensors: False)
 
 
 def new_layer(**arguments) -> Any:
@@ -519,7 +521,7 @@ def test_no_tensor_of_a_step_has_the_size_of_the_table(make_optimizer, operators
 @pytest.mark.parametrize("device", ["fake", "meta"])
 @pytest.mark.parametrize("name, options", ONE_OF_EACH)
 def test_nothing_is_read_from_the_device(name, options, device, monkeypatch):
-    monkeypatch.setattr(operator_state, "check_class", lambda parameter: None)
+    monkeypatch.setattr(stale_tensors, "check_class", lambda parameter: None)
     if name in ("Adam", "AdamW"):
         # The last case replays steps, and their number is read from the device.
         options = OPTIONS[name][0]

@@ -9,6 +9,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,8 +18,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
+from firstlayer.torch._tensors.memory import tensor_of
 from firstlayer.torch.optim import RowAdamW
-from firstlayer.torch.optim.sparse_gradient import RowGradientTensor
+from firstlayer.torch.optim.sparse_gradient import RowGradientTensor, rows_of
 from tests.support.run_alone import run_alone
 from tests.support.torch_tables import DTYPES, ids_of
 
@@ -242,6 +244,24 @@ def test_a_row_gradient_is_a_sparse_tensor_otherwise():
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         # A minimum above zero would change rows that are not stored.
         grad.clamp_(min=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_row_gradients_are_rounded_and_upcast_as_torch_does(dtype):
+    values = torch.randn(300, 128) * torch.logspace(-30, 30, 300)[:, None]
+    values[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    rounded = tensor_of(values.numpy(), dtype=dtype)
+    torch.testing.assert_close(rounded, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    grad = torch.sparse_coo_tensor(
+        torch.arange(300)[None],
+        rounded,
+        (400, 128),
+        check_invariants=False,
+        is_coalesced=True,
+    )
+    got, want = rows_of(grad), values.to(dtype).float().numpy()
+    assert got.ids.tolist() == list(range(300))
+    np.testing.assert_array_equal(got.values, want)
 
 
 def test_gradient_scaler_of_mixed_precision():

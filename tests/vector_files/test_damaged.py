@@ -4,6 +4,7 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from firstlayer.word_vectors.encode import encode
@@ -11,7 +12,13 @@ from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
 from tests.support.damaged import ALLOWED, damage
 from tests.support.damaged_tables import MAX_BYTES, damage_binary
-from tests.support.vector_files import WORDS, fasttext_bytes, table, write_all
+from tests.support.vector_files import (
+    WORDS,
+    fasttext_bytes,
+    quantized_fasttext_bytes,
+    table,
+    write_all,
+)
 
 COUNT = 700
 
@@ -31,6 +38,17 @@ def files(tmp_path_factory):
     rows = table(3).repeat(2, axis=0)
     opened["fasttext"] = folder / "grams.bin"
     opened["fasttext"].write_bytes(fasttext_bytes(WORDS, rows, buckets=5))
+    opened["ftz"] = folder / "grams.ftz"
+    opened["ftz"].write_bytes(
+        quantized_fasttext_bytes(
+            WORDS,
+            np.arange(14, dtype=np.uint8).reshape(7, 2),
+            [np.ones((256, 2)), np.ones((256, 1))],
+            buckets=9,
+            kept=[(3, 0), (8, 1)],
+            norms=(np.zeros(7, np.uint8), np.ones(256)),
+        )
+    )
     pairs = []
     for path in opened.values():
         inner = sorted(path.iterdir()) if path.is_dir() else [path]

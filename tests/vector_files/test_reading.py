@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import ByteLevelBPETokenizer
 
 from firstlayer.vector_files.reading import read_rows, read_vectors
 from firstlayer.word_vectors.vectors import open_vectors
@@ -46,6 +47,29 @@ def test_rows_are_read_without_words(files, tmp_path):
     for path in (tmp_path, tmp_path / "a.npy", tmp_path / "b.npz"):
         with pytest.raises(FileNotFoundError, match=r"has no words: neither .*vocab\.txt"):
             read_vectors(path)
+
+
+def test_vocabulary_and_merges_of_byte_level_bpe_are_a_tokenizer(tmp_path):
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["the king sees a naïve queen, the 漢字 king"] * 3, 290)
+    trained.save_model(str(tmp_path))
+    rows = np.random.default_rng(2).standard_normal((290, 3)).astype(np.float32)
+    save_file({"wte.weight": rows}, tmp_path / "model.safetensors")
+    vectors = open_vectors(tmp_path)
+    for text in ("the king sees naïve kings!", " 漢 queens\n\t'the"):
+        assert vectors.tokenizer.encode(text).ids == trained.encode(text).ids
+    number = trained.token_to_id("Ġking")
+    assert vectors["king"].tolist() == rows[number].tolist() == vectors[" king"].tolist()
+    merges = (tmp_path / "merges.txt").read_text()
+    (tmp_path / "merges.txt").write_text(merges + "Ġk zebra\n")
+    line = merges.count("\n") + 1
+    want = rf"merges.txt, line {line} must join two tokens of vocab.json, got 'Ġk zebra'"
+    with pytest.raises(ValueError, match=want):
+        open_vectors(tmp_path)
+    for content in ("[1]", '{"a": "b"}', "{"):
+        (tmp_path / "vocab.json").write_text(content)
+        with pytest.raises(ValueError, match="must be an object with the id of each token"):
+            open_vectors(tmp_path)
 
 
 def test_quantized_gguf_rows_are_decoded(tmp_path):

@@ -56,7 +56,7 @@ def line_chart(
     width, height = size
     place = math.log if log_x else float
     xs = [place(x) for each in series for x, _ in each.points]
-    ys = [y for each in series for _, y in each.points]
+    ys = [y for each in series for y in _ends(each)]
     low, high, step = nice_range(min(ys), max(ys))
     left, right = min(xs), max(xs)
 
@@ -99,6 +99,13 @@ def line_chart(
             ]
         parts.append("</g>")
     return "".join(parts) + "</svg>"
+
+
+def _ends(each: Series) -> list[float]:
+    """Return the ends of the error bars of a line, or its points if it has none."""
+    spreads = [spread or 0.0 for spread in each.spreads] or [0.0] * len(each.points)
+    pairs = zip(each.points, spreads, strict=True)
+    return [end for (_, y), spread in pairs for end in (y - spread, y + spread)]
 
 
 def _mark(

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int64, UInt8
+from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 
 from .._check import positive
 from ..word_vectors.neighbors import units
@@ -15,6 +16,8 @@ from .plane import nearest_rows, neighbor_map, principal_components
 NEIGHBORS, MOST_CLUSTERS = 15, 40
 #: Words that name a cluster, and the number of rows near its center they are taken from.
 NAMES, CANDIDATES = 3, 60
+#: Fewest rows that are read at a time.
+FEWEST = 1024
 
 #: Called with the name of a part of the work and the completed share of it.
 Report = Callable[[str, float], None]
@@ -63,14 +66,10 @@ def table_map(
     """
     positive("max_rows", max_rows)
     say = report or (lambda part, share: None)
-    named = np.array([i for i, word in enumerate(vectors.words) if word], np.int64)
-    rows = vectors.take(named)
-    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
-    is_shown = np.isfinite(norms) & (norms > 0)
-    places = named[is_shown][:max_rows]
+    places, rows, norms = _first_rows(vectors, max_rows)
     if len(places) < 2:
         raise ValueError(f"a map needs at least 2 rows with a direction, got {len(places)}")
-    unit, norms = units(rows[is_shown][:max_rows]), norms[is_shown][:max_rows]
+    unit = units(rows)
     count = min(NEIGHBORS, len(unit) - 1)
     ids, cosines = nearest_rows(unit, count, report=lambda share: say("neighbors", share))
     points = neighbor_map(
@@ -89,6 +88,31 @@ def table_map(
         clusters,
         [_names(words, unit, clusters == c, centers[c]) for c in range(len(centers))],
     )
+
+
+def _first_rows(
+    vectors: Vectors, count: int
+) -> tuple[
+    Int64[np.ndarray, " n"], Float32[np.ndarray, "n width"], Float64[np.ndarray, " n"]
+]:
+    """Return the first rows that have a word and a direction: numbers, rows and norms.
+
+    No further rows are read: the table may be a mapped file that is larger than memory.
+    """
+    named = (number for number, word in enumerate(vectors.words) if word)
+    places, norms = np.zeros(0, np.int64), np.zeros(0)
+    rows = np.zeros((0, vectors.weight.shape[1]), np.float32)
+    while len(rows) < count:
+        numbers = np.fromiter(islice(named, max(count - len(rows), FEWEST)), np.int64)
+        if not len(numbers):
+            break
+        taken = vectors.take(numbers)
+        lengths = np.sqrt(np.einsum("ij,ij->i", taken, taken, dtype=np.float64))
+        shown = np.flatnonzero(np.isfinite(lengths) & (lengths > 0))[: count - len(rows)]
+        places = np.append(places, numbers[shown])
+        norms = np.append(norms, lengths[shown])
+        rows = np.concatenate([rows, taken[shown]])
+    return places, rows, norms
 
 
 def _clusters(

@@ -10,6 +10,8 @@ and exit codes in ``_group``.
 import sys
 import warnings
 
+#: Exit code after Ctrl-C, as in shells: 128 plus the number of the signal.
+INTERRUPTED = 130
 #: Commands, by the name of their module, with their summaries.
 COMMANDS = {
     "train": "Train token embeddings on text.",
@@ -42,4 +44,5 @@ def main() -> None:
             raise
         sys.exit("firstlayer: the command line needs click: pip install 'firstlayer[cli]'")
     except KeyboardInterrupt:
-        sys.exit("firstlayer: interrupted")
+        sys.stderr.write("firstlayer: interrupted\n")
+        sys.exit(INTERRUPTED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import COMMANDS
+from . import COMMANDS, INTERRUPTED
 from ._output import printable
 
 #: Extra to install for a missing package.
@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run and exit with 0 on success, 1 on failure, 2 on wrong usage."""
+        """Run and exit with 0 on success, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # None if the shell closed it
                 stream.reconfigure(errors="backslashreplace")  # pyright: ignore
@@ -80,6 +80,8 @@ def _report(error: Exception) -> int:
             click.echo(printable(line), err=True)
     _discard_unwritable_stdout()
     click.echo(f"firstlayer: {message(error)}", err=True)
+    if isinstance(error, click.Abort):
+        return INTERRUPTED
     return error.exit_code if isinstance(error, click.ClickException) else 1
 
 

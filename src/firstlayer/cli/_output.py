@@ -18,12 +18,16 @@ from typing import Any
 
 import click
 
+from . import INTERRUPTED
+
 Decorator = Callable[[Callable[..., Any]], Any]
 
 #: Seconds between lines of progress where there is no terminal.
 SECONDS_PER_LINE = 10.0
 #: Width of a progress bar, in columns.
 MIN_BAR, MAX_BAR = 8, 40
+#: Space and hyphen at which a line is not broken.
+NO_BREAK, NO_BREAK_HYPHEN = "\u00a0", "\u2011"
 #: Type of options that count something.
 COUNT = click.IntRange(min=1)
 
@@ -35,6 +39,31 @@ def value_option(name: str, default: Any, help: str, **settings: Any) -> Decorat
 
 seed_option = value_option("--seed", 0, "Seed of all random draws.", type=click.IntRange(0))
 force_option = click.option("--force", is_flag=True, help="Replace existing output.")
+
+
+class HelpfulCommand(click.Command):
+    """Command whose help calls a number N, and leaves out limits such as ``x>=1``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options and what they do, each default on one line."""
+        options = (p for p in self.get_params(ctx) if isinstance(p, click.Option))
+        records = [option.get_help_record(ctx) for option in options]
+        with formatter.section("Options"):
+            formatter.write_dl([
+                (re.sub(r"(INTEGER|FLOAT) RANGE$", "N", option), _shortened(does))
+                for option, does in filter(None, records)
+            ])
+        plain = {ord(NO_BREAK): " ", ord(NO_BREAK_HYPHEN): "-"}
+        formatter.buffer = [text.translate(plain) for text in formatter.buffer]
+
+
+def _shortened(does: str) -> str:
+    """Return a description without limits, and with names and its default unbroken."""
+    does = re.sub(r"; x>=?[\d.]+(?=\])|  \[x>=?[\d.]+\]", "", does)
+    does = re.sub(r"(?<=\w)-(?=\w)", NO_BREAK_HYPHEN, does)
+    return re.sub(
+        r"\[default: .{1,24}\]$", lambda found: found[0].replace(" ", NO_BREAK), does
+    )
 
 
 def cli_command(*, examples: str) -> Decorator:
@@ -57,6 +86,7 @@ def cli_command(*, examples: str) -> Decorator:
             function = option(function)
         return click.command(
             function.__module__.rpartition(".")[2],
+            cls=HelpfulCommand,
             epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines),
             context_settings={"help_option_names": ["-h", "--help"]},
         )(function)
@@ -187,6 +217,12 @@ def amount(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
+class InterruptedCommand(click.ClickException):
+    """Ctrl-C in a command that kept a part of its work."""
+
+    exit_code = INTERRUPTED
+
+
 def say(text: str, *, quiet: bool) -> None:
     """Print a message to stderr unless ``quiet``."""
     if not quiet:
@@ -199,10 +235,11 @@ def progress(
 ) -> Generator[Callable[..., None], None, None]:
     """Report progress on stderr unless ``quiet``: a bar on a terminal, otherwise lines.
 
-    Yields a function of the completed amount and an optional ``note`` shown after it.
+    Yields a function of the completed amount, with an optional ``note`` shown after it, and
+    an optional ``what`` in earlier phases of the work.
     """
     if quiet:
-        yield lambda done, note="": None
+        yield lambda done, note="", what="": None
     elif not sys.stderr.isatty():
         yield _lines_of_progress(what, total)
     else:
@@ -214,7 +251,7 @@ def _lines_of_progress(what: str, total: float | None) -> Callable[..., None]:
     """Return a function that prints a line now and then, for logs."""
     due = time.monotonic() + SECONDS_PER_LINE
 
-    def draw(done: float, note: str = "") -> None:
+    def draw(done: float, note: str = "", what: str = what) -> None:
         nonlocal due
         if time.monotonic() < due:
             return
@@ -248,12 +285,20 @@ def _bar(what: str, total: float | None) -> Generator[Callable[..., None], None,
         transient=True,
     )
     task = bar.add_task(what, total=total, note="")
+    phase = what
 
-    def draw(done: float, note: str = "") -> None:
+    def draw(done: float, note: str = "", what: str = what) -> None:
+        nonlocal phase
+        if what != phase:
+            # The time left is that of the phase.
+            phase = what
+            bar.reset(task, description=what)
         bar_column.bar_width = max(MIN_BAR, min(MAX_BAR, room - len(note) - 1))
         left = max(0, room - bar_column.bar_width - 1)
-        shown = note if len(note) <= left else note[: max(0, left - 1)]
-        bar.update(task, completed=done, note=shown)
+        # Parts of a note are separated by commas.
+        while note and len(note) > left:
+            note = note.rpartition(", ")[0]
+        bar.update(task, completed=done, note=note)
         bar.start()  # started late, so that earlier messages keep their own lines
 
     try:

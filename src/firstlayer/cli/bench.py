@@ -9,6 +9,7 @@ from ._output import (
     COUNT,
     cli_command,
     columns,
+    counted,
     emit,
     force_option,
     progress,
@@ -97,11 +98,9 @@ def _lines(found: "Lookups") -> list[str]:
         cells.setdefault(key, []).append(speed)
     rows = [(*key, *speeds) for key, speeds in cells.items()]
     lines = columns(rows, head=["rows", "width", "ids", *libraries])
-    lines.append("")
-    lines.append(
-        "million tokens per second (fraction of the memory bandwidth, "
-        f"{found.bandwidth / 1e9:.1f} GB/s with {found.threads} threads)"
-    )
+    lines += ["", "million tokens per second (fraction of the memory bandwidth);"]
+    used = counted(found.threads, "thread")
+    lines.append(f"memory bandwidth: {found.bandwidth / 1e9:.1f} GB/s with {used}")
     missing = [name for name in found.missing if not name.startswith("firstlayer.")]
     lines += [f"{name} is not installed" for name in missing]
     return lines

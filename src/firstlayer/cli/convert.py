@@ -181,13 +181,14 @@ def _opened(file: str, tensor: str | None) -> "RowStore":
 
 def _write_words(file: str, output: str, to: str, *, force: bool, quiet: bool) -> "Written":
     from ..vector_files.reading import read_vectors
-    from ..vector_files.writing import files_of, write_vectors
+    from ..vector_files.writing import files_of, has_all_ngrams, write_vectors
 
     check = check_output_folder if to == "folder" else check_output
     for path in files_of(output, to):
         check(path, force=force)
     table = read_vectors(file)
-    if table.subwords is not None:
+    is_kept = to == "folder" and has_all_ngrams(table)
+    if table.subwords is not None and not is_kept:
         say("rows of character n-grams are left out", quiet=quiet)
     rows = float(len(table.words))
     with progress("converting", total=rows, quiet=quiet) as draw:

@@ -18,17 +18,20 @@ from ._output import (
     plain,
     progress,
     say,
+    value_option,
 )
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..word_vectors.documents import ReadingOptions
     from ..word_vectors.vectors import Vectors
 
 EXAMPLES = """
 firstlayer encode vectors notes.txt -o notes.npy
 echo "raise TypeError" | firstlayer encode vectors
 firstlayer encode vectors notes.txt -o notes.jsonl
+firstlayer encode vectors pages.jsonl.gz --text-field body -o pages.npy
 """
 FORMATS = (".npy", ".jsonl")
 
@@ -37,30 +40,45 @@ FORMATS = (".npy", ".jsonl")
 @click.argument("table")
 @click.argument("file", default="-", metavar="[FILE|-]")
 @click.option("-o", "--output", metavar="PATH", help="A .npy or .jsonl file.")
+@value_option("--encoding", "utf-8", "Encoding of FILE.", metavar="NAME")
+@click.option(
+    "--text-field",
+    metavar="NAME",
+    help="Read FILE as JSON lines with this field.  [default: text in a .jsonl file]",
+)
 @force_option
 def command(
-    table: str, file: str, output: str | None, force: bool, as_json: bool, quiet: bool
+    table: str,
+    file: str,
+    output: str | None,
+    encoding: str,
+    text_field: str | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Encode each line of FILE as the mean of its token rows in TABLE.
 
     TABLE is a table as for firstlayer neighbors. Without FILE, or with -, standard input is
-    read. Lines without known words become zeros, and are counted. Without -o, one JSON
-    object is printed per line.
+    read; .gz, .bz2 and .xz are decompressed. Lines without known words become zeros, and
+    are counted. Without -o, one JSON object is printed per line.
     """
     if output is not None:
         if not output.endswith(FORMATS):
             raise click.UsageError(f"-o must end in .npy or .jsonl, got {output!r}")
         check_output(output, force=force)
+    from ..word_vectors.documents import ReadingOptions
     from ..word_vectors.vectors import open_vectors
 
+    reading = ReadingOptions(encoding, text_field)
     vectors = open_vectors(table)
     empty = Count()
     if output is None:
-        _print(vectors, file, empty, as_json=as_json)
+        _print(vectors, file, reading, empty, as_json=as_json)
         _tell(empty, quiet=quiet)
         return
     with progress("encoding", quiet=quiet) as draw:
-        count = _write(vectors, file, output, draw, empty)
+        count = _write(vectors, file, reading, output, draw, empty)
     _tell(empty, quiet=quiet)
     shape = (count, vectors.weight.shape[1])
     emit(
@@ -86,8 +104,16 @@ def _tell(empty: Count, *, quiet: bool) -> None:
         )
 
 
-def _print(vectors: "Vectors", file: str, empty: Count, *, as_json: bool) -> None:
-    rows = ({"text": text, "vector": row} for text, row in _rows(vectors, file, empty))
+def _print(
+    vectors: "Vectors",
+    file: str,
+    reading: "ReadingOptions",
+    empty: Count,
+    *,
+    as_json: bool,
+) -> None:
+    found = _rows(vectors, file, reading, empty)
+    rows = ({"text": text, "vector": row} for text, row in found)
     if as_json:
         emit(list(rows), "", as_json=True)
         return
@@ -100,19 +126,24 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _rows(
-    vectors: "Vectors", file: str, empty: Count
+    vectors: "Vectors", file: str, reading: "ReadingOptions", empty: Count
 ) -> Iterator[tuple[str, "np.ndarray"]]:
+    from ..word_vectors.documents import read_texts
     from ..word_vectors.encode import encode
-    from ..word_vectors.text import read_lines
 
-    texts, lines = itertools.tee(read_lines(file))
+    texts, lines = itertools.tee(read_texts(file, reading))
     for rows in encode(vectors, texts):
         empty.lines += int((~rows.any(axis=1)).sum())
         yield from ((next(lines), row) for row in rows)
 
 
 def _write(
-    vectors: "Vectors", file: str, output: str, draw: Callable[..., None], empty: Count
+    vectors: "Vectors",
+    file: str,
+    reading: "ReadingOptions",
+    output: str,
+    draw: Callable[..., None],
+    empty: Count,
 ) -> int:
     from ..files.atomic import replacing
 
@@ -121,7 +152,7 @@ def _write(
     with replacing(os.path.realpath(output)) as out:
         if is_npy:
             _npy_header(out, (0, width))
-        for text, row in _rows(vectors, file, empty):
+        for text, row in _rows(vectors, file, reading, empty):
             line = _line({"text": text, "vector": row}) + "\n"
             out.write(row.tobytes() if is_npy else line.encode())
             count += 1

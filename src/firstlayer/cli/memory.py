@@ -92,11 +92,10 @@ def command(
 ) -> None:
     """Measure the memory of training: parameters, gradient, optimizer state, activations.
 
-    Tables are given by size, or by a file or folder as for firstlayer neighbors.
-    Bytes are "allocated" if
-    counted during a real training step, "virtual" if counted on tensors without memory, and
-    "computed" if derived from the sizes. Row optimizers (row-…) use row gradients. A second
-    table compares the memory of position schemes.
+    Tables are given by size, or by a file or folder as for firstlayer neighbors. Bytes are
+    "allocated" if counted during a real training step, "virtual" if counted on tensors
+    without memory, and "computed" if derived from the sizes. Row optimizers (row-…) use row
+    gradients. A second table compares the memory of position schemes.
     """
     format = checked_picture(picture, force=force)
     from ..analysis import memory, plot
@@ -183,17 +182,17 @@ def _in_checkpoint(path: str) -> Iterator[Table]:
 
 
 def _costs(costs: list["Footprint"]) -> list[str]:
-    rows = [
-        (
-            " ".join(filter(None, [cost.name, f"{cost.rows:,} × {cost.width:,}"])),
-            cost.dtype,
-            cost.optimizer,
-            *(amount(getattr(cost.best, part)) for part in PARTS),
-            cost.how or "computed",
-        )
-        for cost in costs
-    ]
-    return columns(rows, head=["table", "dtype", "optimizer", *PARTS, "how"])
+    """Return a heading and lines for each table, which fit into 80 columns."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for cost in costs:
+        size = f"{cost.name} {cost.rows:,} × {cost.width:,}, {cost.dtype}:".lstrip()
+        amounts = (amount(getattr(cost.best, part)) for part in PARTS)
+        row = (cost.optimizer, *amounts, cost.how or "computed")
+        tables.setdefault(size, []).append(row)
+    lines = []
+    for size, rows in tables.items():
+        lines += ["", size, *columns(rows, head=["optimizer", *PARTS, "how"])]
+    return lines[1:]
 
 
 def _positions(kept: tuple["PositionTable", ...]) -> list[str]:

@@ -7,7 +7,16 @@ import click
 
 from ..analysis import SCHEMES
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
-from ._output import cli_command, columns, emit, force_option, progress, say, seed_option
+from ._output import (
+    InterruptedCommand,
+    cli_command,
+    columns,
+    emit,
+    force_option,
+    progress,
+    say,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from ..analysis.position_study import Setting, Study
@@ -78,7 +87,7 @@ def command(
         write_picture(picture, _rendered(found, format), force=force)
     emit(found.as_dict(), _lines(found), as_json=as_json)
     if left := schemes[len(found.trained) :]:
-        raise click.ClickException(f"interrupted before {', '.join(left)}")
+        raise InterruptedCommand(f"interrupted before {', '.join(left)}")
 
 
 def _setting(quick: bool, sizes: dict[str, Any]) -> "Setting":

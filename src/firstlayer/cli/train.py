@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from ._output import (
     COUNT,
+    InterruptedCommand,
     check_output_folder,
     cli_command,
     columns,
@@ -24,19 +25,24 @@ from ._output import (
 )
 
 if TYPE_CHECKING:
-    from ..word_vectors.skipgram import Progress
-    from ..word_vectors.train import Trained, TrainingOptions
+    from ..word_vectors.train import MoreEpochs, Trained, TrainingOptions
+    from ..word_vectors.word2vec import Progress
 
-EXAMPLES = """
+EXAMPLES = r"""
 firstlayer train                           on Python's own source code
 firstlayer train book.txt -o book          on a file
 firstlayer train *.txt --lower --window 2  narrow window: syntax, not topics
+firstlayer train articles/ pages.jsonl.gz  a folder, JSON lines
+firstlayer train zh.txt --pattern "\S+"    words between spaces
 cat *.md | firstlayer train - --tokenizer bpe --vocab 8000
+firstlayer train *.txt --buckets 200000    n-grams: vectors of unseen words
 firstlayer train --resume -o vectors       resume after Ctrl-C
+firstlayer train --keep-state              keep the state, to train further:
+firstlayer train --resume --epochs 10      10 more epochs
 """
 #: Options allowed with --resume; all others come from the first run.
 ALLOWED_WITH_RESUME = {"files", "output", "resume", "threads", "save_every", "quiet"}
-ALLOWED_WITH_RESUME |= {"as_json"}
+ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 
 
 @cli_command(examples=EXAMPLES)
@@ -58,6 +64,39 @@ ALLOWED_WITH_RESUME |= {"as_json"}
 @value_option("--vocab", 30_000, "Largest vocabulary size.", type=click.IntRange(min=2))
 @value_option("--min-count", 5, "Least number of occurrences of a word.", type=COUNT)
 @click.option("--lower", is_flag=True, help="Lowercase the text.")
+@click.option(
+    "--pattern",
+    metavar="REGEX",
+    help="A word.  [default: letters, digits and _, with contractions such as don't; one "
+    "character of Chinese, as in BERT, or Thai; a run of kana]",
+)
+@value_option(
+    "--phrases",
+    0,
+    "Passes that join words often found together, such as new_york; each pass may double "
+    "the length of phrases.",
+    type=click.IntRange(min=0),
+    metavar="PASSES",
+)
+@value_option(
+    "--phrase-threshold",
+    10.0,
+    "Least score of a phrase, as in gensim; a lower one joins more.",
+    type=click.FloatRange(min=0),
+)
+@value_option("--encoding", "utf-8", "Encoding of FILES.", metavar="NAME")
+@click.option(
+    "--text-field",
+    metavar="NAME",
+    help="Read FILES as JSON lines with this field.  [default: text in .jsonl files]",
+)
+@click.option("--lines", is_flag=True, help="Each line is a document, not each file.")
+@value_option(
+    "--method",
+    "skipgram",
+    "Each context word predicts the center word, or (CBOW, faster) their mean does.",
+    type=click.Choice(["skipgram", "cbow"]),
+)
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)
 @value_option(
     "--window", 5, "Largest distance of a context word.", type=click.IntRange(1, 16)
@@ -75,12 +114,21 @@ ALLOWED_WITH_RESUME |= {"as_json"}
     type=click.FloatRange(min=0, min_open=True),
 )
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
-@value_option(
+@click.option(
     "--lr",
-    0.05,
-    "Initial learning rate; it decays linearly.",
+    help="Initial learning rate; it decays linearly.",
+    show_default="0.05, 0.3 for cbow",
     type=click.FloatRange(min=0, min_open=True),
 )
+@value_option(
+    "--buckets",
+    0,
+    "Rows of character n-grams, which give vectors to unseen words; 0 for none "
+    "(fastText has 2,000,000).",
+    type=click.IntRange(0, 2**30 - 1),
+)
+@value_option("--min-n", 3, "Shortest n-gram, with the brackets of <word>.", type=COUNT)
+@value_option("--max-n", 6, "Longest n-gram.", type=click.IntRange(1, 64))
 @value_option("--batch", 512, "Center words trained in parallel.", type=COUNT)
 @click.option(
     "--threads",
@@ -95,21 +143,38 @@ ALLOWED_WITH_RESUME |= {"as_json"}
     metavar="MINUTES",
 )
 @click.option(
+    "--scratch",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Folder of temporary files, of about 12 bytes per token.  [default: that of the "
+    "output]",
+)
+@click.option(
     "--resume",
     is_flag=True,
-    help="Resume the interrupted run in FOLDER, with the same FILES.",
+    help="Resume the interrupted run in FOLDER, with the same FILES. With --epochs, train "
+    "a finished one further.",
+)
+@click.option(
+    "--keep-state",
+    is_flag=True,
+    help="Keep the state of the finished run in FOLDER, for --resume --epochs. It takes "
+    "twice the size of the table.",
 )
 @seed_option
 @force_option
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Train token embeddings on text with skip-gram and negative sampling.
+    """Train token embeddings on text with word2vec's skip-gram or CBOW.
 
-    Reads FILES of UTF-8 text (- is standard input; the default is the source of Python's
-    standard library). Writes a FOLDER that model2vec and sentence-transformers can open,
-    and prints the neighbors of a few frequent words. The same seed gives the same table,
-    bit for bit. Ctrl-C saves the current state, and so does the run every few minutes;
-    --resume continues it.
+    Reads FILES of text, and all text files in folders; .gz, .bz2 and .xz are decompressed,
+    each line of .jsonl is a document, and - is standard input. The default is the source of
+    Python's standard library. The text need not fit into memory. Writes a FOLDER that
+    model2vec and sentence-transformers can open, and prints the neighbors of a few frequent
+    words. The same seed gives the same table, bit for bit. Ctrl-C saves the current state,
+    and so does the run every few minutes; --resume continues it. --resume --epochs N trains
+    a run that was finished with --keep-state for N more epochs; the learning rate starts
+    again from --lr and decays.
     """
     _check_resume(ctx, resume=options["resume"])
     check_output_folder(options["output"], force=options["force"] or options["resume"])
@@ -123,16 +188,19 @@ def command(ctx: click.Context, **options: Any) -> None:
             options["files"],
             options["output"],
             recipe=None if options["resume"] else _recipe(options),
+            more=_more(ctx) if options["resume"] else None,
             replace=options["force"],
             tell=lambda what: say(what, quiet=quiet),
             report=lambda now: draw(now.done, note=_note(now)),
+            report_reading=lambda share: draw(share, what="reading"),
             stop=stop,
             save_every=60 * options["save_every"],
+            scratch=options["scratch"],
         )
     emit(trained, _text(trained), as_json=options["as_json"])
     if not trained.finished:
         again = shlex.join(["--resume", *options["files"], "-o", trained.folder])
-        raise click.ClickException(
+        raise InterruptedCommand(
             f"interrupted at {trained.progress.done:.0%}; "
             f"resume with: firstlayer train {again}"
         )
@@ -148,6 +216,17 @@ def _check_resume(ctx: click.Context, *, resume: bool) -> None:
             )
 
 
+def _more(ctx: click.Context) -> "MoreEpochs | None":
+    """Return the additional epochs that --epochs asks for."""
+    from ..word_vectors.train import MoreEpochs
+
+    if ctx.get_parameter_source("epochs") == ParameterSource.COMMANDLINE:
+        return MoreEpochs(ctx.params["epochs"], ctx.params["lr"])
+    if ctx.params["lr"] is not None:
+        raise click.UsageError("--lr with --resume needs --epochs", ctx)
+    return None
+
+
 def _use_threads(count: int) -> None:
     from .. import set_num_threads
 
@@ -157,19 +236,28 @@ def _use_threads(count: int) -> None:
 
 
 def _recipe(options: dict[str, Any]) -> "TrainingOptions":
-    from ..word_vectors.skipgram import SkipGramOptions
+    from ..word_vectors.documents import ReadingOptions
     from ..word_vectors.train import TrainingOptions
+    from ..word_vectors.word2vec import Word2VecOptions
 
-    setting = SkipGramOptions(
+    setting = Word2VecOptions(
         embedding_dim=options["dim"],
         **{name: options[name] for name in ("window", "negatives", "sample", "epochs")},
-        **{name: options[name] for name in ("lr", "batch", "seed")},
+        **{name: options[name] for name in ("method", "lr", "batch", "seed")},
+        **{name: options[name] for name in ("buckets", "min_n", "max_n")},
     )
     return TrainingOptions(
         kind=options["tokenizer"],
         size=options["vocab"],
         min_count=options["min_count"],
         lower=options["lower"],
+        pattern=options["pattern"],
+        phrases=options["phrases"],
+        phrase_threshold=options["phrase_threshold"],
+        reading=ReadingOptions(**{
+            name: options[name] for name in ("encoding", "text_field", "lines")
+        }),
+        keep_state=options["keep_state"],
         setting=setting,
     )
 
@@ -181,18 +269,18 @@ def _stop_on_interrupt() -> Generator[Callable[[], bool], None, None]:
     Ctrl-C raises KeyboardInterrupt as usual before the first call of that function, and
     when it is pressed a second time.
     """
-    interrupted, polled = False, False
+    is_pressed, is_polled = False, False
 
     def on_interrupt(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        if interrupted or not polled:
+        nonlocal is_pressed
+        if is_pressed or not is_polled:
             raise KeyboardInterrupt
-        interrupted = True
+        is_pressed = True
 
     def stop() -> bool:
-        nonlocal polled
-        polled = True
-        return interrupted
+        nonlocal is_polled
+        is_polled = True
+        return is_pressed
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:

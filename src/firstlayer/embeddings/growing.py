@@ -82,6 +82,43 @@ class InitialRows:
         return (bits >> np.uint64(11)) * 2.0**-53
 
 
+class GrowingArguments:
+    """Arguments of ``GrowingEmbedding`` as properties, for every front end."""
+
+    id_map: IdMap
+    initial: InitialRows
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows, without the unknown row."""
+        return self.id_map.capacity
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of each vector."""
+        return self.initial.width
+
+    @property
+    def evict(self) -> str | None:
+        """Which id loses its row to a new one."""
+        return self.id_map.evict
+
+    @property
+    def min_count(self) -> int:
+        """Number of times that an id must have been seen to get a row."""
+        return self.id_map.min_count
+
+    @property
+    def init(self) -> str:
+        """Distribution of new rows."""
+        return self.initial.init
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initial values."""
+        return self.initial.seed
+
+
 class OwnedGradient(RowGradient):
     """Row gradient of ids that may lose their rows before it is used.
 

@@ -87,6 +87,15 @@ class HashedRows:
         numbers = range(self.first, self.first + self.hashes)
         return tuple(splitmix64(self.seed + (k + 1) * _GAMMA & _MASK) for k in numbers)
 
+    def importance(self, num_rows: int) -> "HashedRows":
+        """Return the row of each id in a table with the weights of these hashes.
+
+        Args:
+            num_rows: Number of rows of that table.
+        """
+        first = self.first + self.hashes
+        return HashedRows(num_rows=num_rows, hashes=1, seed=self.seed, first=first)
+
     def __call__(self, ids: Any) -> Any:
         """Return the rows of each id, ``(..., hashes)`` int64.
 
@@ -248,6 +257,13 @@ def sorted_frequent(ids: Any) -> tuple[np.ndarray, np.ndarray]:
     if repeated.size:
         raise ValueError(f"frequent_ids must be different, got {repeated[0]} twice")
     return ordered, order
+
+
+def in_given_order(frequent: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return frequent ids in the order of their rows: undo :func:`sorted_frequent`."""
+    ids = np.empty_like(frequent)
+    ids[order] = frequent
+    return ids
 
 
 def int64_bits(ids: np.ndarray, *, name: str = "ids") -> np.ndarray:

@@ -13,6 +13,9 @@ from jaxtyping import Bool, Float, Shaped
 from .._array import namespace_of
 from .._check import one_of
 
+#: Kernels write outputs of fewer numbers on one thread.
+ONE_THREAD_NUMBERS = 1 << 16
+
 
 def leading_shape(
     ids: Shaped[Any, "*batch"] | None,

@@ -57,7 +57,12 @@ class Table:
         object.__setattr__(self, "padding_idx", padding_index(self.padding_idx, rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as plain values."""
+        """Return the arguments as plain values.
+
+        Example:
+            >>> Table(5000, 16, features=["clicked"]).to_dict()["features"]
+            ['clicked']
+        """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**values, "features": list(self.features)}
 

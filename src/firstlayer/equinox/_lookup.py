@@ -31,6 +31,9 @@ from ._module import compiled, is_on_host, upcast
 from ._row_shards import RowShards
 from ._sharding import OutSharding, Spec, table_spec, with_sharding, with_table_sharding
 
+#: Largest number of rows whose numbers fit in int32.
+MAX_ROWS = 2**31 - 1
+
 
 class RowSubset(eqx.Module):
     """Some rows of a table, used in its place; see :mod:`firstlayer.equinox.rows`.
@@ -192,6 +195,11 @@ def ids_argument(
     """
     if ids is None:
         raise TypeError(f"{name} must be integers, got None")
+    if num_embeddings > MAX_ROWS:
+        raise ValueError(
+            f"a table of {num_embeddings} rows can be read by Embedding.from_store with "
+            "ids on the host only: compiled code has row numbers of 32 bits"
+        )
     values = host_values(ids)
     if values is None:
         return IdsArgument(traced_integers(ids, name=name), False)
@@ -233,7 +241,7 @@ def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
 
 
 def gather_rows(
-    weight: Rows, checked: CheckedIds, options: LookupOptions, spec: Spec | None = None
+    weight: Rows, checked: CheckedIds, options: LookupOptions
 ) -> Float[Array, "*batch embedding_dim"]:
     """Return the row of each id; an invalid id gives an arbitrary row without gradient.
 
@@ -241,7 +249,6 @@ def gather_rows(
         weight: The table.
         checked: The ids.
         options: Options of the lookup.
-        spec: Specification of the result, if it is known and the table is sharded.
     """
     if isinstance(weight, StoredRows):
         valid, index = checked.valid, checked.index
@@ -251,12 +258,39 @@ def gather_rows(
     shards = options.shards_of(weight)
     if shards is None:
         return _lookup(options, array_in(weight), checked)
-    shape = (*checked.index.shape, array_in(weight).shape[1])
+    return _sum_of_shards(shards, array_in(weight), checked, options)
+
+
+def _sum_of_shards(
+    shards: RowShards,
+    weight: Array,
+    checked: CheckedIds,
+    options: LookupOptions,
+    spec: Spec | None = None,
+    *,
+    has_nan: bool = False,
+) -> Float[Array, "*batch embedding_dim"]:
+    """Return the row of each id of a sharded table: the sum over the shards.
+
+    Args:
+        shards: Shards of the table.
+        weight: The table.
+        checked: The ids.
+        options: Options of the lookup.
+        spec: Specification of the result, if it is known.
+        has_nan: Whether the rows of invalid ids are NaN. The first shard adds it, which
+            costs no pass over the result.
+    """
+    shape = (*checked.index.shape, weight.shape[1])
 
     def own_rows(weight: Array, checked: CheckedIds) -> Array:
-        return rows_of_shard(shards, weight, checked, options)[0]
+        rows, _ = rows_of_shard(shards, weight, checked, options)
+        if not has_nan or checked.valid is None:
+            return rows
+        is_first = shards.first_row(len(weight)) == 0
+        return nan_if_invalid(rows, checked.valid | ~is_first)
 
-    return shards.sum_rows(own_rows, array_in(weight), checked, shape=shape, spec=spec)
+    return shards.sum_rows(own_rows, weight, checked, shape=shape, spec=spec)
 
 
 def rows_of_shard(
@@ -289,7 +323,11 @@ def look_up(
         spec: Spec | None, weight: Rows, argument: IdsArgument
     ) -> Float[Array, "*batch embedding_dim"]:
         checked = check_ids(argument, weight, options)
-        return nan_if_invalid(gather_rows(weight, checked, options, spec), checked.valid)
+        shards = options.shards_of(weight)
+        if shards is not None:
+            table = array_in(weight)
+            return _sum_of_shards(shards, table, checked, options, spec, has_nan=True)
+        return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
 
     def default() -> Spec:
         return table_spec(argument.ids, array_in(weight))

@@ -28,7 +28,14 @@ class Module(eqx.Module):
     """Base class of the Equinox layers. Has no fields of its own."""
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> from firstlayer.equinox import AlibiBias
+            >>> config = AlibiBias(4, max_bias=2.0).config()
+            >>> AlibiBias(**config).max_bias
+            2.0
+        """
         parameters = list(self.parameters().values())
         overrides = {"dtype": parameters[0].dtype.name} if parameters else {}
         return config_of(self, **overrides)

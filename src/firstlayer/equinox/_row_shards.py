@@ -67,7 +67,9 @@ class RowShards:
         """
 
         def run(*args: Any) -> Any:
-            # Where axes of an explicit mesh are automatic, the mesh is another one.
+            # shard_map accepts only the mesh that is set, if one is. Its axes may have
+            # other types than in the sharding: jax.sharding.auto_axes sets a mesh whose
+            # explicit axes are automatic.
             is_set = not jax.sharding.get_abstract_mesh().empty
             mapped = jax.shard_map(
                 function,

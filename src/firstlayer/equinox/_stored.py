@@ -18,6 +18,7 @@ from .._array import compute_dtype
 from .._check import check_real, float_dtype, integers, one_of, padding_index
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
+from ..files.layer_files import rows_not_saved
 from ..kernels.quantized_rows import GROUP
 from ..stores.quantize import (
     QuantizationReport,
@@ -147,7 +148,17 @@ class StoredEmbedding(Module):
     @property
     def weight(self) -> Any:
         """Not available: a TypeError."""
-        raise weight_error(self.rows.store())
+        raise weight_error(self.row_store)
+
+    @property
+    def row_store(self) -> RowStore:
+        """The table; a copy in host memory if it is quantized in memory."""
+        return self.rows.store()
+
+    @property
+    def encoded(self) -> UInt8[Array, "rows row_bytes"] | None:
+        """Interleaved rows of a quantized table in memory, which layer files hold."""
+        return self.rows.encoded if isinstance(self.rows, EncodedRows) else None
 
     @property
     def dtype(self) -> np.dtype:
@@ -222,10 +233,7 @@ class StoredEmbedding(Module):
         return jnp.asarray(ids != self.padding_idx)
 
     def config(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a layer over {self.rows.store()!r} is not saved itself: save the store, or a "
-            "complete layer made by quantized()"
-        )
+        raise rows_not_saved(self.row_store)
 
     @property
     def _rows(self) -> StoredRows:

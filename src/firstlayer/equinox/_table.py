@@ -224,6 +224,13 @@ class TableModule(Module):
 
         Args:
             sharding: As in the constructor; None is the default device.
+
+        Example:
+            >>> from firstlayer.equinox import Embedding
+            >>> rows = NamedSharding(jax.make_mesh((1,), ("rows",)), PartitionSpec("rows"))
+            >>> layer = Embedding(weight=jnp.ones((4, 2))).with_sharding(rows)
+            >>> layer.sharding == rows, layer([3]).tolist()
+            (True, [[1.0, 1.0]])
         """
         sharding = check_sharding(sharding, self.embedding_dim)
         weight = _placed(np.asarray(self._own_rows()), sharding)

@@ -129,6 +129,13 @@ class EmbeddingBag(TableModule):
         Args:
             store: The table.
             options: ``mode``, ``include_last_offset`` and the options of an embedding.
+
+        Example:
+            >>> import numpy as np
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.eye(4, 2, dtype=np.float32), format="float16")
+            >>> EmbeddingBag.from_store(store, mode="sum")([[0, 1], [0, 0]]).tolist()
+            [[1.0, 1.0], [2.0, 0.0]]
         """
         from ._stored import StoredEmbeddingBag, stored_layer
 

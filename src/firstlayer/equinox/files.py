@@ -16,12 +16,14 @@ from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import ENCODED, FrontEnd, array_of_shape, load_layer, save_layer
 from ..files.safetensors import Path, Tensors
 from ._module import Module, replace_fields
-from ._stored import EncodedRows, quantized_embedding
+from ._stored import quantized_embedding
 from .growing import GrowingEmbedding
 
 
 def save(path: Path, layer: Module) -> None:
     """Write a layer to one safetensors file, atomically.
+
+    A layer that reads a store has no rows of its own: it is a TypeError.
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
@@ -58,13 +60,13 @@ def load(path: Path) -> Any:
     return load_layer(path, FRONT_END)
 
 
-def _arrays(layer: Module) -> Tensors:
+def _arrays(layer: Module) -> dict[str, Any]:
     if isinstance(layer, GrowingEmbedding):
         return layer.state()
     arrays = {name: np.asarray(value) for name, value in layer.parameters().items()}
-    rows = getattr(getattr(layer, "token", None), "rows", None)
-    if isinstance(rows, EncodedRows):
-        arrays[ENCODED] = np.asarray(rows.encoded)
+    encoded = getattr(getattr(layer, "token", None), "encoded", None)
+    if encoded is not None:
+        arrays[ENCODED] = np.asarray(encoded)
     return arrays
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Int64
 
 from .._check import host_array
-from ..embeddings.growing import InitialRows
+from ..embeddings.growing import GrowingArguments, InitialRows
 from ..embeddings.hashed import int64_bits
 from ..embeddings.id_map import Assigned, IdMap
 from ..files.layer_configs import ID_MAP
@@ -24,7 +24,7 @@ from ._table import Ids
 from .token import Embedding
 
 
-class GrowingEmbedding(Module):
+class GrowingEmbedding(GrowingArguments, Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
     When all rows are given away, the id that was used least recently or least frequently
@@ -98,36 +98,6 @@ class GrowingEmbedding(Module):
         self.table = Embedding(weight=jnp.zeros(shape, table_dtype(dtype)))
 
     @property
-    def capacity(self) -> int:
-        """Number of rows, without the unknown row."""
-        return self.id_map.capacity
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of each vector."""
-        return self.initial.width
-
-    @property
-    def evict(self) -> str | None:
-        """Which id loses its row to a new one."""
-        return self.id_map.evict
-
-    @property
-    def min_count(self) -> int:
-        """Number of times that an id must have been seen to get a row."""
-        return self.id_map.min_count
-
-    @property
-    def init(self) -> str:
-        """Distribution of new rows."""
-        return self.initial.init
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial values."""
-        return self.initial.seed
-
-    @property
     def ids(self) -> Int64[np.ndarray, " ids"]:
         """Ids that have a row, in the order of their rows, from row 1 on."""
         return self.id_map.ids
@@ -191,7 +161,13 @@ class GrowingEmbedding(Module):
         return {"table.weight": self.table.weight}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the table and the ids of its rows, by name, as NumPy arrays."""
+        """Return the table and the ids of its rows, by name, as NumPy arrays.
+
+        Example:
+            >>> rows, layer = GrowingEmbedding(4, 2).assign([2**40, 7])
+            >>> GrowingEmbedding(4, 2).with_state(layer.state()).rows([7, 8]).tolist()
+            [2, 0]
+        """
         arrays = {ID_MAP + name: array for name, array in self.id_map.state().items()}
         return {"table.weight": np.asarray(self.table.weight), **arrays}
 

@@ -24,6 +24,7 @@ from ..embeddings.hashed import (
     HashedRows,
     QuotientRemainderArguments,
     QuotientRemainderRows,
+    in_given_order,
     int64_bits,
     joined_pairs,
     sorted_frequent,
@@ -197,9 +198,7 @@ class HashedEmbedding(HashedArguments, CombinedRows):
     def _weights(self, ids: Ids) -> Array | None:
         if self.importance is None:
             return None
-        rows = HashedRows(
-            num_rows=self.importance_rows, hashes=1, seed=self.seed, first=self.hashes
-        )
+        rows = self.rows.importance(self.importance_rows)
         return self.importance(_rows_by(rows, ids, num_rows=rows.num_rows)[..., 0])
 
 
@@ -336,9 +335,7 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
     @property
     def frequent_ids(self) -> Integer[np.ndarray, " frequent"]:
         """Ids with a row of their own, in the order of their rows."""
-        ids = np.empty_like(self._frequent.array)
-        ids[self._order.array] = self._frequent.array
-        return ids
+        return in_given_order(self._frequent.array, self._order.array)
 
     def _rows(self, ids: Ids) -> Array:
         constants = {"frequent": self._frequent, "order": self._order}

@@ -19,7 +19,7 @@ from .layer_configs import (
     not_in_config,
     parameters_in,
 )
-from .safetensors import Path, Tensors, read, write
+from .safetensors import Path, StreamedTensor, Tensors, read, write
 
 #: Name of the rows of a quantized table in a file, and of their format in its config.
 ENCODED, QUANTIZED = "token.encoded", "quantized"
@@ -31,7 +31,8 @@ class FrontEnd:
 
     Args:
         package: Package of the layer classes.
-        arrays: Returns the parameters of a layer by name, as NumPy arrays.
+        arrays: Returns the parameters of a layer by name, as NumPy arrays, or as tensors
+            that are written in parts if they are on disk.
         build: Returns a layer of a class with these options and these parameters.
         with_quantized: Returns a complete layer with these bytes as its token table, given
             the name of their format, ``padding_idx`` and the dtype of the output.
@@ -39,7 +40,7 @@ class FrontEnd:
     """
 
     package: str
-    arrays: Callable[[Any], Tensors]
+    arrays: Callable[[Any], dict[str, np.ndarray | StreamedTensor]]
     build: Callable[[Any, dict[str, Any], Tensors], Any]
     with_quantized: Callable[..., Any]
     config: Callable[[Any], dict[str, Any]] = operator.methodcaller("config")
@@ -55,6 +56,7 @@ class FrontEnd:
 def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     """Write a layer to a file that :func:`load_layer` can load in any front end."""
     layer_class = type(layer)
+    _check_has_rows(layer)
     for part in (layer, getattr(layer, "position", None), getattr(layer, "table", None)):
         if part is not None and type(part) is not front_end.layer_class(
             type(part).__name__
@@ -74,6 +76,25 @@ def save_layer(path: Path, layer: Any, front_end: FrontEnd) -> None:
     if ENCODED in tensors:
         config[QUANTIZED] = layer.token.format_name
     write(path, tensors, {"class": layer_class.__name__, **config})
+
+
+def _check_has_rows(layer: Any) -> None:
+    """Raise TypeError if a layer reads its rows from a store and has none itself."""
+    for name in ("", "token", "table"):
+        part = getattr(layer, name, None) if name else layer
+        if name == "token" and getattr(part, "encoded", None) is not None:
+            continue  # A complete layer is saved with its quantized rows.
+        store = getattr(part, "row_store", None)
+        if store is not None:
+            raise rows_not_saved(store)
+
+
+def rows_not_saved(store: Any) -> TypeError:
+    """Return the error for saving a layer whose rows are in a store."""
+    return TypeError(
+        f"the rows of a layer over {store!r} are not saved with it: write them with "
+        "save(path) of the store, and load them with from_store(open_store(path))"
+    )
 
 
 def load_layer(path: Path, front_end: FrontEnd) -> Any:

@@ -9,8 +9,11 @@ Writing is atomic; see :mod:`firstlayer.files.atomic`. A kill can leave behind a
 """
 
 import json
+import math
 import os
 import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,13 +41,37 @@ CODES = {
 }
 
 
-def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class StreamedTensor:
+    """Tensor that is written in parts, because it may be larger than memory.
+
+    Args:
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        source: File that the tensor is read from.
+        parts: Returns the tensor as arrays of consecutive rows.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    source: pathlib.Path
+    parts: Callable[[], Iterator[Shaped[np.ndarray, "..."]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(
+    path: Path, tensors: Mapping[str, np.ndarray | StreamedTensor], config: dict[str, Any]
+) -> None:
     """Write tensors and a config to one file, atomically.
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
         tensors: Arrays of float64, float32, float16, bfloat16, int64 or uint8, kept bit for
-            bit.
+            bit, or tensors that are written in parts.
         config: Options of the layer, as values that JSON can represent.
 
     Example:
@@ -57,13 +84,26 @@ def write(path: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     # Widest dtype first, so that every tensor is aligned.
     arrays = sorted(
         ((name, _contiguous(tensor)) for name, tensor in tensors.items()),
-        key=lambda item: (-item[1].itemsize, item[0]),
+        key=lambda item: (-item[1].dtype.itemsize, item[0]),
     )
     header = _header(arrays, config)
+    for _, array in arrays:
+        if isinstance(array, StreamedTensor):
+            check_not_source(path, array.source)
     with replacing(os.path.realpath(path)) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for _, array in arrays:
-            file.write(array.reshape(-1).view(np.uint8).data)
+            parts = array.parts() if isinstance(array, StreamedTensor) else [array]
+            for part in parts:
+                file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+
+
+def check_not_source(path: Path, source: Path) -> None:
+    """Raise ValueError if a file would replace the one that its rows are trained in."""
+    if os.path.realpath(path) == os.path.realpath(source):
+        raise ValueError(
+            f"path must not be the file of a table that is trained, got {path}"
+        )
 
 
 def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str, Any]]:
@@ -86,14 +126,18 @@ def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str
     return {name: tensor.read() for name, tensor in stored.items()}, config
 
 
-def _contiguous(tensor: np.ndarray) -> np.ndarray:
+def _contiguous(tensor: np.ndarray | StreamedTensor) -> np.ndarray | StreamedTensor:
+    if isinstance(tensor, StreamedTensor):
+        return tensor
     if tensor.dtype in (np.uint8, np.int64):
         return np.ascontiguousarray(tensor)
     # By name, because a byte-swapped dtype has the same name as the native one.
     return np.asarray(tensor, float_dtype(tensor.dtype.name), order="C")
 
 
-def _header(arrays: list[tuple[str, np.ndarray]], config: dict[str, Any]) -> bytes:
+def _header(
+    arrays: list[tuple[str, np.ndarray | StreamedTensor]], config: dict[str, Any]
+) -> bytes:
     text = json.dumps({"format": FORMAT, "config": config})
     if len(text) > MAX_CONFIG_LENGTH:
         raise ValueError(

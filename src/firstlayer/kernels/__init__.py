@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .mapped_rows import locate_rows as locate_rows
     from .mapped_rows import request_rows as request_rows
     from .mapped_rows import rows_missing as rows_missing
-    from .mapped_rows import write_rows_at as write_rows_at
     from .neighbor_map import move_points as move_points
     from .neighbor_map import nearest_in as nearest_in
     from .optim.drivers import average_rows as average_rows
@@ -45,11 +44,12 @@ if TYPE_CHECKING:
     from .row_sums import sum_words as sum_words
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
-    from .skipgram import noise_table as noise_table
-    from .skipgram import skipgram_step as skipgram_step
-    from .skipgram import skipgram_workspace as skipgram_workspace
     from .subwords import mean_subword_rows as mean_subword_rows
     from .text_rows import parse_text_rows as parse_text_rows
+    from .word2vec.draws import noise_table as noise_table
+    from .word2vec.step import word2vec_step as word2vec_step
+    from .word2vec.word_rows import subword_rows as subword_rows
+    from .word2vec.workspace import word2vec_workspace as word2vec_workspace
 
 # Module of each name above; a test checks that the two lists match.
 _NAMES = {
@@ -59,13 +59,7 @@ _NAMES = {
     "layer.backward": ("layer_backward",),
     "layer.backward_plan": ("BackwardPlan", "plan_backward"),
     "layer.forward": ("layer_forward",),
-    "mapped_rows": (
-        "copy_rows_at",
-        "locate_rows",
-        "request_rows",
-        "rows_missing",
-        "write_rows_at",
-    ),
+    "mapped_rows": ("copy_rows_at", "locate_rows", "request_rows", "rows_missing"),
     "neighbor_map": ("move_points", "nearest_in"),
     "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
     "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
@@ -75,9 +69,12 @@ _NAMES = {
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs", "sum_words"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
-    "skipgram": ("noise_table", "skipgram_step", "skipgram_workspace"),
     "subwords": ("mean_subword_rows",),
     "text_rows": ("parse_text_rows",),
+    "word2vec.draws": ("noise_table",),
+    "word2vec.step": ("word2vec_step",),
+    "word2vec.word_rows": ("subword_rows",),
+    "word2vec.workspace": ("word2vec_workspace",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -89,7 +86,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _HOME[name]
     if not module.startswith("runtime.") and not has_compiler():
-        if module.startswith(("neighbor_map", "optim.", "skipgram")):
+        if module.startswith(("neighbor_map", "optim.", "word2vec.")):
             require_compiler(name)
         module = "plain"
     value = getattr(importlib.import_module(f".{module}", __name__), name)
@@ -102,6 +99,15 @@ def has_compiler() -> bool:
     from numba.core import config
 
     return not getattr(config, "DISABLE_JIT", False)
+
+
+def can_bind() -> bool:
+    """Return whether kernels can be called without Numba's dispatcher; see ``bound``."""
+    if not has_compiler():
+        return False
+    from .runtime.pool import has_known_layout
+
+    return has_known_layout()
 
 
 def require_compiler(what: str) -> None:

@@ -58,11 +58,6 @@ def copy_rows_at(addresses: np.ndarray, out: np.ndarray) -> None:
     run(_copy, addresses.size, addresses, out.ctypes.data, row_bytes, ahead, grain=grain)
 
 
-def write_rows_at(addresses: np.ndarray, rows: np.ndarray) -> None:
-    """Copy C-contiguous rows to their addresses; the last row for an address stays."""
-    _write(addresses, rows.ctypes.data, rows.strides[0])
-
-
 def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
     """Return whether a row of a sample may not be in memory.
 
@@ -130,12 +125,6 @@ def _copy(ticket, addresses, out, row_bytes, ahead):
         for i in range(lo, hi):
             prefetch_bytes(addresses[min(i + ahead, hi - 1)], row_bytes)
             copy_bytes(out + i * row_bytes, addresses[i], row_bytes)
-
-
-@kernel()
-def _write(addresses, rows, row_bytes):
-    for i in range(addresses.size):
-        copy_bytes(addresses[i], rows + i * row_bytes, row_bytes)
 
 
 @kernel()

@@ -53,12 +53,6 @@ def copy_rows_at(addresses: np.ndarray, out: np.ndarray) -> None:
         ctypes.memmove(out.ctypes.data + row * out.strides[0], address, out.strides[0])
 
 
-def write_rows_at(addresses: np.ndarray, rows: np.ndarray) -> None:
-    """Copy C-contiguous rows to their addresses; the last row for an address stays."""
-    for row, address in enumerate(addresses.tolist()):
-        ctypes.memmove(address, rows.ctypes.data + row * rows.strides[0], rows.strides[0])
-
-
 def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
     """Return False: rows are read when they are copied, one page after the other."""
     return False
@@ -420,14 +414,19 @@ def mean_subword_rows(
     lengths: tuple[int, int],
     out: np.ndarray,
     counts: np.ndarray,
+    bucket_rows: np.ndarray | None = None,
 ) -> None:
     """Write the mean row of each word and its n-grams, and the number of rows in it."""
-    first_bucket = len(table) - buckets
+    if bucket_rows is None:
+        all_rows = np.arange(len(table) - buckets, len(table))
+        bucket_rows = np.array([np.arange(buckets), all_rows])
+    row_of = dict(zip(*bucket_rows.tolist(), strict=True))
     for word, own in enumerate(own_rows):
         content = text[bounds[word] : bounds[word + 1]].tobytes()
         hashes = subword_hashes(content, lengths) if buckets > 0 else []
         rows = [int(own)] if 0 <= own < len(table) else []
-        rows += [first_bucket + hashed % buckets for hashed in hashes]
+        kept = (hashed % buckets for hashed in hashes)
+        rows += [row_of[bucket] for bucket in kept if bucket in row_of]
         total = np.zeros(table.shape[1], np.float32)
         for row in rows:
             total += table[row]

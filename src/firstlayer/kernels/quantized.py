@@ -136,6 +136,15 @@ def _decode_int8(rows, row, column):
 
 
 @internal
+def _group_of(column, group_size):
+    """Return the group of a column."""
+    # A division by a number that is not a constant takes as long as decoding a group.
+    if group_size == GROUP:
+        return column // GROUP
+    return column // group_size
+
+
+@internal
 def _group_number(address, index, kind):
     """Return the number at ``index`` of an array of dtype ``SCALE_KINDS[kind]``."""
     if kind == 2:
@@ -147,7 +156,7 @@ def _group_number(address, index, kind):
 
 @inlined
 def _decode_int4(rows, row, column):
-    group, kind = column // rows.group_size, rows.scale_kind
+    group, kind = _group_of(column, rows.group_size), rows.scale_kind
     scale = _group_number(rows.scale + row * rows.scale_stride, group, kind)
     bias = _group_number(rows.bias + row * rows.bias_stride, group, kind)
     values = nibbles(rows.weight + row * rows.weight_stride + column // 2)
@@ -156,7 +165,7 @@ def _decode_int4(rows, row, column):
 
 @inlined
 def _decode_affine(rows, row, column):
-    group, kind = column // rows.group_size, rows.scale_kind
+    group, kind = _group_of(column, rows.group_size), rows.scale_kind
     scale = _group_number(rows.scale + row * rows.scale_stride, group, kind)
     bias = _group_number(rows.bias + row * rows.bias_stride, group, kind)
     start = rows.weight + row * rows.weight_stride + column * rows.bits // 8

@@ -74,7 +74,7 @@ def _loop(read_half: bool, write_half: bool):
         whole = pairs - pairs % block
         ahead = 1 + AHEAD_BYTES // max(1, width * x.itemsize)
         for lo, hi in pieces(ticket):
-            at = lo % which.size
+            at = lo % max(1, which.size)
             for row in range(lo, hi):
                 t, a = which[at] * phases.shape[1], row * width
                 at = at + 1 if at + 1 < which.size else 0

@@ -9,11 +9,11 @@ pass.
 from .byte_groups import ByteGroups as ByteGroups
 from .canonical import canonical_ids as canonical_ids
 from .engram import Engram as Engram
+from .hashing import Layout as Layout
 from .hf import from_hf as from_hf
 from .longcat import LongCatNgram as LongCatNgram
 from .qwen import QwenNgram as QwenNgram
 from .salted import SaltedNgram as SaltedNgram
-from .scheme import Layout as Layout
 
 __all__ = [
     "ByteGroups",

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._check import integer, positive
-from .scheme import Hashing, Layout, Scheme, define, integer_tuple, set_argument
+from .arguments import integer_tuple, set_argument
+from .hashing import Hashing, Layout
+from .scheme import Scheme, define
 
 #: Base of the polynomial of each hash function.
 _PRIMES = (

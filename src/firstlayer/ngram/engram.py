@@ -8,18 +8,10 @@ import numpy as np
 from jaxtyping import Int
 
 from .._check import integer, integers, not_negative, positive
+from .arguments import at_least, below, distinct, integer_tuple, set_argument
+from .hashing import Hashing, Layout
 from .primes import next_prime
-from .scheme import (
-    Hashing,
-    Layout,
-    Scheme,
-    at_least,
-    below,
-    define,
-    distinct,
-    integer_tuple,
-    set_argument,
-)
+from .scheme import Scheme, define
 
 #: Added to the seed for each layer.
 _LAYER_SEED = 10007

@@ -85,16 +85,18 @@ class ShortConvOptions(EngramOptions):
     kernel_size: int
     dilation: int
     bias: bool
-    conv_eps: float
+    #: None is ``eps``, which the constructor replaces it with.
+    conv_eps: Any
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        conv_eps = self.eps if self.conv_eps is None else self.conv_eps
         _set(
             self,
             kernel_size=positive("kernel_size", self.kernel_size),
             dilation=positive("dilation", self.dilation),
             bias=bool(self.bias),
-            conv_eps=not_negative_number("conv_eps", self.conv_eps),
+            conv_eps=not_negative_number("conv_eps", conv_eps),
         )
 
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -232,6 +234,45 @@ class NgramArguments:
     layer: int | None
     combine: str
     table: Any
+    #: Class of the table in this front end.
+    _embedding_class: Any
+
+    def _set_arguments(
+        self,
+        scheme: Scheme,
+        table: Any,
+        *,
+        layer: int | None,
+        combine: str,
+        **options: Any,
+    ) -> None:
+        """Set the fields of a new layer, and make its table unless one is given.
+
+        Args:
+            scheme: The scheme.
+            table: Layer with the table, store, or width of the rows of a new table.
+            layer: Layer of the model, or None.
+            combine: ``"concat"`` or ``"sum"``.
+            options: Arguments of a new table, or of the layer of a store.
+        """
+        one_of("combine", combine, ("concat", "sum"))
+        rows = scheme.layout(layer).rows
+        if hasattr(table, "num_embeddings"):
+            if options:
+                given = sorted(options)
+                raise TypeError(f"a given table takes no other options, got {given}")
+        elif hasattr(table, "read"):
+            table = self._embedding_class.from_store(table, **options)
+        else:
+            table = self._embedding_class(rows, table, **options)
+        if table.num_embeddings < rows:
+            raise ValueError(f"table must have {rows} rows, got {table.num_embeddings}")
+        self.scheme, self.layer, self.table = scheme, layer, table
+        self.combine = combine
+
+    def _rows(self, ids: Any, **others: Any) -> Any:
+        """Return the rows of the n-grams that end at each position."""
+        return self.scheme(ids, layer=self.layer, **others)
 
     @property
     def embedding_dim(self) -> int:
@@ -303,29 +344,6 @@ def check_shapes(
         raise ValueError(f"memory must have shape {expected}, got {tuple(memory.shape)}")
     if mask is not None and tuple(mask.shape) != lead:
         raise ValueError(f"mask must have shape {lead}, got {tuple(mask.shape)}")
-
-
-def check_table(
-    scheme: Scheme, layer: int | None, combine: str, num_embeddings: int
-) -> None:
-    """Raise ValueError unless a table has the rows of a scheme.
-
-    Args:
-        scheme: The scheme.
-        layer: Layer of the model, or None.
-        combine: ``"concat"`` or ``"sum"``.
-        num_embeddings: Number of rows of the table.
-    """
-    one_of("combine", combine, ("concat", "sum"))
-    rows = scheme.layout(layer).rows
-    if num_embeddings < rows:
-        raise ValueError(f"table must have {rows} rows, got {num_embeddings}")
-
-
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError if there are arguments for a new table besides a given one."""
-    if options:
-        raise TypeError(f"a given table takes no other options, got {sorted(options)}")
 
 
 def _arguments(scheme: Scheme) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from .._check import number, positive
-from .scheme import Hashing, Layout, Scheme, at_least, below, define
+from .arguments import at_least, below
+from .hashing import Hashing, Layout
+from .scheme import Scheme, define
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,18 +6,10 @@ from itertools import islice
 
 from .._check import not_negative, positive
 from ..embeddings.hashed import splitmix64
+from .arguments import at_least, below, distinct, integer_tuple, set_argument
+from .hashing import Hashing, Layout
 from .primes import next_prime
-from .scheme import (
-    Hashing,
-    Layout,
-    Scheme,
-    at_least,
-    below,
-    define,
-    distinct,
-    integer_tuple,
-    set_argument,
-)
+from .scheme import Scheme, define
 
 #: Added to the seed for each layer.
 _LAYER_SEED = 10007

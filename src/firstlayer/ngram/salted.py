@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._check import positive
+from .arguments import at_least, integer_tuple, set_argument
+from .hashing import Hashing, Layout
 from .primes import last_prime
-from .scheme import (
-    Hashing,
-    Layout,
-    Scheme,
-    at_least,
-    define,
-    integer_tuple,
-    set_argument,
-)
+from .scheme import Scheme, define
 
 #: Multiplier of each id, newest first.
 _MULTIPLIERS = (1000003, 998244353, 911382323, 805306457)

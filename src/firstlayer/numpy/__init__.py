@@ -11,6 +11,9 @@ from .files import load as load
 from .files import save as save
 from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
+from .gates import EngramGate as EngramGate
+from .gates import NgramAverage as NgramAverage
+from .gates import ShortConvGate as ShortConvGate
 from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
@@ -18,10 +21,7 @@ from .hashed import QuotientRemainderEmbedding as QuotientRemainderEmbedding
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
-from .ngram import EngramGate as EngramGate
-from .ngram import NgramAverage as NgramAverage
 from .ngram import NgramEmbedding as NgramEmbedding
-from .ngram import ShortConvGate as ShortConvGate
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions

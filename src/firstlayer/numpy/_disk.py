@@ -33,7 +33,7 @@ def layer_on_disk(
     owner = weakref.proxy(layer)
 
     def state(rule: Rule, **arguments: Any) -> TableState:
-        return TableState(rule, lambda: owner.weight, **arguments)
+        return TableState(rule, lambda: owner.stored_weight, **arguments)
 
     # Rows may be stale from an earlier run, and no optimizer may follow.
     layer.table_state = resumed_state(store, state)

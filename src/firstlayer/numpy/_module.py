@@ -30,15 +30,35 @@ class Module:
         """Return the arrays that are saved but not trained, by name, not copied.
 
         These are the rows of a quantized table.
+
+        Example:
+            >>> from firstlayer.numpy import EmbeddingLayer
+            >>> layer = EmbeddingLayer(10, 32, max_positions=8, rng=0).quantized("int8")
+            >>> sorted(layer.buffers())
+            ['token.encoded']
         """
         return {}
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the state dict and of files, by name, not copied."""
+        """Return the arrays of the state dict and of files, by name, not copied.
+
+        Example:
+            >>> from firstlayer.numpy import EmbeddingLayer
+            >>> layer = EmbeddingLayer(10, 32, max_positions=8, rng=0).quantized("int8")
+            >>> sorted(layer.state_arrays())
+            ['position.weight', 'token.encoded']
+        """
         return {**self.parameters(), **self.buffers()}
 
     def embeddings(self) -> dict[str, Any]:
-        """Return the layers that look rows up by id, by the name of their parameter."""
+        """Return the layers that look rows up by id, by the name of their parameter.
+
+        Example:
+            >>> from firstlayer.numpy import EmbeddingLayer
+            >>> layer = EmbeddingLayer(10, 4, max_positions=8, layer_norm=True, rng=0)
+            >>> sorted(layer.embeddings())
+            ['position.weight', 'token.weight']
+        """
         return {
             f"{part}.{name}": table
             for part, layer in vars(self).items()
@@ -47,7 +67,14 @@ class Module:
         }
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> from firstlayer.numpy import AlibiBias
+            >>> config = AlibiBias(4, max_bias=2.0).config()
+            >>> AlibiBias(**config).max_bias
+            2.0
+        """
         return config_of(self)
 
     def state_dict(self) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from .._check import float_dtype, host_array, one_of, padding_index
 from ..embeddings.bag import MODES, Mode, mean_divisors
 from ..embeddings.ragged import Bags
 from ..embeddings.token import check_norm, clip_norms
+from ..files.layer_files import rows_not_saved
 from ..stores.quantize import (
     QuantizationReport,
     quantize_table,
@@ -149,10 +150,7 @@ class StoredEmbedding(Embedding):
         return {}
 
     def config(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a layer over {self.row_store!r} is not saved itself: save the store, or a "
-            "complete layer made by quantized()"
-        )
+        raise rows_not_saved(self.row_store)
 
     def __repr__(self) -> str:
         options = {"padding_idx": self.padding_idx, "max_norm": self.max_norm}

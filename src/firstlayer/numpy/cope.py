@@ -52,6 +52,9 @@ class CopeBias(Module):
         ...                  dtype="float32")
         >>> layer.bias(np.ones((1, 2)), [[0.0, 0.0, -np.inf]]).tolist()
         [[1.0, 0.5, 0.0]]
+        >>> bias, pull = layer.vjp(np.ones((1, 2)), np.zeros((1, 3)))
+        >>> sorted(pull(np.ones_like(bias)))
+        ['q', 'scores', 'weight']
     """
 
     def __init__(

@@ -11,13 +11,17 @@ import numpy as np
 
 from ..files.layer_configs import LAYER_KINDS
 from ..files.layer_files import FrontEnd, array_of_shape, load_layer, save_layer
-from ..files.safetensors import Path, Tensors
+from ..files.safetensors import Path, StreamedTensor, Tensors
+from ._disk import stores_of
 from ._module import Module
 from ._stored import quantized_embedding
 
 
 def save(path: Path, layer: Module) -> None:
     """Write a layer to one safetensors file, atomically.
+
+    The rows of a table that is trained on disk are written up to date, some at a time. A
+    layer that only reads a store has no rows of its own: it is a TypeError.
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
@@ -67,8 +71,9 @@ def _build(layer_class: Any, options: dict[str, Any], parameters: Tensors) -> Mo
     return layer
 
 
-def _arrays(layer: Module) -> Tensors:
-    return layer.state_arrays()
+def _arrays(layer: Module) -> dict[str, np.ndarray | StreamedTensor]:
+    on_disk = {name: store.streamed() for name, store in stores_of(layer).items()}
+    return {**layer.state_arrays(), **on_disk}
 
 
 def _with_quantized(layer: Any, encoded: Any, format: str, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64, Integer
 
 from .._check import float_dtype, host_array
 from .._interrupts import held_interrupts
-from ..embeddings.growing import InitialRows, OwnedGradient
+from ..embeddings.growing import GrowingArguments, InitialRows, OwnedGradient
 from ..embeddings.hashed import int64_bits
 from ..embeddings.id_map import Assigned, IdMap
 from ..embeddings.row_gradient import RowGradient
@@ -19,7 +19,7 @@ from .token import Embedding
 Ids = Integer[Any, "*batch"] | Sequence[Any] | int
 
 
-class GrowingEmbedding(Module):
+class GrowingEmbedding(GrowingArguments, Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
     When all rows are given away, the id that was used least recently or least frequently
@@ -77,36 +77,6 @@ class GrowingEmbedding(Module):
         )
         shape = capacity + 1, embedding_dim
         self.table = Embedding(weight=np.zeros(shape, float_dtype(dtype)))
-
-    @property
-    def capacity(self) -> int:
-        """Number of rows, without the unknown row."""
-        return self.id_map.capacity
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of each vector."""
-        return self.initial.width
-
-    @property
-    def evict(self) -> str | None:
-        """Which id loses its row to a new one."""
-        return self.id_map.evict
-
-    @property
-    def min_count(self) -> int:
-        """Number of times that an id must have been seen to get a row."""
-        return self.id_map.min_count
-
-    @property
-    def init(self) -> str:
-        """Distribution of new rows."""
-        return self.initial.init
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial values."""
-        return self.initial.seed
 
     @property
     def ids(self) -> Int64[np.ndarray, " ids"]:

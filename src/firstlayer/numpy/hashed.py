@@ -14,6 +14,7 @@ from ..embeddings.hashed import (
     HashedRows,
     QuotientRemainderArguments,
     QuotientRemainderRows,
+    in_given_order,
     int64_bits,
     sorted_frequent,
     vector_width,
@@ -183,9 +184,7 @@ class HashedEmbedding(HashedArguments, CombinedRows):
         if importance_rows:
             ones = np.ones((importance_rows, hashes), self.table.weight.dtype)
             self.importance = Embedding(weight=ones)
-            self._importance = HashedRows(
-                num_rows=importance_rows, hashes=1, seed=seed, first=hashes
-            )
+            self._importance = self.rows.importance(importance_rows)
 
     def _rows(self, ids: Ids) -> np.ndarray:
         return self.rows(int64_bits(host_array(ids, name="ids")))
@@ -298,9 +297,7 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
     @property
     def frequent_ids(self) -> np.ndarray:
         """Ids with a row of their own, in the order of their rows."""
-        ids = np.empty_like(self._frequent)
-        ids[self._order] = self._frequent
-        return ids
+        return in_given_order(self._frequent, self._order)
 
     def _rows(self, ids: Ids) -> np.ndarray:
         bits = int64_bits(host_array(ids, name="ids"))

@@ -16,6 +16,7 @@ from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
 from ..positions.learned import small_normal
 from ._layer.arguments import LayerArguments, check_arguments
+from ._layer.plan import CallPlan, plan_of
 from ._layer.position import position_layer
 from ._layer.tables import LayerTables
 from ._module import Module
@@ -171,6 +172,11 @@ class EmbeddingLayer(Module):
                 padding.
             mask: False at padding; None derives it from the ids.
         """
+        plan: CallPlan | None = self.__dict__.get("_plan")
+        if plan is not None and positions is segments is inputs_embeds is mask is None:
+            out = plan.run(self, ids, offset)
+            if out is not None:
+                return out
         arguments = check_arguments(
             self,
             ids,
@@ -180,7 +186,10 @@ class EmbeddingLayer(Module):
             inputs_embeds=inputs_embeds,
             mask=mask,
         )
-        return self._output(arguments, arguments.read_tables())[0]
+        out = self._output(arguments, arguments.read_tables())[0]
+        if plan is None or plan.current_arrays(self) is None:
+            self.__dict__["_plan"] = plan_of(self, out.size // self.embedding_dim)
+        return out
 
     def vjp(
         self,
@@ -331,6 +340,10 @@ class EmbeddingLayer(Module):
         )
         del config["max_positions"]  # part of the position layer's config
         return config
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A plan has addresses of this process.
+        return {name: value for name, value in vars(self).items() if name != "_plan"}
 
     def _output(
         self, arguments: LayerArguments, tables: LayerTables

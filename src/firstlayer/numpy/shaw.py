@@ -50,6 +50,9 @@ class ShawScores(Module):
         >>> layer = ShawScores(4, max_left=64, max_right=8, rng=0)
         >>> layer.scores(np.ones((2, 3, 4)), np.ones((2, 5, 4)), range(3), range(5)).shape
         (2, 3, 5)
+        >>> scores, pull = layer.vjp(np.ones((3, 4)), np.ones((5, 4)), range(3), range(5))
+        >>> sorted(pull(np.ones_like(scores)))
+        ['k', 'q', 'weight']
     """
 
     def __init__(

@@ -376,6 +376,15 @@ class Embedding(Module):
 
         Args:
             ids: Ids of any shape. One out of range is an IndexError.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (1000, 4)) as store:
+            ...     layer = Embedding.from_store(store)
+            ...     layer.prefetch([7, 8])
+            ...     print(layer([7, 8]).shape)
+            (2, 4)
         """
         if self.store is None:
             ids_in_range(ids, self.num_embeddings)
@@ -388,7 +397,7 @@ class Embedding(Module):
         Args:
             ids: Rows about to be read; None is all.
         """
-        if self.table_state is not None and self.table_state.has_stale_weights:
+        if self.table_state is not None and self.table_state.needs_catch_up:
             self.table_state.catch_up(None if ids is None else ids.ravel())
 
     def parameters(self) -> dict[str, np.ndarray]:

@@ -73,6 +73,9 @@ class TransformerXLScores(Module):
         >>> layer = TransformerXLScores(2, 4, rng=0)
         >>> layer.scores(np.ones((3, 2, 5, 4)), np.ones((3, 2, 9, 4))).shape
         (3, 2, 5, 9)
+        >>> scores, pull = layer.vjp(np.ones((2, 5, 4)), np.ones((2, 9, 4)))
+        >>> sorted(pull(np.ones_like(scores)))
+        ['k', 'q', 'u', 'v', 'weight']
     """
 
     def __init__(

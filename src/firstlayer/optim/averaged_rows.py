@@ -9,9 +9,13 @@ from jaxtyping import Float, Int
 
 from .._check import integers, number
 from .._interrupts import held_interrupts
-from .row_average import RowAverage
+from .row_average import RowAverage, refuse_swapped
 from .row_optimizer import RowOptimizer
-from .table_state import TableState, checked_step
+from .saved_state import checked_step
+from .table_state import TableState
+
+#: Beginning of the error for updates inside of ``swapped()``.
+CHANGED = "averages must not be changed"
 
 
 class AveragedRows:
@@ -48,15 +52,16 @@ class AveragedRows:
         self.optimizer, self.decay = optimizer, check_decay(decay)
         #: Number of updates.
         self.n_averaged = 0
-        self._averages = {
-            name: RowAverage(np.zeros(state.shape, state.dtype))
-            for name, state in optimizer.table_states.items()
-        }
+        self._averages: dict[str, RowAverage] = {}
+        for name, state in optimizer.table_states.items():
+            if state.stored is not None:
+                raise on_disk(name)
+            self._averages[name] = RowAverage(np.zeros(state.shape, state.dtype))
 
     def update_parameters(self) -> None:
         """Update the averages with the current weights; call after ``optimizer.step``."""
         decay = check_decay(self.decay) if self.n_averaged else 0.0
-        refuse_swapped(self._averages.values())
+        refuse_swapped(self._averages.values(), CHANGED)
         with held_interrupts():
             for name, average in self._averages.items():
                 self._state(name).update_average(average, decay)
@@ -100,7 +105,7 @@ class AveragedRows:
 
         Takes memory for a copy of the parameters. A step inside raises a ValueError.
         """
-        refuse_swapped(self._averages.values())
+        refuse_swapped(self._averages.values(), CHANGED)
         saved: dict[str, np.ndarray] = {}
         try:
             for name, average in self._averages.items():
@@ -157,14 +162,13 @@ class AveragedRows:
         return states[name]
 
 
+def on_disk(name: str) -> TypeError:
+    """Return the error for averaging a table that is trained on disk."""
+    return TypeError(f"AveragedRows needs tables in memory, but {name} is on disk")
+
+
 def check_decay(decay: Any) -> float:
     """Return a decay as a float, or raise unless it is from 0 to 1."""
     if not 0 <= number("decay", decay) <= 1:
         raise ValueError(f"decay must be from 0 to 1, got {decay}")
     return float(decay)
-
-
-def refuse_swapped(averages: Any) -> None:
-    """Raise ValueError if averages are in the table."""
-    if any(average.is_swapped for average in averages):
-        raise ValueError("averages must not be changed inside of swapped()")

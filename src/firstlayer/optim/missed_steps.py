@@ -71,6 +71,12 @@ class MissedSteps:
         """Whether no further step can be recorded."""
         return self.count == MAX_STEPS
 
+    @property
+    def last_step_column(self) -> int:
+        """Column of the last step; only updates of averages are recorded after it."""
+        numbers = self.step_numbers[: self.count + 1]
+        return int(np.searchsorted(numbers, numbers[-1]))
+
     def restart(self, options: Options, step: int) -> None:
         """Discard all steps; the frozen options stay the same."""
         self.count = 0

@@ -12,6 +12,7 @@ where the averaged coefficients of column ``k`` are advanced in every update of 
 ``E ← d · E + (1 − d) · C``, as the average itself is.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,7 @@ class RowAverage:
     """
 
     def __init__(self, values: np.ndarray) -> None:
-        #: Average of each row as of the event that the row is at.
-        self.values = values
+        self._values = values
         #: Whether the averages are in the table, and its weights elsewhere.
         self.is_swapped = False
         self._kept = np.ones(MAX_STEPS + 1)
@@ -41,6 +41,11 @@ class RowAverage:
         self._coefficients = np.zeros((0, MAX_STEPS + 1))
         # Which coefficients are constants, a column.
         self._is_constant = np.zeros((0, 1), bool)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Average of each row as of the event that the row is at."""
+        return self._values
 
     def start(self, missed: MissedSteps) -> None:
         """Begin at the last recorded event, with no update missed by any row."""
@@ -128,6 +133,17 @@ class RowAverage:
         columns = self._coefficients[:, until][..., None].astype(average.dtype)
         kept = self._kept[until][:, None].astype(average.dtype)
         return kept * average + kind(*columns).catch_up(ArrayOps(np), weight, *state)[0]
+
+
+def refuse_swapped(averages: Iterable[RowAverage], action: str) -> None:
+    """Raise ValueError if averages are in the table.
+
+    Args:
+        averages: Averages of tables.
+        action: Beginning of the message.
+    """
+    if any(average.is_swapped for average in averages):
+        raise ValueError(f"{action} while averages replace the weights")
 
 
 def _part(rows: StaleRows, chosen: np.ndarray) -> StaleRows:

@@ -20,7 +20,8 @@ from .._check import (
 from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
 from .rule import MODES, RowOptions
-from .table_state import TableState, check_stored_step, checked_step
+from .saved_state import check_stored_step, checked_step
+from .table_state import TableState
 
 # Names in a layer's gradients that are inputs, not parameters.
 INPUTS = ("x", "inputs_embeds", "per_sample_weights")

@@ -17,7 +17,7 @@ from .missed_steps import MissedSteps
 from .rule import Options, Rule, State
 
 if TYPE_CHECKING:
-    from .table_state import TableState
+    from .stale_table import StaleTable
 
 
 StateT = TypeVar("StateT")
@@ -34,7 +34,7 @@ class StoredState:
     """
 
     def __init__(
-        self, state: "TableState", store: TrainingStore, given: State | None, step: int
+        self, state: "StaleTable", store: TrainingStore, given: State | None, step: int
     ) -> None:
         self._state, self._store = state, store
         self.lock = state.lock
@@ -56,7 +56,12 @@ class StoredState:
 
     def catch_up(self, ids: np.ndarray | None = None) -> None:
         """Apply the missed steps to stale rows."""
-        self._state.catch_up(ids)
+        # The array of the store, because the layer may not exist any more.
+        self._state.catch_up(ids, table=self._store.array)
+
+    def caught_up_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows as they are after their missed steps; nothing is written."""
+        return self._state.caught_up_rows(ids, table=self._store.array)
 
     def save(self) -> SavedState:
         """Return what is not stored per row."""
@@ -145,7 +150,7 @@ def resumed_state(store: TrainingStore, make: Callable[..., StateT]) -> StateT |
     Args:
         store: The store.
         make: Makes a state from a rule and arguments of
-            :class:`firstlayer.optim.table_state.TableState`.
+            :class:`firstlayer.optim.stale_table.StaleTable`.
     """
     saved = store.saved_state
     if saved is None or not saved.has_stale_rows:

@@ -1,42 +1,30 @@
-"""Optimizer state of one table, and the step that each of its rows is at.
+"""Optimizer state of one table: steps, averages, and changes of its rows.
 
-A step updates the rows that have a gradient; the other rows become stale. Code that is
-about to read rows calls :meth:`TableState.catch_up`, which applies the missed steps to the
-stale ones among them, in place. Rows that are up to date are not written, so a row keeps
-the value that was read until the next step.
+A step updates the rows that have a gradient; the other rows become stale until they catch
+up (:mod:`.stale_table`).
 
-A step or a catch-up changes weights, state and counters together. Arguments are checked
-before anything changes, and Ctrl-C is held back until everything has, so a table is left
-as it was before the call or as it is after it.
+A step changes weights, state and counters together. Arguments are checked before anything
+changes, and Ctrl-C is held back until everything has, so a table is left as it was before
+the call or as it is after it.
 """
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int64
 
 from .. import kernels
-from .._array import compute_dtype
-from .._check import is_float, out_of_range
+from .._check import out_of_range
 from .._interrupts import held_interrupts
-from ..kernels.optim.row_slice import RowSlice, StaleRows
-from ..stores.training import TrainingStore
+from ..kernels.optim.row_slice import RowSlice
 from .missed_steps import MissedSteps, host_values
-from .row_average import RowAverage
-from .rule import Options, Rule, State
-from .stored_state import RetiredState, StoredState
-
-# Rows per pass when every row is updated: no temporary array is as large as the table.
-CHUNK = 1 << 14
-# Number of steps that a state may have. Steps are int64 and must not overflow.
-MAX_STEP = 1 << 62
+from .row_average import RowAverage, refuse_swapped
+from .rule import Options
+from .stale_table import CHUNK, StaleTable
 
 
-class TableState:
+class TableState(StaleTable):
     """State of a table under a row optimizer.
 
     Arrays of zeros are allocated in the table's shape; the operating system provides memory
@@ -52,144 +40,6 @@ class TableState:
         store: Store of the table if it is trained on disk. The arrays are then files of the
             store, and the state continues from the one that the store has.
     """
-
-    def __init__(
-        self,
-        rule: Rule,
-        table: Callable[[], Float[np.ndarray, "rows width"]],
-        *,
-        options: Options,
-        stochastic_rounding: bool = False,
-        state: State | None = None,
-        step: int = 0,
-        store: TrainingStore | None = None,
-    ) -> None:
-        rule.check(options)
-        self.rule, self.table = rule, table
-        self.stochastic_rounding = stochastic_rounding
-        weight = table()
-        self.shape, self.dtype = weight.shape, np.dtype(compute_dtype(weight.dtype))
-        self._table_dtype = weight.dtype
-        #: Shape of each array of the state.
-        self.state_shape = self.shape[0], rule.state_width(self.shape[1])
-        #: Arrays of the optimizer state, by name.
-        self.state: State = {} if state is None else state
-        #: For each row, whether its state may be nonzero.
-        self.has_state = np.full(self.shape[0], state is not None)
-        #: Number of steps taken.
-        self.step_count = step
-        #: Number of events: steps, and updates of an average.
-        self.event_count = step
-        #: For each row, the event it is at; smaller values stand for ``base_step``.
-        self.row_steps = np.zeros(self.shape[0], np.int64)
-        #: Event at which every row was last up to date. ``missed`` counts from here.
-        self.base_step = step
-        #: Averages of the rows, which are caught up before rows are written.
-        self.averages: weakref.WeakSet[RowAverage] = weakref.WeakSet()
-        #: Whether a recorded step moves the weights of rows without a gradient.
-        self._missed_moves = False
-        self.missed = MissedSteps(rule, options, step)
-        self.lock = threading.RLock()
-        #: Journals rows before they change, if the table is trained on disk.
-        self.stored: StoredState | RetiredState | None = None
-        if store is not None:
-            self.stored = StoredState(self, store, state, step)
-        self._add_missing_arrays(options)
-        self._check_arrays()
-        if state is not None:
-            self._adapt_state(options)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether no other optimizer has taken over a table on disk."""
-        return not isinstance(self.stored, RetiredState)
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether weight, state and average of every row are up to date."""
-        return self.base_step == self.event_count
-
-    @property
-    def has_stale_weights(self) -> bool:
-        """Whether the weight of some row may be out of date.
-
-        False if only the state of rows is stale, as under RMSprop without momentum. Such
-        rows may be read, but must catch up before a step with a gradient.
-        """
-        return self.base_step != self.event_count and self._missed_moves
-
-    def catch_up(
-        self,
-        ids: Int64[np.ndarray, " n"] | None = None,
-        *,
-        table: Float[np.ndarray, "rows width"] | None = None,
-    ) -> None:
-        """Apply the missed steps to stale rows, in place.
-
-        Args:
-            ids: Rows to bring up to date, possibly repeated; None for all.
-            table: Copy of the table to write to, which will replace the table.
-        """
-        if self.is_caught_up:
-            return
-        with held_interrupts(), self.lock:
-            table = self._checked(self.table() if table is None else table)
-            self._check_arrays()
-            self._catch_up(table, ids)
-
-    def caught_up_rows(
-        self,
-        ids: Int64[np.ndarray, " n"],
-        *,
-        table: Float[np.ndarray, "rows width"] | None = None,
-    ) -> Float[np.ndarray, "n width"]:
-        """Return rows as they are after their missed steps; nothing is written.
-
-        Args:
-            ids: Rows to return, possibly repeated. An id out of range is an IndexError.
-            table: Copy of the table to read from.
-        """
-        # A copy: another thread may change the ids.
-        ids = np.array(ids, np.int64)
-        with self.lock:
-            table = self.table() if table is None else table
-            table = self._checked(table, writable=False)
-            self._check_arrays()
-            rows = kernels.gather_rows(table, ids)
-            if rows is None:
-                raise out_of_range(ids, self.shape[0])
-            if self.has_stale_weights:
-                row_steps = self.row_steps[ids]
-                places = np.flatnonzero(self._is_stale(row_steps))
-                self._correct(rows, places, ids[places], row_steps[places])
-            return rows
-
-    def _correct(
-        self,
-        copies: np.ndarray,
-        places: np.ndarray,
-        rows: np.ndarray,
-        row_steps: np.ndarray,
-    ) -> None:
-        """Apply the missed steps to copies of ``rows`` at ``places``, not to the state."""
-        if places.size:
-            weight, weight_rows = self._to_update(copies, places)
-            stale = self._stale_rows(weight, weight_rows, rows, row_steps)
-            kernels.catch_up_rows(stale, self.missed, writes_state=False)
-            if weight is not copies:
-                # Rounded as the rows will be when they catch up in place.
-                seed = 2 * self.step_count if self.stochastic_rounding else None
-                kernels.store_rows(weight, copies, places, noise=seed, noise_rows=rows)
-
-    def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
-        """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
-        if not self.has_stale_weights:
-            return None
-        row_steps = self.row_steps if ids is None else self.row_steps[ids]
-        stale = np.flatnonzero(self._is_stale(row_steps))
-        if not stale.size:
-            return None
-        return int(stale[0] if ids is None else ids[stale[0]])
 
     def step(
         self,
@@ -236,8 +86,6 @@ class TableState:
 
         No row may have missed an update of an average that is new here.
         """
-        if self.stored is not None:
-            raise TypeError("AveragedRows needs tables in memory, got one on disk")
         with self.lock:
             if average not in self.averages:
                 average.start(self.missed)
@@ -324,10 +172,7 @@ class TableState:
             rows: Rows that belong to something else from now on.
         """
         with held_interrupts(), self.lock:
-            if any(average.is_swapped for average in self.averages):
-                raise ValueError(
-                    "rows must not be reset while averages replace the weights"
-                )
+            refuse_swapped(self.averages, "rows must not be reset")
             self._check_arrays()
             self._before_write(rows)
             for name, array in self.state.items():
@@ -356,8 +201,7 @@ class TableState:
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
-        if any(average.is_swapped for average in self.averages):
-            raise ValueError("a step must not be taken while averages replace the weights")
+        refuse_swapped(self.averages, "a step must not be taken")
         self._checked(self.table())
         self._check_arrays()
         shape = self.shape if ids is None else (ids.size, self.shape[1])
@@ -395,13 +239,6 @@ class TableState:
         frozen = self.rule.frozen_options(options)
         return self.missed.is_full or frozen != self.missed.frozen_options
 
-    def _before_write(self, rows: np.ndarray | None) -> None:
-        if self.stored is not None:
-            self.stored.before_write(rows)
-
-    def on_restored(self) -> None:
-        """Adapt to a store that has returned to an earlier commit."""
-
     def _restart(self, options: Options) -> None:
         self.missed.restart(options, self.step_count)
         self._start_averages()
@@ -411,136 +248,18 @@ class TableState:
         for average in self.averages:
             average.start(self.missed)
 
-    def _is_stale(self, row_steps: np.ndarray) -> np.ndarray:
-        """Return whether each row, at an event, missed a step."""
-        columns = np.maximum(row_steps - self.base_step, 0)
-        return self.missed.step_numbers[columns] != self.step_count
-
-    def _adapt_state(self, options: Options) -> None:
-        """Adjust the state to frozen options that may be new; no row is stale."""
-        self._before_write(None)
-        for lo in range(0, self.shape[0], CHUNK):
-            part = {name: array[lo : lo + CHUNK] for name, array in self.state.items()}
-            for name, new in self.rule.adapted_state(np, options, part).items():
-                part[name][:] = new
-
-    def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
-        """Apply the missed steps to the stale rows among ``ids``, or to all."""
-        if self.is_caught_up:
-            return
-        if ids is not None:
-            stale = kernels.stale_rows(ids, self.row_steps, self.event_count)
-            self._catch_up_rows(table, *stale)
-            return
-        for lo in range(0, self.shape[0], CHUNK):
-            hi = min(lo + CHUNK, self.shape[0])
-            stale = kernels.stale_range(lo, hi, self.row_steps, self.event_count)
-            self._catch_up_rows(table, *stale)
-        self.base_step = self.event_count
-
-    def _catch_up_rows(
-        self, table: np.ndarray, rows: np.ndarray, row_steps: np.ndarray
-    ) -> None:
-        if not rows.size:
-            return
-        self._before_write(rows)
-        weight, weight_rows = self._to_update(table, rows)
-        stale = self._stale_rows(weight, weight_rows, rows, row_steps)
-        for average in self.averages:
-            average.catch_up(stale, self.missed)
-        kernels.catch_up_rows(stale, self.missed)
-        self._store(weight, table, rows, rounding_seed=2 * self.step_count)
-        kernels.mark_rows(rows, self.row_steps, self.event_count)
-
-    def _stale_rows(
-        self,
-        weight: np.ndarray,
-        weight_rows: np.ndarray,
-        state_rows: np.ndarray,
-        row_steps: np.ndarray,
-    ) -> StaleRows:
-        """Return rows and the steps they missed, as the kernels take them."""
-        state = tuple(self.state[name] for name in self.missed.names)
-        from_step = np.maximum(row_steps - self.base_step, 0)
-        return StaleRows(weight, weight_rows, state_rows, state, from_step, self.has_state)
-
     def _update_rows(
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
-        self.row_steps[rows] = self.event_count
+        if not self.is_caught_up:
+            # Otherwise every row is at ``base_step``, whatever its number.
+            self.row_steps[rows] = self.event_count
         weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
-
-    def _upcast(self, table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return an array in the compute dtype with the rows, and their indices in it."""
-        if table.dtype == self.dtype:
-            return table, rows
-        return kernels.upcast_rows(table, rows), np.arange(rows.size)
-
-    def _to_update(
-        self, table: np.ndarray, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return an array with the rows that kernels update, and their indices in it.
-
-        Kernels round half precision to nearest themselves. Stochastic rounding and averages
-        need the rows in float32, which :meth:`_store` writes back.
-        """
-        if self.stochastic_rounding or self.averages:
-            return self._upcast(table, rows)
-        return table, rows
-
-    def _store(
-        self, weight: np.ndarray, table: np.ndarray, rows: np.ndarray, *, rounding_seed: int
-    ) -> None:
-        """Write rows that were upcast back to the table."""
-        if weight is not table:
-            seed = rounding_seed if self.stochastic_rounding else None
-            kernels.store_rows(weight, table, rows, noise=seed)
-
-    def _checked(self, weight: np.ndarray, *, writable: bool = True) -> np.ndarray:
-        """Return the table if it still fits the state and can be written."""
-        dtype = weight.dtype
-        fits = dtype == self._table_dtype or (
-            is_float(dtype) and dtype.isnative and compute_dtype(dtype) == self.dtype.name
-        )
-        if weight.shape != self.shape or not fits:
-            raise ValueError(
-                f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
-                f"got {weight.shape} in {dtype.name}; make a new optimizer"
-            )
-        if writable and not weight.flags.writeable:
-            raise ValueError("the table must be writable to be trained, got it read-only")
-        return weight
-
-    def _check_arrays(self) -> None:
-        """Raise ValueError unless every array of the state fits the table.
-
-        Kernels write to the arrays unchecked, and the arrays can be replaced by others.
-        """
-        for name, array in self.state.items():
-            if array.shape != self.state_shape or array.dtype != self.dtype:
-                raise ValueError(
-                    f"{name} must be {self.state_shape} in {self.dtype.name} "
-                    f"as the table is, got {array.shape} in {array.dtype.name}"
-                )
-            if not array.flags.carray:
-                raise ValueError(f"{name} must be contiguous and writable, got it not so")
-
-    def _add_missing_arrays(self, options: Options) -> None:
-        #: Initial value of each array of the state.
-        self._initial_state = self.rule.initial_state(options)
-        for name, value in self._initial_state.items():
-            if name in self.state:
-                continue
-            if self.stored is not None:
-                self.state[name] = self.stored.new_array(name, value)
-            else:
-                zeros = np.zeros(self.state_shape, self.dtype)
-                self.state[name] = np.full_like(zeros, value) if value else zeros
 
 
 def _chunks(
@@ -564,60 +283,3 @@ def _resized(
     if value:
         out[kept.size :] = value
     return out
-
-
-def checked_step(name: str, value: Any) -> int:
-    """Return a saved number of steps as an int, or raise a ValueError.
-
-    Args:
-        name: Name of the number in the error message.
-        value: Number, or array of one, of any dtype: files have int32, int64 and float32.
-
-    Example:
-        >>> checked_step("step", np.float32(7))
-        7
-        >>> checked_step("step", -1)
-        Traceback (most recent call last):
-        ...
-        ValueError: step must be a whole number from 0 to 2**62, got -1
-    """
-    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        number = value.item() if hasattr(value, "item") else value
-        if not isinstance(number, bool) and 0 <= number <= MAX_STEP:
-            if number == int(number):
-                return int(number)
-    raise ValueError(f"{name} must be a whole number from 0 to 2**62, got {value}")
-
-
-def check_stored_step(state: TableState, value: Any, *, name: str) -> None:
-    """Raise ValueError unless a table on disk is at the step of a saved optimizer.
-
-    Args:
-        state: State of the table.
-        value: Saved number of steps.
-        name: Name of the number in the error message.
-    """
-    if checked_step(name, value) != state.step_count:
-        raise ValueError(
-            f"{name} must be {state.step_count} as in the store of the table, got {value}; "
-            "open the store at the commit of that step first"
-        )
-
-
-def check_names(
-    rule: Rule, names: Iterable[str], *, required: set[str], owner: str
-) -> None:
-    """Raise ValueError unless a state has the required arrays and none of another rule.
-
-    Args:
-        rule: Update rule.
-        names: Names of the saved arrays.
-        required: Names that must be among them.
-        owner: Description of the parameter in the error message.
-    """
-    names = set(names)
-    if required - names or names - rule.array_names:
-        expected = sorted(required or rule.array_names)
-        raise ValueError(
-            f"the state of {owner} must have the arrays {expected}, got {sorted(names)}"
-        )

@@ -61,7 +61,12 @@ class Scaling:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rule as plain values, for :func:`scaling_from`."""
+        """Return the rule as plain values, for :func:`scaling_from`.
+
+        Example:
+            >>> Linear(factor=4.0).to_dict()
+            {'rule': 'Linear', 'factor': 4.0}
+        """
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         return {"rule": type(self).__name__, **plain}
 

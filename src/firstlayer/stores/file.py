@@ -12,7 +12,7 @@ from .formats import RowFormat
 from .prefetch import Prefetcher
 from .reading import BLOCK_ROWS, MappedFile, MappedRows
 from .row_cache import CacheInfo, RowCache
-from .row_store import RowStore, checked_mode
+from .row_store import RowStore
 from .table_files import INTERLEAVED, TableFile, find_table
 
 #: Bytes of stored rows that are copied before they are decoded.
@@ -30,8 +30,6 @@ class FileStore(RowStore):
     Args:
         path: Path of the table; see :func:`~firstlayer.stores.open_store`.
         tensor: Name of the table.
-        mode: ``"r"`` to read. ``"r+"`` also replaces rows in the file, without a journal: a
-            kill leaves some of them written. ``open_store`` with ``mode="r+"`` has one.
         format: Format of the rows, if the file does not say it.
         cache_rows: Number of decoded rows to keep in memory.
 
@@ -52,19 +50,16 @@ class FileStore(RowStore):
         path: str | os.PathLike[str],
         tensor: str | None = None,
         *,
-        mode: str = "r",
         format: str | RowFormat | None = None,
         cache_rows: int = 0,
     ) -> None:
-        mode, cache_rows = checked_mode(mode), not_negative("cache_rows", cache_rows)
+        cache_rows = not_negative("cache_rows", cache_rows)
         table = find_table(Path(path), tensor, format)
-        super().__init__((table.rows, table.width), table.format, mode)
-        self._arguments = os.path.abspath(path), tensor, mode, format, cache_rows
+        super().__init__((table.rows, table.width), table.format, "r")
+        self._arguments = os.path.abspath(path), tensor, format, cache_rows
         self._table = table
         files: dict[Path, MappedFile] = {}
-        self._mapped = {
-            name: MappedRows(part, files, mode) for name, part in table.parts.items()
-        }
+        self._mapped = {name: MappedRows(part, files) for name, part in table.parts.items()}
         self._arrays = _arrays(table, self._mapped)
         self._bound = (
             None if self._arrays is None else table.format.bind(self._arrays, table.width)
@@ -121,7 +116,7 @@ class FileStore(RowStore):
 
     @property
     def array(self) -> np.ndarray:
-        """The table as one mapped array of floats, writable with ``mode="r+"``."""
+        """The table as one mapped array of floats, read-only."""
         if not self._is_plain:
             raise ValueError(
                 f"{self} has no array of vectors: convert it to a float format"
@@ -144,14 +139,6 @@ class FileStore(RowStore):
         if checked.size:
             # A copy: the caller may change its ids.
             self._prefetcher.submit(np.array(checked, np.int64).reshape(-1))
-
-    def flush(self) -> None:
-        """Write changed rows to the disk."""
-        self._check_open()
-        self._prefetcher.raise_error()
-        if self._mode == "r+":
-            for part in self._mapped.values():
-                part.flush()
 
     def close(self) -> None:
         """Release the files. Arrays that were handed out stay valid."""
@@ -247,14 +234,6 @@ class FileStore(RowStore):
         parts = self._copied(mapped, _requested(mapped, ids))
         return {**parts, **self._table.shared}
 
-    def _write(self, ids: np.ndarray, parts: dict[str, np.ndarray]) -> None:
-        if INTERLEAVED in self._mapped:
-            parts = {INTERLEAVED: self._format.join(parts)}
-        for name, part in self._mapped.items():
-            part.write(part.locate(ids), np.ascontiguousarray(parts[name]))
-        if self._cache is not None:
-            self._cache.remove(ids)
-
     def _fetch(self, ids: np.ndarray) -> None:
         for lo in range(0, ids.size, BLOCK_ROWS):
             for part in self._mapped.values():
@@ -269,10 +248,8 @@ class FileStore(RowStore):
         return f"FileStore({self._table.path.name}: {rows} × {width}, {self._format.name})"
 
 
-def _opened(
-    path: str, tensor: str | None, mode: str, format: Any, cache_rows: int
-) -> FileStore:
-    return FileStore(path, tensor, mode=mode, format=format, cache_rows=cache_rows)
+def _opened(path: str, tensor: str | None, format: Any, cache_rows: int) -> FileStore:
+    return FileStore(path, tensor, format=format, cache_rows=cache_rows)
 
 
 def _requested(mapped: dict[str, MappedRows], ids: np.ndarray) -> dict[str, np.ndarray]:

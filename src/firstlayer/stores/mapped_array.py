@@ -37,6 +37,8 @@ class MappedArray:
 
     def __init__(self, folder: Path, file: ArrayFile) -> None:
         self.file, path = file, folder / file.file
+        #: The file.
+        self.path = path
         if not path.is_file() or os.path.getsize(path) < file.start + file.nbytes:
             raise ValueError(
                 f"{path} must have {file.start + file.nbytes} bytes for {file.name}, but "
@@ -51,7 +53,6 @@ class MappedArray:
             self.array = flat.view(file.numpy_dtype).reshape(file.shape)
         self._bytes = self.array.reshape(-1).view(np.uint8)
         self._bytes = self._bytes.reshape(file.shape[0], file.row_bytes)
-        self._path = path
 
     def copy_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Copy rows to a buffer of bytes."""
@@ -83,7 +84,7 @@ class MappedArray:
     def sync(self) -> None:
         """Write changed pages to the disk and wait for it."""
         if self._map is not None:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 sync_mapping(self._map, descriptor)
             finally:

@@ -55,9 +55,8 @@ def open_store(
     ``mode="r+"`` opens a table to train it, at its last commit. It must be one array in
     float32, float16 or bfloat16: a folder made by :func:`create_store`, or a table in one
     file, which is then trained in place. The optimizer state and the undo journal are files
-    beside it, in that folder or in ``<file>.training``.
-    (:class:`FileStore` with ``mode="r+"`` replaces rows of any writable format, without a
-    journal.)
+    beside it, in that folder or in ``<file>.training``. Files in other formats are only
+    read; :meth:`RowStore.convert` writes a new one.
 
     Args:
         path: A safetensors file, the index of a sharded checkpoint or a folder with one of

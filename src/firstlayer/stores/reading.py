@@ -73,25 +73,21 @@ class MappedFile:
 
     Args:
         path: The file.
-        mode: ``"r"`` or ``"r+"``.
     """
 
-    def __init__(self, path: Path, mode: str) -> None:
-        flags = os.O_RDONLY if mode == "r" else os.O_RDWR
+    def __init__(self, path: Path) -> None:
         # Without this flag, opening a pipe would wait for its writer.
         nonblock, binary = getattr(os, "O_NONBLOCK", 0), getattr(os, "O_BINARY", 0)
-        descriptor = os.open(path, flags | nonblock | binary)
+        descriptor = os.open(path, os.O_RDONLY | nonblock | binary)
         try:
             state = os.fstat(descriptor)
             check_regular(path, state.st_mode)
             self.size = state.st_size
-            access = mmap.ACCESS_READ if mode == "r" else mmap.ACCESS_WRITE
-            self.memory = mmap.mmap(descriptor, 0, access=access, **_UNTRACKED)
+            self.memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, **_UNTRACKED)
         finally:
             os.close(descriptor)
         if hasattr(mmap, "MADV_RANDOM"):
             self.memory.madvise(mmap.MADV_RANDOM)
-        # Writable arrays keep no reference cycle: the mapping lives as long as one of them.
         self.bytes = np.frombuffer(self.memory, np.uint8)
         self.address = self.bytes.ctypes.data
         # Linux reports every page of a file as being in memory to those who may not write
@@ -110,18 +106,15 @@ class MappedRows:
     Args:
         stored: Where the rows are.
         files: Mapped files by path, extended by those of this part.
-        mode: ``"r"`` or ``"r+"``.
     """
 
-    def __init__(
-        self, stored: StoredRows, files: dict[Path, MappedFile], mode: str
-    ) -> None:
+    def __init__(self, stored: StoredRows, files: dict[Path, MappedFile]) -> None:
         self.stored, self.row_bytes = stored, stored.row_bytes
         self.files, bases, starts = [], [], [0]
         for segment in stored.segments:
             starts.append(starts[-1] + segment.rows)
             if segment.path not in files and segment.rows:
-                files[segment.path] = MappedFile(segment.path, mode)
+                files[segment.path] = MappedFile(segment.path)
             file = files.get(segment.path)
             if file is None:
                 bases.append(0)
@@ -168,10 +161,6 @@ class MappedRows:
         """Copy rows from their addresses to ``out``."""
         kernels.copy_rows_at(addresses, out)
 
-    def write(self, addresses: np.ndarray, rows: np.ndarray) -> None:
-        """Copy rows to their addresses."""
-        kernels.write_rows_at(addresses, rows)
-
     def array(self) -> np.ndarray | None:
         """Return all rows as one aligned array that is not copied, or None."""
         if len(self.stored.segments) != 1 or self.stored.offsets is not None:
@@ -183,8 +172,3 @@ class MappedRows:
         memory = self.files[0].memory
         array = np.ndarray(shape, dtype, memory, segment.start)
         return array if array.flags.aligned else None
-
-    def flush(self) -> None:
-        """Write changed pages to the disk."""
-        for file in self.files:
-            file.memory.flush()

@@ -83,14 +83,6 @@ class RowCache:
             self.rows[sets * WAYS + ways] = rows[order]
             self.last_read[sets, ways] = self.clock
 
-    def remove(self, ids: np.ndarray) -> None:
-        """Forget rows that were written."""
-        sets = self._sets(ids)
-        with self.lock:
-            row, way = np.nonzero(self.ids[sets] == ids[:, None])
-            self.ids[sets[row], way] = -1
-            self.last_read[sets[row], way] = 0
-
     def info(self) -> CacheInfo:
         """Return the counts of hits and misses, the capacity and the number of rows."""
         with self.lock:

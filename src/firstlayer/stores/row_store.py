@@ -168,11 +168,29 @@ class RowStore:
         return self._read_parts(np.ascontiguousarray(checked).reshape(-1))
 
     def flush(self) -> None:
-        """Write changed rows to the disk, if the store is a file."""
+        """Write changed rows to the disk, if the store is a file.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.stores import FileStore, MemoryStore
+            >>> path = tempfile.mkdtemp() + "/table.safetensors"
+            >>> MemoryStore(np.zeros((3, 2), np.float32)).save(path)
+            >>> with FileStore(path, mode="r+") as store:
+            ...     store.write([1], np.ones((1, 2)))
+            ...     store.flush()
+        """
         self._check_open()
 
     def close(self) -> None:
-        """Release what the store holds. Arrays that were handed out stay valid."""
+        """Release what the store holds. Arrays that were handed out stay valid.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(np.zeros((3, 2), np.float32))
+            >>> store.close()
+            >>> store.closed
+            True
+        """
         self._closed = True
 
     def convert(

@@ -15,13 +15,14 @@ import threading
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
 
 from .._check import changed_ids
 from .._interrupts import held_interrupts
+from ..files.safetensors import StreamedTensor, check_not_source
 from .folder_lock import FolderLock
 from .formats import format_by_name
 from .journal import RECORD_BYTES, UndoJournal
@@ -29,6 +30,9 @@ from .journal_format import Commit, SavedState
 from .mapped_array import MappedArray, create_array
 from .recovery import remove_unlisted, return_to
 from .row_store import RowStore
+
+if TYPE_CHECKING:
+    from .file import FileStore
 
 
 class Trainer(Protocol):
@@ -38,6 +42,10 @@ class Trainer(Protocol):
 
     def catch_up(self, ids: np.ndarray | None = None) -> None:
         """Apply the missed steps to stale rows."""
+        ...
+
+    def caught_up_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows as they are after their missed steps; nothing is written."""
         ...
 
     def save(self) -> SavedState:
@@ -60,7 +68,8 @@ class TrainingStore(RowStore):
     into its folder, and all of them journal rows before they change them. Code that writes
     to ``array`` directly calls :meth:`before_write` first.
 
-    One process at a time has the store open. A process forked from it can read.
+    One process at a time has the store open. A process forked from it can read. Reading
+    writes nothing: missed steps of stale rows are applied to the rows that are returned.
 
     ``with`` commits at the end of the block, unless an exception is raised.
 
@@ -139,6 +148,22 @@ class TrainingStore(RowStore):
         for mapped in self._mapped.values():
             mapped.will_need(rows)
 
+    def streamed(self) -> StreamedTensor:
+        """Return the table as a tensor for files, whose rows are up to date."""
+
+        def parts() -> Iterator[np.ndarray]:
+            step = max(1, RECORD_BYTES // max(1, self.array[:1].nbytes))
+            for lo in range(0, len(self), step):
+                yield self.read(np.arange(lo, min(lo + step, len(self))))
+
+        source = self._mapped["weight"].path
+        return StreamedTensor(self.array.dtype, self.shape, source, parts)
+
+    def convert(self, path: str | os.PathLike[str], **options: Any) -> "FileStore":
+        """Write the table, up to date, to another file; see :meth:`RowStore.convert`."""
+        check_not_source(path, self._mapped["weight"].path)
+        return super().convert(path, **options)
+
     def before_write(self, rows: Int64[np.ndarray, " n"] | None = None) -> None:
         """Journal rows that are about to change: weight, state and counters.
 
@@ -146,6 +171,13 @@ class TrainingStore(RowStore):
 
         Args:
             rows: Row numbers in range; None for all.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (1000, 4)) as store:
+            ...     store.before_write(np.array([7]))
+            ...     store.array[7] = 1.0
         """
         with self._lock:
             self._check_usable()
@@ -280,6 +312,17 @@ class TrainingStore(RowStore):
 
         The next optimizer starts with a new one. Like any change, this takes effect with
         the next commit.
+
+        Example:
+            >>> import tempfile
+            >>> from firstlayer.numpy import Embedding
+            >>> from firstlayer.optim import RowAdagrad, RowAdamW
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (1000, 4)) as store:
+            ...     layer = Embedding.from_store(store)
+            ...     optimizer = RowAdamW(layer)
+            ...     store.discard_state()
+            ...     optimizer = RowAdagrad(layer)  # another rule, with a state of its own
         """
         with held_interrupts(), self._exclusive():
             self._check_usable()
@@ -343,32 +386,40 @@ class TrainingStore(RowStore):
         return tag
 
     def _read(self, ids: np.ndarray, out: np.ndarray) -> None:
-        self._catch_up(ids)
-        if not self.format.gather(self.parts, ids, out):
+        trainer = self._trainer_of_rows()
+        if trainer is not None:
+            out[...] = trainer.caught_up_rows(ids)
+        elif not self.format.gather(self.parts, ids, out):
             raise changed_ids(len(self))
 
     def _read_parts(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        self._catch_up(ids)
-        return {"weight": self.array[ids]}
+        return {"weight": self.read(ids)}
 
     def _write(self, ids: np.ndarray, parts: dict[str, np.ndarray]) -> None:
         with held_interrupts():
             # A later catch-up would apply missed steps to the new values.
-            self._catch_up(ids)
+            trainer = self._trainer_of_rows()
+            if trainer is not None:
+                trainer.catch_up(ids)
             self.before_write(ids)
             self.array[ids] = parts["weight"]
 
-    def _catch_up(self, ids: np.ndarray) -> None:
-        """Bring rows up to date before they are read or written."""
+    def _trainer_of_rows(self) -> Trainer | None:
+        """Return the trainer, or None if there is none and every row is up to date."""
         if self._trainer is not None:
-            self._trainer.catch_up(ids)
-            return
+            return self._trainer
         saved = self._saved_state()
         if saved is not None and saved.has_stale_rows:
             raise ValueError(
                 f"rows of {self.path} are stale; make a layer from the store, which brings "
                 "them up to date"
             )
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{self} cannot be copied or pickled: one process at a time trains it"
+        )
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:

@@ -204,8 +204,7 @@ def _file_of(table: TableFile) -> Path:
     if table.format.name not in DTYPES:
         raise ValueError(
             f"{table.path} must be in one of {DTYPES} to be trained, got format "
-            f"{table.format.name}; {advice}, or replace rows with FileStore(path, "
-            'mode="r+")'
+            f"{table.format.name}; {advice}"
         )
     rows = table.parts["weight"]
     if len(rows.segments) != 1 or rows.offsets is not None:

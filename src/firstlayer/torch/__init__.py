@@ -37,6 +37,9 @@ from .fire import FireBias as FireBias
 from .fourier import FourierFeatures as FourierFeatures
 from .frozen import PartlyFrozenEmbedding as PartlyFrozenEmbedding
 from .frozen_rows import FrozenRowsEmbedding as FrozenRowsEmbedding
+from .gates import EngramGate as EngramGate
+from .gates import NgramAverage as NgramAverage
+from .gates import ShortConvGate as ShortConvGate
 from .growing import GrowingEmbedding as GrowingEmbedding
 from .hashed import FrequencyEmbedding as FrequencyEmbedding
 from .hashed import HashedEmbedding as HashedEmbedding
@@ -49,10 +52,7 @@ from .installation import to_torch as to_torch
 from .kerple import KerpleBias as KerpleBias
 from .layer import EmbeddingLayer as EmbeddingLayer
 from .learned import LearnedPositions as LearnedPositions
-from .ngram import EngramGate as EngramGate
-from .ngram import NgramAverage as NgramAverage
 from .ngram import NgramEmbedding as NgramEmbedding
-from .ngram import ShortConvGate as ShortConvGate
 from .rotary import RotaryPositions as RotaryPositions
 from .shaw import ShawScores as ShawScores
 from .sinusoidal import SinusoidalPositions as SinusoidalPositions

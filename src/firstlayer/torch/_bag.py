@@ -95,6 +95,8 @@ def pool_bags(
             tensors on the CPU, a contiguous table and no ``max_norm``.
     """
     if is_row_tensor(weight):
+        table: Any = weight
+        table.check_whole_table()
         with without_catch_up():
             return _pool(ids, weight, offsets, weights, options, gathered)
     return _pool(ids, weight, offsets, weights, options, gathered)

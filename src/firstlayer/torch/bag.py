@@ -6,11 +6,13 @@ from typing import Any, Self
 import torch
 from jaxtyping import Float, Integer, Real
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
 from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._bag import BagOptions, pool_bags
+from ._bag_plan import BagPlan, bag_plan
 from ._table.disk import layer_on_disk
 from ._table.host import HostTableModule, checked_output_device
 from ._table.lookup import as_index, checked_padding_idx
@@ -159,6 +161,13 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         Args:
             store: The table.
             options: Further arguments of the layer.
+
+        Example:
+            >>> from firstlayer.stores import MemoryStore
+            >>> store = MemoryStore(torch.eye(4, 2).numpy(), format="float16")
+            >>> bag = EmbeddingBag.from_store(store, mode="sum")
+            >>> bag(torch.tensor([[0, 1], [0, 0]])).tolist()
+            [[1.0, 1.0], [2.0, 0.0]]
         """
         if isinstance(store, TrainingStore):
             return layer_on_disk(cls, store, **options)
@@ -181,7 +190,15 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
         """
         if self._prefetches or self._output_device is not None:
             return self._pool_on_host(input, offsets, per_sample_weights)
-        return self._pool(input, offsets, per_sample_weights)
+        if offsets is None or per_sample_weights is not None or is_compiling():
+            return self._pool(input, offsets, per_sample_weights)
+        plan: BagPlan | None = self.__dict__.get("_plan")
+        y = None if plan is None else plan.run(self, input, offsets)
+        if y is None:
+            y = self._pool(input, offsets, None)
+            if plan is None or plan.current_table(self) is None:
+                self.__dict__["_plan"] = bag_plan(self, input, offsets)
+        return y
 
     def _pool(self, input: Any, offsets: Any, per_sample_weights: Any) -> Tensor:
         weight, padding_idx = self.weight, self.padding_idx
@@ -242,6 +259,10 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
             return index, rows, None
         index = torch.where(ids == self.padding_idx, ids.numel(), index)
         return index, torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.numel()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A plan has addresses of this process.
+        return {key: x for key, x in super().__getstate__().items() if key != "_plan"}
 
     def __prepare_scriptable__(self) -> TorchEmbeddingBag:
         # TorchScript cannot compile this forward, so it gets torch's layer.

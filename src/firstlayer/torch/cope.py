@@ -94,7 +94,12 @@ class CopeBias(nn.Module):
         return self.bias(q, scores)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> CopeBias(4, max_positions=8).config()
+            {'head_dim': 4, 'max_positions': 8, 'dtype': 'float32'}
+        """
         return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:

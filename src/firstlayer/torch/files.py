@@ -6,6 +6,7 @@ other has saved. The device, frozen parameters and ``sparse`` are not saved.
 
 import inspect
 import reprlib
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import nn
 
 from ..files.layer_configs import ID_MAP, config_of
 from ..files.layer_files import ENCODED, FrontEnd, load_layer, save_layer
-from ..files.safetensors import Path, Tensors
+from ..files.safetensors import Path, StreamedTensor, Tensors
+from ._table.disk import store_of
+from ._table.module import TableModule
 from ._table.stored import quantized_embedding
 from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.memory import array_of, tensor_of
@@ -24,6 +27,9 @@ from .token import Embedding
 
 def save(path: Path, layer: nn.Module) -> None:
     """Write a layer to one safetensors file, atomically.
+
+    The rows of a table that is trained on disk are written up to date, some at a time. A
+    layer that only reads a store has no rows of its own: it is a TypeError.
 
     Args:
         path: Path of the file. Its folder must exist; an existing file is replaced.
@@ -61,8 +67,17 @@ def load(path: Path, *, device: Any = None) -> Any:
     return layer if device is None else layer.to(device)
 
 
-def _arrays(layer: nn.Module) -> Tensors:
-    return {name: array_of(value.cpu()) for name, value in _tensors(layer).items()}
+def _arrays(layer: nn.Module) -> dict[str, np.ndarray | StreamedTensor]:
+    with ExitStack() as hidden:
+        on_disk = {}
+        for name, module in layer.named_modules():
+            store = store_of(module._parameters.get("weight"))
+            if store is not None and isinstance(module, TableModule):
+                on_disk[f"{name}.weight".lstrip(".")] = store.streamed()
+                # Its state dict would refer to the store, and commit.
+                hidden.enter_context(module.without_weight())
+        tensors = _tensors(layer)
+    return {name: array_of(value.cpu()) for name, value in tensors.items()} | on_disk
 
 
 def _tensors(layer: nn.Module) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from .._check import ids_in_range
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
+from ._table.grad_hook import coalesce_gradient, install_grad_hook
 from ._table.lookup import (
     as_index,
     checked_padding_idx,
@@ -28,8 +29,6 @@ from ._table.lookup import (
 )
 from ._table.module import (
     check_arguments,
-    coalesce_gradient,
-    install_grad_hook,
     is_token,
     resized_tensor,
     tied_logits,
@@ -214,14 +213,27 @@ class PartlyFrozenEmbedding(nn.Module):
         return tied_logits(x, self.weight)
 
     def set_padding(self, value: Float[Tensor, " embedding_dim"] | float) -> None:
-        """Write a vector or a number to the padding row."""
+        """Write a vector or a number to the padding row.
+
+        Example:
+            >>> layer = PartlyFrozenEmbedding(3, 2, frozen=[1], padding_idx=0)
+            >>> layer.set_padding(0.5)
+            >>> layer(torch.tensor([0])).tolist()
+            [[0.5, 0.5]]
+        """
         row = None
         if self.padding_idx is not None:
             row = int(np.sum(self.is_frozen[: self.padding_idx]))
         write_padding_row(self.frozen_rows, row, value)
 
     def mask(self, ids: Integer[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
-        """Return True where ``ids`` is a token and False where it is padding."""
+        """Return True where ``ids`` is a token and False where it is padding.
+
+        Example:
+            >>> layer = PartlyFrozenEmbedding(3, 2, frozen=[1], padding_idx=0)
+            >>> layer.mask(torch.tensor([[2, 1, 0]])).tolist()
+            [[True, True, False]]
+        """
         return is_token(ids, self.padding_idx)
 
     def resize(
@@ -240,6 +252,11 @@ class PartlyFrozenEmbedding(nn.Module):
             init: Initial values of new rows; see
                 :func:`firstlayer.embeddings.resize.resize_table`.
             rng: Seed or generator for random values; None follows torch's seed.
+
+        Example:
+            >>> layer = PartlyFrozenEmbedding(3, 2, frozen=range(3))
+            >>> layer.resize(5).added, layer.trained_rows.shape
+            (range(3, 5), torch.Size([2, 2]))
         """
         table, changes = resized_tensor(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
+from ._table.grad_hook import GradHook, coalesce_gradient, install_grad_hook
 from ._table.max_norm import is_distributed
-from ._table.module import GradHook, coalesce_gradient, install_grad_hook
 from ._table.pretrained import table_tensor
 from ._tensors.errors import WrongType
 from ._tensors.memory import is_eager

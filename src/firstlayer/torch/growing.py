@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._interrupts import held_interrupts
-from ..embeddings.growing import InitialRows
+from ..embeddings.growing import GrowingArguments, InitialRows
 from ..embeddings.id_map import Assigned, IdMap
 from ..files.layer_configs import ID_MAP, config_of
 from ._table.lookup import as_index
@@ -34,7 +34,7 @@ from .token import Embedding
 MERGE = 64
 
 
-class GrowingEmbedding(nn.Module):
+class GrowingEmbedding(GrowingArguments, nn.Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
     When all rows are given away, the id that was used least recently or least frequently
@@ -109,36 +109,6 @@ class GrowingEmbedding(nn.Module):
         _register(self)
 
     @property
-    def capacity(self) -> int:
-        """Number of rows, without the unknown row."""
-        return self.id_map.capacity
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of each vector."""
-        return self.initial.width
-
-    @property
-    def evict(self) -> str | None:
-        """Which id loses its row to a new one."""
-        return self.id_map.evict
-
-    @property
-    def min_count(self) -> int:
-        """Number of times that an id must have been seen to get a row."""
-        return self.id_map.min_count
-
-    @property
-    def init(self) -> str:
-        """Distribution of new rows."""
-        return self.initial.init
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial values."""
-        return self.initial.seed
-
-    @property
     def ids(self) -> Integer[Tensor, " ids"]:
         """Ids that have a row, in the order of their rows, from row 1 on."""
         return tensor_of(self.id_map.ids)
@@ -177,7 +147,13 @@ class GrowingEmbedding(nn.Module):
         return vectors
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = GrowingEmbedding(2, 4, evict="lfu").config()
+            >>> config["capacity"], config["evict"]
+            (2, 'lfu')
+        """
         return config_of(self, dtype=dtype_name(self.table.weight.dtype))
 
     def extra_repr(self) -> str:

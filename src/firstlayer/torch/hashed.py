@@ -61,7 +61,13 @@ class CombinedRows(nn.Module):
         return vectors.flatten(-2)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = HashedEmbedding(1000, 8, hashes=3).config()
+            >>> config["num_rows"], config["hashes"]
+            (1000, 3)
+        """
         return config_of(self, dtype=dtype_name(self.table.weight.dtype))
 
     def _rows(self, ids: Integer[Tensor, "*batch"]) -> Integer[Tensor, "*batch columns"]:
@@ -129,9 +135,7 @@ class HashedEmbedding(HashedArguments, CombinedRows):
         if importance_rows:
             self.importance = Embedding(importance_rows, hashes, **options)
             nn.init.ones_(self.importance.weight)
-            self._importance = HashedRows(
-                num_rows=importance_rows, hashes=1, seed=seed, first=hashes
-            )
+            self._importance = self.rows.importance(importance_rows)
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.embedding_dim}, hashes={self.hashes}"

@@ -99,7 +99,14 @@ class KerpleBias(Bias):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the parameters in place, after an optimizer step."""
+        """Clamp the parameters in place, after an optimizer step.
+
+        Example:
+            >>> layer = KerpleBias(1, form="power", r1=[-3.0], r2=[2.0])
+            >>> layer.project()
+            >>> round(float(layer.r1.detach()), 4)  # must be positive
+            0.01
+        """
         r1, r2 = kerple_limited(self.r1, self.r2, form=self.form)
         self.r1.copy_(r1)
         self.r2.copy_(r2)

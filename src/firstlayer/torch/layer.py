@@ -15,7 +15,7 @@ from ..embeddings.layer import add_embeddings, check_position, mask_rows, positi
 from ..files.hf_embeddings import layer_from_hf
 from ..files.layer_configs import config_of
 from ._layer.arguments import LayerArguments, check_arguments
-from ._layer.eligibility import has_hooks, kernel_inputs
+from ._layer.eligibility import has_hooks, is_idle, kernel_inputs
 from ._layer.fused import fused_layer
 from ._layer.jagged import flat_arguments, jagged_tokens
 from ._layer.plan import plan_of
@@ -190,6 +190,11 @@ class EmbeddingLayer(nn.Module):
             inputs_embeds: Precomputed token vectors; ``ids`` then only mark padding.
             mask: False at padding; None derives it from the ids.
         """
+        plan = None if is_compiling() else self.__dict__.get("_plan")
+        if plan is not None and positions is segments is inputs_embeds is mask is None:
+            out = plan.run(self, ids, offset)
+            if out is not None:
+                return out
         tokens = jagged_tokens(ids, inputs_embeds)
         if tokens is not None:
             flat = flat_arguments(
@@ -221,21 +226,14 @@ class EmbeddingLayer(nn.Module):
             raise
         arguments = self._prepare_lookups(arguments)
         dropout: Any = self._modules["dropout"]  # faster than the attribute
-        # Reads the flag of the dropout module, not of this one: Monte Carlo dropout keeps
-        # dropout in training mode during evaluation.
-        idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
-        dropping = not idle or has_hooks(dropout)
+        dropping = not is_idle(dropout) or has_hooks(dropout)
         # Stale rows of this call have been caught up.
         with without_catch_up():
-            # Calls without a gradient are often short: generation has one token at a time.
-            plans = not (dropping or torch.is_grad_enabled() or is_compiling())
-            plan = self.__dict__.get("_plan") if plans else None
-            if plan is not None and (out := plan.run(self, arguments)) is not None:
-                return out
             inputs = kernel_inputs(self, arguments, upcast_output=dropping)
-            out = None if inputs is None else fused_layer(*inputs)
-            if plans and inputs is not None:
-                self.__dict__["_plan"] = plan_of(self, arguments, inputs)
+            out = None if inputs is None else fused_layer(*inputs, lead=arguments.lead)
+            if inputs is not None and not dropping:
+                if plan is None or plan.parameters_of(self) is None:
+                    self.__dict__["_plan"] = plan_of(self, arguments, inputs)
         if out is None:
             out = self._by_modules(arguments)
         if inputs is None or dropping:
@@ -270,7 +268,13 @@ class EmbeddingLayer(nn.Module):
         return self.token.logits(x)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = EmbeddingLayer(100, 8, max_positions=32, layer_norm=True).config()
+            >>> config["num_embeddings"], config["position"]["class"], config["layer_norm"]
+            (100, 'LearnedPositions', True)
+        """
         position, norm = self.position, self.norm
         if position is not None:
             position = {"class": type(position).__name__, **position.config()}
@@ -311,7 +315,8 @@ class EmbeddingLayer(nn.Module):
 
         layer = type(self).__new__(type(self))
         # Dicts are copied, so that hooks and modules of one layer are not the other's.
-        state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(self).items()}
+        state = self.__getstate__().items()
+        state = {k: v.copy() if isinstance(v, dict) else v for k, v in state}
         layer.__dict__.update(state)
         layer._modules["token"] = quantize_embedding(self.token, format)
         return layer

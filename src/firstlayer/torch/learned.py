@@ -192,7 +192,13 @@ class LearnedPositions(nn.Module):
         self._set_positions(rows)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = LearnedPositions(512, 4, row_offset=2).config()
+            >>> LearnedPositions(**config).row_offset
+            2
+        """
         return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._check import one_of, positive
 from ..files.hf import rotary_from_hf
@@ -40,6 +41,7 @@ from ._positions.arguments import (
     positions_for,
     positions_tensor,
 )
+from ._positions.plan import rotation_plan
 from ._positions.rotate import integer_phases, integer_positions, rotate_fused
 from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import upcast
@@ -215,6 +217,11 @@ class RotaryPositions(PrecomputedBuffers):
             positions: Position of each vector; None is ``offset, offset + 1, …``.
             offset: Number of preceding positions, or one number per row.
         """
+        plan = None if is_compiling() else self.__dict__.get("_plan")
+        if plan is not None and positions is None:
+            y = plan.run(self, x, offset)
+            if y is not None:
+                return y
         self._check(x)
         can_fuse = kernel_eligible(x)
         if positions is not None and not isinstance(positions, Tensor):
@@ -227,6 +234,8 @@ class RotaryPositions(PrecomputedBuffers):
                 x, positions=positions, offset=offset, heads_axis=self.heads_axis
             )
             if at is not None:
+                if plan is None or plan.current_tables(self) is None:
+                    self.__dict__["_plan"] = rotation_plan(self, x, at)
                 return self._fused(x, integer_phases(at, self._host_tables(x)), at.shape)
         cos, sin = self._phases(self._positions(x, positions, offset), x.dtype)
         if can_fuse and is_plain_cpu(cos) and not cos.requires_grad:

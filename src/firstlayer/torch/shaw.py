@@ -108,7 +108,12 @@ class ShawScores(nn.Module):
         return self.scores(q, k, q_positions, k_positions)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> ShawScores(4, max_left=64, max_right=8).config()
+            {'head_dim': 4, 'max_left': 64, 'max_right': 8, 'dtype': 'float32'}
+        """
         return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:

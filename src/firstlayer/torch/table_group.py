@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from .._check import integers
 from ..embeddings.row_gradient import GradientMemory
 from ..embeddings.table_group import (
     FeatureIds,
@@ -29,16 +27,16 @@ from ..embeddings.table_group import (
 )
 from ..files.layer_configs import config_of
 from ._bag import pool_checked
-from ._table.lookup import as_index, is_jagged
+from ._table.features import Features, array_ids, nested_like, read_features
+from ._table.lookup import as_index
+from ._table.torchrec_configs import configs_of, dtype_of, table_of
 from ._tensors.dtypes import compute_dtype, dtype_name
-from ._tensors.errors import WrongType, WrongValue, check_ids, check_tensor, torch_errors
+from ._tensors.errors import check_ids, torch_errors
 from ._tensors.memory import array_of, is_plain_cpu, kernel_eligible, tensor_of
 from ._tensors.row_parameter import without_catch_up
 from .bag import EmbeddingBag
 from .functional import embedding, embedding_bag
 from .optim.table_state import caught_up_rows
-
-Features = Mapping[str, Any]
 
 
 class TableGroup(nn.Module):
@@ -113,15 +111,25 @@ class TableGroup(nn.Module):
                 copied; or a list of their configs, whose ``init_fn`` draws the tables.
             sparse: Make the gradients of the tables coalesced sparse tensors.
             device: Device of the tables; None is the collection's.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> config = SimpleNamespace(  # in place of torchrec's EmbeddingConfig
+            ...     name="item", num_embeddings=9, embedding_dim=2, feature_names=["buy"],
+            ...     init_fn=nn.init.ones_, data_type=SimpleNamespace(value="FP32"),
+            ... )
+            >>> group = TableGroup.from_torchrec([config])
+            >>> group({"buy": torch.tensor([3])})["buy"].tolist()
+            [[1.0, 1.0]]
         """
-        configs, weights = _configs_of(tables)
+        configs, weights = configs_of(tables)
         if weights and device is None:
             device = next(iter(weights.values())).device
         group = cls(
-            {config.name: _table_of(config) for config in configs},
+            {config.name: table_of(config) for config in configs},
             sparse=sparse,
             device=device,
-            dtype=_dtype_of(configs),
+            dtype=dtype_of(configs),
         )
         with torch.no_grad():
             for config in configs:
@@ -157,7 +165,7 @@ class TableGroup(nn.Module):
         """
         device = next(iter(self._bags.values())).weight.device
         given = per_sample_weights or {}
-        ids, weights = _read_features(features, given, self.layout, device=device)
+        ids, weights = read_features(features, given, self.layout, device=device)
         vectors: dict[str, Tensor] = {}
         for key, bag in self._bags.items():
             own = {
@@ -172,11 +180,17 @@ class TableGroup(nn.Module):
             return {name: vectors[name] for name in ids}
         modes = {name: self.layout.features[name].table.mode for name in ids}
         return {
-            name: _nested_like(features[name], vectors[name], modes[name]) for name in ids
+            name: nested_like(features[name], vectors[name], modes[name]) for name in ids
         }
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> config = TableGroup({"user": Table(100, 8)}).config()
+            >>> config["tables"]["user"]["features"], config["dtype"]
+            (['user'], 'float32')
+        """
         dtype = dtype_name(next(iter(self._bags.values())).weight.dtype)
         return config_of(self, tables=self.layout.config(), dtype=dtype)
 
@@ -202,7 +216,7 @@ class TableGroup(nn.Module):
             and weight.is_contiguous()
         ):
             with torch_errors():
-                arrays = {name: _array_ids(one) for name, one in ids.items()}
+                arrays = {name: array_ids(one) for name, one in ids.items()}
                 numbers = {name: array_of(value) for name, value in weights.items()}
                 dtype = dtype_name(compute_dtype(weight.dtype))
                 lookups = joined_lookups(self.layout, arrays, numbers, dtype=dtype)
@@ -372,128 +386,3 @@ def _look_up_by_operators(
         include_last_offset=one.offsets is not None,
         padding_idx=padding_idx,
     )
-
-
-def _read_features(
-    features: Any, weights: Features, layout: GroupLayout, *, device: torch.device
-) -> tuple[dict[str, FeatureIds], dict[str, Tensor]]:
-    """Return the ids of each feature, and weights of some of them, as tensors."""
-    if not isinstance(features, Mapping):
-        if not hasattr(features, "to_dict"):
-            raise WrongType(
-                "features must be a dict or a KeyedJaggedTensor, "
-                f"got {type(features).__name__}"
-            )
-        jagged = features.to_dict()
-        features = {name: jagged[name] for name in jagged if name in layout.features}
-    if not is_compiling():
-        with torch_errors():
-            layout.check_features(features)
-            layout.check_features(weights, what="per_sample_weights")
-    ids, factors = {}, {}
-    for name, value in features.items():
-        ids[name], own = _read_feature(value, name, device=device)
-        if name in weights:
-            own = _flat_weights(ids[name], weights[name], name)
-        if own is not None:
-            factors[name] = own
-    absent = [name for name in weights if name not in ids]
-    if absent:
-        raise WrongValue(f"per_sample_weights must be of features with ids, got {absent}")
-    return ids, factors
-
-
-def _read_feature(
-    value: Any, name: str, *, device: torch.device
-) -> tuple[FeatureIds, Tensor | None]:
-    """Return the ids of a feature, and the weights of a JaggedTensor."""
-    if isinstance(value, Tensor):
-        if not value.is_nested:
-            return FeatureIds(value), None
-        if not is_jagged(value):
-            raise WrongValue(f"{name} must be a contiguous jagged nested tensor")
-        jagged: Any = value
-        return FeatureIds(jagged.values(), jagged.offsets()), None
-    if hasattr(value, "weights_or_none"):
-        return FeatureIds(value.values(), value.offsets()), value.weights_or_none()
-    if isinstance(value, list):
-        with torch_errors():
-            one = FeatureIds.of(value, name)
-            ids = tensor_of(integers(one.ids, name=name)).to(device)
-        return FeatureIds(ids, _tensor_or_none(one.offsets, device=device)), None
-    with torch_errors():
-        one = FeatureIds.of(value, name)
-    check_tensor(one.ids, name=name)
-    if one.offsets is not None:
-        check_tensor(one.offsets, name=f"offsets of {name}")
-    return one, None
-
-
-def _flat_weights(ids: FeatureIds, weights: Any, name: str) -> Tensor:
-    """Return the weights of a feature in the shape of its ids."""
-    if isinstance(weights, Tensor):
-        return weights.values() if weights.is_nested else weights
-    if not isinstance(weights, list):
-        check_tensor(weights, name=f"per_sample_weights of {name}")
-    return torch.as_tensor(ids.flat_weights(weights), device=ids.ids.device)
-
-
-def _tensor_or_none(array: Any, *, device: torch.device) -> Tensor | None:
-    return None if array is None else torch.as_tensor(array, device=device)
-
-
-def _array_ids(one: FeatureIds) -> FeatureIds:
-    """Return ids and offsets as arrays over the same memory."""
-    offsets = None if one.offsets is None else array_of(one.offsets)
-    return FeatureIds(array_of(one.ids), offsets)
-
-
-def _nested_like(value: Any, vectors: Tensor, mode: str | None) -> Tensor:
-    """Return vectors that are not pooled as a nested tensor if the ids are one."""
-    if mode is None and isinstance(value, Tensor) and value.is_nested:
-        jagged: Any = value
-        return torch.nested.nested_tensor_from_jagged(vectors, jagged.offsets())
-    return vectors
-
-
-def _configs_of(collection: Any) -> tuple[list[Any], dict[str, Tensor] | None]:
-    """Return the configs of a collection of TorchRec, and its tables if it has any."""
-    for configs, modules in (
-        ("embedding_bag_configs", "embedding_bags"),
-        ("embedding_configs", "embeddings"),
-    ):
-        if hasattr(collection, configs) and hasattr(collection, modules):
-            tables = getattr(collection, modules)
-            own = getattr(collection, configs)()
-            return own, {one.name: tables[one.name].weight for one in own}
-    if not isinstance(collection, list | tuple):
-        raise WrongType(
-            "tables must be a collection of TorchRec or a list of its configs, "
-            f"got {type(collection).__name__}"
-        )
-    return list(collection), None
-
-
-def _table_of(config: Any) -> Table:
-    pooling = getattr(config, "pooling", None)
-    mode: Any = None if pooling is None else pooling.value.lower()
-    with torch_errors():
-        return Table(
-            config.num_embeddings,
-            config.embedding_dim,
-            features=config.feature_names or (config.name,),
-            mode=mode,
-        )
-
-
-def _dtype_of(configs: list[Any]) -> torch.dtype:
-    """Return the dtype of the tables of TorchRec's configs."""
-    names = {config.data_type.value: config.name for config in configs}
-    dtypes = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-    for name, table in names.items():
-        if name not in dtypes or len(names) > 1:
-            raise WrongValue(
-                "tables must have one data_type of FP32, FP16 or BF16, "
-                f"got {sorted(names)} (table {table!r})"
-            )
-    return dtypes[next(iter(names))]

@@ -83,7 +83,12 @@ class Time2Vec(nn.Module):
         return time2vec(times, weight=weight, bias=bias).to(dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> Time2Vec(3).config()
+            {'embedding_dim': 3, 'dtype': 'float32'}
+        """
         return config_of(self, dtype=dtype_name(self.weight.dtype))
 
     def extra_repr(self) -> str:

@@ -2,8 +2,12 @@
 
 ``model.safetensors`` holds the table as ``embeddings``, ``tokenizer.json`` the tokenizer,
 ``config.json`` and ``modules.json`` the metadata that model2vec
-(``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) read. An
-interrupted run also writes ``training.safetensors``, from which it resumes.
+(``StaticModel.from_pretrained``) and sentence-transformers (``StaticEmbedding``) read. A
+table trained with character n-grams has their rows, as ``ngrams``, in
+``subwords.safetensors``; the rows of ``embeddings`` are those of complete words. A table
+with phrases has ``phrases.json``: for each pass, the pairs of tokens that are joined. A run
+that can go on has its state in ``training.safetensors``. Other libraries ignore these
+files.
 
 A folder is replaced atomically (:mod:`firstlayer.files.atomic`). The files of one save
 carry the same generation, a digest of what was saved, in ``config.json`` and in the headers
@@ -31,6 +35,7 @@ from ..files.atomic import (
 )
 from ..files.checkpoint import read_header, read_json_object
 from ..files.safetensors import KEY, config_in, read, write
+from .table import Subwords
 
 T = TypeVar("T")
 
@@ -39,8 +44,12 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 MODULES = "modules.json"
 TRAINING = "training.safetensors"
+PHRASES = "phrases.json"
+SUBWORDS = "subwords.safetensors"
 #: Files of such a folder. A folder with any other file is never replaced.
-FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING}
+FILES = {MODEL, TOKENIZER, CONFIG, MODULES, TRAINING, PHRASES, SUBWORDS}
+#: Longest n-gram that is read, in characters.
+MAX_LENGTH = 64
 
 
 def check_output_folder(folder: str | os.PathLike[str], *, replace: bool) -> None:
@@ -71,6 +80,8 @@ def write_folder(
     tokenizer: Any,
     about: dict[str, Any],
     state: dict[str, np.ndarray] | None = None,
+    phrases: str | None = None,
+    subwords: Subwords | None = None,
     replace: bool = False,
     normalize: bool = True,
 ) -> None:
@@ -81,13 +92,17 @@ def write_folder(
         weight: The table.
         tokenizer: A ``tokenizers.Tokenizer`` with one token per row, or its JSON.
         about: Training options and digest of the text, for ``config.json``.
-        state: State of an interrupted run.
+        state: State of a run that can go on.
+        phrases: Content of ``phrases.json``, or None without phrases.
+        subwords: Rows of character n-grams, or None.
         replace: Whether to replace an existing folder of word vectors.
         normalize: Whether vectors of texts are scaled to unit length.
     """
     tokenizer_json = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     check_output_folder(folder, replace=replace)
-    generation = _digest(weight, tokenizer_json, about, state or {})
+    ngrams = {} if subwords is None else {"ngrams": subwords.table[-subwords.buckets :]}
+    arrays = {**ngrams, **(state or {})}
+    generation = _digest(weight, tokenizer_json + (phrases or ""), about, arrays)
     config = {
         "model_type": "model2vec",
         "architectures": ["StaticModel"],
@@ -112,6 +127,11 @@ def write_folder(
         _write_text(new / TOKENIZER, tokenizer_json)
         _write_text(new / CONFIG, json.dumps(config, indent=2))
         _write_text(new / MODULES, json.dumps(modules, indent=2))
+        if phrases is not None:
+            _write_text(new / PHRASES, phrases)
+        if subwords is not None:
+            lengths = {"lengths": list(subwords.lengths), "generation": generation}
+            write(new / SUBWORDS, ngrams, lengths)
         if state is not None:
             integers = {name: a for name, a in state.items() if a.dtype.kind != "f"}
             tensors = {name: a for name, a in state.items() if name not in integers}
@@ -134,7 +154,7 @@ def read_one_save(folder: str | os.PathLike[str], read: Callable[[Opener], T]) -
 def read_state(
     folder: str | os.PathLike[str], *, opener: Opener | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the state of an interrupted run."""
+    """Return the state of a run that can go on."""
     path = Path(folder) / TRAINING
     try:
         tensors, config = read(path, opener=opener)
@@ -144,8 +164,36 @@ def read_state(
         ) from None
     counts = config.get("counts")
     if not isinstance(counts, dict):
-        raise ValueError(f"{path} does not hold the state of an interrupted run")
+        raise ValueError(f"{path} does not hold the state of a run")
     return tensors | {name: np.array(number) for name, number in counts.items()}
+
+
+def read_subwords(
+    folder: str | os.PathLike[str], width: int, *, opener: Opener | None = None
+) -> Subwords | None:
+    """Return the rows of character n-grams, or None if the folder has none.
+
+    Args:
+        folder: The folder.
+        width: Width of the rows of words.
+        opener: Opens the file.
+    """
+    path = Path(folder) / SUBWORDS
+    try:
+        tensors, config = read(path, opener=opener)
+    except FileNotFoundError:
+        return None
+    table, lengths = tensors.get("ngrams"), config.get("lengths")
+    if table is None or table.ndim != 2 or table.shape[1] != width or not len(table):
+        found = None if table is None else table.shape
+        raise ValueError(f"{path} must have rows of n-grams of width {width}, got {found}")
+    match lengths:
+        case [int(least), int(most)] if 1 <= least <= most <= MAX_LENGTH:
+            rows = table.astype(np.float32, copy=False)
+            return Subwords(rows, len(rows), (int(least), int(most)))
+    raise ValueError(
+        f"{path} must have n-grams of 1 to {MAX_LENGTH} characters, got {lengths!r}"
+    )
 
 
 def read_config(
@@ -165,7 +213,7 @@ def _check_generations(folder: Path, opener: Opener) -> None:
     if expected is None:
         # Another program wrote the folder.
         return
-    for name in (MODEL, TRAINING):
+    for name in (MODEL, TRAINING, SUBWORDS):
         found = _generation(folder / name, opener)
         if found is not None and found != expected:
             raise ValueError(

@@ -15,18 +15,22 @@ from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, open_
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
+from ..files.safetensors import KEY
 from ..files.torch_pickle import OLD_MAGIC, ZIP_ERRORS
 from ..stores import open_store
 from .arrays import read_npy, read_npz
 from .fasttext import MAGIC as FASTTEXT_MAGIC
 from .fasttext import read_fasttext
-from .folder import read_config, read_one_save
+from .folder import MODEL, PHRASES, read_config, read_one_save, read_subwords
 from .gensim import read_gensim
 from .table import VectorTable
 from .text import MAX_LINE_BYTES, counts_in, decoded, is_row, number_of, read_text
 from .vocabulary import (
+    BPE_MERGES,
+    BPE_VOCABULARY,
     TOKENIZER,
     VOCABULARY,
+    byte_level_tokenizer,
     matched_words,
     read_optional,
     words_beside,
@@ -48,9 +52,9 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
     """Return the table in a file or folder.
 
     Args:
-        path: A folder with a safetensors or torch checkpoint and ``tokenizer.json`` or
-            ``vocab.txt``; one of these files; or a GGUF, ``.npy``, ``.npz``, gensim,
-            fastText, word2vec, GloVe or TSV file.
+        path: A folder with a safetensors or torch checkpoint and ``tokenizer.json``,
+            ``vocab.txt``, or ``vocab.json`` and ``merges.txt``; one of these files; or a
+            GGUF, ``.npy``, ``.npz``, gensim, fastText, word2vec, GloVe or TSV file.
         need_words: Whether a checkpoint or ``.npy`` file without words is an error.
     """
     place = Path(path)
@@ -137,10 +141,13 @@ def _checkpoint(path: Path, opener: Opener, *, need_words: bool) -> VectorTable:
     tokens = read_optional(folder / TOKENIZER, opener=opener)
     lines = None
     if tokens is None:
+        tokens = byte_level_tokenizer(folder, opener=opener)
+    if tokens is None:
         lines = read_optional(folder / VOCABULARY, opener=opener)
     if tokens is None and lines is None and need_words:
         raise FileNotFoundError(
-            f"{path} has no words: neither {TOKENIZER} nor {VOCABULARY} is in its folder"
+            f"{path} has no words: neither {TOKENIZER} nor {VOCABULARY} nor "
+            f"{BPE_VOCABULARY} with {BPE_MERGES} is in its folder"
         )
     table = checkpoint.token_table()
     weight = checkpoint.read(table.name).astype(np.float32, copy=False)
@@ -159,7 +166,11 @@ def _checkpoint(path: Path, opener: Opener, *, need_words: bool) -> VectorTable:
             raise ValueError(f"{source} has token {row}, but there are {len(words)} rows")
         words[row] = word
     normalize = bool(config.get("normalize"))
-    return VectorTable(words, weight, tokens, normalize, mapping, scale)
+    # Only Firstlayer writes such a file, with its own config.
+    is_own = checkpoint.files[0].name == MODEL and KEY in config
+    subwords = read_subwords(folder, weight.shape[1], opener=opener) if is_own else None
+    phrases = read_optional(folder / PHRASES, opener=opener) if is_own else None
+    return VectorTable(words, weight, tokens, normalize, mapping, scale, subwords, phrases)
 
 
 def tokens_in(content: bytes, path: Path) -> dict[int, str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64
 
 from .. import kernels
 
@@ -15,13 +15,16 @@ class Subwords:
 
     Args:
         table: The rows; those of n-grams are the last ones.
-        buckets: Number of rows of n-grams.
+        buckets: Number of hashes of n-grams.
         lengths: Shortest and longest n-gram, in characters.
+        bucket_rows: Hashes of n-grams that have a row, sorted, and these rows; None if all
+            have one, the last ``buckets`` rows.
     """
 
     table: np.ndarray
     buckets: int
     lengths: tuple[int, int]
+    bucket_rows: Int32[np.ndarray, "2 kept"] | None = None
 
     def means(
         self, words: list[bytes], own_rows: np.ndarray
@@ -32,22 +35,34 @@ class Subwords:
             words: Words in UTF-8; an empty one has no n-grams.
             own_rows: Row of each word itself, or -1.
         """
-        bracketed = [b"<" + word + b">" if word else b"" for word in words]
-        bounds = np.append(0, np.cumsum([len(word) for word in bracketed]))
-        text = np.frombuffer(b"".join(bracketed), np.uint8)
+        text, bounds = bracketed(words)
         out = np.empty((len(words), self.table.shape[1]), np.float32)
         counts = np.empty(len(words), np.int64)
         kernels.mean_subword_rows(
             text,
-            bounds.astype(np.int64),
+            bounds,
             own_rows.astype(np.int64),
             self.table,
             buckets=self.buckets,
             lengths=self.lengths,
             out=out,
             counts=counts,
+            bucket_rows=self.bucket_rows,
         )
         return out, counts
+
+
+def bracketed(words: list[bytes]) -> tuple[np.ndarray, Int64[np.ndarray, " words+1"]]:
+    """Return words as ``<word>``, one after the other, and the first byte of each.
+
+    Example:
+        >>> text, bounds = bracketed([b"a", b"", b"bc"])
+        >>> text.tobytes(), bounds.tolist()
+        (b'<a><bc>', [0, 3, 3, 7])
+    """
+    marked = [b"<" + word + b">" if word else b"" for word in words]
+    bounds = np.append(0, np.cumsum([len(word) for word in marked]))
+    return np.frombuffer(b"".join(marked), np.uint8), bounds.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ class VectorTable:
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
         subwords: Rows of character n-grams, or None.
+        phrases_json: Content of ``phrases.json``, or None.
     """
 
     words: list[str]
@@ -71,6 +87,7 @@ class VectorTable:
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
+    phrases_json: bytes | None = None
 
     def take(self, numbers: Any) -> Float32[np.ndarray, "n width"]:
         """Return the vectors of words by their numbers."""

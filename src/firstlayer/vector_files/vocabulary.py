@@ -1,10 +1,13 @@
 """Words of a table that a file without words needs: vocabularies next to it.
 
-A folder may hold ``tokenizer.json``, or ``vocab.txt`` with one token per line, as BERT's
-first checkpoints do. A ``.npy`` or TSV file may have a list of words of its own.
+A folder may hold ``tokenizer.json``; or ``vocab.txt`` with one token per line, as BERT's
+first checkpoints do; or ``vocab.json`` and ``merges.txt`` of byte-level BPE, as those of
+GPT-2 and RoBERTa do. A ``.npy`` or TSV file may have a list of words of its own.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from ..files.atomic import Opener
 from ..files.checkpoint import read_bytes
@@ -12,6 +15,8 @@ from .text import decoded
 
 TOKENIZER = "tokenizer.json"
 VOCABULARY = "vocab.txt"
+BPE_VOCABULARY = "vocab.json"
+BPE_MERGES = "merges.txt"
 METADATA = "metadata.tsv"
 
 
@@ -21,6 +26,52 @@ def read_optional(path: Path, *, opener: Opener | None = None) -> bytes | None:
         return read_bytes(path, opener=opener)
     except FileNotFoundError:
         return None
+
+
+def byte_level_tokenizer(folder: Path, *, opener: Opener | None = None) -> bytes | None:
+    """Return the ``tokenizer.json`` of ``vocab.json`` and ``merges.txt``, or None.
+
+    Args:
+        folder: Folder of both files.
+        opener: Opens files.
+    """
+    path = folder / BPE_VOCABULARY
+    content = read_optional(path, opener=opener)
+    lines = read_optional(folder / BPE_MERGES, opener=opener)
+    if content is None or lines is None:
+        return None
+    try:
+        vocabulary: Any = json.loads(content)
+    except (ValueError, RecursionError):
+        vocabulary = None
+    if not isinstance(vocabulary, dict) or not all(
+        type(row) is int and row >= 0 for row in vocabulary.values()
+    ):
+        raise ValueError(f"{path} must be an object with the id of each token")
+    merges = []
+    for number, line in enumerate(words_in_lines(lines), start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        one, _, other = line.partition(" ")
+        if not vocabulary.keys() >= {one, other, one + other}:
+            raise ValueError(
+                f"{folder / BPE_MERGES}, line {number} must join two tokens of "
+                f"{BPE_VOCABULARY}, got {line!r}"
+            )
+        merges.append([one, other])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": True},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
+    return json.dumps(tokenizer).encode()
 
 
 def words_in_lines(content: bytes) -> list[str]:

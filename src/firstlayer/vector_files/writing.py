@@ -252,12 +252,19 @@ def _write_folder(
         rows,
         tokenizer=tokenizer,
         about=about,
+        phrases=None if table.phrases_json is None else table.phrases_json.decode(),
+        subwords=table.subwords if has_all_ngrams(table) else None,
         replace=replace,
         normalize=table.normalize,
     )
     report(len(rows))
     num_rows, width = rows.shape
     return Written([os.fspath(path)], num_rows, width, left_out, duplicates)
+
+
+def has_all_ngrams(table: VectorTable) -> bool:
+    """Return whether a folder can hold the n-grams of a table: all of them have a row."""
+    return table.subwords is not None and table.subwords.bucket_rows is None
 
 
 def word_level_tokenizer(vocabulary: dict[str, int]) -> str:

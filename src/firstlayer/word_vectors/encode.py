@@ -8,7 +8,7 @@ from jaxtyping import Float32
 
 from ..numpy import EmbeddingBag
 from .neighbors import units
-from .vectors import Vectors, WordVector, encoded_ids
+from .vectors import Vectors, WordVector, encoded_words
 
 #: Texts per batch.
 BATCH = 1024
@@ -23,8 +23,8 @@ def encode(
     ``vectors.normalize``.
 
     Args:
-        vectors: Words and rows. Without a tokenizer, words are separated by spaces, and
-            unknown words of fastText's tables are made of their n-grams.
+        vectors: Words and rows. Without a tokenizer, words are separated by spaces.
+            Unknown words are made of their n-grams in tables that have them.
         texts: Texts to encode.
 
     Example:
@@ -59,8 +59,29 @@ def _ids(
     if vectors.tokenizer is None:
         return _whole_words(vectors, texts)
     unknown = vectors.unknown
-    ids = encoded_ids(vectors.tokenizer, texts)
+    if vectors.subwords is not None:
+        return _words_and_ngrams(vectors, texts)
+    ids = vectors.encoded(texts)
     return [[i for i in one if i != unknown] for one in ids], []
+
+
+def _words_and_ngrams(
+    vectors: Vectors, texts: list[str]
+) -> tuple[list[list[int]], list[tuple[int, np.ndarray]]]:
+    others, unknown = [], vectors.unknown
+    encoded = encoded_words(vectors.tokenizer, texts)
+    ids = vectors.joined([[number for number, _ in tokens] for tokens in encoded])
+    ids = [[number for number in one if number != unknown] for one in ids]
+    # Unknown words are looked up once.
+    found: dict[str, np.ndarray | None] = {}
+    for text, tokens in enumerate(encoded):
+        for word in (word for number, word in tokens if number == unknown):
+            if word not in found:
+                found[word] = vectors.find(word).vector if word in vectors else None
+            vector = found[word]
+            if vector is not None:
+                others.append((text, vector))
+    return ids, others
 
 
 def _whole_words(

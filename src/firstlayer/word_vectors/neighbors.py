@@ -89,6 +89,8 @@ def neighbors(
     """
     positive("count", count)
     unit = units(vectors.weight)
+    # Rows of zeros have no direction, so they are near to nothing.
+    unit[~unit.any(axis=1)] = np.nan
     return [_neighbors(vectors, unit, terms, count) for terms in queries]
 
 

@@ -1,24 +1,50 @@
-"""Read UTF-8 text from files and standard input, in blocks or lines.
+"""Read text from files and standard input, in blocks or lines.
 
-A file that is empty, binary or in another encoding raises a ValueError that names the first
-wrong byte.
+Text is UTF-8 unless another encoding is named; a byte order mark of UTF-16 or UTF-32 is
+recognized. Files compressed by gzip, bzip2 or xz are decompressed, whatever their name. A
+file that is empty, binary or in another encoding raises a ValueError that names the first
+wrong byte and its line.
 """
 
+import bz2
+import codecs
 import contextlib
+import gzip
+import io
+import lzma
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+UTF8 = "utf-8"
 #: Approximate number of bytes per block.
 BLOCK = 1 << 18
-#: Largest block without a space to end at.
+#: Largest block without a space to end at, in characters.
 LONGEST = 1 << 22
+#: Bytes that tell whether a file is binary.
+SAMPLE = 1 << 12
 # Python's tests are mostly data, and not installed everywhere.
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+#: First bytes of compressed files, and the functions that open them.
+COMPRESSED = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
+ZSTD = b"\x28\xb5\x2f\xfd"
+DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError)
+#: Byte order marks. That of UTF-32 begins with that of UTF-16.
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 def standard_library() -> list[Path]:
@@ -32,94 +58,199 @@ def standard_library() -> list[Path]:
     return files
 
 
-def read_blocks(path: str | os.PathLike[str]) -> Iterator[str]:
+def check_encoding(encoding: str) -> None:
+    """Raise a ValueError unless Python knows an encoding of text by this name."""
+    try:
+        # No codec is looked up for an empty string.
+        b"a".decode(encoding, "replace")
+    except LookupError:
+        raise ValueError(
+            f"encoding must be the name of a text encoding, got {encoding!r}"
+        ) from None
+
+
+def read_blocks(
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    encoding: str = UTF8,
+    name: str | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Iterator[str]:
     """Yield the text of a file in blocks that end between words.
 
     Args:
-        path: File name, or ``-`` for standard input. An empty file or one that is not UTF-8
-            is a ValueError.
+        path: File name, ``-`` for standard input, or an open file. An empty file or one in
+            another encoding is a ValueError.
+        encoding: Encoding of the text, unless a byte order mark tells another one.
+        name: Name of the file in errors; its path if None.
+        report: Called after each block with the number of bytes of the file that were read.
     """
-    name = "standard input" if path == "-" else os.fspath(path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"{name} is a folder: name the files in it")
-    with _opened(path) as file:
-        start, rest = 0, b""
-        while block := file.read(BLOCK):
-            block = rest + block
-            cut = _cut(block)
-            yield _decoded(block[:cut], name=name, start=start)
-            start, rest = start + cut, block[cut:]
-        if start == 0 and not rest:
+    check_encoding(encoding)
+    name = _name(path) if name is None else name
+    with _opened(path) as raw, decompressed(raw, name) as file:
+        rest, is_empty = "", True
+        for text in _decoded(file, name=name, encoding=encoding):
+            is_empty = False
+            if report is not None:
+                report(raw.tell())
+            rest += text
+            cut = _cut(rest)
+            if cut:
+                yield rest[:cut]
+            rest = rest[cut:]
+        if is_empty:
             raise ValueError(f"{name} is empty")
-        yield _decoded(rest, name=name, start=start)
+        if rest:
+            yield rest
 
 
-def _opened(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[BinaryIO]:
-    if path == "-":
-        return contextlib.nullcontext(sys.stdin.buffer)
-    return open(path, "rb")
-
-
-def _cut(block: bytes) -> int:
-    """Return the end of the last complete word in a block, 0 if there is none."""
-    # These bytes never occur inside a multi-byte UTF-8 character.
-    cut = 1 + max(block.rfind(space) for space in (b"\n", b" ", b"\t"))
-    if cut == 0 and len(block) >= LONGEST:
-        cut = len(block) - 1
-        while cut > 0 and block[cut] & 0xC0 == 0x80:
-            cut -= 1
-    return cut
-
-
-def _decoded(block: bytes, *, name: str, start: int) -> str:
-    if (zero := block.find(0)) >= 0:
-        raise ValueError(f"{name} is binary, not text: byte {start + zero} is 0")
-    try:
-        text = block.decode()
-    except UnicodeDecodeError as error:
-        place, value = start + error.start, block[error.start]
-        raise ValueError(
-            f"{name} is not UTF-8 text: byte {place} is 0x{value:02x}"
-        ) from None
-    return text.removeprefix("\ufeff") if start == 0 else text
-
-
-def documents_in(paths: Sequence[str | os.PathLike[str]]) -> list[Iterable[str]]:
-    """Return each file as an iterable of blocks that can be iterated repeatedly.
-
-    Files are read on each iteration. Standard input and pipes are read once and kept in
-    memory. A file that cannot be opened raises an error before anything is read.
-    """
-    for path in paths:
-        if _is_file(path):
-            open(path, "rb").close()
-    return [
-        _FileBlocks(path) if _is_file(path) else list(read_blocks(path)) for path in paths
-    ]
-
-
-def _is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path can be reopened by name. Missing files count as files."""
-    return path != "-" and (os.path.isfile(path) or not os.path.lexists(path))
-
-
-@dataclass(frozen=True)
-class _FileBlocks:
-    path: str | os.PathLike[str]
-
-    def __iter__(self) -> Iterator[str]:
-        return read_blocks(self.path)
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+def read_lines(
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    encoding: str = UTF8,
+    name: str | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Iterator[str]:
     """Yield the lines of a file without line endings.
 
     Args:
-        path: File name, or ``-`` for standard input.
+        path: File name, ``-`` for standard input, or an open file.
+        encoding: As for :func:`read_blocks`.
+        name: As for :func:`read_blocks`.
+        report: As for :func:`read_blocks`.
     """
-    rest = ""
-    for block in read_blocks(path):
-        *lines, rest = (rest + block).split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-    if rest:
-        yield rest.removesuffix("\r")
+    parts: list[str] = []
+    for block in read_blocks(path, encoding=encoding, name=name, report=report):
+        first, *others = block.split("\n")
+        parts.append(first)
+        for line in others:
+            yield "".join(parts).removesuffix("\r")
+            parts = [line]
+    if any(parts):
+        yield "".join(parts).removesuffix("\r")
+
+
+def is_binary(path: str | os.PathLike[str], *, encoding: str = UTF8) -> bool:
+    """Return whether the beginning of a file is empty or not text.
+
+    A file in the wrong encoding is text.
+    """
+    with open(path, "rb") as raw, decompressed(raw, os.fspath(path)) as file:
+        sample = file.read(SAMPLE)
+    text = sample.decode(encoding_of(sample, encoding), "replace")
+    return not text or "\0" in text or sample.startswith(b"%PDF-")
+
+
+def encoding_of(begin: bytes, encoding: str) -> str:
+    """Return the encoding that a byte order mark tells, otherwise ``encoding``.
+
+    Example:
+        >>> encoding_of("née".encode("utf-16"), "utf-8"), encoding_of(b"plain", "latin-1")
+        ('utf-16', 'latin-1')
+    """
+    if codecs.lookup(encoding).name == UTF8:
+        for mark, found in MARKS.items():
+            if begin.startswith(mark):
+                return found
+    return encoding
+
+
+def _name(path: str | os.PathLike[str] | BinaryIO) -> str:
+    if path == "-":
+        return "standard input"
+    return os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str] | BinaryIO) -> Generator[BinaryIO, None, None]:
+    """Open a file; standard input and open files stay open."""
+    if path == "-":
+        yield sys.stdin.buffer
+    elif not isinstance(path, str | os.PathLike):
+        yield path
+    elif os.path.isdir(path):
+        raise IsADirectoryError(f"{os.fspath(path)} is a folder: name the files in it")
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+@contextlib.contextmanager
+def decompressed(raw: BinaryIO, name: str) -> Generator[BinaryIO, None, None]:
+    """Yield the content of a file that may be compressed."""
+    begin = _peek(raw, 6)
+    if begin.startswith(ZSTD):
+        raise ValueError(f"{name} is compressed by zstd: decompress it first")
+    openers = [open for magic, open in COMPRESSED.items() if begin.startswith(magic)]
+    if not openers:
+        yield raw
+        return
+    try:
+        with openers[0](raw) as file:
+            yield file
+    except DAMAGED as error:
+        raise ValueError(f"{name} is damaged: {error}") from None
+    except OSError as error:
+        # bz2 has no error class of its own.
+        if error.errno is not None:
+            raise
+        raise ValueError(f"{name} is damaged: {error}") from None
+
+
+def _peek(raw: BinaryIO, size: int) -> bytes:
+    """Return the first bytes of a file without moving on."""
+    if isinstance(raw, io.BufferedReader):
+        return raw.peek(size)[:size]
+    begin = raw.read(size)
+    raw.seek(0)
+    return begin
+
+
+def _decoded(file: BinaryIO, *, name: str, encoding: str) -> Iterator[str]:
+    """Yield the text of a file, at least one character at a time."""
+    block = file.read(BLOCK)
+    encoding = encoding_of(block, encoding)
+    decoder = codecs.getincrementaldecoder(encoding)()
+    place, line = 0, 1
+    while True:
+        place += len(block)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            bad = place - len(error.object) + error.start
+            line += _readable(error).count("\n")
+            raise ValueError(
+                f"{name} is not {_shown(encoding)} text: byte {bad} (line {line}) is "
+                f"0x{error.object[error.start]:02x}"
+            ) from None
+        if (zero := text.find("\0")) >= 0:
+            after = len(text[zero:].encode(encoding)) - len("".encode(encoding))
+            bad = place - len(decoder.getstate()[0]) - after
+            raise ValueError(f"{name} is binary, not text: byte {bad} is 0")
+        if text:
+            yield text
+        if not block:
+            return
+        line += text.count("\n")
+        block = file.read(BLOCK)
+
+
+def _readable(error: UnicodeDecodeError) -> str:
+    """Return the text before the byte that cannot be decoded."""
+    return error.object[: error.start].decode(error.encoding, "replace")
+
+
+def _shown(encoding: str) -> str:
+    """Return the name of an encoding as in prose.
+
+    Example:
+        >>> _shown("utf-8-sig"), _shown("latin-1")
+        ('UTF-8', 'latin-1')
+    """
+    return "UTF-8" if codecs.lookup(encoding).name.startswith(UTF8) else encoding
+
+
+def _cut(text: str) -> int:
+    """Return the end of the last complete word, 0 if there is none."""
+    cut = 1 + max(text.rfind(space) for space in "\n \t")
+    return len(text) if cut == 0 and len(text) >= LONGEST else cut

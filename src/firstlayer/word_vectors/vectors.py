@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from ..vector_files.folder import PHRASES
 from ..vector_files.reading import read_vectors
 from ..vector_files.table import Subwords, VectorTable
 from ..vector_files.vocabulary import TOKENIZER
 from .corpus import UNKNOWN
+from .phrases import Phrases
 
 #: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
@@ -61,7 +63,7 @@ class Vectors:
       ``▁king``;
     - that of ``king`` for ``King`` if the table has lower case only;
     - the mean of its pieces if a tokenizer splits it into several;
-    - the mean of its character n-grams in tables of fastText.
+    - the mean of its character n-grams in tables that have them, such as fastText's.
 
     Args:
         words: Words as spelled in the vocabulary.
@@ -72,6 +74,7 @@ class Vectors:
         mapping: Row of each word; None if word ``i`` has row ``i``.
         scale: Factor of each word; None for ones.
         subwords: Rows of character n-grams, for unknown words; or None.
+        phrases: Phrases that the ids of the tokenizer are joined to; or None.
 
     Example:
         >>> vectors = Vectors(["king", "queen"], np.eye(2, dtype=np.float32))
@@ -90,6 +93,7 @@ class Vectors:
     mapping: Int64[np.ndarray, " words"] | None = None
     scale: Float32[np.ndarray, " words"] | None = None
     subwords: Subwords | None = None
+    phrases: Phrases | None = None
 
     def __len__(self) -> int:
         return len(self.words)
@@ -186,7 +190,9 @@ class Vectors:
             note = f"{word} is a piece inside of words" if self.mark else ""
             return WordVector(word, self.take([number])[0], [number], note)
         if self.subwords is not None and word:
-            means, counts = self.subwords.means([word.encode()], np.array([-1]))
+            normalizer = getattr(self.tokenizer, "normalizer", None)
+            spelled = word if normalizer is None else normalizer.normalize_str(word)
+            means, counts = self.subwords.means([spelled.encode()], np.array([-1]))
             if counts[0]:
                 note = f"{word} is the mean of {counts[0]} character n-grams"
                 return WordVector(word, means[0], [], note)
@@ -212,13 +218,21 @@ class Vectors:
         unknown, best = self.unknown, []
         # Some tokenizers mark a word only after a space.
         for text in (word, f" {word}") if self.mark else (word,):
-            ids = encoded_ids(self.tokenizer, [text])[0]
+            ids = self.encoded([text])[0]
             if not ids or unknown in ids:
                 continue
             if not self.mark or self.words[ids[0]].startswith(self.mark):
                 return ids
             best = best or ids
         return best
+
+    def encoded(self, texts: list[str]) -> list[list[int]]:
+        """Return the numbers of the tokens of texts, with phrases joined."""
+        return self.joined(encoded_ids(self.tokenizer, texts))
+
+    def joined(self, ids: list[list[int]]) -> list[list[int]]:
+        """Return the numbers of tokens with phrases joined."""
+        return ids if self.phrases is None else self.phrases.joined(ids)
 
     def _as_sum(self, word: str) -> str:
         """Return words joined by + or - with spaces between them, or ``""``."""
@@ -246,11 +260,12 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
 
     Args:
         path: A folder that ``firstlayer train``, model2vec, sentence-transformers or
-            transformers wrote, with ``tokenizer.json`` or ``vocab.txt``; its safetensors or
-            PyTorch file; a file of gensim (``.kv``, ``.model``), fastText (``.bin``,
-            ``.vec``), word2vec (text or binary), GloVe or GGUF; ``.npy`` or TSV next to
-            ``vocab.txt`` or ``metadata.tsv``; ``.npz``; or a text format with ``.gz``. The
-            content tells the format. Nothing in a file is run.
+            transformers wrote, with ``tokenizer.json``, ``vocab.txt``, or ``vocab.json``
+            and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
+            ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
+            GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
+            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing
+            in a file is run.
 
     Example:
         >>> import tempfile
@@ -261,20 +276,29 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
         [1.0, 0.5]
     """
     table = read_vectors(path)
+    phrases = None
+    if table.phrases_json is not None:
+        numbers = {word: i for i, word in enumerate(table.words)}
+        phrases = parse_phrases(table.phrases_json, numbers, _folder(path) / PHRASES)
     return Vectors(
         table.words,
         table.weight,
-        _tokenizer(table, Path(path)),
+        _tokenizer(table, _folder(path)),
         table.normalize,
         table.mapping,
         table.scale,
         table.subwords,
+        phrases,
     )
 
 
-def _tokenizer(table: VectorTable, path: Path) -> Any:
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a table's files."""
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _tokenizer(table: VectorTable, folder: Path) -> Any:
     if table.tokenizer_json is not None:
-        folder = path if path.is_dir() else path.parent
         return parse_tokenizer(table.tokenizer_json, folder / TOKENIZER)
     if "[UNK]" in table.words and any(word.startswith(CONTINUED) for word in table.words):
         return _word_piece(table.words)
@@ -315,11 +339,37 @@ def parse_tokenizer(content: bytes, path: Path) -> Any:
     return tokenizer
 
 
+def parse_phrases(content: bytes, numbers: dict[str, int], path: Path) -> Phrases:
+    """Return the phrases in a file's content.
+
+    Args:
+        content: The content.
+        numbers: Number of each word.
+        path: Path of the file in errors.
+    """
+    try:
+        return Phrases.from_words(json.loads(content), numbers)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{path} does not hold phrases of known words") from None
+
+
 def encoded_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the token ids of texts."""
+    return [one.ids for one in _encoded(tokenizer.encode_batch_fast, texts)]
+
+
+def encoded_words(tokenizer: Any, texts: list[str]) -> list[list[tuple[int, str]]]:
+    """Return the token ids of texts, each with its part of the text."""
+    encoded = _encoded(tokenizer.encode_batch, texts)
+    return [
+        [(i, text[lo:hi]) for i, (lo, hi) in zip(one.ids, one.offsets, strict=True)]
+        for one, text in zip(encoded, texts, strict=True)
+    ]
+
+
+def _encoded(encode_batch: Any, texts: list[str]) -> list[Any]:
     # tokenizers raises a bare Exception.
     try:
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return encode_batch(texts, add_special_tokens=False)
     except Exception as error:
         raise ValueError(f"the tokenizer cannot read the text: {error}") from None
-    return [one.ids for one in encoded]

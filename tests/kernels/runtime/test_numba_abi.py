@@ -29,6 +29,14 @@ def test_a_changed_calling_convention_is_reported(monkeypatch):
     assert reason is not None and reason.startswith(f"Numba {numba.__version__} is not")
 
 
+def test_a_changed_array_is_reported(monkeypatch):
+    monkeypatch.setattr(numba_abi, "_ARRAY_FIELDS", ("data", "shape"))
+    problem = (
+        "arrays have the fields meminfo, parent, nitems, itemsize, data, shape, strides"
+    )
+    assert numba_abi.layout_problem() == problem
+
+
 def test_a_missing_name_is_reported_and_not_raised(monkeypatch):
     monkeypatch.delattr(CPUCallConv, "get_arguments")
     monkeypatch.delattr("numba.core.callconv.BaseCallConv.get_arguments", raising=False)
@@ -78,8 +86,12 @@ NO_POSIX_THREADS = """
 LOOKUPS = """
     import numpy as np
     import firstlayer
-    from firstlayer.numpy import Embedding
+    from firstlayer.numpy import Embedding, EmbeddingLayer
 
+    short = EmbeddingLayer(9, 4, position=None, rng=0)
+    for _ in range(2):
+        assert np.array_equal(short(np.array([3])), short.token.weight[[3]])
+    assert vars(short)["_plan"] is None
     layer = Embedding(1000, 512, rng=0)
     ids = np.random.default_rng(0).integers(0, 1000, 4000)
     with warnings.catch_warnings(record=True) as caught:

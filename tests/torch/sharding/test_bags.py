@@ -1,4 +1,4 @@
-"""Bags of tables whose rows are sharded."""
+"""Bags of tables whose rows or columns are sharded."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from firstlayer.torch import EmbeddingBag
-from firstlayer.torch.sharding import shard_rows, traffic
+from firstlayer.torch.sharding import shard_columns, shard_rows, traffic
 
 ROWS, WIDTH = 13, 3
 
@@ -38,9 +38,10 @@ def pooled(layer: Any, rank: int, kind: str) -> Any:
     return out, (out * factors).sum(), given[-1]
 
 
-def pool(rank: Any, options: Any, kind: str, replicated: bool) -> Any:
+def pool(rank: Any, options: Any, kind: str, replicated: bool, columns: bool) -> Any:
     layout = Replicate() if replicated else None
-    layer: Any = shard_rows(table(**options), rank.mesh, input_layouts=layout)
+    function: Any = shard_columns if columns else shard_rows
+    layer = function(table(**options), rank.mesh, input_layouts=layout)
     out, loss, weights = pooled(layer, 0 if replicated else rank.rank, kind)
     loss.backward()
     grad = layer.weight.grad
@@ -59,11 +60,19 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["2-D", "offsets", "weights"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_bags_equal_those_of_one_process(processes, options, kind):
+CASES = [
+    *[(options, kind, False) for options in OPTIONS for kind in ("2-D", "weights")],
+    (OPTIONS[0], "offsets", False),
+    *[(options, "weights", True) for options in (*OPTIONS[:3], OPTIONS[5])],
+    (OPTIONS[0], "2-D", True),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "columns"), CASES, ids=str)
+def test_bags_equal_those_of_one_process(processes, options, kind, columns):
+    # Of three columns on four ranks, the last rank has none.
     for size, replicated in ((2, False), (4, False), (2, True)):
-        results = processes.run(pool, options, kind, replicated, size=size)
+        results = processes.run(pool, options, kind, replicated, columns, size=size)
         reference = table(**options)
         ranks = [0] if replicated else list(range(size))
         if options.get("scale_grad_by_freq") and len(ranks) > 1:
@@ -86,18 +95,20 @@ def test_bags_equal_those_of_one_process(processes, options, kind):
             if kind == "weights":
                 factor = 1 if options.get("scale_grad_by_freq") else len(ranks)
                 torch.testing.assert_close(d_weights, weights.grad * factor)
-        stored = torch.cat([part for *_, part, _ in results])
+        stored = torch.cat([part for *_, part, _ in results], int(columns))
         torch.testing.assert_close(stored, reference.weight.detach())
 
 
-def pool_half(rank: Any) -> Any:
-    layer: Any = shard_rows(table(dtype=torch.bfloat16, mode="sum"), rank.mesh)
+def pool_half(rank: Any, columns: bool) -> Any:
+    function: Any = shard_columns if columns else shard_rows
+    layer = function(table(dtype=torch.bfloat16, mode="sum"), rank.mesh)
     out = layer(torch.tensor([list(range(ROWS)) * 20]))
     return out.detach()
 
 
-def test_half_precision_is_rounded_once(processes):
-    for out in processes.run(pool_half, size=2):
+@pytest.mark.parametrize("columns", [False, True])
+def test_half_precision_is_rounded_once(processes, columns):
+    for out in processes.run(pool_half, columns, size=2):
         exact = table(dtype=torch.bfloat16).weight.detach().double().sum(0) * 20
         assert torch.equal(out[0], exact.float().to(torch.bfloat16))
 
@@ -118,8 +129,9 @@ def test_pooled_vectors_are_sent_and_not_rows(processes):
         assert (sent.ids, sent.rows, sent.gradients) == (24, 12 * WIDTH, 12 * WIDTH)
 
 
-def raise_errors(rank: Any, mode: str) -> Any:
-    layer: Any = shard_rows(table(mode=mode), rank.mesh)
+def raise_errors(rank: Any, mode: str, columns: bool) -> Any:
+    function: Any = shard_columns if columns else shard_rows
+    layer = function(table(mode=mode), rank.mesh)
     ids, messages = torch.tensor([1, 2, 3]), []
     for wrong in (
         (torch.tensor([1, 13]), torch.tensor([0])),
@@ -134,9 +146,11 @@ def raise_errors(rank: Any, mode: str) -> Any:
     return messages, layer(ids[None]).detach()
 
 
-@pytest.mark.parametrize("mode", ["sum", "max"])
-def test_an_error_of_one_rank_is_raised_by_all(processes, mode):
-    for messages, out in processes.run(raise_errors, mode, size=2):
+@pytest.mark.parametrize(
+    ("mode", "columns"), [("sum", False), ("max", False), ("max", True)]
+)
+def test_an_error_of_one_rank_is_raised_by_all(processes, mode, columns):
+    for messages, out in processes.run(raise_errors, mode, columns, size=2):
         assert messages == [
             "ids[1] is 13, but num_embeddings is 13, on rank 1",
             "offsets must begin with 0, got 1, on rank 1",
@@ -147,8 +161,9 @@ def test_an_error_of_one_rank_is_raised_by_all(processes, mode):
         torch.testing.assert_close(out, want)
 
 
-def mix_weights(rank: Any) -> Any:
-    layer: Any = shard_rows(table(mode="sum"), rank.mesh)
+def mix_weights(rank: Any, columns: bool) -> Any:
+    function: Any = shard_columns if columns else shard_rows
+    layer = function(table(mode="sum"), rank.mesh)
     # One rank without weights, one with constants, two that train them.
     weights = [None, torch.ones(1, 4) * 2, *torch.full((2, 1, 4), 3.0)][rank.rank]
     if rank.rank >= 2 and weights is not None:
@@ -158,9 +173,10 @@ def mix_weights(rank: Any) -> Any:
     return out.detach(), None if weights is None else weights.grad
 
 
-def test_ranks_may_differ_in_weights(processes):
+@pytest.mark.parametrize("columns", [False, True])
+def test_ranks_may_differ_in_weights(processes, columns):
     rows = table().weight.detach()[[1, 5, 9, 12]]
-    results = processes.run(mix_weights, size=4)
+    results = processes.run(mix_weights, columns, size=4)
     for factor, (out, _) in zip((1, 2, 3, 3), results, strict=True):
         torch.testing.assert_close(out[0], rows.sum(0) * factor)
     assert results[0][1] is None and results[1][1] is None

@@ -17,6 +17,7 @@ from firstlayer.ngram import SaltedNgram
 from firstlayer.torch import (
     Embedding,
     EmbeddingLayer,
+    GrowingEmbedding,
     HashedEmbedding,
     NgramEmbedding,
     QuotientRemainderEmbedding,
@@ -26,6 +27,7 @@ from firstlayer.torch.sharding import (
     ShardedRows,
     shard_columns,
     shard_rows,
+    shard_rows_and_columns,
     sharded_parameters,
 )
 
@@ -67,8 +69,15 @@ def built(name: str) -> Any:
     return MODELS[name]()
 
 
-def shard(model: Any, mesh: Any, *, columns: bool = False, **options: Any) -> Any:
-    function: Any = shard_columns if columns else shard_rows
+FUNCTIONS: dict[str, Any] = {
+    "rows": shard_rows,
+    "columns": shard_columns,
+    "both": shard_rows_and_columns,
+}
+
+
+def shard(model: Any, mesh: Any, *, part: str = "rows", **options: Any) -> Any:
+    function = FUNCTIONS[part]
     if isinstance(model, TiedModel):
         function(model.table, mesh, head=model.head, **options)
     else:
@@ -117,8 +126,9 @@ def whole_state(model: Any) -> dict[str, Any]:
 
 
 def train_sharded(rank: Any, name: str, kind: str) -> Any:
-    mesh = rank.grid if "grid" in kind else rank.mesh
-    options: dict[str, Any] = {"columns": "columns" in kind}
+    part = kind.partition(",")[0]
+    mesh = rank.grid if "grid" in kind or part == "both" else rank.mesh
+    options: dict[str, Any] = {"part": part}
     number = rank.rank
     if "replicated" in kind:
         options["input_layouts"] = Replicate()
@@ -135,7 +145,7 @@ def train_sharded(rank: Any, name: str, kind: str) -> Any:
 CASES = [
     *[(name, "rows", 2) for name in MODELS],
     *[(name, "rows, grid", 4) for name in ("embedding", "tied")],
-    *[(name, "columns", 2) for name in ("embedding", "tied", "complete layer")],
+    *[(name, "columns", 2) for name in ("embedding", "tied", "complete layer", "hashed")],
     *[
         (name, f"{part}, replicated", 2)
         for name in ("tied",)
@@ -143,6 +153,8 @@ CASES = [
     ],
     ("tied", "rows, replicated, grid", 4),
     ("embedding", "columns, grid", 4),
+    *[(name, "both", 4) for name in ("embedding", "tied", "complete layer")],
+    ("tied", "both, replicated", 4),
 ]
 
 
@@ -195,6 +207,24 @@ def test_the_rest_of_a_model_compiles(processes):
     results = processes.run(compile_rest, size=2)
     for (out, _), want in zip(results, results[0][1].chunk(2, 1), strict=True):
         torch.testing.assert_close(out, want)
+
+
+def tie_in_a_plan(rank: Any) -> None:
+    model, reference = built("tied"), built("tied")
+    plan: Any = {"table": ShardedRows(), "head": ShardedRows()}
+    parallelize_module(model, rank.mesh, plan)
+    assert model.head.weight is model.table.weight
+    ids = batch(rank.rank, 0)
+    torch.testing.assert_close(model(ids), reference(ids))
+    state = whole_state(model)
+    for key, value in reference.state_dict().items():
+        assert torch.equal(state[key], value)
+    with pytest.raises(ValueError, match="Linear with the weight of a sharded table"):
+        parallelize_module(nn.Linear(6, ROWS), rank.mesh, ShardedRows())
+
+
+def test_a_plan_keeps_heads_tied(processes):
+    processes.run(tie_in_a_plan, size=2)
 
 
 def wrap_in_ddp(rank: Any) -> Any:
@@ -299,6 +329,7 @@ def refuse(rank: Any) -> list[str]:
     sharded(torch.tensor([1])).sum().backward()
     calls: list[Callable[[], Any]] = [
         lambda: shard_rows(nn.Embedding(3, 2), mesh),
+        lambda: shard_rows(GrowingEmbedding(3, 2), mesh),
         lambda: shard_rows(trained, mesh),
         lambda: shard_rows(sharded, mesh),
         lambda: shard_rows(built("embedding"), mesh, input_layouts=Shard(1)),
@@ -306,9 +337,10 @@ def refuse(rank: Any) -> list[str]:
         lambda: shard_rows(built("embedding"), mesh, head=nn.Linear(5, ROWS)),
         lambda: shard_rows(built("hashed"), mesh, input_layouts=Replicate(),
                            output_layouts=Shard(1)),
-        lambda: shard_columns(built("hashed"), mesh),
         lambda: shard_columns(Embedding(3, 2, max_norm=1.0), mesh),
         lambda: RowWiseAdagrad(by_columns.parameters()),
+        lambda: shard_rows_and_columns(built("embedding"), mesh),
+        lambda: shard_rows_and_columns(built("hashed"), mesh),
         lambda: sharded.resize(50),
         lambda: firstlayer.torch.save("unused", shard_rows(complete(), mesh)),
         lambda: shard_rows(complete(), mesh).quantized(),
@@ -328,6 +360,8 @@ def test_wrong_arguments_are_errors(processes):
     assert first == second == [
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "
         "got torch.nn.Embedding",
+        "shard_rows needs a layer of firstlayer.torch with a table in memory, "
+        "got GrowingEmbedding",
         "shard_rows needs a table that is an ordinary parameter without an optimizer, "
         "got RowParameter",
         "shard_rows needs a layer of firstlayer.torch with a table in memory, "
@@ -337,10 +371,11 @@ def test_wrong_arguments_are_errors(processes):
         "input_layouts=Replicate(), got S(1)",
         "head must be a torch.nn.Linear with the weight of the table",
         "output_layouts must be None for bags, got S(1)",
-        "shard_columns needs an Embedding, got EmbeddingBag",
         "max_norm and scale_grad_by_freq need whole rows, but columns are sharded",
         "an optimizer with one number for each row needs whole rows, "
         "got a table whose columns are sharded",
+        "mesh must have 2 axes, got 1",
+        "shard_rows_and_columns needs an Embedding, got EmbeddingBag",
         "a sharded table cannot be resized; resize it before shard_rows",
         "save needs whole tensors, but token.weight is sharded; save the state_dict with "
         "torch.distributed.checkpoint",
@@ -360,7 +395,7 @@ def raise_in_layers(rank: Any) -> list[str]:
             model(wrong if rank.rank == 1 else right)
         messages.append(str(caught.value))
         model(right)
-    columns = shard(built("tied"), rank.mesh, columns=True)
+    columns = shard(built("tied"), rank.mesh, part="columns")
     for call in (columns, columns.table.logits):
         given: Any = torch.tensor([[99]]) if call is columns else torch.ones(2, 5)
         other = right if call is columns else torch.ones(2, 6)
@@ -370,9 +405,9 @@ def raise_in_layers(rank: Any) -> list[str]:
     return messages
 
 
-def raise_on_a_grid(rank: Any, replicated: bool) -> list[str]:
+def raise_on_a_grid(rank: Any, part: str, replicated: bool) -> list[str]:
     layout = Replicate() if replicated else None
-    table: Any = shard_rows(built("embedding"), rank.grid, input_layouts=layout)
+    table: Any = FUNCTIONS[part](built("embedding"), rank.grid, input_layouts=layout)
     # The ranks 2 and 3 are the second replica.
     is_wrong = rank.rank >= 2 if replicated else rank.rank == 3
     messages = []
@@ -387,9 +422,11 @@ def raise_on_a_grid(rank: Any, replicated: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-def test_errors_are_raised_by_all_replicas(processes, replicated):
-    results = processes.run(raise_on_a_grid, replicated, size=4)
+@pytest.mark.parametrize(
+    ("part", "replicated"), [("rows", False), ("rows", True), ("both", False)]
+)
+def test_errors_are_raised_by_all_ranks_of_a_grid(processes, part, replicated):
+    results = processes.run(raise_on_a_grid, part, replicated, size=4)
     for number, messages in enumerate(results):
         # Replicated ids are wrong on two ranks, one of each group of replicas.
         rank = 2 + number % 2 if replicated else 3

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from firstlayer.torch import Embedding
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowSGD, clip_grad_norm_
-from firstlayer.torch.sharding import shard_rows, traffic
+from firstlayer.torch.sharding import shard_columns, shard_rows, traffic
 
 ROWS, WIDTH = 11, 4
 LAYOUTS = {"differ": None, "replicated": Replicate(), "scattered": Replicate()}
@@ -311,18 +311,21 @@ def check_random_lookups(rank: Any, seeds: range) -> None:
         layer: Any = Embedding(
             rows, width, padding_idx=padding, sparse=bool(seed % 2), _weight=weight.clone()
         )
-        shard_rows(layer, rank.mesh)
-        assert sum(layer.shard.layout.counts) == rows
+        (shard_rows, shard_columns)[seed // 8 % 2](layer, rank.mesh)
+        assert sum(layer.shard.layout.counts) == (width if seed // 8 % 2 else rows)
         ids = torch.as_tensor(every[rank.rank]).to(id_dtypes[seed // 4 % 4])
         out = layer(ids)
         assert out.dtype == dtype and torch.equal(out, weight[every[rank.rank]])
+        close = {4: 1e-4, 8: 1e-10, 2: 5e-2}[dtype.itemsize]
+        x = torch.as_tensor(factors[rank.rank]).to(dtype)
+        logits = layer.logits(x).detach()
+        torch.testing.assert_close(logits, x @ weight.T, rtol=close, atol=close)
         (out.double() * factors[rank.rank]).sum().backward()
         want = torch.zeros(rows, width, dtype=torch.float64)
         for each, factor in zip(every, factors, strict=True):
             want.index_add_(0, each.reshape(-1), factor.reshape(-1, width))
         if padding is not None:
             want[padding] = 0
-        close = {4: 1e-4, 8: 1e-10, 2: 5e-2}[dtype.itemsize]
         got = whole_gradient(layer).double()
         torch.testing.assert_close(got, want / 4, rtol=close, atol=close)
 

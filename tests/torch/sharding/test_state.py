@@ -17,7 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from firstlayer.torch import EmbeddingLayer
 from firstlayer.torch.optim import RowAdamW, RowWiseAdagrad, clip_grad_norm_
-from firstlayer.torch.sharding import shard_rows, sharded_parameters
+from firstlayer.torch.sharding import (
+    shard_rows,
+    shard_rows_and_columns,
+    sharded_parameters,
+)
 
 ROWS, WIDTH = 13, 4
 OPTIMIZERS: dict[str, Any] = {
@@ -58,14 +62,15 @@ def step(model: Any, optimizer: Any, number: int) -> float:
 
 def sharded(mesh: Any, name: str, fsdp: bool) -> Any:
     model = Model()
-    shard_rows(model.layer, mesh)
+    function: Any = shard_rows if mesh.ndim == 1 else shard_rows_and_columns
+    function(model.layer, mesh)
     if fsdp:
         fully_shard(model, mesh=mesh, ignored_params=sharded_parameters(model))
     return model, OPTIMIZERS[name](model)
 
 
-def save(rank: Any, path: str, name: str, fsdp: bool) -> Any:
-    model, optimizer = sharded(rank.mesh, name, fsdp)
+def save(rank: Any, path: str, name: str, fsdp: bool, on_grid: bool = False) -> Any:
+    model, optimizer = sharded(rank.grid if on_grid else rank.mesh, name, fsdp)
     losses = [step(model, optimizer, n) for n in range(3)]
     states = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     state = {"model": states[0], "optimizer": states[1]}
@@ -101,3 +106,13 @@ def test_a_checkpoint_of_four_ranks_loads_on_any_number(processes, name, tmp_pat
     # Bit for bit on the same number of ranks.
     again = processes.run(resume, str(tmp_path), name, fsdp, size=4)
     assert again == [after for _, after in results]
+
+
+def test_a_checkpoint_of_rows_and_columns_loads_by_rows(processes, tmp_path):
+    results = processes.run(save, str(tmp_path), "adamw", False, True, size=4)
+    want = [*results[0][0], *results[0][1]]
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"](model)
+    assert want == pytest.approx([step(model, optimizer, n) for n in range(6)], rel=1e-4)
+    for losses in processes.run(resume, str(tmp_path), "adamw", False, size=2):
+        assert losses == pytest.approx(want[3:], rel=1e-4)

@@ -69,37 +69,69 @@ def test_collections_become_layers(processes):
     ]]  # fmt: skip
 
 
-def write_shards(rank: Any) -> Any:
-    """Copy a sharded table to a ShardedTensor by rows, as sharded collections have."""
+def shard_by_torchrec(rank: Any) -> None:
+    """Copy sharded tables to collections that ``DistributedModelParallel`` has sharded."""
     with warnings.catch_warnings():
-        # Torch advises to use DTensor instead.
+        # TorchRec warns of its own functions, and an error in a process would leave the
+        # other one waiting.
         warnings.simplefilter("ignore")
-        from torch.distributed._shard import sharded_tensor as module
+        for kind in ("sequence", "bags"):
+            _shard_by_torchrec(rank, kind)
 
-    sharded_tensor: Any = module
-    sizes = [20, 11]
-    part = torch.zeros(sizes[rank.rank], WIDTH)
-    shard = sharded_tensor.Shard.from_tensor_and_offsets(
-        part, shard_offsets=[20 * rank.rank, 0], rank=rank.rank
+
+def _shard_by_torchrec(rank: Any, kind: str) -> None:
+    import torchrec as tr
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import (
+        EmbeddingShardingPlanner,
+        ParameterConstraints,
+        Topology,
     )
-    group = rank.mesh.get_group()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        target = sharded_tensor.init_from_local_shards(
-            [shard], ROWS, WIDTH, process_group=group
-        )
+    from torchrec.distributed.types import ShardingEnv
 
-    class Collection(nn.Module):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {"embedding_bags.a.weight": target}
+    torch.manual_seed(0)
+    group, model = rank.mesh.get_group(), nn.Module()
+    options: Any = {"name": "a", "embedding_dim": 8, "num_embeddings": ROWS}
+    options |= {"feature_names": ["a"]}
+    device = torch.device("cpu")
+    if kind == "sequence":
+        own: Any = tr.EmbeddingCollection([tr.EmbeddingConfig(**options)], device=device)
+        sharders: Any = [EmbeddingCollectionSharder()]
+        layout = "row_wise"
+    else:
+        own = tr.EmbeddingBagCollection([tr.EmbeddingBagConfig(**options)], device=device)
+        sharders, layout = [EmbeddingBagCollectionSharder()], "table_wise"
+    model.add_module("tables", own)
+    layers: Any = from_torchrec(own)
+    weight = layers["a"].weight.detach().clone()
+    shard_rows(layers["a"], rank.mesh)
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=2, local_world_size=2, compute_device="cpu"),
+        batch_size=4,
+        constraints={"a": ParameterConstraints(sharding_types=[layout])},
+    )
+    wrapped: Any = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=planner.collective_plan(model, sharders, group),
+        sharders=sharders,
+    )
+    sharded = wrapped.module.tables
+    copy_to_torchrec(layers, sharded)
+    features = tr.KeyedJaggedTensor.from_lengths_sync(
+        keys=["a"], values=torch.tensor(VALUES), lengths=torch.tensor([4, 2])
+    )
+    found = sharded(features).wait()["a"]
+    rows = weight[VALUES]
+    if kind == "sequence":
+        assert torch.equal(found.values(), rows)
+    else:
+        want = torch.stack([rows[:4].sum(0), rows[4:].sum(0)])
+        torch.testing.assert_close(found, want)
 
-    weight = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
-    layer = shard_rows(Embedding(ROWS, WIDTH, _weight=weight), rank.mesh)
-    copy_to_torchrec({"a": layer}, Collection())
-    return part
 
-
-def test_tables_are_copied_to_shards(processes):
-    parts = processes.run(write_shards, size=2)
-    whole = torch.cat(parts)
-    assert torch.equal(whole.flatten(), torch.arange(ROWS * WIDTH, dtype=torch.float32))
+def test_tables_are_copied_to_collections_that_torchrec_has_sharded(processes):
+    processes.run(shard_by_torchrec, size=2)

@@ -10,13 +10,15 @@ called with. That relies on the following:
 4. A function with ``inline="always"`` is lowered into its caller, so that ``offer`` sees
    the LLVM function of the kernel.
 5. The struct of an array has the fields ``data`` and ``strides``.
+6. An array is passed as two pointers to its owner, which may be null, its number of items,
+   the size of an item, its address, its shape and its strides.
 
 A ticket is a tuple because Numba's generators never release an array argument.
 
-:func:`single_thread_reason` compares the layouts of 1 to 3, which takes microseconds. For a
-version outside :data:`KNOWN_VERSIONS` it also compiles a small kernel, offers it and calls
-it through its pointer, which checks 1 to 4 together. If a check fails, kernels run on one
-thread.
+:func:`single_thread_reason` compares the layouts of 1 to 3 and of 6, which takes
+microseconds. For a version outside :data:`KNOWN_VERSIONS` it also compiles a small kernel,
+offers it and calls it through its pointer, which checks 1 to 4 together. If a check fails,
+kernels run on one thread, and every call goes through Numba's dispatcher.
 """
 
 from types import SimpleNamespace
@@ -44,6 +46,31 @@ ARGUMENT_BYTES = 4096
 BUSY = ARGUMENT_BYTES
 
 I64 = ir.IntType(64)
+TICKET_TYPE = types.UniTuple(types.int64, 5)
+#: Places of the number of items, the address and the length in the words of an array.
+COUNT, DATA, LENGTH = 2, 4, 5
+
+
+def array_words(array: np.ndarray) -> list[int]:
+    """Return the numbers that an array is passed as."""
+    owners = [0, 0]
+    return [
+        *owners, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides
+    ]  # fmt: skip
+
+
+def compiled_function(kernel: Any, argument_types: tuple[Any, ...]) -> tuple[int, Any]:
+    """Return the address and the LLVM type of a kernel's code for these arguments.
+
+    The code is compiled, or read from the cache, if there is none yet.
+    """
+    kernel.compile(argument_types)
+    compiled = kernel.overloads[argument_types]
+    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    function_type = kernel.targetctx.call_conv.get_function_type(
+        compiled.fndesc.restype, compiled.fndesc.argtypes
+    )
+    return address, function_type
 
 
 def array_struct(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
@@ -142,6 +169,10 @@ def single_thread_reason() -> str | None:
     return problem and f"Numba {numba.__version__} is not supported: {problem}"
 
 
+# Fields of the struct of an array, in the order in which they are passed.
+_ARRAY_FIELDS = "meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides"
+
+
 def layout_problem() -> str | None:
     """Return which layout differs from the one assumed here, or None."""
     # Broad, because an unknown version may lack any of these names.
@@ -149,7 +180,7 @@ def layout_problem() -> str | None:
         from numba.core.callconv import CPUCallConv
         from numba.core.datamodel.registry import default_manager
 
-        ticket = default_manager[types.UniTuple(types.int64, 5)]
+        ticket = default_manager[TICKET_TYPE]
         function: Any = SimpleNamespace(args=("result", "exception", "argument"))
         visible = CPUCallConv.get_arguments(None, function)  # pyright: ignore
         if visible != ("argument",):
@@ -158,6 +189,9 @@ def layout_problem() -> str | None:
             return "tuples are not passed as their elements"
         if ticket.get_value_type() != ir.ArrayType(I64, 5):
             return "tuples are not arrays"
+        members = default_manager[types.Array(types.int64, 2, "C")]._fields
+        if tuple(members) != _ARRAY_FIELDS:
+            return f"arrays have the fields {', '.join(members)}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -106,13 +106,22 @@ def run(
         args: Further arguments of the kernel.
         grain: Minimum number of items per thread; see :func:`grain_for`.
     """
+    loop(ticket_for(size, grain), *args)
+
+
+def ticket_for(size: int, grain: int) -> Ticket:
+    """Return the ticket of a kernel, and start missing helpers.
+
+    Args:
+        size: Number of items in the range.
+        grain: Minimum number of items per thread.
+    """
     threads = _num_threads(size, grain)
     helpers = _pool.start_helpers(threads - 1) if threads > 1 else 0
     if not helpers:
-        loop(whole_range(size), *args)
-        return
+        return whole_range(size)
     piece = -(-size // ((helpers + 1) * PIECES_PER_THREAD))
-    loop((_pool.block, size, piece, helpers, 1), *args)
+    return _pool.block, size, piece, helpers, 1
 
 
 def _num_threads(size: int, grain: int) -> int:
@@ -139,6 +148,11 @@ def grain_for(least: int, work: int, size: int = 1) -> int:
         128
     """
     return max(1, least * size // max(1, work))
+
+
+def has_known_layout() -> bool:
+    """Return whether compiled functions have the layout that this library relies on."""
+    return _REASON is None
 
 
 def whole_range(size: int) -> Ticket:
@@ -187,7 +201,7 @@ class _Pool:
             self.has_warned = True
             threads = "one thread" if not self.helpers else f"{self.helpers + 1} threads"
             message = f"Firstlayer's kernels run on {threads}: {reason}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 def _allocate_block() -> int:

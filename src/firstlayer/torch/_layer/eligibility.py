@@ -85,7 +85,6 @@ def kernel_inputs(
         segment=segments.options,
         scale=token.embedding_dim**0.5 if layer.scale else 1.0,
         eps=0.0 if norm is None else norm.eps,
-        shape=(*arguments.lead, token.embedding_dim),
         dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
 
@@ -95,15 +94,31 @@ def has_hooks(*modules: nn.Module | None) -> bool:
     if _has_any_global_hook():
         return True
     for module in modules:
-        if module is not None and (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
-        ):
+        if module is not None and has_own_hooks(module.__dict__):
             return True
     return False
+
+
+def has_own_hooks(state: dict[str, Any]) -> bool:
+    """Return whether a module, given its dict, has hooks or an overridden forward."""
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+    )
+
+
+def is_idle(dropout: nn.Module | None) -> bool:
+    """Return whether dropout changes nothing, apart from hooks of all modules."""
+    # Reads the flag of the dropout module, not of the layer: Monte Carlo dropout keeps
+    # dropout in training mode during evaluation.
+    return (
+        type(dropout) is nn.Dropout
+        and not (dropout.training and dropout.p > 0)
+        and not has_own_hooks(dropout.__dict__)
+    )
 
 
 def _are_standard(token: Any, position: Any, segment: Any, norm: Any) -> bool:

@@ -5,6 +5,8 @@ again, instead of saving several arrays of the output's size. A gradient that is
 itself differentiated is computed by plain operators.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -70,7 +72,6 @@ class LayerOptions(NamedTuple):
         segment: Options of the segment table, or None.
         scale: Factor of token rows.
         eps: Epsilon of the LayerNorm.
-        shape: Shape of the output.
         dtype: Dtype of the output.
     """
 
@@ -79,48 +80,87 @@ class LayerOptions(NamedTuple):
     segment: LookupOptions | None
     scale: float
     eps: float
-    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def fused_layer(
-    tensors: LayerTensors[Tensor], options: LayerOptions
+    tensors: LayerTensors[Tensor], options: LayerOptions, *, lead: tuple[int, ...]
 ) -> Float[Tensor, "*batch embedding_dim"]:
-    """Return the layer's output, before dropout and before padding is zeroed."""
+    """Return the layer's output, before dropout and before padding is zeroed.
+
+    Args:
+        tensors: Tensors of the call.
+        options: Options of the call.
+        lead: Shape of the output without its last axis.
+    """
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return _FusedLayer.apply(options, *tensors)  # pyright: ignore
-    return _forward(tensors, options)
+                forward = partial(_forward, options=options, lead=lead)
+                return _FusedLayer.apply(options, forward, None, *tensors)  # pyright: ignore
+    return _forward(tensors, options=options, lead=lead)
+
+
+def recorded_layer(
+    forward: Callable[[LayerTensors[Any]], Tensor],
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    position_rows: range | None,
+) -> Float[Tensor, "*batch embedding_dim"]:
+    """Return the layer's output with its gradient, with less overhead.
+
+    Args:
+        forward: Computes the output.
+        tensors: Tensors of the call, of which at least one needs a gradient. None may be a
+            wrapper of ``torch.func``.
+        options: Options of the call.
+        position_rows: Rows of positions, instead of a tensor of them.
+    """
+    return _apply(options, forward, position_rows, *tensors)
 
 
 class _FusedLayer(torch.autograd.Function):
     """The fused layer as one differentiable function of :class:`LayerTensors`."""
 
     @staticmethod
-    def forward(ctx: Any, options: LayerOptions, *args: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        options: LayerOptions,
+        forward: Callable[[LayerTensors[Any]], Tensor],
+        position_rows: range | None,
+        *args: Tensor | None,
+    ) -> Tensor:
+        ctx.options, ctx.position_rows, ctx.unsaved = options, position_rows, {}
         tensors: LayerTensors[Any] = LayerTensors(*args)
-        saved, ctx.unsaved = tensors, {}
+        saved = tensors
         if tensors.norm_weight is None:
             # The backward reads only the shapes of the tables, so they may change before.
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
         ctx.save_for_backward(*saved)
-        ctx.options = options
-        return _forward(tensors, options)
+        return forward(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        options = ctx.options
+        options, rows = ctx.options, ctx.position_rows
         tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
         tensors = tensors._replace(**ctx.unsaved)
-        needed = LayerTensors(*ctx.needs_input_grad[1:])
-        dy = grads[0].reshape(-1, options.shape[-1])
+        if rows is not None:
+            rows = tensor_of(np.arange(rows.start, rows.stop))
+            tensors = tensors._replace(position_rows=rows)
+        needed = LayerTensors(*ctx.needs_input_grad[3:])
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
         by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
         backward = _backward_by_kernels if by_kernels else _backward_by_operators
         # The rows read here were read, and up to date, in the forward.
         with without_catch_up():
-            return None, *backward(tensors, options, dy=dy, needed=needed)
+            gradients = backward(tensors, options, dy=dy, needed=needed)
+        return None, None, None, *gradients
+
+
+# The method of Function also unwraps tensors of torch.func, which takes microseconds.
+_apply: Any = super(torch.autograd.Function, _FusedLayer).apply  # pyright: ignore
 
 
 def _tables_without_values(
@@ -138,8 +178,11 @@ def _tables_without_values(
     }
 
 
-def _forward(tensors: LayerTensors[Tensor], options: LayerOptions) -> Tensor:
-    out = torch.empty(options.shape, dtype=options.dtype, device="cpu")
+def _forward(
+    tensors: LayerTensors[Tensor], *, options: LayerOptions, lead: tuple[int, ...]
+) -> Tensor:
+    width = tensors.token_table.shape[1]
+    out = torch.empty((*lead, width), dtype=options.dtype, device="cpu")
     request_large_pages(out)
     arrays, norm = _arrays(tensors), None
     if arrays.norm_weight is not None and arrays.norm_bias is not None:
@@ -151,7 +194,7 @@ def _forward(tensors: LayerTensors[Tensor], options: LayerOptions) -> Tensor:
             segment=_pair(arrays.segment_table, arrays.segment_rows),
             scale=options.scale,
             norm=norm,
-            out=array_of(out).reshape(-1, options.shape[-1]),
+            out=array_of(out).reshape(-1, width),
         )
     if not in_range:
         raise _out_of_range(tensors)

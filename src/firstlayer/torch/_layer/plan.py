@@ -1,37 +1,40 @@
-"""Arrays of a layer's parameters that calls without a gradient reuse.
+"""Short calls of a layer whose modules and parameters stay as they are.
 
-A call of one token spends most of its time on deciding which parameters the kernel may read
-and on making arrays of them. Both depend on the layer alone. A :class:`CallPlan` holds the
-result. Before each use it compares everything that it depends on, which takes a few
-microseconds. A plan owns no memory and keeps no parameter alive.
+A call of one token spends most of its time on deciding what the kernel may read and on
+passing it. Both depend on the layer alone. A :class:`CallPlan` holds the result. Before
+each use it compares everything that it depends on, which takes a few microseconds. A plan
+has addresses of the layer's memory and refers to no module or parameter.
 """
 
-import weakref
+import math
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
+from torch.nn import Parameter
+from torch.nn.modules.module import _has_any_global_hook
 
 from ... import kernels
+from ...embeddings.layer import ONE_THREAD_NUMBERS
+from .._tensors.errors import out_of_range_error
 from .._tensors.memory import (
-    array_of,
+    LARGE_PAGES_FROM,
+    TensorMemory,
     array_of_table,
     is_plain_cpu,
-    request_large_pages,
     threads_of_torch,
 )
 from ..learned import LearnedPositions
 from .arguments import LayerArguments
-from .eligibility import has_hooks
-from .fused import LayerOptions, LayerTensors
+from .eligibility import has_own_hooks, is_idle
+from .fused import LayerOptions, LayerTensors, recorded_layer
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
 
-
-# Kernels write fewer numbers than this on one thread, whatever their number of threads.
-ONE_THREAD = 1 << 16
+_CPU = torch.device("cpu")
 
 
 class CallPlan:
@@ -45,14 +48,15 @@ class CallPlan:
 
     __slots__ = (
         "_dtype",
-        "_memory",
-        "_others",
-        "_parameters",
-        "_position",
-        "_settings",
-        "_token",
+        "_forward",
+        "_has_positions",
+        "_is_sparse",
+        "_modules",
+        "_num_embeddings",
+        "_options",
+        "_row_bytes",
+        "_scale",
         "_width",
-        "_write_rows",
     )
 
     def __init__(
@@ -61,59 +65,169 @@ class CallPlan:
         tensors: LayerTensors[Tensor],
         options: LayerOptions,
     ) -> None:
-        from ...kernels.layer.forward import write_rows
+        from ...kernels.bound import BoundForward
 
-        self._settings, self._write_rows = _settings(layer), write_rows
-        self._width, self._dtype = options.shape[-1], options.dtype
-        parameters = _parameters(layer)
-        self._parameters = [weakref.ref(x) for x in parameters]
-        self._memory = [(x.data_ptr(), x.shape, x.dtype) for x in parameters]
-        number = np.float64 if options.dtype is torch.float64 else np.float32
-        tables = tensors.token_table, tensors.position_table
-        self._token, self._position = map(_array, tables)
-        norm = map(_array, (tensors.norm_weight, tensors.norm_bias))
-        self._others = (*norm, number(options.scale), number(options.eps))
+        self._modules = [_ModuleState(layer, *described) for described in _MODULES]
+        self._scale, self._is_sparse = layer.scale, layer.token.sparse
+        self._options, self._dtype = options, options.dtype
+        self._num_embeddings, self._width = tensors.token_table.shape
+        self._row_bytes = self._width * self._dtype.itemsize
+        self._has_positions = tensors.position_table is not None
+        names = "token_table", "position_table", "norm_weight", "norm_bias"
+        token, position, *norm = (_array(getattr(tensors, name)) for name in names)
+        self._forward = BoundForward(
+            token,
+            position_table=position,
+            norm=None if norm[0] is None else (*norm, options.eps),
+            scale=options.scale,
+        )
 
-    def run(self, layer: "EmbeddingLayer", arguments: LayerArguments) -> Tensor | None:
-        """Return the layer's output, or None if the plan does not cover the call.
-
-        None too if an id is out of range. Gradients must be disabled, and dropout too.
-        """
-        ids, lead, offset = arguments.ids, arguments.lead, arguments.offset
-        if ids is None or not _is_simple(arguments) or _settings(layer) != self._settings:
-            return None
-        parameters = _parameters(layer)
-        if len(parameters) != len(self._parameters) or not is_plain_cpu(*parameters, ids):
-            return None
-        for x, known, memory in zip(
-            parameters, self._parameters, self._memory, strict=True
+    def run(self, layer: "EmbeddingLayer", ids: Any, offset: Any) -> Tensor | None:
+        """Return the layer's output, or None if the plan does not cover the call."""
+        if (
+            type(ids) is not Tensor
+            or type(offset) is not int
+            or not is_plain_cpu(ids)
+            or ids.dtype is not torch.int64
+            or ids.layout is not torch.strided
+            or ids.is_nested
+            or not ids.is_contiguous()
+            or is_functorch_wrapped_tensor(ids)
+            or layer.zero_padding
+            or not is_idle(layer._modules["dropout"])
+            or _has_any_global_hook()
         ):
-            address, shape, dtype = memory
-            if (
-                x is None
-                or x is not known()
-                or x.data_ptr() != address
-                or x.shape != shape
-                or x.dtype is not dtype
-                or not x.is_contiguous()
-            ):
+            return None
+        parameters = self.parameters_of(layer)
+        if parameters is None:
+            return None
+        modules: dict[str, Any] = layer._modules
+        lead, size, rows = ids.shape, ids.numel(), None
+        if not 0 < size * self._row_bytes < LARGE_PAGES_FROM:
+            return None
+        if self._has_positions:
+            module: Any = modules["position"]
+            if not lead or not 0 <= offset <= module.max_positions - lead[-1]:
                 return None
-        position_rows = None
-        if self._position is not None:
-            module: Any = layer._modules["position"]
-            if not 0 <= offset <= module.max_positions - lead[-1]:  # pyright: ignore
+            first = offset + module.row_offset
+            rows = range(first, first + lead[-1])
+        if self._is_sparse:
+            modules["token"].prepare_lookup(ids)
+        if torch.is_grad_enabled():
+            for x in parameters:
+                if x is not None and x.requires_grad:
+                    return self._record(ids, rows, parameters)
+        return self._write(ids, lead, size, rows)
+
+    def parameters_of(self, layer: "EmbeddingLayer") -> list[Any] | None:
+        """Return the parameters of the layer if it is as it was, else None."""
+        modules, parameters = layer._modules, []
+        if layer.scale is not self._scale or modules.get("segment") is not None:
+            return None
+        for state in self._modules:
+            if not state.append_parameters(modules, parameters):
                 return None
-            first = offset + module.row_offset  # pyright: ignore
-            position_rows = np.arange(first, first + lead[-1])
-        out = torch.empty((*lead, self._width), dtype=self._dtype, device="cpu")
-        rows = ids.numpy().reshape(-1)
-        args = self._token, rows, self._position, position_rows, None, None, *self._others
-        array = array_of(out).reshape(-1, self._width)
-        if array.size < ONE_THREAD:
-            return out if self._write_rows(*args, out=array) else None
-        request_large_pages(out)
-        with threads_of_torch():
-            return out if self._write_rows(*args, out=array) else None
+        return parameters
+
+    def _record(self, ids: Tensor, rows: range | None, parameters: list[Any]) -> Tensor:
+        token, position, norm_weight, norm_bias = parameters
+        return recorded_layer(
+            lambda tensors: self._write(ids, ids.shape, ids.numel(), rows),
+            LayerTensors(token, ids, position, None, None, None, norm_weight, norm_bias),
+            self._options,
+            position_rows=rows,
+        )
+
+    def _write(
+        self, ids: Tensor, lead: torch.Size, size: int, rows: range | None
+    ) -> Tensor:
+        """Return the output for ids of this shape and number, with these position rows."""
+        out = torch.empty((*lead, self._width), dtype=self._dtype, device=_CPU)
+        numbers = ids.data_ptr(), out.data_ptr(), size
+        if size * self._width < ONE_THREAD_NUMBERS:
+            flag = self._forward(*numbers, rows)
+        else:
+            with threads_of_torch():
+                flag = self._forward.on_threads(*numbers, rows)
+        if flag > 0:
+            raise out_of_range_error(ids, self._num_embeddings)
+        if flag < 0:
+            raise MemoryError("the layer could not allocate memory")
+        return out
+
+
+class _ModuleState:
+    """A submodule of a layer as it was when a plan was made.
+
+    Args:
+        layer: The layer.
+        name: Name of the submodule.
+        settings: Attributes that must stay the same.
+        parameters: Names of its parameters.
+    """
+
+    __slots__ = "_class", "_memory", "_name", "_read", "_settings"
+
+    def __init__(
+        self,
+        layer: "EmbeddingLayer",
+        name: str,
+        settings: tuple[str, ...],
+        parameters: tuple[str, ...],
+    ) -> None:
+        module: Any = layer._modules.get(name)
+        self._name, self._class, self._read = name, type(module), itemgetter(*settings)
+        self._memory: list[Any] = [(name, None) for name in parameters]
+        if module is not None:
+            self._settings = self._read(vars(module))
+            self._memory = [
+                (name, TensorMemory(module._parameters[name])) for name in parameters
+            ]
+
+    def append_parameters(self, modules: dict[str, Any], found: list[Any]) -> bool:
+        """Append the parameters to a list, and return whether nothing has changed.
+
+        Args:
+            modules: Submodules of the layer.
+            found: The list. None stands for a parameter of an absent module.
+        """
+        module = modules.get(self._name)
+        if type(module) is not self._class:
+            return False
+        if module is None:
+            found += [None] * len(self._memory)
+            return True
+        state = module.__dict__
+        if self._read(state) != self._settings or has_own_hooks(state):
+            return False
+        parameters = state["_parameters"]
+        for name, memory in self._memory:
+            x = parameters.get(name)
+            if not memory.is_that_of(x):
+                return False
+            found.append(x)
+        return True
+
+
+# Submodules, their attributes that the output or its gradient depends on, and their
+# parameters. Attributes are read from the dicts of modules, which is faster.
+_MODULES = (
+    (
+        "token",
+        (
+            "num_embeddings",
+            "embedding_dim",
+            "padding_idx",
+            "max_norm",
+            "scale_grad_by_freq",
+            "sparse",
+            "_output_device",
+        ),
+        ("weight",),
+    ),
+    ("position", ("max_positions", "row_offset", "padding_idx", "scale"), ("weight",)),
+    ("norm", ("eps", "normalized_shape"), ("weight", "bias")),
+)
 
 
 def plan_of(
@@ -123,13 +237,18 @@ def plan_of(
 ) -> CallPlan | None:
     """Return a plan for calls like this one, or None if there can be none.
 
+    Making a plan takes longer than a call, so that there is none for long calls.
+
     Args:
         layer: The layer.
         arguments: Arguments of a call.
         inputs: Inputs of the kernels for that call.
     """
+    tensors, options = inputs
     position: Any = layer._modules.get("position")
-    if not _is_simple(arguments) or layer._modules.get("segment") is not None:
+    others = arguments.positions, arguments.segments, arguments.embeds, arguments.mask
+    size = math.prod(arguments.lead) * layer.embedding_dim
+    if size >= ONE_THREAD_NUMBERS or any(x is not None for x in others):
         return None
     if position is not None and (
         type(position) is not LearnedPositions
@@ -137,72 +256,18 @@ def plan_of(
         or position.padding_idx is not None
     ):
         return None
-    # A parametrized weight is not among the parameters.
-    owned = {id(x) for x in _parameters(layer)}
-    read = (inputs[0].token_table, inputs[0].position_table, *inputs[0][6:8])
-    if not kernels.has_compiler() or owned != {id(x) for x in read if x is not None}:
-        return None
-    return CallPlan(layer, *inputs)
+    for name, settings, parameters in _MODULES:
+        module = layer._modules.get(name)
+        if module is None:
+            continue
+        # A parametrized weight is not among the parameters, and one under a row optimizer
+        # may have stale rows.
+        if not vars(module).keys() >= set(settings) or any(
+            type(module._parameters.get(each)) is not Parameter for each in parameters
+        ):
+            return None
+    return CallPlan(layer, tensors, options) if kernels.can_bind() else None
 
 
-def _is_simple(arguments: LayerArguments) -> bool:
-    """Return whether a call has ids and an offset only."""
-    ids, embeds, positions, offset = arguments[1:5]
-    return (
-        ids is not None
-        and ids.dtype is torch.int64
-        and ids.is_contiguous()
-        and type(offset) is int
-        and embeds is positions is arguments.segments is arguments.mask is None
-        and 0 not in arguments.lead
-    )
-
-
-def _settings(layer: "EmbeddingLayer") -> tuple[Any, ...]:
-    """Return everything besides parameters that decides how the kernels compute a call."""
-    modules: dict[str, Any] = layer._modules
-    token, position, norm = map(modules.get, ("token", "position", "norm"))
-    of_position = of_norm = None
-    if type(position) is LearnedPositions:
-        of_position = (
-            position.max_positions,
-            position.row_offset,
-            position.scale,
-            position.padding_idx,
-        )
-    if norm is not None:
-        of_norm = getattr(norm, "eps", None)
-    return (
-        layer.scale,
-        type(token),
-        getattr(token, "num_embeddings", None),
-        getattr(token, "embedding_dim", None),
-        getattr(token, "max_norm", None),
-        getattr(token, "scale_grad_by_freq", None),
-        getattr(token, "output_device", None),
-        type(position),
-        of_position,
-        modules.get("segment") is None,
-        type(norm),
-        of_norm,
-        has_hooks(token, position, norm),
-    )
-
-
-def _parameters(layer: "EmbeddingLayer") -> list[Any]:
-    """Return the parameters of the modules; None for one that is absent."""
-    modules: dict[str, Any] = layer._modules
-    found = []
-    for name in ("token", "position", "norm"):
-        module = modules.get(name)
-        if module is not None:
-            found.extend(module._parameters.values())
-    return found
-
-
-def _array(x: Tensor | None) -> np.ndarray | None:
-    """Return a parameter as the kernel takes it."""
-    # Numba is imported by then.
-    from ...kernels.runtime.compile import bits_of
-
-    return None if x is None else bits_of(array_of_table(x, keeps_alive=False))
+def _array(x: Tensor | None) -> Any:
+    return None if x is None else array_of_table(x, keeps_alive=False)

@@ -69,6 +69,13 @@ class Bias(PrecomputedBuffers):
             q_positions: Positions of the queries, ``(length,)`` or ``(batch, length)``;
                 None is 0, 1, ….
             k_positions: Positions of the keys, in the same form.
+
+        Example:
+            >>> from firstlayer.torch import AlibiBias
+            >>> score_mod = AlibiBias(2, max_bias=2.0).score_mod()
+            >>> score, first, query, key = map(torch.tensor, (1.0, 0, 4, 2))
+            >>> score_mod(score, first, first, query, key)  # slope 0.5, distance 2
+            tensor(0.)
         """
         q_at = self._position_lookup(q_positions, "q_positions")
         k_at = self._position_lookup(k_positions, "k_positions")

@@ -18,8 +18,8 @@ from ...optim.rule import Options, Rule
 from ...optim.stored_state import resumed_state
 from ...stores.training import TrainingStore
 from .._tensors.memory import array_of, tensor_of
+from ..optim.parameter_state import ParameterState
 from ..optim.stored import store_of
-from ..optim.table_state import ParameterState
 
 Layer = TypeVar("Layer")
 

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.memory import is_plain_cpu, threads_of_torch
 from .._tensors.row_parameter import without_catch_up
-from ..optim.table_state import ParameterState
+from ..optim.parameter_state import ParameterState
 from .lookup import as_index
 from .module import TableModule
 from .prefetch import (

@@ -85,6 +85,8 @@ def lookup(
         )
     options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, upcast_output
     if is_row_tensor(weight):
+        table: Any = weight
+        table.check_whole_table()
         # The caller has caught up the rows of these ids.
         with without_catch_up():
             return _lookup(ids, weight, *options)

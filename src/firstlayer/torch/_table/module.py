@@ -13,7 +13,6 @@ row has no gradient, so only its lookups are renormalized. With a tied head, add
 that share a graph and call backward once: a second backward would raise an error.
 """
 
-import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -23,15 +22,13 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from ... import kernels
 from ..._check import not_masked, not_negative
 from ...embeddings.init import Init, Seed
 from ...embeddings.resize import Resized, resize_table
 from ...embeddings.token import check_norm
-from .._tensors.dtypes import HALF, dtype_name
+from .._tensors.dtypes import dtype_name
 from .._tensors.errors import (
     WrongType,
     WrongValue,
@@ -40,8 +37,7 @@ from .._tensors.errors import (
     torch_errors,
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
-from .._tensors.row_parameter import RowParameter, without_catch_up
-from ..optim.sparse_gradient import RowGradientTensor, coalesced
+from .._tensors.row_parameter import without_catch_up
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from .disk import (
     before_write,
@@ -50,6 +46,7 @@ from .disk import (
     refuse_resize,
     save_reference,
 )
+from .grad_hook import GradHook, coalesce_gradient, install_grad_hook
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (
     is_distributed,
@@ -286,7 +283,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         if is_left_in_place(weight, fn):
-            with self._without_weight():
+            with self.without_weight():
                 return super()._apply(fn, recurse)
         super()._apply(fn, recurse)
         self._bind()
@@ -294,7 +291,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if save_reference(self._parameters.get("weight"), destination, f"{prefix}weight"):
-            with self._without_weight():
+            with self.without_weight():
                 super()._save_to_state_dict(destination, prefix, keep_vars)
         else:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -311,7 +308,7 @@ class TableModule(nn.Module):
             self._bind()
 
     @contextmanager
-    def _without_weight(self) -> Generator[None, None, None]:
+    def without_weight(self) -> Generator[None, None, None]:
         """Hide the table from torch during the block."""
         weight = self._parameters["weight"]
         self._parameters["weight"] = None
@@ -323,87 +320,6 @@ class TableModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind()
-
-
-class GradHook:
-    """Post-accumulate-grad hook that calls ``layer._on_grad_accumulated(parameter)``.
-
-    Copies and pickles of a parameter have no hooks, so layers install it before lookups.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = weakref.ref(layer)
-        self.has_warned = False
-
-    @property
-    def expects_sparse(self) -> bool:
-        """Whether the layer's lookups give the parameter a sparse gradient."""
-        return getattr(self.layer(), "sparse", False)
-
-    def __call__(self, parameter: Tensor) -> None:
-        layer = self.layer()
-        if layer is None:
-            return
-        # Only rows with a gradient are read, and they are up to date.
-        with without_catch_up():
-            layer._on_grad_accumulated(parameter)
-
-
-def install_grad_hook(layer: Any, parameter: Tensor, *, reattach: bool = False) -> None:
-    """Install the layer's :class:`GradHook` on a parameter, unless it is there already.
-
-    Args:
-        layer: The layer.
-        parameter: The layer's table.
-        reattach: Whether the parameter may have been swapped with another tensor. Swapping
-            keeps the list of hooks but detaches it from autograd.
-    """
-    if type(parameter) is RowParameter:
-        with without_catch_up():
-            _install_grad_hook(layer, parameter, reattach=reattach)
-    elif type(parameter) is Parameter:
-        _install_grad_hook(layer, parameter, reattach=reattach)
-
-
-def _install_grad_hook(layer: Any, parameter: Parameter, *, reattach: bool) -> None:
-    if not parameter.requires_grad:
-        return
-    hooks = parameter._post_accumulate_grad_hooks
-    if hooks:
-        if reattach:
-            parameter._post_accumulate_grad_hooks = hooks
-        for hook in hooks.values():
-            if type(hook) is GradHook and hook.layer() is layer:
-                return
-    parameter.register_post_accumulate_grad_hook(GradHook(layer))
-
-
-def coalesce_gradient(parameter: Tensor) -> None:
-    """Coalesce a sparse gradient and make it a tensor that torch can clip.
-
-    Accumulation clears its ``is_coalesced`` flag.
-    """
-    grad = parameter.grad
-    if grad is None or not grad.is_sparse:
-        return
-    if not grad.is_coalesced():
-        grad = _coalesced(grad)
-    parameter.grad = RowGradientTensor.from_sparse(grad)
-
-
-def _coalesced(grad: Tensor) -> Tensor:
-    ids = grad._indices()[0]
-    # An empty tensor must not be exposed to NumPy: accumulation resizes it.
-    if ids.is_cpu and ids.numel():
-        ascends = kernels.ascends(array_of(ids))
-    else:
-        ascends = bool((ids[1:] > ids[:-1]).all())
-    if ascends:
-        return grad._coalesced_(True)
-    if grad.is_cpu and grad.dtype in HALF:
-        # A gradient of torch's own lookup, which torch would sum in half precision.
-        return coalesced(grad)
-    return grad.coalesce()
 
 
 def is_token(

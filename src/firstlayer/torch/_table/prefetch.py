@@ -10,7 +10,7 @@ that takes the rows makes sure that they are what it would read itself:
 - A prefetch that has not begun is cancelled, so that no lookup waits for others.
 
 A lookup also catches the rows up in the table. After a prefetch this is deferred to the
-worker (:meth:`firstlayer.torch.optim.table_state.ParameterState.defer_catch_up`).
+worker (:meth:`firstlayer.torch.optim.parameter_state.ParameterState.defer_catch_up`).
 """
 
 from concurrent.futures import Future
@@ -25,7 +25,7 @@ from ...optim.table_state import TableState
 from .._tensors.memory import array_of, array_of_table, kernel_eligible, tensor_of
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.worker import submit
-from ..optim.table_state import ParameterState
+from ..optim.parameter_state import ParameterState
 from .lookup import LookupOptions
 
 #: A layer keeps the rows of at most this many prefetches; the oldest are dropped.

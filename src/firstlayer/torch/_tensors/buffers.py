@@ -35,7 +35,14 @@ class PrecomputedBuffers(nn.Module):
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor arguments that rebuild this layer, as plain values."""
+        """Return the constructor arguments that rebuild this layer, as plain values.
+
+        Example:
+            >>> from firstlayer.torch import AlibiBias
+            >>> config = AlibiBias(4, max_bias=2.0).config()
+            >>> AlibiBias(**config).max_bias
+            2.0
+        """
         return config_of(self)
 
     def reset_parameters(self) -> None:
@@ -58,8 +65,10 @@ class PrecomputedBuffers(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tables for the float64 kernels are computed again when they are needed.
-        return {k: v for k, v in self.__dict__.items() if k != "_float64_tables"}
+        # Tables for the float64 kernels are computed again when they are needed, and a plan
+        # has addresses of this process.
+        derived = "_float64_tables", "_plan"
+        return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def _integers(
         self, name: str, device: torch.device, dtype: torch.dtype = torch.int32

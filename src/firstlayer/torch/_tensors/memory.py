@@ -172,6 +172,42 @@ def array_of_table(weight: Tensor, *, keeps_alive: bool = True) -> np.ndarray:
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
 
 
+class TensorMemory:
+    """Where the values of a tensor are, to find out later whether another has them there.
+
+    No reference to the tensor is kept: with a weak one, torch could not swap its contents.
+
+    Args:
+        tensor: A contiguous tensor.
+
+    Example:
+        >>> weight = torch.ones(2, 3)
+        >>> memory = TensorMemory(weight)
+        >>> memory.is_that_of(weight), memory.is_that_of(weight[:1])
+        (True, False)
+    """
+
+    __slots__ = "_address", "_class", "_dtype", "_shape"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._class, self._address = type(tensor), tensor.data_ptr()
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+
+    def is_that_of(self, x: Any) -> bool:
+        """Return whether ``x`` has the same class, memory, shape and dtype.
+
+        The class of a parameter under a row optimizer, which may have stale rows, differs
+        from that of other parameters.
+        """
+        return (
+            type(x) is self._class
+            and x.data_ptr() == self._address
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.is_contiguous()
+        )
+
+
 def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
     """Return tensors as NumPy arrays of the same memory, floats kept resizable."""
     arrays = []

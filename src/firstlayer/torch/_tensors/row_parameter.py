@@ -42,10 +42,13 @@ class RowTensor(Tensor):
             if func not in WITHOUT_VALUES:
                 catch_up_arguments(func, args, kwargs)
             for other in types:
-                if not issubclass(RowParameter, other):
+                if not issubclass(RowParameter, other) and other not in ROW_TYPES:
                     # The other class decides. The rows that it may read are up to date.
                     return NotImplemented
             return func(*args, **kwargs)
+
+    def check_whole_table(self) -> None:
+        """Do nothing; a part of a table raises, because its rows have other numbers."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -69,16 +72,18 @@ class RowParameter(RowTensor, Parameter):
     """Parameter under a row optimizer; see :class:`RowTensor`."""
 
 
-#: The class of a tensor under a row optimizer, by its class before.
+#: The class of a tensor under a row optimizer, by its class before. Parts of tables have
+#: classes of their own (:mod:`firstlayer.torch._tensors.shard_tensor`).
 ROW_CLASSES: dict[type, type] = {Tensor: RowTensor, Parameter: RowParameter}
+#: Classes of tensors under a row optimizer.
+ROW_TYPES: set[type] = set(ROW_CLASSES.values())
 #: Classes of tensors without behaviour of their own.
 PLAIN_CLASSES = frozenset({Tensor, Parameter, RowTensor, RowParameter})
 
 
 def is_row_tensor(x: Any) -> bool:
     """Return whether ``x`` is under a row optimizer, so that rows of it may be stale."""
-    cls = type(x)
-    return cls is RowParameter or cls is RowTensor
+    return type(x) in ROW_TYPES
 
 
 def catch_up_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -123,8 +128,9 @@ def _plain(x: RowTensor) -> Tensor:
     with without_catch_up():
         x.table_state.before_access(x)
         plain = x.detach().requires_grad_(x.requires_grad)
-        if type(x) is RowParameter:
+        if isinstance(x, RowParameter):
             plain = Parameter(plain.detach(), x.requires_grad)
+            plain.__class__ = next(k for k, v in ROW_CLASSES.items() if v is type(x))
         else:
             plain.grad = x.grad
         others = {key: value for key, value in vars(x).items() if key != "table_state"}

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from ..._interrupts import held_interrupts
-from ...optim.averaged_rows import check_decay, refuse_swapped
-from ...optim.row_average import RowAverage
-from ...optim.table_state import checked_step
-from .._tensors.dtypes import compute_dtype
-from .._tensors.errors import torch_errors
+from ...optim.averaged_rows import CHANGED, check_decay, on_disk
+from ...optim.row_average import refuse_swapped
+from ...optim.saved_state import checked_step
+from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .._tensors.shard_tensor import check_whole_table
+from .new_state import State
+from .operator_state import OperatorState
 from .row_optimizer import RowOptimizer
-from .table_state import ParameterState, catch_up
+from .stored import store_of
+from .table_state import catch_up
+from .tensor_average import TensorAverage
 
 
 class AveragedRows:
@@ -26,7 +30,7 @@ class AveragedRows:
     which updates every row of a table in every step. Rows without a gradient are averaged
     with the weights that the optimizer gives them, and apply missed updates when they are
     next read or written. The first update copies the weights. Averages take the memory of
-    the parameters, in float32 for half precision. Tables must be on the CPU.
+    the parameters, in float32 for half precision, on the device of each parameter.
 
     Args:
         optimizer: Optimizer whose parameters are averaged, tables and others.
@@ -54,22 +58,25 @@ class AveragedRows:
             self.decay = check_decay(decay)
         #: Number of updates.
         self.n_averaged = 0
-        self._averages = {parameter: _Average(parameter) for parameter in self._all()}
+        self._averages: dict[Tensor, TensorAverage] = {}
+        for parameter in self._all():
+            self._of(parameter)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Update the averages with the current weights; call after ``optimizer.step``."""
         with torch_errors():
             decay = check_decay(self.decay) if self.n_averaged else 0.0
-            refuse_swapped(average.rows for average in self._averages.values())
-        states = [self._state(parameter) for parameter in self._all()]
+            refuse_swapped(self._averages.values(), CHANGED)
+        averages = [self._of(parameter) for parameter in self._all()]
         with held_interrupts():
-            for parameter, state in zip(self._all(), states, strict=True):
-                average = self._of(parameter)
+            for parameter, average in zip(self._all(), averages, strict=True):
+                state = self._state(parameter)
                 if state is not None:
-                    state.update_average(average.rows, decay)
+                    state.update_average(average, decay)
                 else:
                     catch_up(parameter)
+                    average.move_to(parameter.device)
                     average.tensor.lerp_(parameter.to(average.tensor.dtype), 1 - decay)
             self.n_averaged += 1
 
@@ -97,11 +104,16 @@ class AveragedRows:
             table: Parameter that is a table.
             ids: Rows to return.
         """
+        check_whole_table(table, "lookup", advice="call the layer inside swapped()")
         average, state = self._of(table), self._state(table)
         if state is None:
             return average.tensor[ids].to(table.dtype)
-        flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
-        rows = tensor_of(state.averaged_rows(average.rows, flat))
+        if isinstance(state, OperatorState):
+            check_ids(ids, state.shape[0])
+            rows = state.averaged_rows(average, ids)
+        else:
+            flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
+            rows = tensor_of(state.averaged_rows(average, flat))
         return rows.reshape(*ids.shape, -1).to(table.dtype)
 
     @contextmanager
@@ -111,27 +123,37 @@ class AveragedRows:
         Takes memory for a copy of the parameters. A step inside raises a ValueError.
         """
         with torch_errors():
-            refuse_swapped(average.rows for average in self._averages.values())
+            refuse_swapped(self._averages.values(), CHANGED)
         saved: dict[Tensor, Tensor] = {}
         try:
             for parameter in self._all():
-                average, state = self.average(parameter), self._state(parameter)
-                rows = self._of(parameter).rows
+                values, state = self.average(parameter), self._state(parameter)
+                average = self._of(parameter)
                 if state is not None:
-                    state.attach_average(rows)
+                    state.attach_average(average)
                 saved[parameter] = parameter.detach().clone()
-                rows.is_swapped = True
+                average.is_swapped = True
                 with torch.no_grad():
-                    parameter.copy_(average)
+                    parameter.copy_(values)
             yield
         finally:
             for parameter, weight in saved.items():
                 with torch.no_grad():
                     parameter.copy_(weight)
-                self._of(parameter).rows.is_swapped = False
+                self._of(parameter).is_swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, in the order of the parameters, and their number."""
+        """Return the averages, in the order of the parameters, and their number.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> averaged = AveragedRows(RowSGD(Embedding(5, 2, sparse=True), lr=0.1))
+            >>> averaged.update_parameters()
+            >>> averaged.load_state_dict(averaged.state_dict())
+            >>> averaged.n_averaged
+            1
+        """
         averages = []
         for parameter in self._all():
             state = self._state(parameter)
@@ -166,36 +188,19 @@ class AveragedRows:
         groups = self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def _of(self, parameter: Tensor) -> "_Average":
+    def _of(self, parameter: Tensor) -> TensorAverage:
         """Return the average of a parameter, a new one if its group was added later."""
         if parameter not in self._averages:
             if not any(parameter is other for other in self._all()):
                 raise ValueError(
                     "the parameter must be one of the optimizer's, got another"
                 )
-            self._averages[parameter] = _Average(parameter)
+            store = store_of(parameter)
+            if store is not None:
+                raise on_disk(f"the table of {store}")
+            self._averages[parameter] = TensorAverage(parameter)
         return self._averages[parameter]
 
-    def _state(self, parameter: Tensor) -> ParameterState | None:
+    def _state(self, parameter: Tensor) -> State | None:
         """Return the optimizer's state of a table, or None for other parameters."""
-        state = self.optimizer.table_state_of(parameter)
-        if state is not None and not isinstance(state, ParameterState):
-            raise TypeError(
-                "a table must be contiguous and on the CPU to be averaged by rows, "
-                f"got one on {parameter.device}"
-            )
-        return state
-
-
-class _Average:
-    """Average of one parameter: a tensor, and the rows of a table over its memory."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.tensor = torch.zeros_like(
-            parameter,
-            dtype=compute_dtype(parameter.dtype),
-            memory_format=torch.contiguous_format,
-            requires_grad=False,
-        )
-        is_table = self.tensor.is_cpu and self.tensor.dim() == 2
-        self.rows = RowAverage(array_of(self.tensor) if is_table else np.zeros((0, 0)))
+        return self.optimizer.table_state_of(parameter)

@@ -83,7 +83,7 @@ def clip_grad_norm_(
 def _groups_of(parameter: Tensor) -> Groups:
     shard = shard_of(parameter)
     if shard is not None:
-        return (shard.group,)
+        return shard.groups
     dtensor: Any = parameter
     placements = enumerate(getattr(dtensor, "placements", ()))
     return tuple(dtensor.device_mesh.get_group(n) for n, p in placements if p.is_shard())
@@ -120,7 +120,8 @@ def _values(parameter: Tensor) -> Tensor:
     if hasattr(grad, "device_mesh"):
         return grad.to_local()
     if not grad.is_sparse:
-        return grad
+        # An ordinary tensor, also of a part of a table, whose norm is summed over ranks.
+        return grad.detach()
     if not grad.is_coalesced():
         # The norm is that of the sum over repeated ids.
         parameter.grad = grad = coalesced(grad)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...optim.missed_steps import MissedSteps
-from ...optim.rule import TINY, update_rows
+from ...optim.rule import TINY, Rule, update_rows
 from .._tensors.dtypes import dtype_name
 from . import rule_ops
 
@@ -112,14 +112,21 @@ class DeviceSteps:
             reached = start.index_select(0, rows) + 1
             values = kind(*steps.index_select(1, reached).unsqueeze(-1).unbind())
             part = [x.index_select(0, rows) for x in new]
-            part = update_rows(
-                torch,
-                self.missed.rule,
-                values,
-                part[0],
-                torch.zeros_like(part[0]),
-                part[1:],
-            )
-            for x, y in zip(new, part, strict=True):
+            moved = replayed_step(self.missed.rule, values, part)
+            for x, y in zip(new, moved, strict=True):
                 x.index_copy_(0, rows, y)
             start.index_copy_(0, rows, reached)
+
+
+def replayed_step(rule: Rule, values: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return weight and state of rows after a recorded event that they missed.
+
+    Args:
+        rule: Update rule.
+        values: Numbers of the event of each row; zeros if it changes nothing.
+        rows: Weight and state.
+    """
+    zero = torch.zeros_like(rows[0])
+    moved = update_rows(torch, rule, values, rows[0], zero, rows[1:])
+    is_step = values.sign != 0
+    return [torch.where(is_step, x, y) for x, y in zip(moved, rows, strict=True)]

@@ -1,62 +1,31 @@
 """Optimizer state of a table on any device, updated by torch operators.
 
 Does what :class:`firstlayer.optim.table_state.TableState` does with kernels: a step updates
-the rows that have a gradient, and the other rows become stale until they catch up. Rows and
-state are gathered, changed as the rule specifies, and written back. Apart from the table,
-its state and the step that each row is at, no tensor has as many rows as the table.
-
-The host records the steps (:mod:`.device_steps`). Which rows are stale is decided on the
-device, so neither a step nor catching up waits for it: all rows of a batch are computed,
-and those that are up to date keep their values. There are two exceptions. Missed steps are
-replayed one by one where the polynomial of Adam is not accurate, and their number is read
-from the device. On the CPU, where reading a value costs nothing, only stale rows are
-computed, in chunks that stay in the cache, and the state of rows that a lookup has caught
-up is written together with the next step (:class:`.row_tensors.DeferredState`).
+the rows that have a gradient, and the other rows become stale until they catch up
+(:mod:`.stale_tensors`). A step does not wait for the device.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 
 from ..._check import out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps, host_values
-from ...optim.rule import Options, Rule, update_rows
-from .._tensors.dtypes import compute_dtype
+from ...optim.row_average import refuse_swapped
+from ...optim.rule import Options, update_rows
 from .._tensors.memory import is_plain_cpu, tensor_of
-from .._tensors.row_parameter import without_catch_up
 from .device_steps import DeviceSteps
-from .row_operators import (
-    Rows,
-    read_rows,
-    round_to_bfloat16,
-    write_number,
-    write_rows,
-)
-from .row_tensors import (
-    DeferredState,
-    RowTensors,
-    StepTensors,
-    check_row_tensors,
-    resized_rows,
-)
-from .table_state import AttachedState, check_class
-
-# Entries of a table that operators process at a time, for each thread on the CPU: their
-# temporary tensors stay in the cache.
-CPU_CHUNK = 1 << 18
-# The same on other devices, where it bounds the memory of temporary tensors.
-DEVICE_CHUNK = 1 << 24
-# Entries of each tensor of the state that a lookup may leave to the next step to write.
-MAX_DEFERRED = 1 << 22
+from .row_operators import Rows, read_rows, write_number, write_rows
+from .row_tensors import RowTensors, resized_rows
+from .stale_tensors import StaleTensors
+from .tensor_average import TensorAverage
 
 
-class OperatorState(AttachedState):
+class OperatorState(StaleTensors):
     """State of a table under a row optimizer, updated by torch operators.
 
     Args:
@@ -67,113 +36,6 @@ class OperatorState(AttachedState):
         state: Tensors to continue from, on the device of the table.
         step: Number of steps taken before ``state`` was saved.
     """
-
-    def __init__(
-        self,
-        parameter: Tensor,
-        rule: Rule,
-        *,
-        options: Options,
-        stochastic_rounding: bool = False,
-        state: dict[str, Tensor] | None = None,
-        step: int = 0,
-    ) -> None:
-        super().__init__(parameter)
-        rule.check(options)
-        self.rule, self.stochastic_rounding = rule, stochastic_rounding
-        self.shape, self.device = tuple(parameter.shape), parameter.device
-        self.dtype = compute_dtype(parameter.dtype)
-        #: Shape of each tensor of the state.
-        self.state_shape = self.shape[0], rule.state_width(self.shape[1])
-        #: Tensors of the optimizer state, by name.
-        self.state: dict[str, Tensor] = {} if state is None else state
-        #: Number of steps taken.
-        self.step_count = step
-        #: For each row, the step it is at; smaller values stand for ``base_step``.
-        self.row_steps = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
-        #: Step at which every row was last up to date. ``missed`` counts from here.
-        self.base_step = step
-        #: Whether a recorded step moves the weights of rows without a gradient.
-        self._missed_moves = False
-        self.missed = MissedSteps(rule, options, step)
-        #: The same on the device.
-        self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
-        self._deferred: DeferredState | None = None
-        # Largest row that got a gradient although it was read while stale, or −1.
-        self._stale_read = torch.full((), -1, dtype=torch.int64, device=self.device)
-        #: Parameter group and torch state of the table, for steps in compiled code.
-        self.group: dict[str, Any] | None = None
-        self.published: dict[str, Any] = {}
-        self._add_missing_tensors(options)
-        self.check(self.row_tensors())
-        if state is not None:
-            self._adapt_state(options)
-        if not rule.lazy:
-            check_class(parameter)
-        self.lock = threading.RLock()
-
-    @property
-    def event_count(self) -> int:
-        """Number of events that rows can miss, which are steps."""
-        return self.step_count
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether weight and state of every row are up to date."""
-        return self.base_step == self.step_count
-
-    @property
-    def has_stale_weights(self) -> bool:
-        """Whether the weight of some row may be out of date."""
-        return self.base_step != self.step_count and self._missed_moves
-
-    def row_tensors(self, table: Tensor | None = None) -> RowTensors:
-        """Return the table, or a copy that will replace it, and what changes with it."""
-        if table is None:
-            with without_catch_up():
-                table = self.parameter.detach()
-        state = tuple(self.state[name] for name in self.missed.names)
-        return RowTensors(table, self.row_steps, state)
-
-    def catch_up(self) -> None:
-        """Apply the missed steps to every stale row, in place."""
-        self.catch_up_rows(None)
-
-    def catch_up_rows(self, ids: Tensor | None, *, table: Tensor | None = None) -> None:
-        """Apply the missed steps to stale rows of ``ids``, or to all, in place.
-
-        Args:
-            ids: Rows, of any shape and possibly repeated; None for all.
-            table: Copy of the table to write to, which will replace the table.
-        """
-        if self.is_caught_up:
-            return
-        if ids is not None and is_functorch_wrapped_tensor(ids):
-            # The ids of all examples of a vmap are not at hand.
-            ids = None
-        with held_interrupts(), self.lock, torch.no_grad():
-            tensors = self.row_tensors(table)
-            self.check(tensors)
-            self.catch_up_tensors(tensors, None if ids is None else self.as_rows(ids))
-        if ids is None:
-            self._check_stale_read()
-
-    def gather_caught_up(self, ids: Tensor, *, table: Tensor | None = None) -> Tensor:
-        """Return rows as they are after the missed steps; change nothing.
-
-        Args:
-            ids: Rows, of any shape and in range.
-            table: Copy of the table to read from.
-        """
-        with self.lock, torch.no_grad():
-            tensors, rows = self.row_tensors(table), self.as_rows(ids)
-            if self.has_stale_weights:
-                self.check(tensors)
-                self.device_steps.update()
-                weight = self.caught_up(tensors, rows)[0].to(tensors.table.dtype)
-            else:
-                weight = tensors.table.index_select(0, rows)
-            return weight.view(*ids.shape, self.shape[1])
 
     def check_step(
         self,
@@ -194,6 +56,7 @@ class OperatorState(AttachedState):
             ids_name: Name of the ids in error messages.
         """
         self.rule.check(options)
+        refuse_swapped(self.averages, "a step must not be taken")
         self.check(self.row_tensors())
         shape = self.shape if ids is None else (ids.shape[0], self.shape[1])
         if tuple(gradient.shape) != shape:
@@ -207,26 +70,6 @@ class OperatorState(AttachedState):
             if ids[0] < 0 or ids[-1] >= rows:
                 bound = "the number of rows"
                 raise out_of_range(ids.numpy(), rows, name=ids_name, bound=bound)
-
-    def first_stale(self, ids: Tensor | None = None) -> int | None:
-        """Return the first row of ``ids``, or of all, whose weight is stale, or None.
-
-        None on other devices than the CPU, which are not waited for. There the error is
-        raised when every row catches up.
-        """
-        if not self.has_stale_weights:
-            return None
-        row_steps = self.row_steps if ids is None else self.row_steps.index_select(0, ids)
-        is_stale = row_steps != self.step_count
-        if is_plain_cpu(is_stale):
-            stale = is_stale.nonzero().flatten()
-            if not stale.numel():
-                return None
-            return int(stale[0] if ids is None else ids[stale[0]])
-        if ids is not None and ids.numel():
-            found = torch.where(is_stale, ids, -1).amax()
-            self._stale_read = torch.maximum(self._stale_read, found)
-        return None
 
     def step(self, ids: Tensor | None, gradient: Tensor, *, options: Options) -> None:
         """Update the rows that have a gradient, in place; the others become stale.
@@ -249,22 +92,9 @@ class OperatorState(AttachedState):
                 new = update_rows(torch, self.rule, values, weight, part, state)
                 self.write_weight(tensors, rows, new[0], generator)
                 tensors.write_state(rows, new[1:])
-                write_number(tensors.row_steps, rows, self.step_count)
+                write_number(tensors.row_steps, rows, self.event_count)
             if self.is_caught_up:
                 self.restart(options)
-
-    def write_deferred(self, tensors: RowTensors | None = None) -> None:
-        """Write the state of rows that lookups have caught up, as before other reads of it.
-
-        Args:
-            tensors: Tensors to write to, if they are not those of :meth:`row_tensors`.
-        """
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            tensors = self.row_tensors() if tensors is None else tensors
-            with torch.no_grad():
-                for rows, state in deferred.current_parts(tensors):
-                    tensors.write_state(rows, state)
 
     def resize_rows(self, kept: Tensor, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added.
@@ -274,6 +104,8 @@ class OperatorState(AttachedState):
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
+        if self.averages:
+            raise ValueError("a table must not be resized while AveragedRows averages it")
         with held_interrupts(), self.lock, torch.no_grad():
             self.write_deferred()
             kept, initial = kept.to(self.device), self.rule.initial_state(options)
@@ -281,7 +113,7 @@ class OperatorState(AttachedState):
                 name: resized_rows(x, kept, num_rows, initial.get(name, 0.0))
                 for name, x in self.state.items()
             }
-            self.row_steps = resized_rows(self.row_steps, kept, num_rows, self.step_count)
+            self.row_steps = resized_rows(self.row_steps, kept, num_rows, self.event_count)
             self.shape = num_rows, self.shape[1]
             self.state_shape = num_rows, self.state_shape[1]
             self.tensors.clear()
@@ -293,30 +125,111 @@ class OperatorState(AttachedState):
             rows: Rows, whose weights are as the caller has written them.
         """
         with held_interrupts(), self.lock, torch.no_grad():
+            refuse_swapped(self.averages, "rows must not be reset")
             index = torch.as_tensor(rows, device=self.device)
             for name, x in self.state.items():
                 x.index_fill_(0, index, self._initial_state.get(name, 0.0))
-            self.row_steps.index_fill_(0, index, self.step_count)
+            self.row_steps.index_fill_(0, index, self.event_count)
+            for average in self.averages:
+                table = self.row_tensors().table
+                write_rows(average.tensor, index, read_rows(table, index, self.dtype))
 
     def continue_from(self, other: Any) -> None:
         """Take over which rows of the table are stale, and the steps they missed.
 
         Args:
             other: State of the same table, an :class:`OperatorState` or a
-                :class:`firstlayer.torch.optim.table_state.ParameterState`.
+                :class:`firstlayer.torch.optim.parameter_state.ParameterState`.
         """
-        if other.event_count != other.step_count:
-            raise TypeError(
-                "a table must stay contiguous and on the CPU while AveragedRows averages "
-                f"it, got one on {self.device}"
-            )
         row_steps = other.row_steps
         if not isinstance(row_steps, Tensor):
             row_steps = tensor_of(row_steps)
         self.row_steps = row_steps.to(self.device)
         self.step_count, self.base_step = other.step_count, other.base_step
+        self.event_count, self.averages = other.event_count, other.averages
         self.missed, self._missed_moves = other.missed, other._missed_moves
+        self.last_step_event = self.base_step + self.missed.last_step_column
+        for average in self.averages:
+            average.move_to(self.device)
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
+
+    def attach_average(self, average: TensorAverage) -> None:
+        """Catch an average up before rows are written, from now on."""
+        with self.lock:
+            if average not in self.averages:
+                average.start(self.missed)
+                self.averages.add(average)
+
+    def update_average(self, average: TensorAverage, decay: float) -> None:
+        """Record an update of an average; rows apply it when they are next written.
+
+        Args:
+            average: Average of this table.
+            decay: The average becomes ``decay`` times itself plus ``1 − decay`` times the
+                weights.
+        """
+        with held_interrupts(), self.lock, torch.no_grad():
+            if self.missed.is_full:
+                self.catch_up_tensors(self.row_tensors(), None)
+            if self.is_caught_up:
+                self.missed.restart_at_last_column()
+                self._missed_moves = False
+                for other in self.averages:
+                    other.start(self.missed)
+            self.attach_average(average)
+            average.record(self.missed, decay)
+            for other in self.averages:
+                if other is not average:
+                    other.add_column(self.missed)
+            self.event_count += 1
+            self.device_steps.is_current = False
+
+    def averaged_rows(self, average: TensorAverage, ids: Tensor) -> Tensor:
+        """Return rows of an average after its missed updates; the table stays as it is.
+
+        Args:
+            average: Average of this table.
+            ids: Rows to return, in range and possibly repeated.
+        """
+        with self.lock, torch.no_grad():
+            self.write_deferred()
+            rows = self.as_rows(ids)
+            if average not in self.averages or self.is_caught_up:
+                return average.tensor.index_select(0, rows)
+            tensors = self.row_tensors()
+            self.check(tensors)
+            return self._caught_up_average(average, tensors, rows)
+
+    def record_step(self, options: Options, *, every_row: bool) -> Any:
+        """Count a step, which other rows miss unless every row is updated.
+
+        Returns:
+            Numbers of the step.
+        """
+        step = self.step_count + 1
+        values = host_values(self.rule, options, step)
+        is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
+        is_lazy = self.rule.lazy
+        self.step_count, self.event_count = step, self.event_count + 1
+        self.last_step_event = self.event_count
+        if not every_row and (self.averages or not is_lazy and not is_noop):
+            self.missed.record(values, options, step, is_lazy=is_lazy)
+            for average in self.averages:
+                average.add_column(self.missed)
+            self.device_steps.is_current = False
+            if not is_lazy and self.rule.moves_without_gradient(options):
+                self._missed_moves = True
+        else:
+            # No row becomes stale.
+            self.base_step = self.event_count
+        return values
+
+    def restart(self, options: Options) -> None:
+        """Forget the recorded steps, when every row is up to date."""
+        self.missed.restart(options, self.step_count)
+        for average in self.averages:
+            average.start(self.missed)
+        self.device_steps.is_current = self._missed_moves = False
 
     def _prepare_step(self, ids: Tensor | None, options: Options) -> None:
         """Catch up the rows to be updated, and all rows if they cannot stay stale."""
@@ -331,9 +244,10 @@ class OperatorState(AttachedState):
             self._adapt_state(options)
         if self.is_caught_up:
             self.restart(options)
-        elif not self._missed_moves:
-            # Rows with a stale state may have been read without catching up. All other
-            # rows have caught up when they were read.
+        elif self.averages or not self._missed_moves:
+            # Rows with a stale state may have been read without catching up, and averages
+            # may have been updated since rows were read. All other rows have caught up when
+            # they were read.
             self.catch_up_tensors(tensors, ids)
 
     def _updated_rows(
@@ -355,206 +269,3 @@ class OperatorState(AttachedState):
         self.write_deferred(tensors)
         for rows, part in self._chunks(ids):
             yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]
-
-    def record_step(self, options: Options, *, every_row: bool) -> Any:
-        """Count a step, which other rows miss unless every row is updated.
-
-        Returns:
-            Numbers of the step.
-        """
-        step = self.step_count + 1
-        values = host_values(self.rule, options, step)
-        is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
-        if every_row or self.rule.lazy or is_noop:
-            # No row becomes stale.
-            self.base_step = step
-        else:
-            self.missed.record(values, options, step)
-            self.device_steps.is_current = False
-            if self.rule.moves_without_gradient(options):
-                self._missed_moves = True
-        self.step_count = step
-        return values
-
-    def restart(self, options: Options) -> None:
-        """Forget the recorded steps, when every row is up to date."""
-        self.missed.restart(options, self.step_count)
-        self.device_steps.is_current = self._missed_moves = False
-
-    def catch_up_tensors(self, tensors: RowTensors, ids: Tensor | None) -> None:
-        """Apply the missed steps to the stale rows among ``ids``, or to all.
-
-        Args:
-            tensors: Table and state, which are changed.
-            ids: Rows in range, possibly repeated; None for all.
-        """
-        self.write_deferred(tensors)
-        if self.is_caught_up:
-            return
-        self.device_steps.update()
-        generator = self._generator(2 * self.step_count)
-        row_steps, on_cpu = tensors.row_steps, is_plain_cpu(tensors.row_steps)
-        if on_cpu and ids is not None:
-            ids = self._rows_to_catch_up(tensors, ids)
-        for rows, _ in self._chunks(ids):
-            if on_cpu and isinstance(rows, slice):
-                stale = (row_steps[rows] != self.step_count).nonzero().flatten()
-                if not stale.numel():
-                    continue
-                rows = stale + rows.start
-            weight, *state = self.caught_up(tensors, rows)
-            self.write_weight(tensors, rows, weight, generator)
-            if self._deferred is not None and isinstance(rows, Tensor):
-                self._deferred.parts.append((rows, state))
-            else:
-                tensors.write_state(rows, state)
-            write_number(row_steps, rows, self.step_count)
-        if ids is None:
-            self.base_step = self.step_count
-
-    def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
-        """Return the distinct rows of a lookup that are stale, ascending.
-
-        If most rows are stale, all of them are returned, and writing their state is
-        deferred to the next step, which is likely to update the same rows.
-        """
-        rows = ids.unique()
-        is_stale = tensors.row_steps.index_select(0, rows) != self.step_count
-        stale = rows[is_stale]
-        is_small = rows.shape[0] * self.shape[1] <= MAX_DEFERRED
-        if not is_small or 4 * stale.shape[0] < 3 * rows.shape[0]:
-            return stale
-        # Tensors made in inference mode could not be used in a step.
-        if not rows.shape[0] or torch.is_inference_mode_enabled():
-            return stale
-        versions = tuple(x._version for x in tensors.state)
-        self._deferred = DeferredState(rows, versions)
-        return rows
-
-    def caught_up(
-        self,
-        tensors: RowTensors,
-        rows: Rows,
-        numbers: StepTensors | None = None,
-    ) -> Sequence[Tensor]:
-        """Return weight and state of rows after the missed steps.
-
-        Args:
-            tensors: Table and state.
-            rows: Rows to read.
-            numbers: Numbers of a step of static size; steps have been replayed.
-        """
-        old = [read_rows(x, rows, self.dtype) for x in (tensors.table, *tensors.state)]
-        if self.rule.lazy or self.device_steps.is_empty:
-            return old
-        row_steps = read_rows(tensors.row_steps, rows, torch.int64)
-        if numbers is None:
-            step, start = self.step_count, (row_steps - self.base_step).clamp(min=0)
-            new = self.device_steps.catch_up(start, old)
-        else:
-            base, step = numbers.steps.unbind()
-            start = (row_steps - base).clamp(min=0)
-            new = self.device_steps.apply(numbers.coefficients, start, old)
-        # Rows that are up to date keep their values bit for bit.
-        if numbers is None and is_plain_cpu(row_steps):
-            fresh = (row_steps == step).nonzero().flatten()
-            for x, y in zip(new, old, strict=True):
-                x.index_copy_(0, fresh, y.index_select(0, fresh))
-            return new
-        return where_rows(row_steps != step, new, old)
-
-    def write_weight(
-        self,
-        tensors: RowTensors,
-        rows: Rows,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Write rows of the table, in place.
-
-        Args:
-            tensors: Table and state.
-            rows: Rows to write.
-            weight: New values in the compute dtype.
-            generator: Source of random numbers for stochastic rounding.
-        """
-        if self.stochastic_rounding:
-            weight = round_to_bfloat16(weight, generator)
-        write_rows(tensors.table, rows, weight)
-
-    def _generator(self, seed: int) -> torch.Generator | None:
-        """Return a source of random numbers for rounding, if it is used."""
-        if not self.stochastic_rounding:
-            return None
-        return torch.Generator(self.device).manual_seed(seed)
-
-    def _chunks(self, ids: Tensor | None) -> Iterator[tuple[Rows, slice]]:
-        """Yield rows of ``ids``, or all as ranges, and their places among ``ids``."""
-        size = DEVICE_CHUNK
-        if self.device.type == "cpu":
-            size = CPU_CHUNK * torch.get_num_threads()
-        chunk = max(1, size // max(1, self.shape[1]))
-        count = self.shape[0] if ids is None else ids.shape[0]
-        for lo in range(0, count, chunk):
-            part = slice(lo, min(lo + chunk, count))
-            yield part if ids is None else ids[part], part
-
-    def as_rows(self, ids: Tensor) -> Tensor:
-        """Return ids as a vector of rows; an id out of range becomes some row.
-
-        The lookup reports it. Catching up another row changes nothing that is read.
-        """
-        rows = ids.reshape(-1).to(self.device, torch.int64, non_blocking=True)
-        return rows.clamp(0, max(0, self.shape[0] - 1))
-
-    def _adapt_state(self, options: Options) -> None:
-        """Adjust the state to frozen options that may be new; no row is stale."""
-        for rows, _ in self._chunks(None):
-            part = {name: x[rows] for name, x in self.state.items()}
-            for name, new in self.rule.adapted_state(torch, options, part).items():
-                part[name].copy_(new)
-
-    def _add_missing_tensors(self, options: Options) -> None:
-        #: Initial value of each tensor of the state.
-        self._initial_state = self.rule.initial_state(options)
-        for name, value in self._initial_state.items():
-            if name not in self.state:
-                shape, device = self.state_shape, self.device
-                zeros = torch.zeros(shape, dtype=self.dtype, device=device)
-                self.state[name] = zeros.fill_(value) if value else zeros
-
-    def check(self, tensors: RowTensors) -> None:
-        """Raise ValueError unless the table and its state fit together."""
-        check_row_tensors(
-            tensors.table,
-            self.state,
-            shape=self.shape,
-            state_shape=self.state_shape,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
-    def _check_stale_read(self) -> None:
-        """Raise if a row with a gradient was read while stale; waits for the device."""
-        if is_plain_cpu(self._stale_read) or self._stale_read.is_meta:
-            return
-        row = int(self._stale_read)
-        self._stale_read.fill_(-1)
-        if row >= 0:
-            raise RuntimeError(stale_row_message(row))
-
-
-def stale_row_message(row: int) -> str:
-    """Return the message of an error about a row that was read while stale."""
-    return (
-        f"row {row} has a gradient, but was not up to date when it was read; read it "
-        "through the parameter, not through an alias from before the last step"
-    )
-
-
-def where_rows(
-    mask: Tensor, values: Sequence[Tensor], others: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return rows of ``values`` where ``mask`` is True, and of ``others`` elsewhere."""
-    mask = mask[:, None]
-    return [torch.where(mask, x, y) for x, y in zip(values, others, strict=True)]

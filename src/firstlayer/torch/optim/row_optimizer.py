@@ -22,27 +22,28 @@ from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.table_state import check_stored_step, checked_step
-from ...stores.training import TrainingStore
-from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
+from ...optim.saved_state import check_stored_step
+from .._tensors.dtypes import HALF, dtype_name, upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, threads_of_torch
 from .._tensors.shard import shard_of
+from .._tensors.shard_tensor import check_whole_table
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .operator_state import OperatorState, stale_row_message
+from .new_state import State, new_state, stored_state
+from .operator_state import OperatorState
+from .parameter_state import ParameterState
 from .row_operators import sum_by_id
 from .row_step import RowStep
 from .row_tensors import resized_rows
 from .saved_state import check_tensors, saved_arrays
 from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
 from .sparse_gradient import rows_of
+from .stale_tensors import stale_row_message
 from .step_hook import install_step_hook
 from .stored import store_of
-from .table_state import ParameterState, detach
+from .table_state import detach
 
 Params = nn.Module | Iterable[Any]
-#: State of a table.
-State = ParameterState | OperatorState
 #: State of a table, ids and values of its gradient, and its parameter group.
 TableStep = tuple[State, Any, Any, dict[str, Any]]
 
@@ -116,7 +117,17 @@ class RowOptimizer(torch.optim.Optimizer):
         install_step_hook()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options, which may include ``mode``."""
+        """Add parameters with their own options, which may include ``mode``.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> table, head = Embedding(5, 2, sparse=True), nn.Linear(2, 1)
+            >>> optimizer = RowAdamW(table, lr=0.1)
+            >>> optimizer.add_param_group({"params": head.parameters(), "lr": 0.01})
+            >>> [group["lr"] for group in optimizer.param_groups]
+            [0.1, 0.01]
+        """
         options = {**self.defaults, **param_group}
         rule = self._new_rule(options)
         with torch_errors():
@@ -242,6 +253,15 @@ class RowOptimizer(torch.optim.Optimizer):
 
         The state of a table on disk is in its store: only its step is returned, and its
         rows may stay stale. The state of a sharded table is a DTensor.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowAdamW
+            >>> table = Embedding(5, 2, sparse=True)
+            >>> optimizer, resumed = RowAdamW(table, lr=0.1), RowAdamW(table)
+            >>> resumed.load_state_dict(optimizer.state_dict())
+            >>> resumed.param_groups[0]["lr"]
+            0.1
         """
         self._flush_in_memory()
         return to_dtensors(super().state_dict(), self)
@@ -284,7 +304,17 @@ class RowOptimizer(torch.optim.Optimizer):
         Returns:
             Function of ids and values; see :class:`firstlayer.torch.optim.RowStep`. It
             stays valid when a state is loaded.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> table = Embedding.from_pretrained(torch.ones(5, 1), freeze=False)
+            >>> step = RowSGD(table, lr=0.5).row_step(table.weight)
+            >>> step(torch.tensor([3]), torch.ones(1, 1))
+            >>> step.lookup(torch.tensor([2, 3])).tolist()
+            [[1.0], [0.5]]
         """
+        check_whole_table(parameter, "row_step", advice="call step()")
         group = self._group_of(parameter)
         state: Any = self._table_state(parameter, group, by_operators=True)
         with held_interrupts():
@@ -472,11 +502,14 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         by_operators = by_operators or parameter in self._row_steps
         store = store_of(parameter)
+        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
         if store is not None:
             if by_operators:
                 raise TypeError("a table on disk cannot be trained in compiled code")
-            return self._stored_state(parameter, group, store)
-        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
+            rule = self._new_rule(group)
+            return stored_state(
+                parameter, rule, group, saved=saved, known=known, store=store
+            )
         by_kernels = not by_operators and trains_by_kernels(parameter)
         if known is not None:
             if not known.is_published(saved):
@@ -488,66 +521,14 @@ class RowOptimizer(torch.optim.Optimizer):
             elif isinstance(known, OperatorState) and known.device == parameter.device:
                 if not by_kernels:
                     return known
-        if parameter.dtype not in FLOATS or parameter.dim() != 2:
-            raise ValueError(
-                f"a table must be real and have 2 axes, got {dtype_name(parameter.dtype)} "
-                f"{tuple(parameter.shape)}"
-            )
-        if isinstance(known, OperatorState):
-            known.write_deferred()
-        rule = self._new_rule(group)
-        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
-        # Copied: the tensors of a loaded state may belong to another optimizer.
-        copies: dict[str, Any] = {
-            name: value.detach().to(
-                "cpu" if by_kernels else parameter.device,
-                compute_dtype(parameter.dtype),
-                copy=known is None,
-                memory_format=torch.contiguous_format,
-            )
-            for name, value in arrays.items()
-        }
-        if by_kernels:
-            copies = {name: array_of(value) for name, value in copies.items()}
-        is_bfloat16 = parameter.dtype == torch.bfloat16
-        with torch_errors():
-            state = (ParameterState if by_kernels else OperatorState)(
-                parameter,
-                rule,
-                options=group,
-                stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
-                state=copies or None,
-                step=checked_step("step", saved.get("step", int(bool(arrays)))),
-            )
-        if known is not None:
-            # The table was moved to another device or layout with its stale rows.
-            state.continue_from(known)
-        return state
-
-    def _stored_state(
-        self, parameter: Tensor, group: dict[str, Any], store: TrainingStore
-    ) -> ParameterState:
-        """Return the state of a table on disk, which continues from its store."""
-        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
-        rule = self._new_rule(group)
-        arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
-        if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
-            # Arrays of a table in memory, which are copied to the store.
-            given = {name: array_of(upcast(array)) for name, array in arrays.items()}
-            is_bfloat16 = parameter.dtype == torch.bfloat16
-            with torch_errors():
-                known = ParameterState(
-                    parameter,
-                    rule,
-                    options=group,
-                    stochastic_rounding=group["stochastic_rounding"] and is_bfloat16,
-                    state=given or None,
-                    step=checked_step("step", saved.get("step", int(bool(arrays)))),
-                    store=store,
-                )
-        if "step" in saved:
-            check_stored_step(known, saved["step"], name="step")
-        return known
+        return new_state(
+            parameter,
+            self._new_rule(group),
+            group,
+            saved=saved,
+            known=known,
+            by_kernels=by_kernels,
+        )
 
     def _adopt_new(self, parameter: Tensor, group: dict[str, Any]) -> None:
         with held_interrupts(), torch.no_grad():

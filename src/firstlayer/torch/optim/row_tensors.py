@@ -41,7 +41,7 @@ class StepTensors:
     Args:
         coefficients: Coefficients of missed steps, a row for each recorded step.
         values: Numbers of the step, in the order of the rule.
-        steps: ``base_step`` and ``step_count``.
+        steps: ``base_step``, ``event_count`` and ``last_step_event``.
     """
 
     coefficients: Tensor

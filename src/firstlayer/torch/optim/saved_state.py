@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...optim.rule import Rule
-from ...optim.table_state import check_names, checked_step
+from ...optim.saved_state import check_names, checked_step
 from .._tensors.dtypes import dtype_name
 from .._tensors.errors import torch_errors
 

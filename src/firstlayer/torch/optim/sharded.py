@@ -50,7 +50,8 @@ def check_whole_rows(parameter: Tensor, rule: Rule) -> None:
         rule: Update rule.
     """
     shard = shard_of(parameter)
-    if shard is not None and shard.dim == 1 and rule.state_width(2) == 1:
+    is_part = shard is not None and not shard.has_whole_rows
+    if is_part and rule.state_width(2) == 1:
         raise ValueError(
             "an optimizer with one number for each row needs whole rows, "
             "got a table whose columns are sharded"

@@ -12,7 +12,7 @@ from ...embeddings.row_gradient import RowGradient, sum_by_id
 from .._tensors.dtypes import HALF, upcast
 from .._tensors.memory import LARGE_COPY, array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
-from .._tensors.shard import shard_of
+from .._tensors.shard_tensor import ShardTensor, check_whole_norm
 
 # Torch's type stubs do not export the functions of lists of tensors.
 _torch: Any = torch
@@ -94,7 +94,7 @@ class RowGradientTensor(Tensor):
         kwargs = kwargs or {}
         if not all(issubclass(cls, other) for other in types):
             others = [other for other in types if not issubclass(cls, other)]
-            if not all(issubclass(other, RowTensor) for other in others):
+            if not all(issubclass(other, RowTensor | ShardTensor) for other in others):
                 return NotImplemented
             with without_catch_up():
                 catch_up_arguments(func, args, kwargs)
@@ -187,12 +187,7 @@ def _values_for_norm(x: Tensor, ord: Any) -> Tensor:
     """Return values with the p-norm of ``x``, summed over repeated ids."""
     if not isinstance(x, RowGradientTensor):
         return x
-    shard = shard_of(x)
-    if shard is not None and shard.layout.ranks > 1:
-        raise TypeError(
-            "the norm of the gradient of a sharded table needs all ranks; "
-            "use firstlayer.torch.optim.clip_grad_norm_"
-        )
+    check_whole_norm(x.table_shard)
     if not isinstance(ord, int | float) or ord < 0:
         # The zeros that are not stored determine these norms.
         return x.to_dense()

@@ -10,9 +10,10 @@ from torch import Tensor
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import host_values
 from ...optim.rule import Options, update_rows
-from .operator_state import OperatorState, where_rows
+from .operator_state import OperatorState
 from .row_operators import sum_by_id_static
 from .row_tensors import RowTensors, StepTensors
+from .stale_tensors import where_rows
 
 
 def new_step_tensors(state: OperatorState) -> StepTensors:
@@ -21,7 +22,7 @@ def new_step_tensors(state: OperatorState) -> StepTensors:
     return StepTensors(
         state.device_steps.coefficients,
         torch.zeros(count, dtype=state.dtype, device=state.device),
-        torch.zeros(2, dtype=torch.int64, device=state.device),
+        torch.zeros(3, dtype=torch.int64, device=state.device),
     )
 
 
@@ -46,8 +47,8 @@ def begin_lookup(
         if steps.replays:
             state.catch_up_tensors(tensors, state.as_rows(ids))
             state.write_deferred(tensors)
-        counts = torch.tensor([state.base_step, state.step_count], device="cpu")
-        steps.send(counts, numbers.steps)
+        events = state.base_step, state.event_count, state.last_step_event
+        steps.send(torch.tensor(events, device="cpu"), numbers.steps)
         if numbers.coefficients is not steps.coefficients:
             numbers.coefficients.copy_(steps.coefficients)
 
@@ -83,6 +84,9 @@ def begin_step(
             state.catch_up_tensors(tensors, None)
         if state.is_caught_up:
             state.restart(options)
+        elif state.averages:
+            state.check(tensors)
+            state.catch_up_tensors(tensors, state.as_rows(ids))
         begin_lookup(state, tensors, numbers, ids)
         values = host_values(state.rule, options, state.step_count + 1)
         host = torch.tensor(values, dtype=state.dtype, device="cpu")

@@ -23,6 +23,7 @@ from .exchange import Traffic as Traffic
 from .parallel import ShardedRows as ShardedRows
 from .parallel import shard_columns as shard_columns
 from .parallel import shard_rows as shard_rows
+from .parallel import shard_rows_and_columns as shard_rows_and_columns
 from .parallel import sharded_parameters as sharded_parameters
 from .parallel import traffic as traffic
 from .torchrec import copy_to_torchrec as copy_to_torchrec
@@ -35,6 +36,7 @@ __all__ = [
     "from_torchrec",
     "shard_columns",
     "shard_rows",
+    "shard_rows_and_columns",
     "sharded_parameters",
     "traffic",
 ]

@@ -117,13 +117,14 @@ class Exchange:
         """
         wire = x.contiguous()
         if wire.dtype in HALF:
-            # Gloo sends bytes, but neither of these dtypes.
-            wire = wire.view(torch.uint8)
+            # Gloo sends bytes, but neither of these dtypes. The bytes have an axis of their
+            # own, so that the first still counts rows.
+            wire = wire.unsqueeze(-1).view(torch.uint8)
         out = wire.new_empty((sum(received), *wire.shape[1:]))
         dist.all_to_all_single(out, wire, received, sent, group=self.group)
         row_bytes = wire[:1].numel() * wire.itemsize if len(wire) else 0
         self._count(kind, (len(wire) - sent[self.rank]) * row_bytes)
-        return out.view(x.dtype)
+        return out.view(x.dtype).view(sum(received), *x.shape[1:])
 
     def all_gather(self, x: Tensor, counts: list[int], *, kind: str) -> list[Tensor]:
         """Return the rows of every rank.

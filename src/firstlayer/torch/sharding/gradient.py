@@ -44,9 +44,9 @@ class GradientAverage:
 def with_averaged_gradient(
     weight: Float[Tensor, "rows width"], average: GradientAverage
 ) -> Float[Tensor, "rows width"]:
-    """Return the weight, whose gradient is averaged."""
+    """Return the weight as an ordinary tensor, whose gradient is averaged."""
     if not (weight.requires_grad and torch.is_grad_enabled()):
-        return weight
+        return weight.detach()
     return _Averaged.apply(weight, average)  # pyright: ignore
 
 

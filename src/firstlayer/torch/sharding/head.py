@@ -27,6 +27,12 @@ class ShardedHead(ShardedWeight, nn.Linear):
         return logits if self.bias is None else logits + self.bias
 
 
+def table_of(head: nn.Linear) -> ShardedTableModule | None:
+    """Return the sharded layer whose parameter a linear layer has, or None."""
+    layer = getattr(head.weight, "table_layer", None)
+    return None if layer is None else layer()
+
+
 def tie_head(head: nn.Linear, table: ShardedTableModule) -> None:
     """Make a linear layer use the parameter of a sharded table, in place."""
     sharded: Any = head

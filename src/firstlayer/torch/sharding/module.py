@@ -1,5 +1,6 @@
 """Base class of sharded layers: their parameter, initial values and state dict."""
 
+import weakref
 from typing import Any, NoReturn
 
 import numpy as np
@@ -7,15 +8,19 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 
+from .._table.grad_hook import coalesce_gradient, install_grad_hook
 from .._table.host import HostTableModule
 from .._table.lookup import as_index, checked_padding_idx
-from .._table.module import coalesce_gradient, tied_logits, write_padding_row
+from .._table.module import tied_logits, write_padding_row
 from .._tensors.errors import WrongValue, check_ids, check_tensor
 from .._tensors.row_parameter import without_catch_up
-from .._tensors.shard import TableShard
-from ..optim.sparse_gradient import RowGradientTensor
+from .._tensors.shard import TableShard, shard_of
+from .._tensors.shard_tensor import mark_gradient, mark_shard
 from ..optim.table_state import catch_up
+from ..token import Embedding
 from .exchange import ARGUMENT_ERRORS, Exchange
 from .gradient import GradientAverage, with_averaged_gradient
 
@@ -102,7 +107,7 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         Args:
             std: Standard deviation.
         """
-        weight, (first, stop) = self.weight, self._row_bounds()
+        weight, (first, stop) = self.weight, self.shard.row_bounds
         seed = torch.randint(2**62, (1,), device="cpu").to(weight.device)
         if weight.is_meta:
             return
@@ -118,7 +123,26 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             block.normal_(0.0, std, generator=generator)
             lo, hi = max(start, first), min(start + BLOCK, stop)
             rows = block[lo - start : hi - start]
-            weight[lo - first : hi - first] = self._own_columns(rows)
+            with without_catch_up():
+                weight[lo - first : hi - first] = self._own_columns(rows)
+
+    def check_wrappers(self) -> None:
+        """Raise if a wrapper of torch treats this rank's part as a whole parameter.
+
+        Such a wrapper has written rows of another rank to it, or divided it once more.
+        """
+        weight = self._parameters.get("weight")
+        if shard_of(weight) is None:
+            raise RuntimeError(
+                "the weight of a sharded table was replaced; call "
+                "fully_shard(model, ignored_params=sharded_parameters(model))"
+            )
+        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and any(p is weight for p in wrapper._module_parameters):
+            raise RuntimeError(
+                "DistributedDataParallel has written rank 0's part of a sharded table to "
+                "all ranks; name the table in _set_params_and_buffers_to_ignore_for_model"
+            )
 
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Do nothing: the owners of the rows catch them up."""
@@ -160,6 +184,17 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             check_ids(index.cpu(), self.num_embeddings)
         return index.reshape(-1).to(torch.int64)
 
+    def ids_or_error(self, ids: Any) -> tuple[Integer[Tensor, " n"], Exception | None]:
+        """Return flat ids in range; or none, and the error that all ranks raise.
+
+        Args:
+            ids: Ids of any shape.
+        """
+        try:
+            return self._checked_ids(ids), None
+        except ARGUMENT_ERRORS as error:
+            return torch.zeros(0, dtype=torch.int64, device=self.weight.device), error
+
     def announce(self, error: Exception) -> None:
         """Raise an error of this rank on all ranks, which look up rows in this call.
 
@@ -199,16 +234,13 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
 
     def replicated_ids(self, ids: Any) -> Integer[Tensor, " n"]:
         """Return flat ids that all ranks have alike, or raise an error on all."""
-        flat, error = torch.zeros(0, dtype=torch.int64, device=self.weight.device), None
-        try:
-            flat = self._checked_ids(ids)
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        flat, error = self.ids_or_error(ids)
         self.raise_together(error)
         return flat
 
     def own_logits(self, x: Float[Tensor, "*batch columns"]) -> Tensor:
         """Return the product of ``x`` with this rank's part of the table."""
+        self.check_wrappers()
         weight = self.weight
         catch_up(weight)
         self._install_grad_hook(weight)
@@ -221,53 +253,61 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
         Args:
             x: Argument of :meth:`logits`.
         """
-        error, num = None, 0
-        try:
-            # Logits of a table without rows, for their checks.
-            empty = self.weight.new_empty((0, self.embedding_dim))
-            num = tied_logits(x, empty).shape[:-1].numel()
-        except ARGUMENT_ERRORS as caught:
-            error = caught
+        num, error = self._count_vectors(x)
         if self.has_replicated_ids:
             self.raise_together(error)
             return [num] * self.exchange.size
         received = self.exchange_counts([[num]] * self.exchange.size, error)
         return [n for (n,) in received]
 
-    def _row_bounds(self) -> tuple[int, int]:
-        """Return this rank's first row, and the first after its last."""
-        return self.shard.bounds if self.shard.dim == 0 else (0, self.num_embeddings)
+    def _count_vectors(self, x: Any) -> tuple[int, Exception | None]:
+        """Return the number of vectors in the argument of :meth:`logits`, or its error."""
+        try:
+            # Logits of a table without rows, for their checks.
+            empty = self.weight.new_empty((0, self.embedding_dim))
+            return tied_logits(x, empty).shape[:-1].numel(), None
+        except ARGUMENT_ERRORS as error:
+            return 0, error
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Collectives that this layer uses."""
+        replicas = self.average.replicas
+        return [self.exchange] if replicas is None else [self.exchange, replicas]
 
     def _own_columns(self, rows: Tensor) -> Tensor:
         """Return this rank's columns of rows."""
-        if self.shard.dim == 0:
-            return rows
-        start, stop = self.shard.bounds
+        start, stop = self.shard.column_bounds
         return rows[..., start:stop]
 
     @property
     def _own_padding(self) -> int | None:
         """This rank's number of the padding row, or None if it does not have it."""
         padding_idx = checked_padding_idx(self.padding_idx, self.num_embeddings)
-        start, stop = self._row_bounds()
+        start, stop = self.shard.row_bounds
         if padding_idx is None or not start <= padding_idx < stop:
             return None
         return padding_idx - start
 
     def _bind(self) -> None:
         super()._bind()
-        weight: Any = self._parameters.get("weight")
+        weight = self._parameters.get("weight")
         if weight is not None and "shard" in vars(self):
-            with without_catch_up():
-                weight.table_shard = self.shard
+            mark_shard(weight, self.shard)
+            vars(weight)["table_layer"] = weakref.ref(self)
+
+    def _install_grad_hook(self, weight: Tensor, *, reattach: bool = False) -> None:
+        # Dense gradients are marked as those of a part too.
+        if not is_compiling():
+            install_grad_hook(self, weight, reattach=reattach)
 
     def _on_grad_accumulated(self, weight: Tensor) -> None:
         if self._parameters.get("weight") is not weight:
             return
         coalesce_gradient(weight)
         grad = weight.grad
-        if isinstance(grad, RowGradientTensor):
-            grad.table_shard = self.shard
+        if grad is not None:
+            mark_gradient(grad, self.shard)
         if self.max_norm is not None and grad is not None:
             # This rank has the gradient of its rows from every rank.
             is_sparse = grad.is_sparse
@@ -275,9 +315,28 @@ class ShardedTableModule(ShardedWeight, HostTableModule):
             self._renormalize(rows)
 
     def extra_repr(self) -> str:
-        part = "columns" if self.shard.dim else "rows"
-        start, stop = self.shard.bounds
-        return f"{super().extra_repr()}, {part} {start} to {stop}"
+        return f"{super().extra_repr()}, {self.shard.describe()}"
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError("a sharded table cannot be compiled by TorchScript")
+
+
+class ShardedTokens(ShardedTableModule, Embedding):
+    """Base class of layers that look up a row for each id."""
+
+    @torch.compiler.disable
+    def forward(
+        self, input: Integer[Tensor, "*batch"]
+    ) -> Float[Tensor, "*output embedding_dim"]:
+        """Return the rows of the ids, or this rank's part. All ranks must call it.
+
+        Args:
+            input: Ids of any shape and any integer dtype.
+        """
+        self.check_wrappers()
+        rows = self._rows_of(self._to_host(input))
+        return self._to_output_device(rows.to(self.weight.dtype))
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids of any shape; raise the error of any rank."""
+        raise NotImplementedError

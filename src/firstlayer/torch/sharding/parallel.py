@@ -9,15 +9,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .._tensors.errors import WrongType, WrongValue
-from .._tensors.shard import TableShard, shard_of
+from .._tensors.shard import GridShard, TableShard, shard_of
 from ..bag import EmbeddingBag
+from ..growing import GrowingEmbedding
 from ..layer import EmbeddingLayer
 from ..optim.stored import store_of
 from ..token import Embedding
 from .bags import ShardedEmbeddingBag
-from .columns import ShardedColumnsEmbedding
+from .columns import ShardedColumnsEmbedding, ShardedColumnsEmbeddingBag
 from .exchange import Traffic
-from .head import tie_head
+from .grid import ShardedGridEmbedding
+from .head import table_of, tie_head
 from .module import ShardedTableModule
 from .rows import ShardedEmbedding
 
@@ -67,7 +69,7 @@ def shard_rows(
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> table = shard_rows(Embedding(10, 4, sparse=True), mesh)
         >>> table
-        ShardedEmbedding(10, 4, sparse=True, rows 0 to 10)
+        ShardedEmbedding(10, 4, sparse=True, rows 0 to 10 of 10)
         >>> table(torch.tensor([3, 9])).shape
         torch.Size([2, 4])
         >>> len(sharded_parameters(table)), traffic(table).rows
@@ -87,13 +89,15 @@ def shard_rows(
     is_bag = isinstance(table, EmbeddingBag)
     if is_bag and scattered_axis is not None:
         raise WrongValue(f"output_layouts must be None for bags, got {output_layouts}")
-    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0)
-    table.__class__ = ShardedEmbeddingBag if is_bag else ShardedEmbedding
     if scattered_axis is not None:
         table.scattered_axis = scattered_axis
-    table.distribute(shard, has_replicated_ids=replicated)
-    if head is not None:
-        tie_head(head, table)
+    _distribute(
+        table,
+        ShardedEmbeddingBag if is_bag else ShardedEmbedding,
+        TableShard(mesh, (table.num_embeddings, table.embedding_dim), 0),
+        input_layouts=input_layouts,
+        head=head,
+    )
     return module
 
 
@@ -110,8 +114,7 @@ def shard_columns(
     whose state has one number for each row need whole rows and refuse such a table.
 
     Args:
-        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
-            ``max_norm`` and ``scale_grad_by_freq``.
+        module: As in :func:`shard_rows`, without ``max_norm`` and ``scale_grad_by_freq``.
         mesh: As in :func:`shard_rows`.
         input_layouts: As in :func:`shard_rows`.
         head: As in :func:`shard_rows`.
@@ -125,27 +128,76 @@ def shard_columns(
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> shard_columns(Embedding(10, 4, sparse=True), mesh)
-        ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4)
+        ShardedColumnsEmbedding(10, 4, sparse=True, columns 0 to 4 of 4)
         >>> dist.destroy_process_group()
     """
-    replicated = _has_replicated_ids(input_layouts)
     table = _checked_table(module, mesh, head, "shard_columns")
+    _check_without_whole_rows(table)
+    is_bag = isinstance(table, EmbeddingBag)
+    _distribute(
+        table,
+        ShardedColumnsEmbeddingBag if is_bag else ShardedColumnsEmbedding,
+        TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1),
+        input_layouts=input_layouts,
+        head=head,
+    )
+    return module
+
+
+def shard_rows_and_columns(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    input_layouts: Placement | None = None,
+    head: nn.Linear | None = None,
+) -> M:
+    """Shard a layer's table over both axes of a mesh, in place, and return the layer.
+
+    For tables that are long and wide: rows are sharded over the first axis, columns over
+    the second. Otherwise as :func:`shard_columns`.
+
+    Args:
+        module: :class:`~firstlayer.torch.Embedding`, or a layer with one, without
+            ``max_norm`` and ``scale_grad_by_freq``.
+        mesh: Mesh with two axes.
+        input_layouts: ``Shard(0)``, the default: ids differ by rank. ``Replicate()``: all
+            ranks of the mesh have the same ids.
+        head: As in :func:`shard_rows`.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from firstlayer.torch import Embedding
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1))
+        >>> shard_rows_and_columns(Embedding(10, 4, sparse=True), mesh)
+        ShardedGridEmbedding(10, 4, sparse=True, rows 0 to 10 of 10 and columns 0 to 4 of 4)
+        >>> dist.destroy_process_group()
+    """
+    name = "shard_rows_and_columns"
+    table = _checked_table(module, mesh, head, name)
     if isinstance(table, EmbeddingBag):
-        raise WrongType("shard_columns needs an Embedding, got EmbeddingBag")
-    if table.max_norm is not None or table.scale_grad_by_freq:
-        raise WrongValue(
-            "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
-        )
-    shard = TableShard(mesh, (table.num_embeddings, table.embedding_dim), 1)
-    table.__class__ = ShardedColumnsEmbedding
-    table.distribute(shard, has_replicated_ids=replicated)
-    if head is not None:
-        tie_head(head, table)
+        raise WrongType(f"{name} needs an Embedding, got EmbeddingBag")
+    if mesh.ndim != 2:
+        raise WrongValue(f"mesh must have 2 axes, got {mesh.ndim}")
+    _check_without_whole_rows(table)
+    _distribute(
+        table,
+        ShardedGridEmbedding,
+        GridShard(mesh, (table.num_embeddings, table.embedding_dim), 0),
+        input_layouts=input_layouts,
+        head=head,
+    )
     return module
 
 
 class ShardedRows(ParallelStyle):
     """Shards rows in a plan of ``parallelize_module``; see :func:`shard_rows`.
+
+    A ``torch.nn.Linear`` with the weight of a table is named after the table in the plan,
+    with this style too: it stays tied, as the ``head`` of :func:`shard_rows`.
 
     Args:
         input_layouts: As in :func:`shard_rows`.
@@ -163,7 +215,7 @@ class ShardedRows(ParallelStyle):
         >>> model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 2))
         >>> plan = {"0": ShardedRows(input_layouts=Replicate())}
         >>> parallelize_module(model, mesh, plan)[0]
-        ShardedEmbedding(10, 4, rows 0 to 10)
+        ShardedEmbedding(10, 4, rows 0 to 10 of 10)
         >>> dist.destroy_process_group()
     """
 
@@ -176,6 +228,14 @@ class ShardedRows(ParallelStyle):
         self.input_layouts, self.output_layouts = input_layouts, output_layouts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is nn.Linear:
+            table = table_of(module)
+            if table is None:
+                raise WrongValue(
+                    "ShardedRows needs a torch.nn.Linear with the weight of a sharded table"
+                )
+            tie_head(module, table)
+            return module
         return shard_rows(
             module,
             device_mesh,
@@ -206,10 +266,33 @@ def traffic(module: nn.Module) -> Traffic:
     total = Traffic()
     for each in module.modules():
         if isinstance(each, ShardedTableModule):
-            total = total + each.exchange.sent
-            if each.average.replicas is not None:
-                total = total + each.average.replicas.sent
+            for exchange in each.exchanges:
+                total = total + exchange.sent
     return total
+
+
+def _distribute(
+    table: Any,
+    layer_class: type[ShardedTableModule],
+    shard: TableShard,
+    *,
+    input_layouts: Placement | None,
+    head: nn.Linear | None,
+) -> None:
+    """Make a checked layer one of a sharded class, with this rank's part of its table."""
+    replicated = _has_replicated_ids(input_layouts)
+    table.__class__ = layer_class
+    table.distribute(shard, has_replicated_ids=replicated)
+    if head is not None:
+        tie_head(head, table)
+
+
+def _check_without_whole_rows(table: Any) -> None:
+    """Raise if a layer has options that need whole rows."""
+    if table.max_norm is not None or table.scale_grad_by_freq:
+        raise WrongValue(
+            "max_norm and scale_grad_by_freq need whole rows, but columns are sharded"
+        )
 
 
 def _has_replicated_ids(layout: Placement | None) -> bool:
@@ -225,7 +308,9 @@ def _checked_table(
 ) -> Any:
     """Return the table of a layer, or raise if it cannot be sharded."""
     table: Any = module.token if isinstance(module, EmbeddingLayer) else module
-    table = getattr(table, "table", table)
+    # A growing layer writes to its table by row, and each process has ids of its own.
+    if not isinstance(table, GrowingEmbedding):
+        table = getattr(table, "table", table)
     if type(table) not in (Embedding, EmbeddingBag):
         is_torch = type(table).__module__.startswith("torch.nn.")
         kind = f"{'torch.nn.' if is_torch else ''}{type(table).__name__}"

@@ -21,7 +21,6 @@ from .._tensors.dtypes import upcast
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import ShardLayout
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
-from ..token import Embedding
 from .collectives import (
     gather_batches,
     gather_columns,
@@ -30,9 +29,9 @@ from .collectives import (
     sum_gradient_over_ranks,
     sum_over_ranks,
 )
-from .exchange import ARGUMENT_ERRORS, Route
+from .exchange import Route
 from .gradient import with_averaged_gradient
-from .module import ShardedTableModule
+from .module import ShardedTableModule, ShardedTokens
 
 
 class UniqueRows(NamedTuple):
@@ -86,14 +85,9 @@ class ShardedRowsModule(ShardedTableModule):
         if self.has_replicated_ids:
             unique, index = self.replicated_ids(ids).unique(return_inverse=True)
             return UniqueRows(self._sum_own_rows(unique), index)
-        unique, index, device = None, None, self.weight.device
-        try:
-            if error is None:
-                unique, index = self._checked_ids(ids).unique(return_inverse=True)
-        except ARGUMENT_ERRORS as caught:
-            error = caught
-        if unique is None or index is None:
-            unique = index = torch.zeros(0, dtype=torch.int64, device=device)
+        flat, own_error = self.ids_or_error(ids)
+        error = own_error if error is None else error
+        unique, index = flat.unique(return_inverse=True)
         layout = self.shard.layout
         sent = torch.bincount(unique // layout.chunk, minlength=layout.ranks).tolist()
         received = self.exchange_counts([[n] for n in sent], error)
@@ -144,29 +138,18 @@ class ShardedRowsModule(ShardedTableModule):
         return rows.new_zeros(len(ids), rows.shape[1]).index_copy(0, places, rows)
 
 
-class ShardedEmbedding(ShardedRowsModule, Embedding):
+class ShardedEmbedding(ShardedRowsModule, ShardedTokens):
     """Looks up rows by id; each rank has some of the rows.
 
     Made by :func:`firstlayer.torch.sharding.shard_rows`.
     """
 
-    @torch.compiler.disable
-    def forward(
-        self, input: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*output embedding_dim"]:
-        """Return the rows of the ids, or this rank's part. All ranks must call it.
-
-        Args:
-            input: Ids of any shape and any integer dtype.
-        """
-        ids = self._to_host(input)
+    def _rows_of(self, ids: Tensor) -> Tensor:
         if self.scattered_axis is not None:
-            rows = self._scattered(ids, self.scattered_axis)
-        else:
-            unique, index = self.unique_rows(ids)
-            index = index.view(ids.shape)
-            rows = lookup(index, unique, scale_grad_by_freq=self.scale_grad_by_freq)
-        return self._to_output_device(rows.to(self.weight.dtype))
+            return self._scattered(ids, self.scattered_axis)
+        unique, index = self.unique_rows(ids)
+        index = index.view(ids.shape)
+        return lookup(index, unique, scale_grad_by_freq=self.scale_grad_by_freq)
 
     def _scattered(self, ids: Tensor, axis: int) -> Tensor:
         """Return this rank's part of the output, divided along an axis."""

@@ -1,15 +1,19 @@
-"""Skip-gram learns what its definition says, to the bit the same for any thread count."""
+"""Skip-gram and CBOW equal their definition, with the same bits for any thread count."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from firstlayer import kernels
-from firstlayer.kernels.skipgram import MAX_SUM, PART
+from firstlayer.kernels.word2vec.step import MAX_SUM
+from firstlayer.kernels.word2vec.word_rows import WordRows
+from firstlayer.kernels.word2vec.workspace import PART
+from firstlayer.vector_files.table import Subwords, bracketed
 from firstlayer.word_vectors.corpus import learn_tokenizer, tokenized
-from firstlayer.word_vectors.skipgram import SkipGram, SkipGramOptions, kept_share
+from firstlayer.word_vectors.word2vec import Word2Vec, Word2VecOptions, kept_share
 
 rng = np.random.default_rng(0)
 
@@ -25,16 +29,20 @@ def threads(request):
 def step(stream, documents, tables=None, *, places=None, window=3, negatives=4, **options):
     """Train copies of tables; return them, the drawn words by position, and the loss."""
     words = stream.max() + 1
-    tables = np.zeros((2, words, 2), np.float32) if tables is None else tables.copy()
+    if tables is None:
+        tables = np.zeros((2, words, 2), np.float32)
+    elif isinstance(tables, np.ndarray):
+        tables = tables.copy()
     places = range(stream.size) if places is None else places
-    work = kernels.skipgram_workspace(
+    work = kernels.word2vec_workspace(
         len(places),
         num_embeddings=words,
-        embedding_dim=tables.shape[2],
+        embedding_dim=tables[0].shape[1],
         window=window,
         negatives=negatives,
+        buckets=options.pop("buckets", 0),
     )
-    loss = kernels.skipgram_step(
+    loss = kernels.word2vec_step(
         tables[0],
         tables[1],
         stream.astype(np.int32),
@@ -50,7 +58,7 @@ def step(stream, documents, tables=None, *, places=None, window=3, negatives=4, 
         near = work.near[part, i, : work.sizes[part, i]]
         drawn.append((
             work.inputs.ids[part, near],
-            work.outputs.ids[part, work.far[part, i]],
+            work.outputs.ids[part, work.far[part, i, : negatives + 1]],
         ))
     return tables, drawn, loss
 
@@ -94,48 +102,120 @@ def test_draws_depend_only_on_position_and_key(threads):
     assert np.mean(same) < 0.01
 
 
-def position_loss(tables, near, targets):
+def position_loss(tables, near, targets, *, cbow=False):
     """Return the loss of one position; negatives equal to the center word are skipped."""
-    dots = tables[0][near] @ tables[1][targets].T
+    inputs = tables[0][near].mean(0, keepdim=True) if cbow else tables[0][near]
+    dots = inputs @ tables[1][targets].T
     kept = torch.from_numpy(np.append(True, targets[1:] != targets[0]))
     signs = torch.where(torch.arange(len(targets)) == 0, 1.0, -1.0).double()
     return -(torch.nn.functional.logsigmoid(dots * signs) * kept).sum()
 
 
-def reference(tables, drawn, lr):
+def part_changes(start, drawn, lr, *, cbow):
+    """Yield how gradient descent on each part changes tables, and the words it changes."""
+    for first in range(0, len(drawn), PART):
+        own, touched = [table.clone().requires_grad_() for table in start], (set(), set())
+        for near, targets in drawn[first : first + PART]:
+            touched[0].update(near.tolist())
+            touched[1].update(targets.tolist())
+            loss = position_loss(own, near, targets, cbow=cbow)
+            with torch.no_grad():
+                for table, gradient in zip(
+                    own, torch.autograd.grad(loss, own), strict=True
+                ):
+                    table -= lr * gradient
+        yield [(new - old).detach() for new, old in zip(own, start, strict=True)], touched
+
+
+def reference(tables, drawn, lr, *, cbow=False):
     """Return tables after gradient descent in each part, and the changes put together."""
     start = [torch.tensor(table, dtype=torch.float64) for table in tables]
-    changes, touched = [torch.zeros_like(t) for t in start], [{}, {}]
-    for first in range(0, len(drawn), PART):
-        own = [table.clone().requires_grad_() for table in start]
-        for near, targets in drawn[first : first + PART]:
-            for side, words in enumerate((near, targets)):
-                for word in set(words.tolist()):
-                    touched[side].setdefault(word, set()).add(first)
-            gradients = torch.autograd.grad(position_loss(own, near, targets), own)
-            with torch.no_grad():
-                for table, gradient in zip(own, gradients, strict=True):
-                    table -= lr * gradient
-        for change, new, old in zip(changes, own, start, strict=True):
-            change += new.detach() - old
-    for change, parts in zip(changes, touched, strict=True):
-        for word, found in parts.items():
-            change[word] *= min(1, float(MAX_SUM) / len(found))
-    return [(old + change).numpy() for old, change in zip(start, changes, strict=True)]
+    totals = [torch.zeros_like(table) for table in start]
+    counts = [torch.zeros(len(table), 1) for table in start]
+    for changes, touched in part_changes(start, drawn, lr, cbow=cbow):
+        for side in (0, 1):
+            totals[side] += changes[side]
+            counts[side][list(touched[side])] += 1
+    scales = [(float(MAX_SUM) / count.clamp(1)).clamp(max=1) for count in counts]
+    return [(t + s * c).numpy() for t, s, c in zip(start, scales, totals, strict=True)]
 
 
-@pytest.mark.parametrize(("width", "negatives"), [(20, 4), (16, 5)])
-def test_step_is_gradient_descent_in_each_part(threads, width, negatives):
+@pytest.mark.parametrize(
+    ("width", "negatives", "cbow"), [(20, 4, False), (16, 5, True), (33, 7, False)]
+)
+def test_step_is_gradient_descent_in_each_part(threads, width, negatives, cbow):
     # Some words occur in all six parts, others in one.
     stream = np.minimum(rng.geometric(0.02, 6 * PART - 5), 399)
     documents = np.arange(stream.size) // 50
     tables = rng.standard_normal((2, stream.max() + 1, width)).astype(np.float32) / 2
-    options = {"negatives": negatives, "window": 2, "lr": 0.1}
+    options = {"negatives": negatives, "window": 2, "lr": 0.1, "cbow": cbow}
     got, drawn, (loss, count) = step(stream, documents, tables, **options)
-    for new, want in zip(got, reference(tables, drawn, 0.1), strict=True):
+    for new, want in zip(got, reference(tables, drawn, 0.1, cbow=cbow), strict=True):
         np.testing.assert_allclose(new, want, atol=2e-4)
     assert np.abs(got - tables).max() > 0.1
     assert 0.5 < loss / count < 10
+
+
+@pytest.mark.parametrize("cbow", [False, True])
+def test_update_is_the_gradient_by_finite_differences(cbow):
+    stream = np.array([1, 2, 3, 4, 2, 5])
+    tables = rng.standard_normal((2, 6, 3)).astype(np.float32)
+    options = {"places": range(3, 4), "window": 2, "negatives": 7, "cbow": cbow}
+    got, drawn, _ = step(stream, np.zeros(6), tables, lr=1e-2, **options)
+    at = torch.tensor(tables, dtype=torch.float64)
+    gradient, (near, targets) = torch.zeros_like(at), drawn[0]
+    for index in np.ndindex(*at.shape):
+        for sign in (1, -1):
+            at[index] += sign * 1e-5
+            gradient[index] += sign * position_loss(at, near, targets, cbow=cbow) / 2e-5
+            at[index] -= sign * 1e-5
+    np.testing.assert_allclose((tables - got) / 1e-2, gradient, atol=1e-4)
+    assert gradient[0][near].abs().min() > 1e-3
+
+
+def test_rows_of_ngrams_get_the_changes_of_their_words(threads):
+    stream = np.minimum(rng.geometric(0.02, 4 * PART), 99)
+    words, buckets, width = stream.max() + 1, 30, 12
+    rows = [np.append(i, words + rng.integers(0, buckets, i % 5)) for i in range(words)]
+    bounds = np.append(0, np.cumsum([row.size for row in rows]))
+    table = rng.standard_normal((words + buckets, width)).astype(np.float32) / 2
+    other = rng.standard_normal((words, width)).astype(np.float32) / 2
+    means = np.stack([table[row].mean(axis=0) for row in rows])
+    options = {"negatives": 4, "window": 2, "lr": 0.1}
+    got, drawn, _ = step(
+        stream,
+        np.zeros_like(stream),
+        [table.copy(), other.copy()],
+        word_rows=WordRows(bounds, np.concatenate(rows).astype(np.int32)),
+        buckets=buckets,
+        **options,
+    )
+    start = [torch.tensor(array, dtype=torch.float64) for array in (means, other)]
+    total, count = np.zeros_like(table), np.zeros(len(table))
+    for (change, _), (touched, _) in part_changes(start, drawn, 0.1, cbow=False):
+        for word in touched:
+            np.add.at(total, rows[word], change[word].numpy())
+            np.add.at(count, rows[word], 1)
+    want = table + total * np.minimum(1, MAX_SUM / np.maximum(count, 1))[:, None]
+    np.testing.assert_allclose(got[0], want, atol=3e-4)
+    np.testing.assert_allclose(got[1], reference([means, other], drawn, 0.1)[1], atol=2e-4)
+    assert np.abs(got[0][words:] - table[words:]).max() > 0.1
+
+
+def test_rows_of_words_are_those_of_fasttext():
+    words = ["word", "", "été", "漢字", "a"]
+    text, bounds = bracketed([word.encode() for word in words])
+    options = {"buckets": 1000, "lengths": (2, 4)}
+    found = kernels.subword_rows(text, bounds, **options)
+    table = rng.standard_normal((5 + 1000, 3)).astype(np.float32)
+    means, counts = Subwords(table, **options).means(
+        [word.encode() for word in words], np.arange(5)
+    )
+    assert np.diff(found.bounds).tolist() == counts.tolist() == [13, 1, 10, 7, 4]
+    for i in range(5):
+        rows = found.rows[found.bounds[i] : found.bounds[i + 1]]
+        assert rows[0] == i and (rows[1:] >= 5).all()
+        np.testing.assert_allclose(table[rows].mean(axis=0), means[i], atol=1e-6)
 
 
 def test_loss_is_the_mean_of_every_sixteenth_position():
@@ -173,11 +253,12 @@ def corpus_of(text):
     return tokenized(documents, learn_tokenizer(documents))
 
 
-def test_words_used_alike_become_neighbors():
+@pytest.mark.parametrize("method", ["skipgram", "cbow"])
+def test_words_used_alike_become_neighbors(method):
     text, kinds = grammar()
     corpus = corpus_of(text)
-    setting = SkipGramOptions(embedding_dim=16, epochs=3, window=1, batch=512, sample=1)
-    model = SkipGram(corpus, setting)
+    setting = Word2VecOptions(method, embedding_dim=16, epochs=3, window=1, sample=1)
+    model = Word2Vec(corpus, setting)
     reports = []
     assert model.run(report=reports.append, every=0)
     assert reports[-1].done == 1 and reports[-1].loss < reports[0].loss - 1
@@ -192,46 +273,66 @@ def test_words_used_alike_become_neighbors():
 
 
 def test_row_of_unknown_words_stays_zero():
-    model = SkipGram(corpus_of(grammar(500)[0]), SkipGramOptions(embedding_dim=8, epochs=1))
+    model = Word2Vec(corpus_of(grammar(500)[0]), Word2VecOptions(embedding_dim=8, epochs=1))
     model.run()
     assert model.corpus.unknown == 0 and not model.result()[0].any()
     assert np.abs(model.result()[1:]).min(axis=1).all()
 
 
-SMALL = SkipGramOptions(
+SMALL = Word2VecOptions(
     embedding_dim=12, epochs=2, batch=300, window=3, negatives=7, sample=0.05
 )
+VARIANTS = {
+    "skipgram": {},
+    "cbow": {"method": "cbow", "lr": 0.2, "earlier_epochs": 3},
+    "subwords": {"buckets": 50, "min_n": 2, "max_n": 4},
+    "cbow of subwords": {"method": "cbow", "buckets": 40, "min_n": 1},
+}
 
 
-def learned(corpus, *, seed=0, stops=()):
-    """Return the table after a run that is interrupted after so many batches."""
-    setting = SkipGramOptions(**{**vars(SMALL), "seed": seed})
-    model = SkipGram(corpus, setting)
+def learned(corpus, *, stops=(), **changes):
+    """Return the tables after a run that is interrupted after so many batches."""
+    setting = replace(SMALL, **changes)
+    model = Word2Vec(corpus, setting)
     for batches in stops:
         left = iter(range(batches))
         assert not model.run(stop=lambda left=left: next(left, None) is None)
         state = {name: array.copy() for name, array in model.state_dict().items()}
-        model = SkipGram(corpus, setting)
+        model = Word2Vec(corpus, setting)
         model.load_state_dict(state)
     assert model.run()
-    return model.result()
+    return np.concatenate([model.result(), model.table, model.others]).tobytes()
 
 
-def test_result_is_independent_of_threads(threads):
-    corpus = corpus_of(grammar(1000)[0])
-    kernels.set_num_threads(1)
-    want = learned(corpus)
-    kernels.set_num_threads(threads)
-    assert learned(corpus).tobytes() == want.tobytes()
-    assert learned(corpus, seed=1).tobytes() != want.tobytes()
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_result_is_independent_of_threads(changes):
+    corpus, before = corpus_of(grammar(600)[0]), kernels.get_num_threads()
+    results = []
+    for threads in (1, 2, 5):
+        kernels.set_num_threads(threads)
+        results.append(learned(corpus, **changes))
+    kernels.set_num_threads(before)
+    assert results[0] == results[1] == results[2] != learned(corpus, **changes, seed=1)
 
 
-def test_resumed_run_gives_the_same_bits():
-    corpus = corpus_of(grammar(1000)[0])
-    want = learned(corpus)
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_resumed_run_gives_the_same_bits(changes):
+    corpus = corpus_of(grammar(600)[0])
+    want = learned(corpus, **changes)
     # In the middle of an epoch, at its end, in the next one; and before anything.
-    assert learned(corpus, stops=[3, 1]).tobytes() == want.tobytes()
-    assert learned(corpus, stops=[0, 14]).tobytes() == want.tobytes()
+    assert learned(corpus, stops=[3, 1], **changes) == want
+    assert learned(corpus, stops=[0, 8], **changes) == want
+
+
+def test_each_option_of_a_variant_changes_the_tables():
+    corpus = corpus_of(grammar(200)[0])
+    base = {"buckets": 50, "min_n": 2, "max_n": 4}
+    results = [learned(corpus, **base)] + [
+        learned(corpus, **{**base, **change})
+        for change in ({"method": "cbow"}, {"earlier_epochs": 1}, {"min_n": 3})
+    ]
+    results += [learned(corpus, **{**base, "max_n": 5}), learned(corpus)]
+    assert len(set(results)) == 6
 
 
 def test_subsampling_equals_the_word2vec_formula():
@@ -246,34 +347,42 @@ def test_subsampling_equals_the_word2vec_formula():
 @pytest.mark.rejects
 def test_bad_options_are_rejected():
     with pytest.raises(ValueError, match="window must be at most 16, got 17"):
-        SkipGramOptions(window=17)
+        Word2VecOptions(window=17)
     with pytest.raises(ValueError, match="negatives must be at most 1000, got 1001"):
-        SkipGramOptions(negatives=1001)
+        Word2VecOptions(negatives=1001)
     with pytest.raises(ValueError, match="embedding_dim must be positive, got 0"):
-        SkipGramOptions(embedding_dim=0)
+        Word2VecOptions(embedding_dim=0)
     for lr in (float("nan"), 0.0, 1e300):
         want = re.escape(f"lr must be positive and a float32, got {lr}")
         with pytest.raises(ValueError, match=want):
-            SkipGramOptions(lr=lr)
+            Word2VecOptions(lr=lr)
     with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-        SkipGramOptions(seed=-1)
+        Word2VecOptions(seed=-1)
+    with pytest.raises(ValueError, match="method must be 'skipgram' or 'cbow', got 'bag'"):
+        Word2VecOptions("bag")
+    with pytest.raises(ValueError, match="max_n must be at least min_n, which is 3, got 2"):
+        Word2VecOptions(max_n=2)
+    with pytest.raises(ValueError, match="max_n must be at most 64, got 65"):
+        Word2VecOptions(max_n=65)
+    with pytest.raises(ValueError, match="buckets must be at least 0, got -1"):
+        Word2VecOptions(buckets=-1)
 
 
 @pytest.mark.rejects
 def test_text_with_one_word_is_rejected():
     match = "at least 2 different tokens in its vocabulary, got 1: give more text"
     with pytest.raises(ValueError, match=match):
-        SkipGram(corpus_of("word " * 100), SkipGramOptions())
+        Word2Vec(corpus_of("word " * 100), Word2VecOptions())
 
 
 def test_reported_loss_is_independent_of_reports_and_interruptions():
     corpus, losses = corpus_of(grammar(1000)[0]), []
     for every, batches in ((0, None), (1e9, None), (0, 5)):
-        model, reports = SkipGram(corpus, SMALL), []
+        model, reports = Word2Vec(corpus, SMALL), []
         if batches is not None:
             left = iter(range(batches))
             model.run(stop=lambda left=left: next(left, None) is None)
-            state, model = model.state_dict(), SkipGram(corpus, SMALL)
+            state, model = model.state_dict(), Word2Vec(corpus, SMALL)
             model.load_state_dict(state)
         model.run(report=reports.append, every=every)
         losses.append(reports[-1].loss)
@@ -282,7 +391,7 @@ def test_reported_loss_is_independent_of_reports_and_interruptions():
 
 @pytest.mark.rejects
 def test_replaced_table_is_rejected():
-    model = SkipGram(corpus_of("a few words " * 100), SMALL)
+    model = Word2Vec(corpus_of("a few words " * 100), SMALL)
     model.others = model.others[:2]
     want = re.escape("the tables must have shape (4, 12), got (2, 12)")
     with pytest.raises(ValueError, match=want):
@@ -291,7 +400,7 @@ def test_replaced_table_is_rejected():
 
 @pytest.mark.rejects
 def test_foreign_state_is_rejected():
-    model = SkipGram(corpus_of("a few words " * 100), SMALL)
+    model = Word2Vec(corpus_of("a few words " * 100), SMALL)
     with pytest.raises(ValueError, match="state must have others, got"):
         model.load_state_dict({"table": model.table, "loss": np.zeros(2)})
     state = {**model.state_dict(), "others": np.zeros((2, 12))}

@@ -1,32 +1,36 @@
 """Gradients of the gates of n-gram memory on NumPy."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..ngram import gates
 from ..ngram.gates import EngramWeights, ShortConvWeights
-from ..ngram.layers import ShortConvOptions
+from ..ngram.layers import EngramOptions, ShortConvOptions
 from ._bias import sum_to
 
 
-def engram_pullback(
-    weights: EngramWeights,
-    hidden: np.ndarray,
-    memory: np.ndarray,
-    mask: np.ndarray | None,
-    d: np.ndarray,
-    *,
-    eps: float,
-) -> dict[str, np.ndarray]:
-    """Return the gradients of inputs and parameters, given that of the output.
+class GateCall(NamedTuple):
+    """Arguments of a gate in the compute dtype, and the gradient of its output.
 
     Args:
-        weights: Parameters.
         hidden: Hidden states, with an axis of streams.
         memory: N-gram vectors.
         mask: True where the value is added, or None.
-        d: Gradient of the output, with an axis of streams.
-        eps: Term added to mean squares.
+        gradient: Gradient of the output, with an axis of streams.
     """
+
+    hidden: np.ndarray
+    memory: np.ndarray
+    mask: np.ndarray | None
+    gradient: np.ndarray
+
+
+def engram_pullback(
+    weights: EngramWeights, call: GateCall, *, options: EngramOptions
+) -> dict[str, np.ndarray]:
+    """Return the gradients of the inputs and parameters of ``EngramGate``."""
+    (hidden, memory, mask, d), eps = call, options.eps
     streams, dim = weights.query_weight.shape
     lead = memory.shape[:-1]
     projected = memory @ weights.projection.T
@@ -54,24 +58,10 @@ def engram_pullback(
 
 
 def short_conv_pullback(
-    weights: ShortConvWeights,
-    hidden: np.ndarray,
-    memory: np.ndarray,
-    mask: np.ndarray | None,
-    d: np.ndarray,
-    *,
-    options: ShortConvOptions,
+    weights: ShortConvWeights, call: GateCall, *, options: ShortConvOptions
 ) -> dict[str, np.ndarray]:
-    """Return the gradients of inputs and parameters of a gate that starts a sequence.
-
-    Args:
-        weights: Parameters.
-        hidden: Hidden states, with an axis of streams.
-        memory: N-gram vectors.
-        mask: True where the value is added, or None.
-        d: Gradient of the output, with an axis of streams.
-        options: Options of the gate.
-    """
+    """Return the gradients of a ``ShortConvGate`` at the start of a sequence."""
+    hidden, memory, mask, d = call
     dim, kernel, dilation = options.embedding_dim, options.kernel_size, options.dilation
     eps, conv_eps = options.eps, options.conv_eps
     raw_key = np.einsum("...m,gdm->...gd", memory, weights.key_projection)

@@ -1,0 +1,125 @@
+"""Memory of a training step of word vectors."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+#: Positions per part. Parts are independent of each other within a step.
+PART = 64
+# Copied rows are padded with zeros to a multiple of this many numbers, one short Lanes.
+LANE = 16
+# Targets of a position whose sums are in registers at a time.
+TILE = 6
+#: Classes of rows, by their last bits. One thread writes the rows of a class.
+CLASSES = 16
+
+
+class Copies(NamedTuple):
+    """Rows of a table that parts copy and train.
+
+    Args:
+        rows: Copied rows of each part, ``(parts, slots, width)``.
+        ids: Word of each copied row.
+        counts: Number of copied rows of each part.
+        keys: Hash table of each part from words to slots, -1 if an entry is empty.
+        order: Slots of each part, by the class of their word.
+        starts: First place of each class in ``order``, after one unused number, and the
+            number of slots.
+        repeats: Number of copies that changed each row of the table; zeros between steps.
+    """
+
+    rows: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray
+    keys: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+    repeats: np.ndarray
+
+
+class Workspace(NamedTuple):
+    """Memory of a step.
+
+    Args:
+        inputs: Copies of the trained table. After the last slot come two rows for the mean
+            of a window, before and after its update.
+        outputs: Copies of the table of center words and negatives.
+        before: Rows of ``inputs`` as they were copied, if words have several rows.
+        mean: The slot of the mean.
+        span: Slots of the words from the first window of each part to the last, -1 for a
+            word that no window has.
+        near: Slots of the context words of each position.
+        far: Slots of the center word and the negatives of each position, then the center
+            word again up to a multiple of ``TILE``.
+        sizes: Number of context words of each position.
+        slopes: Dot products of a position, then their gradients, for each part.
+        sums: Changes of one lane of the targets of a position, for each part.
+        losses: Sum of the losses of each part, and their number.
+        negatives: Negatives of a position.
+    """
+
+    inputs: Copies
+    outputs: Copies
+    before: np.ndarray
+    mean: np.ndarray
+    span: np.ndarray
+    near: np.ndarray
+    far: np.ndarray
+    sizes: np.ndarray
+    slopes: np.ndarray
+    sums: np.ndarray
+    losses: np.ndarray
+    negatives: int
+
+
+def word2vec_workspace(
+    batch: int,
+    *,
+    num_embeddings: int,
+    embedding_dim: int,
+    window: int,
+    negatives: int,
+    buckets: int = 0,
+) -> Workspace:
+    """Return the memory of steps of at most ``batch`` positions.
+
+    Args:
+        batch: Largest number of positions.
+        num_embeddings: Number of words.
+        embedding_dim: Width of a row.
+        window: Largest distance of a context word.
+        negatives: Negatives of a position.
+        buckets: Number of rows of n-grams.
+    """
+    parts, width = -(-batch // PART), -(-embedding_dim // LANE) * LANE
+    widest, targets = 2 * window, -(-(negatives + 1) // TILE) * TILE
+    slots, kept = PART + widest, PART + widest if buckets else 0
+    return Workspace(
+        inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=2),
+        outputs=_copies(parts, PART * (negatives + 1), width, num_embeddings),
+        before=np.zeros((parts, kept, width), np.float32),
+        mean=np.array([slots], np.int32),
+        span=np.zeros((parts, slots), np.int32),
+        near=np.zeros((parts, PART, widest), np.int32),
+        far=np.zeros((parts, PART, targets), np.int32),
+        sizes=np.zeros((parts, PART), np.int32),
+        slopes=np.zeros((parts, widest * targets + LANE), np.float32),
+        sums=np.zeros((parts, targets * LANE), np.float32),
+        losses=np.zeros((parts, 2)),
+        negatives=negatives,
+    )
+
+
+def _copies(
+    parts: int, slots: int, width: int, num_embeddings: int, *, extra: int = 0
+) -> Copies:
+    return Copies(
+        rows=np.zeros((parts, slots + extra, width), np.float32),
+        ids=np.zeros((parts, slots), np.int32),
+        counts=np.zeros(parts, np.int64),
+        # At most half full.
+        keys=np.full((parts, 2 << (slots - 1).bit_length()), -1, np.int32),
+        order=np.zeros((parts, slots), np.int32),
+        starts=np.zeros((parts, CLASSES + 2), np.int32),
+        repeats=np.zeros(num_embeddings, np.int32),
+    )
