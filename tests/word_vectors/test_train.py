@@ -165,6 +165,7 @@ def test_vector_of_a_word_is_the_mean_of_its_rows_in_the_files(folder):
     train(["a.txt"], "v", recipe=recipe)
     vectors, state = open_vectors("v"), load_file(folder / "v" / "training.safetensors")
     words = len(vectors)
+    assert vectors.subwords is not None
     np.testing.assert_array_equal(vectors.subwords.table, state["table"][words:])
     # Fourteen n-grams: those of two and three characters of <walked>.
     of_word = vectors.subwords.means([b"walked"], np.array([-1]))[0][0]

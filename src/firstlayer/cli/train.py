@@ -94,7 +94,7 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 @value_option(
     "--method",
     "skipgram",
-    "Each context word predicts the center word, or (CBOW, faster) their mean does.",
+    "Each context word predicts the center word, or (CBOW) their mean does.",
     type=click.Choice(["skipgram", "cbow"]),
 )
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)

@@ -51,7 +51,7 @@ class Word2VecOptions:
 
     Args:
         method: ``"skipgram"``: each context word predicts the center word. ``"cbow"``: the
-            mean of the context words predicts it, which is several times faster.
+            mean of the context words predicts it.
         embedding_dim: Width of each row.
         window: Largest distance of a context word, from 1 to 16.
         negatives: Negatives per center word, shared by its context words, at most 1000.
