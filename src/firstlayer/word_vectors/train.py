@@ -305,7 +305,7 @@ def _resumed_run(
 ) -> _Run:
     """Return a run that goes on with the state in a folder."""
     name = os.fspath(folder)
-    saved = folders.read_one_save(folder, lambda opener: _saved(folder, opener))
+    saved = folders.read_one_save(folder, lambda opener: _saved(folder, opener, more))
     recipe, state = saved.recipe, saved.state
     is_finished = _completed_epochs(state, name) >= recipe.setting.epochs
     if more is None and is_finished:
@@ -341,7 +341,9 @@ class _Saved:
     state: dict[str, np.ndarray]
 
 
-def _saved(folder: str | os.PathLike[str], opener: Opener) -> _Saved:
+def _saved(
+    folder: str | os.PathLike[str], opener: Opener, more: MoreEpochs | None
+) -> _Saved:
     name = os.fspath(folder)
     try:
         state = folders.read_state(folder, opener=opener)
