@@ -113,6 +113,8 @@ def _lookup(
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
         ):
+            if not (weight.requires_grad and torch.is_grad_enabled()):
+                return _gathered(ids, weight)
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
         options = LookupOptions(
@@ -259,6 +261,13 @@ class _Lookup(torch.autograd.Function):
         return ctx.options.gradient(ids, grads[0]), None, None, None
 
 
+def _gathered(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of ids, without a gradient."""
+    if kernel_eligible(weight) and is_plain_cpu(ids):
+        return _gather(ids, weight)
+    return torch_embedding(ids, weight)
+
+
 def _gather(ids: Tensor, weight: Tensor) -> Tensor:
     if ids.numel() * weight.shape[1] < LARGE_OUTPUT or not weight.is_contiguous():
         return torch_embedding(ids, weight)
@@ -282,7 +291,7 @@ def _rows(
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     # torch.jit.trace checks that it records the same operators without gradients.
     if not (weight.requires_grad and (torch.is_grad_enabled() or is_recorded())):
-        return torch_embedding(ids, weight).to(dtype)
+        return _gathered(ids, weight).to(dtype)
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
