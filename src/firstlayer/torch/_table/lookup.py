@@ -114,7 +114,7 @@ def _lookup(
             and not (sparse or scale_grad_by_freq)
         ):
             if not (weight.requires_grad and torch.is_grad_enabled()):
-                return _gathered(ids, weight)
+                return _gathered(ids, weight, padding_idx)
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
         options = LookupOptions(
@@ -261,16 +261,17 @@ class _Lookup(torch.autograd.Function):
         return ctx.options.gradient(ids, grads[0]), None, None, None
 
 
-def _gathered(ids: Tensor, weight: Tensor) -> Tensor:
+def _gathered(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return the rows of ids, without a gradient."""
     if kernel_eligible(weight) and is_plain_cpu(ids):
-        return _gather(ids, weight)
-    return torch_embedding(ids, weight)
+        return _gather(ids, weight, padding_idx)
+    return torch_embedding(ids, weight, padding_idx)
 
 
-def _gather(ids: Tensor, weight: Tensor) -> Tensor:
+def _gather(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     if ids.numel() * weight.shape[1] < LARGE_OUTPUT or not weight.is_contiguous():
-        return torch_embedding(ids, weight)
+        return torch_embedding(ids, weight, padding_idx)
+    checked_padding_idx(padding_idx, weight.shape[0])
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
         rows = kernels.gather_rows(array_of_table(weight), flat)
