@@ -232,8 +232,8 @@ def test_large_lookups_without_a_gradient_equal_torchs(dtype):
     frozen = Embedding.from_pretrained(table.weight.detach())
     with torch.inference_mode():
         assert torch.equal(table(ids.T), want.transpose(0, 1))
-    for given in (ids, ids.int(), ids.to(torch.uint8)):
-        got = frozen(given)
+    for some in (ids, ids.int(), ids.to(torch.uint8)):
+        got = frozen(some)
         assert torch.equal(got, want) and not got.requires_grad
     ids[40, 2] = -1
     with pytest.raises(IndexError, match=re.escape("ids[40, 2] is -1")), torch.no_grad():

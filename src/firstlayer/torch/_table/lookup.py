@@ -263,7 +263,7 @@ class _Lookup(torch.autograd.Function):
 
 def _gathered(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return the rows of ids, without a gradient."""
-    if kernel_eligible(weight) and is_plain_cpu(ids):
+    if weight.dim() == 2 and kernel_eligible(weight) and is_plain_cpu(ids):
         return _gather(ids, weight, padding_idx)
     return torch_embedding(ids, weight, padding_idx)
 
