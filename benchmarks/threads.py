@@ -89,7 +89,7 @@ def _operations(table: np.ndarray) -> dict[str, Callable[[int], Any]]:
     lookup = Embedding(weight=table)
     layer = EmbeddingLayer(ROWS, WIDTH, max_positions=512, layer_norm=True, rng=0)
     dy = rng.standard_normal((*IDS, WIDTH), dtype=np.float32)
-    bag = EmbeddingBag(weight=table)
+    bag = EmbeddingBag(weight=table, mode="sum")
     bags = batches("uniform", ROWS, (512, 20))
     rotary = RotaryPositions(64)
     queries = rng.standard_normal((BATCHES, 4, 16, 512, 64), dtype=np.float32)

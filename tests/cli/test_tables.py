@@ -329,7 +329,7 @@ def test_encode_errors_leave_no_partial_output(tables, tmp_path):
         "encode", table, text, "-o", tmp_path / "out.csv", code=2
     )
     text.write_bytes(b"king\n" * 2000 + b"\xff\n")
-    assert "is not UTF-8 text: byte 10000 is 0xff" in error_message(
+    assert "is not UTF-8 text: byte 10000 (line 2001) is 0xff" in error_message(
         "encode", table, text, "-o", out
     )
     assert file_contents(tmp_path).keys() == {"a.txt"}
@@ -361,7 +361,9 @@ def test_empty_queries_and_rows_without_direction_are_refused(tables, tmp_path):
     assert "has a vector of zeros" in error_message(
         "neighbors", tmp_path / "nan.txt", "zero"
     )
-    assert near(tmp_path / "nan.txt", "b") == [("zero", 0.0)]
+    assert near(tmp_path / "nan.txt", "b") == []
+    done = call("neighbors", tmp_path / "nan.txt", "b")
+    assert done.stderr == "b has no neighbors: no other row has a direction\n"
 
 
 def test_notes_go_to_stderr_and_json():

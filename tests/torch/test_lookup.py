@@ -3,6 +3,7 @@
 # A gradient is None before the first backward.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
+import re
 from typing import Any
 
 import numpy as np
@@ -221,3 +222,19 @@ def test_import_without_torch_says_what_to_install():
         "ImportError: firstlayer.torch needs PyTorch: pip install firstlayer[torch]"
         in done.stderr
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_large_lookups_without_a_gradient_equal_torchs(dtype):
+    table = Embedding(50, 96, padding_idx=3, dtype=dtype)
+    ids = torch.arange(3000).remainder(50).reshape(50, 60)
+    want = torch.nn.functional.embedding(ids, table.weight.detach())
+    frozen = Embedding.from_pretrained(table.weight.detach())
+    with torch.inference_mode():
+        assert torch.equal(table(ids.T), want.transpose(0, 1))
+    for some in (ids, ids.int(), ids.to(torch.uint8)):
+        got = frozen(some)
+        assert torch.equal(got, want) and not got.requires_grad
+    ids[40, 2] = -1
+    with pytest.raises(IndexError, match=re.escape("ids[40, 2] is -1")), torch.no_grad():
+        table(ids)

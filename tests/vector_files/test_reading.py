@@ -1,6 +1,7 @@
 """Tables with words are read from every format, bit for bit."""
 
 import gzip
+import json
 import os
 import zipfile
 
@@ -47,6 +48,14 @@ def test_rows_are_read_without_words(files, tmp_path):
     for path in (tmp_path, tmp_path / "a.npy", tmp_path / "b.npz"):
         with pytest.raises(FileNotFoundError, match=r"has no words: neither .*vocab\.txt"):
             read_vectors(path)
+
+
+@pytest.mark.rejects
+def test_an_index_with_a_name_that_is_too_long_is_refused(tmp_path):
+    index = {"weight_map": {"wte.weight": "x" * 300 + "\n"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        read_vectors(tmp_path)
 
 
 def test_vocabulary_and_merges_of_byte_level_bpe_are_a_tokenizer(tmp_path):

@@ -46,6 +46,8 @@ def command(
     for one in found:
         for note in one.notes:
             say(note, quiet=quiet)
+        if not one.found:
+            say(f"{one.query} has no neighbors: no other row has a direction", quiet=quiet)
         rows = [(near.word, f"{near.cosine:.3f}") for near in one.found]
         lines += [one.query] if len(found) > 1 or " " in one.query else []
         lines += ["  " * (len(found) > 1) + line for line in columns(rows)]

@@ -369,7 +369,9 @@ def _is_file(path: Path, opener: Opener | None) -> bool:
         return os.path.isfile(path)
     try:
         os.close(opener(os.fspath(path), os.O_RDONLY))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise
         return False
     return True
 

@@ -25,19 +25,20 @@ from ..ngram.layers import (
     ShortConvOptions,
     check_shapes,
 )
-from ._tensors.dtypes import dtype_name, upcast_together
+from ._tensors.dtypes import as_torch_dtype, dtype_name, upcast_together
 from ._tensors.errors import WrongType, check_tensor, torch_errors
 
 
 class Gate(GateArguments, nn.Module):
     """Base class of the gates: parameters, config and the checks of a call."""
 
-    def _create_parameters(self, **options: Any) -> None:
+    def _create_parameters(self, *, device: Any, dtype: Any) -> None:
+        dtype = as_torch_dtype(dtype)
         for name in ("key_bias", "value_bias"):
             if name in type(self).__annotations__:
                 self.register_parameter(name, None)
         for name, (shape, init) in self.options.parameters().items():
-            parameter = Parameter(torch.empty(shape, **options))
+            parameter = Parameter(torch.empty(shape, device=device, dtype=dtype))
             setattr(self, name, parameter)
             if init == "linear":
                 nn.init.uniform_(parameter, -(bound := shape[-1] ** -0.5), bound)

@@ -23,7 +23,7 @@ from ..embeddings.growing import GrowingArguments, InitialRows
 from ..embeddings.id_map import Assigned, IdMap
 from ..files.layer_configs import ID_MAP, config_of
 from ._table.lookup import as_index
-from ._tensors.dtypes import dtype_name
+from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.errors import check_tensor, torch_errors
 from ._tensors.memory import NUMPY_DTYPES, array_of, tensor_of
 from ._tensors.row_parameter import is_row_tensor, without_catch_up
@@ -102,7 +102,7 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
                 width=embedding_dim, init=init, seed=seed, capacity=capacity
             )
         shape = capacity + 1, embedding_dim
-        zeros = torch.zeros(shape, device=device, dtype=dtype)
+        zeros = torch.zeros(shape, device=device, dtype=as_torch_dtype(dtype))
         self.table = Embedding(*shape, sparse=sparse, _weight=zeros)
         #: Rows that ids have lost and whose state in optimizers is not reset yet.
         self._lost: list[np.ndarray] = []

@@ -20,7 +20,7 @@ from ..embeddings.hashed import (
 )
 from ..files.layer_configs import config_of
 from ._table.lookup import as_index
-from ._tensors.dtypes import dtype_name
+from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.errors import check_ids, check_tensor, torch_errors
 from .bag import EmbeddingBag
 from .token import Embedding
@@ -129,7 +129,7 @@ class HashedEmbedding(HashedArguments, CombinedRows):
             )
             self.importance_rows = not_negative("importance_rows", importance_rows)
         self.embedding_dim, self.combine, self.sparse = embedding_dim, combine, sparse
-        options = {"sparse": sparse, "device": device, "dtype": dtype}
+        options = {"sparse": sparse, "device": device, "dtype": as_torch_dtype(dtype)}
         self.table = _table(num_rows, width, combine=combine, **options)
         self.importance = None
         if importance_rows:
@@ -191,7 +191,7 @@ class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
             self.rows = QuotientRemainderRows.of(num_embeddings, buckets)
             width = vector_width(embedding_dim, columns=2, combine=combine)
         self.embedding_dim, self.combine, self.sparse = embedding_dim, combine, sparse
-        options = {"sparse": sparse, "device": device, "dtype": dtype}
+        options = {"sparse": sparse, "device": device, "dtype": as_torch_dtype(dtype)}
         self.table = _table(self.rows.num_rows, width, combine=combine, **options)
 
     def extra_repr(self) -> str:
@@ -256,7 +256,7 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
             padding_idx=-1,
             sparse=sparse,
             device=device,
-            dtype=dtype,
+            dtype=as_torch_dtype(dtype),
         )
         # Not on the meta device, which would lose the values when a layer is loaded.
         device = None if str(device) == "meta" else device

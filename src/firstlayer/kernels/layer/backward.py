@@ -101,7 +101,6 @@ def layer_backward(
         plan.position_indices,
         position_sums,
         shared_sums,
-        np.empty((num_blocks, width), compute_dtype),
         grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
     return buffer, _sum_over_blocks(position_sums), _sum_over_blocks(shared_sums)
@@ -182,9 +181,8 @@ def _row_gradient_at(like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, w
 # Separate arguments: a NamedTuple costs half a microsecond per call. ``ids``,
 # ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
 # its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed;
-# the scratch rows of the blocks begin at ``scratch_start``. ``scratch`` has a row for each
-# block, which stays in the L1 cache.
-@kernel(reorder=True, allocates=False)
+# the scratch rows of the blocks begin at ``scratch_start``.
+@kernel(reorder=True)
 def _backward_blocks(
     ticket,
     token_table,
@@ -206,15 +204,14 @@ def _backward_blocks(
     position_indices,
     position_sums,
     shared_sums,
-    scratch,
 ):
     width, final = dy.shape[1], token_order.size - 1
-    zero = type(scale)(0)
-    lanes_size, lanes = LANES_BYTES // buffer.itemsize, zeros(zero)
+    row, zero = np.empty(width, type(scale)), type(scale)(0)
+    lanes_size, lanes = LANES_BYTES // row.itemsize, zeros(zero)
     whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
         for block in range(lo, hi):
-            block_at, row = block * shared_sums.shape[1] * width, scratch[block]
+            block_at = block * shared_sums.shape[1] * width
             for d in range(block_at, block_at + shared_sums.shape[1] * width):
                 store(zero, shared_sums, d)
             own_sums = min(block, position_sums.shape[0] - 1)

@@ -138,8 +138,10 @@ def _add_methods(kind: type) -> None:
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _added:
             _added.add(name)
-            add = overload_method(types.BaseNamedTuple, name, jit_options=WITHOUT_WRAPPERS)
-            add(_method(name, function))
+            # Any: the declared signature lacks the options of overload.
+            options: dict[str, Any] = {"jit_options": WITHOUT_WRAPPERS}
+            method = overload_method(types.BaseNamedTuple, name, **options)
+            method(_method(name, function))
 
 
 # Module state: names of methods that kernels may call.

@@ -113,6 +113,8 @@ def _lookup(
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
         ):
+            if not (weight.requires_grad and torch.is_grad_enabled()):
+                return _gathered(ids, weight, padding_idx)
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
         options = LookupOptions(
@@ -259,9 +261,17 @@ class _Lookup(torch.autograd.Function):
         return ctx.options.gradient(ids, grads[0]), None, None, None
 
 
-def _gather(ids: Tensor, weight: Tensor) -> Tensor:
+def _gathered(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Return the rows of ids, without a gradient."""
+    if weight.dim() == 2 and kernel_eligible(weight) and is_plain_cpu(ids):
+        return _gather(ids, weight, padding_idx)
+    return torch_embedding(ids, weight, padding_idx)
+
+
+def _gather(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     if ids.numel() * weight.shape[1] < LARGE_OUTPUT or not weight.is_contiguous():
-        return torch_embedding(ids, weight)
+        return torch_embedding(ids, weight, padding_idx)
+    checked_padding_idx(padding_idx, weight.shape[0])
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
         rows = kernels.gather_rows(array_of_table(weight), flat)
@@ -282,7 +292,7 @@ def _rows(
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     # torch.jit.trace checks that it records the same operators without gradients.
     if not (weight.requires_grad and (torch.is_grad_enabled() or is_recorded())):
-        return torch_embedding(ids, weight).to(dtype)
+        return _gathered(ids, weight).to(dtype)
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
