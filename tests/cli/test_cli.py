@@ -54,10 +54,12 @@ def test_help_of_train_has_sections(monkeypatch):
     lines = [line for line in text.splitlines() if line.startswith("  -")]
     assert len(lines) == len(options) + 1  # --help
     assert all(any(f"{name} " in line for line in lines) for name in options)
-    assert len({re.search(r"\S {2,}(?=\S)", line).end() for line in lines}) == 1
+    forms = re.findall(r"^  -.*?\S {2,}(?=\S)", text, flags=re.M)
+    assert len(forms) == len(lines) and len(set(map(len, forms))) == 1
     # Defaults that do not fit are broken at spaces.
     monkeypatch.setenv("COLUMNS", "40")
     narrow = stdout_of("train", "--help")
+    assert narrow.count("\n") > text.count("\n")
     assert set(narrow.split()) == set(text.split())
 
 

@@ -45,7 +45,8 @@ class Corpus:
 
     Args:
         tokenizer: The ``tokenizers.Tokenizer`` that produced the ids.
-        ids: Ids of all known tokens, document after document; mapped if in a file.
+        ids: Ids of the tokens, document after document; mapped if in a file. Unknown ones
+            are left out, unless phrases are still to be found.
         bounds: Start of each document in ``ids``, and the end of the last.
         scratch: Folder of temporary files, or None if all arrays are in memory.
     """

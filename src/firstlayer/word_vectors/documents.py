@@ -21,7 +21,7 @@ from .text import UTF8, check_encoding, is_binary, read_blocks, read_lines
 
 #: Names of files with one JSON object per line, before the suffix of a compressed file.
 JSON_LINES = (".jsonl", ".ndjson")
-COMPRESSED = (".gz", ".bz2", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 #: Field of JSON lines that holds the text.
 TEXT_FIELD = "text"
 #: Bytes of standard input that are kept in memory; the rest is in a temporary file.
@@ -61,7 +61,7 @@ class Documents:
 
     Args:
         sources: The files.
-        options: How they are read.
+        options: Options of reading them.
         left_out: Number of binary and empty files in folders.
         report: Called a few times per second while files are read, with the share of their
             bytes that was read in this iteration.
@@ -151,7 +151,7 @@ def documents_in(
 
     Args:
         paths: Files, folders, and ``-`` for standard input.
-        options: How they are read.
+        options: Options of reading them.
         scratch: Folder of the temporary file that keeps standard input.
     """
     options = ReadingOptions() if options is None else options
@@ -178,7 +178,7 @@ def read_texts(path: StrPath, options: ReadingOptions) -> Iterator[str]:
 
     Args:
         path: File name, or ``-`` for standard input.
-        options: How the file is read.
+        options: Options of reading it.
     """
     name = "standard input" if path == "-" else os.fspath(path)
     return Source(name, lambda: path, is_json=_is_json(name)).texts(options)
@@ -218,7 +218,7 @@ def _file(path: StrPath) -> Source:
 
 def _is_json(name: str) -> bool:
     plain = name.lower()
-    for suffix in COMPRESSED:
+    for suffix in COMPRESSED_SUFFIXES:
         plain = plain.removesuffix(suffix)
     return plain.endswith(JSON_LINES)
 

@@ -58,10 +58,9 @@ def _ids(
     """
     if vectors.tokenizer is None:
         return _whole_words(vectors, texts)
-    unknown = vectors.unknown
     if vectors.subwords is not None:
         return _words_and_ngrams(vectors, texts)
-    ids = vectors.encoded(texts)
+    ids, unknown = vectors.encoded(texts), vectors.unknown
     return [[i for i in one if i != unknown] for one in ids], []
 
 

@@ -35,7 +35,7 @@ class Neighbors:
     Args:
         query: The query, such as ``king - man + woman``.
         found: Neighbors, nearest first.
-        notes: How vectors of words without a row of their own were made.
+        notes: Sentences about words whose vectors were made of several rows.
     """
 
     query: str
@@ -146,7 +146,7 @@ class Similarities:
     Args:
         words: The words.
         cosines: Cosine of every pair.
-        notes: How vectors of words without a row of their own were made.
+        notes: Sentences about words whose vectors were made of several rows.
     """
 
     words: list[str]

@@ -25,7 +25,7 @@ UTF8 = "utf-8"
 BLOCK = 1 << 18
 #: Largest block without a space to end at, in characters.
 LONGEST = 1 << 22
-#: Bytes that tell whether a file is binary.
+#: Bytes that are read to find out whether a file is binary.
 SAMPLE = 1 << 12
 # Python's tests are mostly data, and not installed everywhere.
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

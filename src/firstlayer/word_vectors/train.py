@@ -54,7 +54,7 @@ class TrainingOptions:
         phrases: Passes that join words to phrases, such as ``new_york``; see
             :func:`firstlayer.word_vectors.phrases.learn_phrases`.
         phrase_threshold: Least score of a phrase.
-        reading: How files are read.
+        reading: Options of reading files.
         keep_state: Whether the folder of a finished run keeps its state, from which it can
             be trained further. It takes twice the size of the table.
         setting: Hyper-parameters of training.
@@ -264,7 +264,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Run:
-    """What training begins with.
+    """Options, text and state that training begins with.
 
     Args:
         recipe: Its options.

@@ -42,8 +42,8 @@ class WordVector:
         word: The word that was looked up.
         vector: Its vector.
         numbers: Numbers of the words whose mean it is; one for a word with its own row.
-        note: How the vector was made, as a sentence about the word; empty for a word with
-            its own row.
+        note: A sentence that names the rows it was made of; empty for a word with its own
+            row.
     """
 
     word: str

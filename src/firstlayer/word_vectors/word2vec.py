@@ -2,8 +2,8 @@
 
 Two tables are trained by stochastic gradient descent. The dot product of a context word's
 row in the first table with the center word's row in the second is increased, and those with
-random negatives are decreased. With CBOW, the mean of the context words' rows stands for
-each of them. The first table is the result.
+random negatives are decreased. With CBOW, the mean of the context words' rows takes the
+place of each row. The first table is the result.
 
 As in the word2vec program, frequent words are subsampled, the reach of each window is drawn
 uniformly up to the largest one, and the learning rate decays linearly. Unlike there, the
@@ -164,10 +164,11 @@ class Word2Vec:
         self._kept = kept_share(counts, sample=setting.sample)
         self._noise = kernels.noise_table(counts**NOISE_POWER)
         rows, width = counts.size + setting.buckets, setting.embedding_dim
-        self.table = _small((rows, width), rng=setting.seed)
+        self.table = _initial_rows((rows, width), seed=setting.seed)
         # Tokens that never occur have no direction: the unknown one, and words of phrases
         # that occur in the phrases alone.
         self.table[: counts.size][counts == 0] = 0
+        #: Rows of center words and negatives.
         self.others = np.zeros((counts.size, width), np.float32)
         self._word_rows = self._rows_of_words() if setting.buckets else None
         self._workspace = kernels.word2vec_workspace(
@@ -322,14 +323,14 @@ class Word2Vec:
 
 
 def _checked(table: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return a table that has the shape it was made with."""
+    """Return a table; one of another shape is a ValueError: kernels write unchecked."""
     if table.shape != shape:
         raise ValueError(f"the tables must have shape {shape}, got {table.shape}")
     return table
 
 
-def _small(shape: tuple[int, int], *, rng: int) -> np.ndarray:
-    numbers = np.random.default_rng(rng).random(shape, dtype=np.float32)
+def _initial_rows(shape: tuple[int, int], *, seed: int) -> np.ndarray:
+    numbers = np.random.default_rng(seed).random(shape, dtype=np.float32)
     return (numbers - np.float32(0.5)) / np.float32(shape[1])
 
 

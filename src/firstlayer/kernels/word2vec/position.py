@@ -32,7 +32,7 @@ def write_mean(rows, near, mean):
 
 @inlined
 def add_mean_change(rows, near, mean):
-    """Add the change of the mean, which the slot ``mean + 1`` has not, to its rows.
+    """Add the change of the mean, from slot ``mean + 1`` to slot ``mean``, to its rows.
 
     The gradient of a row is that of the mean, divided by the number of rows.
     """
@@ -87,7 +87,7 @@ def _six_totals(a, b, c, d, e, f):
 
 @inlined
 def multiply(inputs, outputs, near, far, dots):
-    """Write the dot product of context word ``a`` and target ``k`` to ``a * n + k``."""
+    """Write the dot product of input ``a`` and target ``k`` to ``a * n + k``."""
     width, n = inputs.shape[1], far.size
     zero = short_zeros(np.float32(0))
     for a in range(near.size):

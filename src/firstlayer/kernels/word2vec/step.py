@@ -21,12 +21,10 @@ from ..runtime.threads import get_num_threads
 from .draws import Noise, draw_part
 from .position import add_mean_change, loss, multiply, slopes, update, write_mean
 from .word_rows import WordRows, add_to_rows, mean_rows
-from .workspace import CLASSES, PART, Workspace
+from .workspace import AHEAD, CLASSES, PART, Workspace
 
 #: The loss is computed at every so many positions: logarithms are slow.
 LOSS_EVERY = 16
-# Rows are prefetched this many rows ahead.
-AHEAD = 4
 #: Each part moves a frequent word most of the way to where its context pulls it, so the sum
 #: of the changes of many parts would overshoot.
 MAX_SUM = np.float32(2)
@@ -70,11 +68,11 @@ def word2vec_step(
     parts = -(-len(places) // PART)
     text = stream, documents, places.start, places.stop
     number = np.uint64(key), np.float32(lr)
-    rows_of = WordRows.none() if word_rows is None else word_rows
     run(
         _train_parts,
         parts,
-        *(table, other, *text, noise, *number, workspace, cbow, rows_of),
+        *(table, other, *text, noise, *number, workspace, cbow),
+        WordRows.none() if word_rows is None else word_rows,
         grain=1,
     )
     if word_rows is None:
@@ -115,15 +113,15 @@ def _train_parts(
     lr,
     work,
     cbow,
-    rows_of,
+    word_rows,
 ):
     for lo, hi in pieces(ticket):
         for part in range(lo, hi):
             start = first + part * PART
             stop = min(start + PART, last)
             draw_part(part, stream, documents, start, stop, noise, key, work)
-            if rows_of.rows.size:
-                mean_rows(table, rows_of, work.inputs, part, work.before)
+            if word_rows.rows.size:
+                mean_rows(table, word_rows, work.inputs, part, work.before)
             else:
                 _copy_rows(table, work.inputs, part)
             _copy_rows(other, work.outputs, part)

@@ -13,9 +13,7 @@ import numpy as np
 from ..runtime.compile import internal, kernel, prefetch_row
 from ..runtime.pool import pieces
 from ..subwords import ngram_buckets
-
-# Rows are prefetched this many rows ahead.
-AHEAD = 4
+from .workspace import AHEAD
 
 
 class WordRows(NamedTuple):
@@ -31,7 +29,7 @@ class WordRows(NamedTuple):
 
     @classmethod
     def none(cls) -> "WordRows":
-        """Return what stands for words with one row each."""
+        """Return no rows, the argument of kernels for words with one row each."""
         return cls(np.zeros(1, np.int64), np.empty(0, np.int32))
 
 
@@ -73,18 +71,18 @@ def _list_rows(text, bounds, buckets, least, most, places, rows):
 
 
 @internal
-def mean_rows(table, rows_of, copies, part, before):
+def mean_rows(table, word_rows, copies, part, before):
     """Write the means of the words of a part to its copies and to ``before``."""
     width = table.shape[1]
     for slot in range(copies.counts[part]):
         word = copies.ids[part, slot]
-        start, end = rows_of.bounds[word], rows_of.bounds[word + 1]
+        start, end = word_rows.bounds[word], word_rows.bounds[word + 1]
         for d in range(width):
             before[part, slot, d] = 0
         for i in range(start, end):
             if i + AHEAD < end:
-                prefetch_row(table, np.int64(rows_of.rows[i + AHEAD]))
-            row = rows_of.rows[i]
+                prefetch_row(table, np.int64(word_rows.rows[i + AHEAD]))
+            row = word_rows.rows[i]
             for d in range(width):
                 before[part, slot, d] += table[row, d]
         share = np.float32(1) / np.float32(end - start)
@@ -94,13 +92,13 @@ def mean_rows(table, rows_of, copies, part, before):
 
 
 @kernel()
-def add_to_rows(ticket, table, work, rows_of, parts, classes, max_sum):
+def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
     """Add the changes of words to each of their rows.
 
     One thread writes the rows of a class; the number of classes is a power of two.
     """
     width, mask, copies = table.shape[1], classes - 1, work.inputs
-    bounds, rows, repeats = rows_of.bounds, rows_of.rows, copies.repeats
+    bounds, rows, repeats = word_rows.bounds, word_rows.rows, copies.repeats
     for lo, hi in pieces(ticket):
         for class_ in range(lo, hi):
             for part in range(parts):

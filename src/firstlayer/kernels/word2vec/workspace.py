@@ -10,6 +10,8 @@ PART = 64
 LANE = 16
 # Targets of a position whose sums are in registers at a time.
 TILE = 6
+# Rows are prefetched this many rows ahead.
+AHEAD = 4
 #: Classes of rows, by their last bits. One thread writes the rows of a class.
 CLASSES = 16
 
@@ -42,7 +44,7 @@ class Workspace(NamedTuple):
 
     Args:
         inputs: Copies of the trained table. After the last slot come two rows for the mean
-            of a window, before and after its update.
+            of a window: one that is updated, and one as it was before.
         outputs: Copies of the table of center words and negatives.
         before: Rows of ``inputs`` as they were copied, if words have several rows.
         mean: The slot of the mean.
