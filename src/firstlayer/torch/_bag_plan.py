@@ -81,6 +81,8 @@ def is_short(ids: Any, offsets: Any, width: int) -> bool:
         and ids.layout is offsets.layout is torch.strided
         and ids.ndim == offsets.ndim == 1
         and ids.is_contiguous()
+        # A zero tensor, such as a tangent, has no memory.
+        and ids.data_ptr() != 0
         and ids.shape[0] * width < MAX_NUMBERS
         and 0 < offsets.shape[0] <= MAX_BAGS
     )

@@ -67,6 +67,8 @@ class RotationPlan:
             or x.is_nested
             or x.is_neg()
             or not x.is_contiguous()
+            # A zero tensor, such as a tangent, has no memory.
+            or not x.data_ptr()
             or not -LIMIT < offset < LIMIT
             or (x.requires_grad and torch.is_grad_enabled())
         ):
