@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -48,12 +49,18 @@ def new(*shape, dtype: Any = np.float32):
     return np.linspace(-1, 1, np.prod(shape), dtype=dtype).reshape(shape)
 
 
+def transpose_in_place(x):
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        x.strides = x.itemsize, x.itemsize * len(x)
+
+
 # Everything that a plan depends on, each changed by itself.
 CHANGES = {
     "token weight": lambda x: assign(x.token, "weight", new(7, 8)),
     "token rows": lambda x: assign(x.token, "weight", new(9, 8)),
     "token dtype": lambda x: assign(x.token, "weight", new(7, 8, dtype=np.float64)),
     "token transposed": lambda x: assign(x.token, "weight", new(8, 7).T),
+    "token strides": lambda x: transpose_in_place(x.token.weight),
     "token written": lambda x: x.token.weight.__imul__(3),
     "token module": lambda x: assign(x, "token", Embedding(7, 8, rng=3)),
     "token resized": lambda x: x.token.resize(9, init="zeros"),
@@ -122,6 +129,10 @@ def test_errors_are_those_of_other_calls():
             layer(IDS, offset=offset)
     with pytest.raises(ValueError, match="ids must have a length axis"):
         layer(np.array(3))
+    # Far below the memory of the row numbers.
+    layer.position.row_offset = -(2**30)
+    with pytest.raises(ValueError, match="positions must be at least 1073741824"):
+        layer(IDS)
 
 
 def test_copies_have_no_plan_and_a_plan_keeps_no_array_alive():

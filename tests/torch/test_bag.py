@@ -545,6 +545,14 @@ def test_invalid_mode_weight_and_nested_weights_raise():
         ValueError, match="per_sample_weights must be nested for nested ids"
     ):
         embedding_bag(nested, torch.ones(5, 2), per_sample_weights=torch.ones(1))
+    # Its values are not the bags one after the other.
+    with_gaps: Any = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([1, 4, 2]), torch.tensor([0, 2, 3]), torch.tensor([1, 1])
+    )
+    with pytest.raises(ValueError, match="nested ids must be contiguous and jagged"):
+        embedding_bag(with_gaps, torch.ones(5, 2))
+    with pytest.raises(ValueError, match="nested per_sample_weights must be contiguous"):
+        embedding_bag(nested, torch.ones(5, 2), per_sample_weights=with_gaps)
     with pytest.raises(ValueError, match="offsets must be None for ids of 2 axes"):
         torch.func.grad(
             lambda w: embedding_bag(torch.tensor([[1]]), w, torch.tensor([0])).sum()

@@ -247,6 +247,10 @@ def test_errors_are_those_of_other_calls():
             layer(torch.tensor(3))
         with pytest.raises((IndexError, ValueError), match="positions"):
             layer(IDS, offset=4)
+        # It has no memory.
+        zero = torch._efficientzerotensor((2, 3), dtype=torch.int64, device="cpu")
+        with pytest.raises(RuntimeError, match="ZeroTensor"):
+            layer(zero)
 
 
 def test_a_plan_keeps_no_parameter_alive():

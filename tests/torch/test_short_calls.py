@@ -116,6 +116,10 @@ def test_errors_of_bags_are_those_of_other_calls():
         ]:
             with pytest.raises((IndexError, ValueError), match=message):
                 layer(torch.tensor(ids), torch.tensor(offsets))
+        # It has no memory.
+        zero = torch._efficientzerotensor((5,), dtype=torch.int64, device="cpu")
+        with pytest.raises(RuntimeError, match="ZeroTensor"):
+            layer(zero, OFFSETS)
 
 
 def test_gradients_of_bags_after_calls_without():
@@ -183,10 +187,14 @@ def test_rotations_have_the_bits_of_other_calls(layout, dtype, heads_axis):
     layer = planned_rotary(one, **options)
     other = rotary(**options)
     swapped = one.transpose(1, 2).contiguous().transpose(1, 2)
-    for x in (one, one[0:1], swapped, one[:, :, :, :].flip(0), queries(2, 2, 2, 8)):
+    # The stride of an axis of one vector is arbitrary.
+    strides = [99 if n == 1 else s for n, s in zip(one.shape, one.stride(), strict=True)]
+    odd = one.as_strided(one.shape, strides)
+    for x in (one, one[0:1], swapped, odd, one.flip(0), queries(2, 2, 2, 8)):
         for offset in (-5, 2**24 - 2, 2**20):
             vars(other).pop("_plan", None)
-            assert torch.equal(layer(x, offset=offset), other(x, offset=offset))
+            got, want = layer(x, offset=offset), other(x, offset=offset)
+            assert torch.equal(got, want) and got.stride() == want.stride()
 
 
 def test_errors_of_rotations_are_those_of_other_calls():
@@ -195,6 +203,8 @@ def test_errors_of_rotations_are_those_of_other_calls():
         layer(queries(1, 2, 1, 8), offset=2**24)
     with pytest.raises(ValueError, match="heads_axis must be given"):
         layer(queries(2, 1, 8))
+    with pytest.raises(RuntimeError, match="ZeroTensor"):
+        layer(torch._efficientzerotensor((1, 2, 1, 8), device="cpu"))
     with pytest.raises(ValueError, match=r"x must have shape \(..., length, 8\)"):
         layer(queries(1, 2, 1, 6))
 

@@ -79,8 +79,11 @@ def is_short(ids: Any, offsets: Any, width: int) -> bool:
         and is_plain_cpu(ids, offsets)
         and ids.dtype is offsets.dtype is torch.int64
         and ids.layout is offsets.layout is torch.strided
+        and not ids.is_nested
         and ids.ndim == offsets.ndim == 1
         and ids.is_contiguous()
+        # A zero tensor, such as a tangent, has no memory.
+        and ids.data_ptr() != 0
         and ids.shape[0] * width < MAX_NUMBERS
         and 0 < offsets.shape[0] <= MAX_BAGS
     )

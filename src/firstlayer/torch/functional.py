@@ -8,7 +8,7 @@ from .._check import one_of
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ._bag import BagOptions, pool_bags
-from ._table.lookup import checked_padding_idx, lookup
+from ._table.lookup import checked_padding_idx, is_jagged, lookup
 from ._tensors.errors import WrongValue, check_tensor, reject_torchrec
 from ._tensors.memory import overrides_torch_functions
 from .optim.table_state import catch_up
@@ -152,5 +152,11 @@ def flat_bags(
     """Return the ids, bounds and weights of bags that are a jagged nested tensor."""
     if weights is not None and not weights.is_nested:
         raise WrongValue("per_sample_weights must be nested for nested ids, got a tensor")
+    for name, x in (("ids", input), (WEIGHTS, weights)):
+        # The values of others have gaps between bags, or another order.
+        if x is not None and not is_jagged(x):
+            raise WrongValue(
+                f"nested {name} must be contiguous and jagged in the second axis"
+            )
     flat = None if weights is None else weights.values().reshape(-1)
     return input.values().reshape(-1), input.offsets(), flat  # pyright: ignore

@@ -1,6 +1,7 @@
 """The parameter of a sharded layer in other code: right for a part, or an error."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -188,9 +189,22 @@ def test_optimizers_and_averages_of_torch_are_right_for_a_part(processes, name):
 def keep_part(rank: Any) -> None:
     layer = shard_rows(table(), rank.mesh)
     kept = layer.weight
-    for changed in (copy.deepcopy(layer), layer.to(torch.float64), layer.to(torch.float32)):
+    layer(IDS).sum().backward()
+    assert kept.grad is not None
+    grad = copy.deepcopy(kept.grad)
+    assert torch.equal(grad, kept.grad) and grad.data_ptr() != kept.grad.data_ptr()
+    with pytest.raises(TypeError, match="needs all ranks"):
+        grad.norm()
+    first, second = copy.deepcopy([kept, kept])
+    assert first is second and first.is_leaf and first.requires_grad
+    assert torch.equal(first, kept) and first.data_ptr() != kept.data_ptr()
+    for x in (kept, kept.grad, layer):
+        with pytest.raises(TypeError, match=r"cannot be pickled; save its .* state_dict"):
+            pickle.dumps(x)
+    layers = copy.deepcopy(layer), layer.to(torch.float64), layer.to(torch.float32)
+    for weight in (first, *(changed.weight for changed in layers)):
         with pytest.raises(RuntimeError, match="needs the whole table"):
-            linear(torch.ones(1, WIDTH), changed.weight)
+            linear(torch.ones(1, WIDTH), weight)
     assert layer.weight is kept
     nn.init.zeros_(layer.weight)
     assert whole(layer).eq(0).all() and type(layer.weight.detach()) is torch.Tensor

@@ -74,7 +74,8 @@ class CallPlan:
         rows, shape, table = None, ids.shape, arrays[1]
         if table is not None:
             first = offset + layer.position.row_offset
-            if not shape or offset < 0 or first + shape[-1] > len(table):
+            # row_offset may have been set to a negative number.
+            if not shape or offset < 0 or first < 0 or first + shape[-1] > len(table):
                 return None
             rows = range(first, first + shape[-1])
         out = np.empty((*shape, self._width), self._dtype)
@@ -83,20 +84,21 @@ class CallPlan:
 
 
 class _KnownArray:
-    """An array, with its shape and dtype."""
+    """An array, with its shape, strides and dtype, which can be assigned."""
 
-    __slots__ = "_array", "_dtype", "_shape"
+    __slots__ = "_array", "_dtype", "_shape", "_strides"
 
     def __init__(self, array: np.ndarray) -> None:
-        self._array, self._shape = weakref.ref(array), array.shape
-        self._dtype = array.dtype
+        self._array, self._dtype = weakref.ref(array), array.dtype
+        self._shape, self._strides = array.shape, array.strides
 
     def is_unchanged(self, x: Any) -> bool:
-        """Return whether ``x`` is the array, in its shape and dtype."""
+        """Return whether ``x`` is the array, in its shape, strides and dtype."""
         return (
             x is self._array()
             and x is not None
             and x.shape == self._shape
+            and x.strides == self._strides
             and x.dtype is self._dtype
         )
 

@@ -92,6 +92,8 @@ class CallPlan:
             or ids.layout is not torch.strided
             or ids.is_nested
             or not ids.is_contiguous()
+            # A zero tensor, such as a tangent, has no memory.
+            or not ids.data_ptr()
             or is_functorch_wrapped_tensor(ids)
             or layer.zero_padding
             or not is_idle(layer._modules["dropout"])

@@ -67,6 +67,8 @@ class RotationPlan:
             or x.is_nested
             or x.is_neg()
             or not x.is_contiguous()
+            # A zero tensor, such as a tangent, has no memory.
+            or not x.data_ptr()
             or not -LIMIT < offset < LIMIT
             or (x.requires_grad and torch.is_grad_enabled())
         ):
@@ -84,7 +86,7 @@ class RotationPlan:
             return None
         if shape[-1] != head_dim or shape[-3 if heads_axis == -2 else -2] != 1:
             return None
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         size = features // head_dim
         failed = self._rotate(x.data_ptr(), out.data_ptr(), size, offset)
         return None if failed else out

@@ -37,7 +37,7 @@ from .._tensors.memory import (
 )
 from .._tensors.shard import shard_of
 from ..bag import EmbeddingBag
-from ..functional import checked_mode, embedding_bag
+from ..functional import checked_mode, embedding_bag, flat_bags
 from ..token import Embedding
 from .lookup import as_index
 from .max_norm import renormalized
@@ -272,9 +272,8 @@ class StoredEmbeddingBag(StoredEmbedding, EmbeddingBag):
         """Pool the rows of all ids, read as a table of their own."""
         include_last_offset = self.include_last_offset
         if ids.is_nested:
-            flat: Any = ids
-            ids, offsets, include_last_offset = flat.values(), flat.offsets(), True
-            weights = None if weights is None else weights.values()
+            ids, offsets, weights = flat_bags(ids, weights)
+            include_last_offset = True
         ids = as_index(ids)
         rows = self.upcast_rows(ids).reshape(-1, self.embedding_dim)
         index = torch.arange(ids.numel(), device=ids.device).reshape(ids.shape)

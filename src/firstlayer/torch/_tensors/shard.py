@@ -7,7 +7,7 @@ DTensor, so that checkpoints do not depend on the number of ranks.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -179,6 +179,12 @@ class TableShard:
     def __deepcopy__(self, memo: dict[int, Any]) -> "TableShard":
         # Process groups cannot be copied.
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a sharded table cannot be pickled; save its layer's state_dict, "
+            "or weight.detach() for this part"
+        )
 
 
 class GridShard(TableShard):

@@ -13,6 +13,7 @@ as well. ``weight.detach()`` is an ordinary tensor over the same memory, without
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -90,6 +91,22 @@ class ShardTensor(Tensor):
         with without_catch_up():
             catch_up_arguments(func, args, kwargs)
             return _checked_result(func(*args, **kwargs), args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Torch copies neither the part of a parameter nor gradients of this class.
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)
+        with without_catch_up():
+            other: Any = self.detach().clone(memory_format=torch.preserve_format)
+            if isinstance(self, Parameter):
+                other = Parameter(other, self.requires_grad)
+            other.requires_grad_(self.requires_grad)
+            other.__class__ = type(self)
+            vars(other)["table_shard"] = self.table_shard
+        memo[id(self)] = other
+        return other
 
     @staticmethod
     def check_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
