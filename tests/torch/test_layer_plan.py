@@ -248,7 +248,7 @@ def test_errors_are_those_of_other_calls():
         with pytest.raises((IndexError, ValueError), match="positions"):
             layer(IDS, offset=4)
         # It has no memory.
-        zero = torch._efficientzerotensor((2, 3), dtype=torch.int64, device="cpu")
+        zero = torch.ops.aten._efficientzerotensor((2, 3), dtype=torch.int64, device="cpu")
         with pytest.raises(RuntimeError, match="ZeroTensor"):
             layer(zero)
 

@@ -117,7 +117,7 @@ def test_errors_of_bags_are_those_of_other_calls():
             with pytest.raises((IndexError, ValueError), match=message):
                 layer(torch.tensor(ids), torch.tensor(offsets))
         # It has no memory.
-        zero = torch._efficientzerotensor((5,), dtype=torch.int64, device="cpu")
+        zero = torch.ops.aten._efficientzerotensor((5,), dtype=torch.int64, device="cpu")
         with pytest.raises(RuntimeError, match="ZeroTensor"):
             layer(zero, OFFSETS)
 
@@ -204,7 +204,7 @@ def test_errors_of_rotations_are_those_of_other_calls():
     with pytest.raises(ValueError, match="heads_axis must be given"):
         layer(queries(2, 1, 8))
     with pytest.raises(RuntimeError, match="ZeroTensor"):
-        layer(torch._efficientzerotensor((1, 2, 1, 8), device="cpu"))
+        layer(torch.ops.aten._efficientzerotensor((1, 2, 1, 8), device="cpu"))
     with pytest.raises(ValueError, match=r"x must have shape \(..., length, 8\)"):
         layer(queries(1, 2, 1, 6))
 
