@@ -1,6 +1,7 @@
 """Pictures and pages that scripts in docs write: up to date, and correct."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -73,3 +74,9 @@ def test_every_public_name_is_in_the_reference(module):
     modules = {"__version__", "functional", "ngram", "positions", "rows"}
     names = {f"{module}.{name}" for name in {*NAMES[module]} - modules}
     assert names <= described
+
+
+def test_tables_of_the_speed_page_are_up_to_date():
+    tables = script("speed_tables")
+    page, results = tables.PAGE.read_text(), json.loads(tables.RESULTS.read_text())
+    assert tables.filled(page, results["speed"]) == page, "run python docs/speed_tables.py"

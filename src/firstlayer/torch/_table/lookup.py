@@ -1,9 +1,10 @@
 """Rows by id, and the gradient of their table.
 
-A plain lookup is torch's own. This module replaces what torch gets wrong: half-precision
-gradients of repeated ids are summed in float32, sparse gradients are coalesced,
-``max_norm`` does not write to the table, and ``scale_grad_by_freq`` has a correct second
-derivative. Kernels do this eagerly on the CPU, plain operators everywhere else.
+A plain lookup of few rows is torch's own; kernels are faster for many. This module also
+replaces what torch gets wrong: half-precision gradients of repeated ids are summed in
+float32, sparse gradients are coalesced, ``max_norm`` does not write to the table, and
+``scale_grad_by_freq`` has a correct second derivative. Kernels do this eagerly on the CPU,
+plain operators everywhere else.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
+from torch.compiler import is_compiling
 
 # Imported by name: F.embedding itself may be patched to call this module.
 from torch.nn.functional import embedding as torch_embedding
@@ -45,8 +47,9 @@ from .max_norm import renormalized
 INDEX = frozenset({torch.int64, torch.int32})
 # Up to this many entries, upcasting a table costs less than a kernel call.
 SMALL_TABLE = 1 << 17
-# From this many entries on, the kernels gather rows: after torch's lookup, OpenMP threads
-# keep spinning on the core that the kernels of the backward and of row optimizers need.
+# From this many entries on, the kernels gather rows. They are faster, and after torch's
+# lookup, OpenMP threads keep spinning on the core that the kernels of the backward and of
+# row optimizers need.
 LARGE_OUTPUT = 1 << 17
 
 
@@ -112,9 +115,8 @@ def _lookup(
             and weight.dtype not in HALF
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
+            and not _is_large(ids, weight)
         ):
-            if not (weight.requires_grad and torch.is_grad_enabled()):
-                return _gathered(ids, weight, padding_idx)
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
         options = LookupOptions(
@@ -261,17 +263,22 @@ class _Lookup(torch.autograd.Function):
         return ctx.options.gradient(ids, grads[0]), None, None, None
 
 
-def _gathered(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Return the rows of ids, without a gradient."""
-    if weight.dim() == 2 and kernel_eligible(weight) and is_plain_cpu(ids):
-        return _gather(ids, weight, padding_idx)
-    return torch_embedding(ids, weight, padding_idx)
+def _is_large(ids: Tensor, weight: Tensor) -> bool:
+    """Return whether kernels should gather the rows. Sizes that are symbols are small."""
+    if is_compiling() or weight.dim() != 2:
+        return False
+    size: Any = ids.numel() * weight.shape[1]
+    return (
+        type(size) is int
+        and size >= LARGE_OUTPUT
+        and kernel_eligible(weight)
+        and is_plain_cpu(ids)
+    )
 
 
-def _gather(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    if ids.numel() * weight.shape[1] < LARGE_OUTPUT or not weight.is_contiguous():
-        return torch_embedding(ids, weight, padding_idx)
-    checked_padding_idx(padding_idx, weight.shape[0])
+def _gather(ids: Tensor, weight: Tensor) -> Tensor:
+    if not weight.is_contiguous() or not _is_large(ids, weight):
+        return torch_embedding(ids, weight)
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
         rows = kernels.gather_rows(array_of_table(weight), flat)
@@ -292,7 +299,7 @@ def _rows(
     dtype = compute_dtype(weight.dtype) if upcast_output else weight.dtype
     # torch.jit.trace checks that it records the same operators without gradients.
     if not (weight.requires_grad and (torch.is_grad_enabled() or is_recorded())):
-        return _gathered(ids, weight).to(dtype)
+        return _gather(ids, weight).to(dtype)
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
