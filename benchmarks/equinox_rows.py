@@ -73,7 +73,7 @@ def _step(rows: int) -> Case:
         f"Adam step in JAX {rows:,} × {WIDTH}, 32 × 128 ids",
         _lazily(_ours, table, batches),
         peers,
-        {"optax dense": 3.0 if rows == 50_000 else 10.0},
+        {"optax dense": 4.0 if rows == 50_000 else 10.0},
         missing,
         tolerance=1e-5,
         most_rounds=2,

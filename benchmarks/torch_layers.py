@@ -64,15 +64,16 @@ def _layers(rows: int, width: int, distribution: str) -> Iterator[Case]:
     )
     for gradients, bar in (("row gradients", 1.5), ("dense gradients", 1.0)):
         ours, theirs = _both(rows, width, sparse=gradients.startswith("row"))
-        peers = {"nn.Modules": _forward_backward(theirs, ids, dy)}
+        peers, bars = {"nn.Modules": _forward_backward(theirs, ids, dy)}, {"nn.Modules": bar}
         if gradients.startswith("row"):
             # Our row gradients are coalesced; torch leaves that to the optimizer.
             peers["nn.Modules + coalesce"] = _with_coalesce(theirs, ids, dy)
+            bars["nn.Modules + coalesce"] = 2.0
         yield Case(
             f"{name}, forward + backward, {gradients}",
             _forward_backward(ours, ids, dy),
             peers,
-            {"nn.Modules": bar},
+            bars,
             tolerance=1e-3,
             flatten=_plain,
         )
