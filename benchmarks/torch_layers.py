@@ -64,7 +64,8 @@ def _layers(rows: int, width: int, distribution: str) -> Iterator[Case]:
     )
     for gradients, bar in (("row gradients", 1.5), ("dense gradients", 1.0)):
         ours, theirs = _both(rows, width, sparse=gradients.startswith("row"))
-        peers, bars = {"nn.Modules": _forward_backward(theirs, ids, dy)}, {"nn.Modules": bar}
+        peers = {"nn.Modules": _forward_backward(theirs, ids, dy)}
+        bars = {"nn.Modules": bar}
         if gradients.startswith("row"):
             # Our row gradients are coalesced; torch leaves that to the optimizer.
             peers["nn.Modules + coalesce"] = _with_coalesce(theirs, ids, dy)
