@@ -402,6 +402,12 @@ def test_a_quantized_torch_layer_uses_the_fused_kernels(format_, dtype, monkeypa
     monkeypatch.setattr(type(small), "_by_modules", None)
     got, want = small(ids), layer(ids, inputs_embeds=decoded_rows)
     assert got.dtype == getattr(torch, dtype) and torch.equal(got, want)
+    with torch.no_grad():
+        # The output takes the memory of decoded rows, but not of rows that the caller has.
+        given = decoded_rows.clone()
+        outputs = [small(ids), small(ids, inputs_embeds=given), small(ids.flip(0))]
+        assert torch.equal(given, decoded_rows) and torch.equal(outputs[2].flip(0), want)
+        assert all(torch.equal(output, want) for output in outputs[:2])
     small(ids).square().sum().backward()
     grads = [p.grad.clone() for p in small.parameters()]
     small.zero_grad()

@@ -230,7 +230,12 @@ class EmbeddingLayer(nn.Module):
         # Stale rows of this call have been caught up.
         with without_catch_up():
             inputs = kernel_inputs(self, arguments, upcast_output=dropping)
-            out = None if inputs is None else fused_layer(*inputs, lead=arguments.lead)
+            out = None
+            if inputs is not None:
+                # Rows that were read for this call, and not given by the caller.
+                is_own = arguments.embeds is not inputs_embeds
+                lead = arguments.lead
+                out = fused_layer(*inputs, lead=lead, may_overwrite=is_own)
             if inputs is not None and not dropping:
                 if plan is None or plan.parameters_of(self) is None:
                     self.__dict__["_plan"] = plan_of(self, arguments, inputs)

@@ -84,7 +84,11 @@ class LayerOptions(NamedTuple):
 
 
 def fused_layer(
-    tensors: LayerTensors[Tensor], options: LayerOptions, *, lead: tuple[int, ...]
+    tensors: LayerTensors[Tensor],
+    options: LayerOptions,
+    *,
+    lead: tuple[int, ...],
+    may_overwrite: bool = False,
 ) -> Float[Tensor, "*batch embedding_dim"]:
     """Return the layer's output, before dropout and before padding is zeroed.
 
@@ -92,13 +96,20 @@ def fused_layer(
         tensors: Tensors of the call.
         options: Options of the call.
         lead: Shape of the output without its last axis.
+        may_overwrite: Whether the token table has one row for each token, in order, which
+            only this call reads: the output may take its memory.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 forward = partial(_forward, options=options, lead=lead)
                 return _FusedLayer.apply(options, forward, None, *tensors)  # pyright: ignore
-    return _forward(tensors, options=options, lead=lead)
+    out = None
+    if may_overwrite and tensors.token_table.dtype is options.dtype:
+        # The kernel reads all of a row before it writes the row. Rows decoded a moment ago
+        # are still in the cache, and further memory of their size would evict them.
+        out = tensors.token_table.view(*lead, -1)
+    return _forward(tensors, options=options, lead=lead, out=out)
 
 
 def recorded_layer(
@@ -179,11 +190,16 @@ def _tables_without_values(
 
 
 def _forward(
-    tensors: LayerTensors[Tensor], *, options: LayerOptions, lead: tuple[int, ...]
+    tensors: LayerTensors[Tensor],
+    *,
+    options: LayerOptions,
+    lead: tuple[int, ...],
+    out: Tensor | None = None,
 ) -> Tensor:
     width = tensors.token_table.shape[1]
-    out = torch.empty((*lead, width), dtype=options.dtype, device="cpu")
-    request_large_pages(out)
+    if out is None:
+        out = torch.empty((*lead, width), dtype=options.dtype, device="cpu")
+        request_large_pages(out)
     arrays, norm = _arrays(tensors), None
     if arrays.norm_weight is not None and arrays.norm_bias is not None:
         norm = arrays.norm_weight, arrays.norm_bias, options.eps
