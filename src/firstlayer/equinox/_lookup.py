@@ -120,7 +120,7 @@ class CheckedIds(NamedTuple):
 
     Args:
         ids: The ids. Those out of range are still out of range.
-        index: Row of the array to read for each id.
+        index: Row of the array to read for each id; out of range if it does not exist.
         valid: Mask of ids whose row exists; None if all do.
         is_padding: Mask of padding ids; None without ``padding_idx``.
     """
@@ -224,10 +224,13 @@ def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> Ch
     if not isinstance(weight, RowSubset):
         return CheckedIds(ids, ids, valid, is_padding)
     index, present = weight.find(ids)
+    # An id beyond the table may equal the number of an unused entry.
+    valid = present if valid is None else present & valid
+    end = weight.ids.shape[0]
+    index = jnp.where(valid, index, end)
     if is_padding is not None:
-        index = jnp.where(is_padding, weight.ids.shape[0] - 1, index)
-        present = present | is_padding
-    return CheckedIds(ids, index, mask_and(present, valid), is_padding)
+        index, valid = jnp.where(is_padding, end - 1, index), valid | is_padding
+    return CheckedIds(ids, index, valid, is_padding)
 
 
 def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
@@ -327,7 +330,8 @@ def look_up(
         if shards is not None:
             table = array_in(weight)
             return _sum_of_shards(shards, table, checked, options, spec, has_nan=True)
-        return nan_if_invalid(gather_rows(weight, checked, options), checked.valid)
+        rows = gather_rows(weight, checked, options)
+        return rows if checked.valid is None else _nan_if_no_row(rows, checked.valid)
 
     def default() -> Spec:
         return table_spec(argument.ids, array_in(weight))
@@ -400,6 +404,18 @@ def nan_if_invalid(
     return x if valid is None else jnp.where(valid[..., None], x, float("nan"))
 
 
+@jax.custom_jvp
+def _nan_if_no_row(rows: Array, valid: Array) -> Array:
+    return nan_if_invalid(rows, valid)
+
+
+@_nan_if_no_row.defjvp
+def _nan_if_no_row_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    # The tangent of a row that does not exist is zero. Masking it again would be a pass
+    # over the gradient.
+    return _nan_if_no_row(*primals), tangents[0]
+
+
 def host_values(x: Any) -> np.ndarray | Any | None:
     """Return the values of ``x`` if they are in host memory, else None.
 
@@ -442,14 +458,16 @@ def limit_norm(
     return clip_norms(rows, max_norm=options.max_norm, norm_type=options.norm_type)
 
 
-def _take(weight: Array, checked: CheckedIds) -> Array:
+def _take(weight: Array, checked: CheckedIds, *, mode: str = "clip") -> Array:
+    """Return the row of each id; ``mode`` applies to ids whose row does not exist."""
     if weight.shape[0] == 0:
         return jnp.zeros((*checked.index.shape, *weight.shape[1:]), weight.dtype)
     # Ids out of range are still out of range here, where checkify reports them.
-    mode = "promise_in_bounds" if checked.valid is None else "clip"
+    mode = "promise_in_bounds" if checked.valid is None else mode
     # asarray: a tangent may be a NumPy array.
     rows = jnp.asarray(weight).at[checked.index]
-    return rows.get(mode=mode, wrap_negative_indices=False)
+    fill = 0 if mode == "fill" else None
+    return rows.get(mode=mode, fill_value=fill, wrap_negative_indices=False)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -469,12 +487,14 @@ def _lookup_jvp(
     rows = _lookup(options, *primals)
     # The norm itself has no tangent, as in torch, which rescales the table before the
     # lookup.
-    tangent = _take(upcast(tangents[0]), checked)
+    # Tangents of rows that do not exist are zero, and the transpose skips them: no mask
+    # has the size of the gradient.
+    tangent = _take(upcast(tangents[0]), checked, mode="fill")
     if options.scale_grad_by_freq:
         counts = _counts(checked, len(weight)).astype(tangent.dtype)
         tangent = tangent / counts[..., None]
-    if checked.has_gradient is not None:
-        tangent = jnp.where(checked.has_gradient[..., None], tangent, 0.0)
+    if checked.is_padding is not None:
+        tangent = jnp.where(checked.is_padding[..., None], 0.0, tangent)
     return rows, tangent.astype(rows.dtype)
 
 

@@ -70,8 +70,12 @@ from ._table import Ids, TableModule
 from ._unique import unique_ids
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)
-# True of the ids of a RowSubset; lets XLA write rows in order.
-_INDEX_HINTS: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
+# True of the ids of a RowSubset, which are not negative; lets XLA write rows in order.
+_INDEX_HINTS: dict[str, Any] = {
+    "indices_are_sorted": True,
+    "unique_indices": True,
+    "wrap_negative_indices": False,
+}
 
 
 class RowState(NamedTuple):
