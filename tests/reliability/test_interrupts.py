@@ -267,8 +267,11 @@ def run_every_kernel() -> None:
     for count in (3, 300, 40_000):
         rows = kernels.gather_rows(table, ids[:count])
         assert rows is not None and rows.shape == (count, 128)
+    # Rows that are not whole cache lines.
+    assert kernels.gather_rows(table[:, :3].copy(), ids) is not None
     for width in (128, 2):
         kernels.sum_bags(table[:, :width].copy(), ids[:5], np.array([0, 5]))
+    kernels.group_by_id(ids[:5] << 58)
     order, bounds, _ = kernels.group_by_id(ids[:5])
     kernels.sum_groups(table, order, bounds[:-1], bounds[1:])
     kernels.max_bags(table, ids[:5], np.array([0, 5]))

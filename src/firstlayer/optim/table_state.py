@@ -253,9 +253,7 @@ class TableState(StaleTable):
     ) -> None:
         self._before_write(rows)
         self.has_state[rows] = True
-        if not self.is_caught_up:
-            # Otherwise every row is at ``base_step``, whatever its number.
-            self.row_steps[rows] = self.event_count
+        self.row_steps[rows] = self.event_count
         weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)

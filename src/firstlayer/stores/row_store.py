@@ -172,10 +172,8 @@ class RowStore:
 
         Example:
             >>> import tempfile
-            >>> from firstlayer.stores import FileStore, MemoryStore
-            >>> path = tempfile.mkdtemp() + "/table.safetensors"
-            >>> MemoryStore(np.zeros((3, 2), np.float32)).save(path)
-            >>> with FileStore(path, mode="r+") as store:
+            >>> from firstlayer.stores import create_store
+            >>> with create_store(tempfile.mkdtemp() + "/table", (3, 2)) as store:
             ...     store.write([1], np.ones((1, 2)))
             ...     store.flush()
         """
