@@ -204,6 +204,16 @@ def test_checkify_reports_ids_out_of_range(name, bad):
     assert np.isnan(out[1]).any() and not np.isnan(out[0]).any()
 
 
+def test_checkify_accepts_the_gradient_of_padding():
+    layer = TABLES["token"]
+    gradient = jax.grad(lambda layer, ids: layer(ids).sum())
+    run = jax.jit(checkify.checkify(gradient, errors=checkify.index_checks))
+    error, grads = run(layer, jnp.array([3, 1, 1]))
+    assert error.get() is None
+    np.testing.assert_array_equal(np.asarray(grads.weight).any(1).nonzero()[0], [3])
+    assert "out of bounds" in str(run(layer, jnp.array([3, 1, 16]))[0].get())
+
+
 def test_checkify_reports_positions_out_of_range():
     layer = LearnedPositions(30, 6, row_offset=2, key=key(0))
 

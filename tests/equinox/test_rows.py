@@ -252,6 +252,36 @@ def test_id_without_a_row_in_the_subset_is_nan():
     assert np.isnan(np.delete(empty, 6, axis=0)).all()
 
 
+def test_gradients_of_ids_without_a_row_are_zero():
+    layer, optimizer = layer_of(), RowOptimizer(optax.sgd(0.1))
+    # 15 is beyond the table, and the number of an unused entry of the subset.
+    ids = jnp.array([[15, 3, -1], [3, 12, 40]])
+
+    @jax.jit
+    def run(ids):
+        def total(layer, ids):
+            return jnp.sum(layer(ids) ** 2)
+
+        _, grads = optimizer.value_and_grad(total, ids)(layer, ids)
+        weight = jnp.asarray(TABLE)
+        _, tangent = jax.jvp(
+            lambda weight: layer_of_weight(weight)(ids), (weight,), (2 * weight,)
+        )
+        return grads.weight, tangent
+
+    def layer_of_weight(weight):
+        return eqx.tree_at(lambda layer: layer.weight, layer, weight)
+
+    subset, tangent = run(ids)
+    assert 15 in subset.ids.tolist()
+    want = np.zeros((6, 4), "float32")
+    want[0] = 4 * TABLE[3]
+    np.testing.assert_allclose(subset.values, want, rtol=1e-6)
+    want = np.zeros((2, 3, 4), "float32")
+    want[0, 1] = want[1, 0] = 2 * TABLE[3]
+    np.testing.assert_array_equal(tangent, want)
+
+
 @pytest.mark.rejects
 def test_touched_rejects_invalid_ids_and_layers():
     with pytest.raises(IndexError, match=r"^ids\[1\] is 12, but num_embeddings is 12$"):
