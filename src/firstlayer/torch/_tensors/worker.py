@@ -8,7 +8,7 @@ own. At exit Python waits until its jobs are done.
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...kernels.runtime.threads import on_threads
@@ -17,8 +17,6 @@ from ...kernels.runtime.threads import on_threads
 NAME = "firstlayer-worker"
 # Module state: the worker thread of this process, started by the first job.
 _worker: ThreadPoolExecutor | None = None
-# Module state: unfinished jobs that read memory of the caller's gradients.
-_readers: set["Future[Any]"] = set()
 
 
 def on_one_core(job: Callable[[], Any]) -> Any:
@@ -45,18 +43,6 @@ def submit(job: Callable[[], Any]) -> "Future[Any]":
         cancelled: Future[Any] = Future()
         cancelled.cancel()
         return cancelled
-
-
-def add_reader(job: "Future[Any]") -> None:
-    """Make :func:`wait_for_readers` wait for a job."""
-    _readers.add(job)
-    job.add_done_callback(_readers.discard)
-
-
-def wait_for_readers() -> None:
-    """Wait until no job reads memory of the caller's gradients."""
-    if _readers and not is_worker():
-        wait(tuple(_readers))
 
 
 def is_worker() -> bool:

@@ -18,8 +18,7 @@ from .._tensors.memory import (
     threads_of_torch,
 )
 from .._tensors.row_parameter import without_catch_up
-from .._tensors.worker import add_reader, is_worker, submit
-from .sparse_gradient import Sharing, sharing_of
+from .._tensors.worker import is_worker, submit
 from .table_state import AttachedState, alive, check_class
 
 
@@ -69,14 +68,10 @@ class ParameterState(TableState, AttachedState):
 
         Args:
             ids: As in :meth:`firstlayer.optim.table_state.TableState.step`.
-            gradient: As there. Copied if the caller could change it unnoticed.
+            gradient: As there; copied.
             options: As there.
         """
-        parameter = self.parameter
-        with without_catch_up():
-            sharing = sharing_of(gradient, parameter.grad)
-        if sharing is Sharing.UNGUARDED:
-            gradient = np.array(gradient, self.dtype)
+        parameter, gradient = self.parameter, np.array(gradient, self.dtype)
         # Schedules write to a tensor of the learning rate in place.
         options = {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -93,8 +88,6 @@ class ParameterState(TableState, AttachedState):
         if self._running.cancelled():
             self._running = None
             self.step(ids, gradient, options=options)
-        elif sharing is Sharing.GUARDED:
-            add_reader(self._running)
 
     def finish_step(self) -> None:
         """Wait for a step that the worker takes, and raise its error, if any."""

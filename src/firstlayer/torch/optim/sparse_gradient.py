@@ -1,7 +1,6 @@
 """Sparse gradients of torch as row gradients, summed by id, and as tensors to clip."""
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from .._tensors.dtypes import HALF, upcast
 from .._tensors.memory import LARGE_COPY, array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
 from .._tensors.shard_tensor import ShardTensor, check_whole_norm
-from .._tensors.worker import wait_for_readers
 
 # Torch's type stubs do not export the functions of lists of tensors.
 _torch: Any = torch
@@ -37,36 +35,6 @@ def rows_of(grad: Tensor) -> RowGradient:
             rows = kernels.upcast_rows(array_of(values), np.arange(len(values)))
             return RowGradient(index, rows)
         return RowGradient(index, array_of(upcast(values)))
-
-
-class Sharing(Enum):
-    """Whether the values of a step are in the memory of the gradient."""
-
-    #: They are in memory of their own.
-    NONE = 0
-    #: They are, and only functions of the gradient reach it, which wait for the worker.
-    GUARDED = 1
-    #: They are, and other tensors or arrays may have the same memory.
-    UNGUARDED = 2
-
-
-def sharing_of(values: np.ndarray, grad: Tensor | None) -> Sharing:
-    """Return whether values are in the memory of the gradient that they were read from.
-
-    Args:
-        values: Values of the gradient: of :func:`rows_of`, or of a dense gradient.
-        grad: The gradient.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        if grad is None or not grad.is_sparse:
-            return Sharing.UNGUARDED
-        stored = grad._values()
-        if values.ctypes.data != stored.data_ptr():
-            return Sharing.NONE
-        count = torch._C._storage_Use_Count(stored.untyped_storage()._cdata)
-    # The gradient, the tensor of the array, ``stored``, and the object of the storage.
-    is_guarded = isinstance(grad, RowGradientTensor) and count == 4
-    return Sharing.GUARDED if is_guarded else Sharing.UNGUARDED
 
 
 def coalesced(grad: Tensor) -> Tensor:
@@ -124,7 +92,6 @@ class RowGradientTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        wait_for_readers()
         if not all(issubclass(cls, other) for other in types):
             others = [other for other in types if not issubclass(cls, other)]
             if not all(issubclass(other, RowTensor | ShardTensor) for other in others):
