@@ -442,11 +442,16 @@ def test_rows_are_created_in_parts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rows, width", [(0, 3), (4, 0), (1, 1)])
 def test_tables_without_rows_or_columns(tmp_path, rows, width):
+    want = np.full((rows, width), 2.0, np.float32)
     with create_store(tmp_path / "a", (rows, width)) as store:
-        store.before_write()
+        store.write(np.arange(rows), want)
         store.commit("a")
+        store.write(np.arange(rows), want + 1)
+        # Closed without a commit: the second write is undone.
+        store.close()
     with open_store(tmp_path / "a", mode="r+") as store:
-        assert store.shape == (rows, width)
+        assert store.shape == (rows, width) and store.tags == ["a"]
+        assert store.read(np.arange(rows)).tobytes() == want.tobytes()
 
 
 def test_ids_and_rows_are_checked(path):
