@@ -173,7 +173,7 @@ def array_of_table(weight: Tensor, *, keeps_alive: bool = True) -> np.ndarray:
 
 
 class TensorMemory:
-    """Where the values of a tensor are, to find out later whether another has them there.
+    """Address, shape and dtype of a tensor, compared later with those of another.
 
     No reference to the tensor is kept: with a weak one, torch could not swap its contents.
 
