@@ -6,8 +6,6 @@ row keeps the value that was read until the next step. A catch-up changes weight
 counters together.
 """
 
-import threading
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -20,15 +18,15 @@ from .._interrupts import held_interrupts
 from ..kernels.optim.row_slice import StaleRows
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps
-from .row_average import RowAverage
 from .rule import Options, Rule, State
 from .stored_state import RetiredState, StoredState
+from .table_events import TableEvents
 
 # Rows per pass when every row is updated: no temporary array is as large as the table.
 CHUNK = 1 << 14
 
 
-class StaleTable:
+class StaleTable(TableEvents):
     """Table and optimizer state, with the event that each row is at.
 
     Arrays of zeros are allocated in the table's shape; the operating system provides memory
@@ -57,6 +55,7 @@ class StaleTable:
         store: TrainingStore | None = None,
     ) -> None:
         rule.check(options)
+        super().__init__(MissedSteps(rule, options, step), step)
         self.rule, self.table = rule, table
         self.stochastic_rounding = stochastic_rounding
         weight = table()
@@ -68,20 +67,8 @@ class StaleTable:
         self.state: State = {} if state is None else state
         #: For each row, whether its state may be nonzero.
         self.has_state = np.full(self.shape[0], state is not None)
-        #: Number of steps taken.
-        self.step_count = step
-        #: Number of events: steps, and updates of an average.
-        self.event_count = step
         #: For each row, the event it is at; smaller values stand for ``base_step``.
         self.row_steps = np.zeros(self.shape[0], np.int64)
-        #: Event at which every row was last up to date. ``missed`` counts from here.
-        self.base_step = step
-        #: Averages of the rows, which are caught up before rows are written.
-        self.averages: weakref.WeakSet[RowAverage] = weakref.WeakSet()
-        #: Whether a recorded step moves the weights of rows without a gradient.
-        self._missed_moves = False
-        self.missed = MissedSteps(rule, options, step)
-        self.lock = threading.RLock()
         #: Journals rows before they change, if the table is trained on disk.
         self.stored: StoredState | RetiredState | None = None
         if store is not None:
@@ -95,28 +82,6 @@ class StaleTable:
     def is_in_use(self) -> bool:
         """Whether no other optimizer has taken over a table on disk."""
         return not isinstance(self.stored, RetiredState)
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether weight, state and average of every row are up to date."""
-        return self.base_step == self.event_count
-
-    @property
-    def has_stale_weights(self) -> bool:
-        """Whether the weight of some row may be out of date.
-
-        False if only the state of rows is stale, as under RMSprop without momentum. Such
-        rows may be read, but must catch up before a step with a gradient.
-        """
-        return self.base_step != self.event_count and self._missed_moves
-
-    @property
-    def needs_catch_up(self) -> bool:
-        """Whether rows must catch up before they are read or written.
-
-        Averages need the weights of the steps that they have missed.
-        """
-        return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
 
     def catch_up(
         self,

@@ -25,21 +25,7 @@ from .stale_table import CHUNK, StaleTable
 
 
 class TableState(StaleTable):
-    """State of a table under a row optimizer.
-
-    Arrays of zeros are allocated in the table's shape; the operating system provides memory
-    for a row when it is first written.
-
-    Args:
-        rule: Update rule.
-        table: Returns the table; its memory may move between calls.
-        options: Current options of the rule.
-        stochastic_rounding: Round a bfloat16 table up or down at random.
-        state: Arrays to continue from.
-        step: Number of steps taken before ``state`` was saved.
-        store: Store of the table if it is trained on disk. The arrays are then files of the
-            store, and the state continues from the one that the store has.
-    """
+    """State of a table under a row optimizer; arguments as in :class:`StaleTable`."""
 
     def step(
         self,
@@ -81,16 +67,6 @@ class TableState(StaleTable):
             if self.is_caught_up:
                 self._restart(options)
 
-    def attach_average(self, average: RowAverage) -> None:
-        """Catch an average up before rows are written, from now on.
-
-        No row may have missed an update of an average that is new here.
-        """
-        with self.lock:
-            if average not in self.averages:
-                average.start(self.missed)
-                self.averages.add(average)
-
     def update_average(self, average: RowAverage, decay: float) -> None:
         """Record an update of an average; rows apply it when they are next written.
 
@@ -102,16 +78,7 @@ class TableState(StaleTable):
         with held_interrupts(), self.lock:
             if self.missed.is_full:
                 self._catch_up(self._checked(self.table()), None)
-            if self.is_caught_up:
-                self.missed.restart_at_last_column()
-                self._start_averages()
-                self._missed_moves = False
-            self.attach_average(average)
-            average.record(self.missed, decay)
-            for other in self.averages:
-                if other is not average:
-                    other.add_column(self.missed)
-            self.event_count += 1
+            self._record_average(average, decay)
 
     def averaged_rows(
         self, average: RowAverage, ids: Int64[np.ndarray, " n"]
@@ -243,10 +210,6 @@ class TableState(StaleTable):
         self.missed.restart(options, self.step_count)
         self._start_averages()
         self._missed_moves = False
-
-    def _start_averages(self) -> None:
-        for average in self.averages:
-            average.start(self.missed)
 
     def _update_rows(
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any

@@ -153,13 +153,6 @@ class OperatorState(StaleTensors):
             average.move_to(self.device)
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
 
-    def attach_average(self, average: TensorAverage) -> None:
-        """Catch an average up before rows are written, from now on."""
-        with self.lock:
-            if average not in self.averages:
-                average.start(self.missed)
-                self.averages.add(average)
-
     def update_average(self, average: TensorAverage, decay: float) -> None:
         """Record an update of an average; rows apply it when they are next written.
 
@@ -171,17 +164,7 @@ class OperatorState(StaleTensors):
         with held_interrupts(), self.lock, torch.no_grad():
             if self.missed.is_full:
                 self.catch_up_tensors(self.row_tensors(), None)
-            if self.is_caught_up:
-                self.missed.restart_at_last_column()
-                self._missed_moves = False
-                for other in self.averages:
-                    other.start(self.missed)
-            self.attach_average(average)
-            average.record(self.missed, decay)
-            for other in self.averages:
-                if other is not average:
-                    other.add_column(self.missed)
-            self.event_count += 1
+            self._record_average(average, decay)
             self.device_steps.is_current = False
 
     def averaged_rows(self, average: TensorAverage, ids: Tensor) -> Tensor:
@@ -227,8 +210,7 @@ class OperatorState(StaleTensors):
     def restart(self, options: Options) -> None:
         """Forget the recorded steps, when every row is up to date."""
         self.missed.restart(options, self.step_count)
-        for average in self.averages:
-            average.start(self.missed)
+        self._start_averages()
         self.device_steps.is_current = self._missed_moves = False
 
     def _prepare_step(self, ids: Tensor | None, options: Options) -> None:

@@ -12,8 +12,6 @@ chunks that stay in the cache, and the state of rows that a lookup has caught up
 together with the next step (:class:`.row_tensors.DeferredState`).
 """
 
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps
 from ...optim.rule import Options, Rule
+from ...optim.table_events import TableEvents
 from .._tensors.dtypes import compute_dtype
 from .._tensors.memory import is_plain_cpu
 from .._tensors.row_parameter import without_catch_up
@@ -53,7 +52,7 @@ DEVICE_CHUNK = 1 << 24
 MAX_DEFERRED = 1 << 22
 
 
-class StaleTensors(AttachedState):
+class StaleTensors(TableEvents, AttachedState):
     """Table and optimizer state as tensors, with the event that each row is at.
 
     Args:
@@ -75,8 +74,9 @@ class StaleTensors(AttachedState):
         state: dict[str, Tensor] | None = None,
         step: int = 0,
     ) -> None:
-        super().__init__(parameter)
         rule.check(options)
+        AttachedState.__init__(self, parameter)
+        TableEvents.__init__(self, MissedSteps(rule, options, step), step)
         self.rule, self.stochastic_rounding = rule, stochastic_rounding
         self.shape, self.device = tuple(parameter.shape), parameter.device
         self.dtype = compute_dtype(parameter.dtype)
@@ -84,22 +84,11 @@ class StaleTensors(AttachedState):
         self.state_shape = self.shape[0], rule.state_width(self.shape[1])
         #: Tensors of the optimizer state, by name.
         self.state: dict[str, Tensor] = {} if state is None else state
-        #: Number of steps taken.
-        self.step_count = step
-        #: Number of events: steps, and updates of an average.
-        self.event_count = step
         #: Event of the last step. The weights of rows at it or later are up to date.
         self.last_step_event = step
-        #: Averages of the rows, which are caught up before rows are written.
-        self.averages: weakref.WeakSet[TensorAverage] = weakref.WeakSet()
         #: For each row, the event it is at; smaller values stand for ``base_step``.
         self.row_steps = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
-        #: Event at which every row was last up to date. ``missed`` counts from here.
-        self.base_step = step
-        #: Whether a recorded step moves the weights of rows without a gradient.
-        self._missed_moves = False
-        self.missed = MissedSteps(rule, options, step)
-        #: The same on the device.
+        #: The missed steps on the device.
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
         self._deferred: DeferredState | None = None
         # Largest row that got a gradient although it was read while stale, or −1.
@@ -113,22 +102,6 @@ class StaleTensors(AttachedState):
             self._adapt_state(options)
         if not rule.lazy:
             check_class(parameter)
-        self.lock = threading.RLock()
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether weight, state and average of every row are up to date."""
-        return self.base_step == self.event_count
-
-    @property
-    def has_stale_weights(self) -> bool:
-        """Whether the weight of some row may be out of date."""
-        return self.base_step != self.event_count and self._missed_moves
-
-    @property
-    def needs_catch_up(self) -> bool:
-        """Whether rows must catch up before they are read or written."""
-        return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
 
     def row_tensors(self, table: Tensor | None = None) -> RowTensors:
         """Return the table, or a copy that will replace it, and what changes with it."""
