@@ -43,7 +43,7 @@ class DenseTable:
         self.add_arrays(options)
         values = host_values(self.rule, options, self.step_count)
         weight, *state = self.arrays(options, rows)
-        updated = update_rows(np, self.rule, values, weight, gradient, state)
+        updated = update_rows(ArrayOps(np), self.rule, values, weight, gradient, state)
         self.store(options, rows, updated)
 
 
@@ -99,9 +99,9 @@ class OperatorTable(DenseTable):
             values = [self.steps[k] for k in start[late]]
             step = type(values[0])(*np.array(values).T[..., None])
             weight, *state = (array[late] for array in arrays)
-            total = step.total_gradient(np, weight, np.zeros_like(weight))
+            total = step.total_gradient(ArrayOps(np), weight, np.zeros_like(weight))
             for array, new in zip(
-                arrays, step.update(np, weight, total, *state), strict=True
+                arrays, step.update(ArrayOps(np), weight, total, *state), strict=True
             ):
                 array[late] = new
         columns = self.columns[:, start][..., None].astype(self.weight.dtype)

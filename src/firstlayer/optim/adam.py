@@ -39,6 +39,8 @@ NEGLIGIBLE = 1e-24
 ACCURATE = 1e-5
 # Number of points through which the polynomial is interpolated.
 NUM_POINTS = 12
+# A number without a dtype would make float32 kernels compute in float64.
+ONE = np.float32(1)
 
 
 def interpolation() -> tuple[np.ndarray, np.ndarray]:
@@ -78,22 +80,15 @@ class AdamStep(AdamNumbers, Step):
     """Step of Adam."""
 
     def update(self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any) -> Any:
-        # Augmented assignments change new arrays in place, which is faster.
-        new_mean = gradient - mean
-        new_mean *= self.share1
-        new_mean += mean
-        change = self.share2 * gradient
-        change *= gradient
-        square = self.beta2 * square
-        square += change
+        mean = ops.lerp(mean, gradient, self.share1)
+        square = ops.multiply(square, self.beta2)
+        square = ops.addcmul(square, gradient, gradient, self.share2)
+        # size · mean / (unbias · √v + ε), without a multiplication of arrays.
         root = ops.sqrt(square)
-        root *= self.unbias
-        root += self.eps
-        change = self.size * new_mean
-        change /= root
-        weight = self.weight_factor * weight
-        weight -= change
-        return weight, new_mean, square
+        root += self.eps / self.unbias
+        weight = ops.multiply(weight, self.weight_factor)
+        weight = ops.addcdiv(weight, mean, root, -self.size / self.unbias)
+        return weight, mean, square
 
 
 class AmsgradStep(AdamNumbers, Step):
@@ -102,22 +97,16 @@ class AmsgradStep(AdamNumbers, Step):
     def update(
         self, ops: Any, weight: Any, gradient: Any, mean: Any, square: Any, largest: Any
     ) -> Any:
-        new_mean = gradient - mean
-        new_mean *= self.share1
-        new_mean += mean
-        change = self.share2 * gradient
-        change *= gradient
-        square = self.beta2 * square
-        square += change
+        mean = ops.lerp(mean, gradient, self.share1)
+        square = ops.multiply(square, self.beta2)
+        square = ops.addcmul(square, gradient, gradient, self.share2)
         largest = ops.maximum(largest, square)
+        # size · mean / (unbias · √v + ε), without a multiplication of arrays.
         root = ops.sqrt(largest)
-        root *= self.unbias
-        root += self.eps
-        change = self.size * new_mean
-        change /= root
-        weight = self.weight_factor * weight
-        weight -= change
-        return weight, new_mean, square, largest
+        root += self.eps / self.unbias
+        weight = ops.multiply(weight, self.weight_factor)
+        weight = ops.addcdiv(weight, mean, root, -self.size / self.unbias)
+        return weight, mean, square, largest
 
 
 class AdamMissedNumbers(NamedTuple):
@@ -191,13 +180,10 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
 
     def move_missed(self, ops: Any, weight: Any, mean: Any, square: Any) -> Any:
         """Return the weight after the missed steps."""
-        # Augmented assignments change new arrays in place, which is faster.
-        root = ops.sqrt(square)
-        root *= self.root_scale
-        total = self.eps + root
-        # 2 u − 1
-        z = self.eps - root
-        z /= total
+        total = ops.multiply_add(ops.sqrt(square), self.root_scale, self.eps)
+        # 2 u − 1. Not (ε − root) / total: the square of a large gradient is infinite.
+        z = (self.eps + self.eps) / total
+        z -= ONE
         y = self.p11 * z
         y += self.p10
         y = ops.multiply_add(y, z, self.p9)
@@ -212,14 +198,15 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
         y = ops.multiply_add(y, z, self.p0)
         y *= mean
         y /= total
-        weight = self.weight_factor * weight
+        weight = ops.multiply(weight, self.weight_factor)
         weight -= y
         return weight
 
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
         mean, square = state
         weight = self.move_missed(ops, weight, mean, square)
-        return weight, self.mean_factor * mean, self.square_factor * square
+        mean = ops.multiply(mean, self.mean_factor)
+        return weight, mean, ops.multiply(square, self.square_factor)
 
 
 class AmsgradCoefficients(AdamCoefficients):
@@ -231,7 +218,8 @@ class AmsgradCoefficients(AdamCoefficients):
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
         mean, square, largest = state
         weight = self.move_missed(ops, weight, mean, largest)
-        return weight, self.mean_factor * mean, self.square_factor * square, largest
+        mean = ops.multiply(mean, self.mean_factor)
+        return weight, mean, ops.multiply(square, self.square_factor), largest
 
 
 class Adam(Rule):

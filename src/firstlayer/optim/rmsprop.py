@@ -42,7 +42,8 @@ class RMSpropStep(RMSpropNumbers, Step):
         return weight - self.lr * (gradient / (ops.sqrt(total) + self.eps))
 
     def update(self, ops: Any, weight: Any, gradient: Any, square: Any) -> Any:
-        square = self.accumulate(ops, gradient * gradient, square)
+        # Not of gradient²: it overflows at smaller gradients.
+        square = self.alpha * square + self.share * gradient * gradient
         return self.move(ops, weight, gradient, square), square
 
 
@@ -61,7 +62,7 @@ class CenteredStep(RMSpropNumbers, Step):
     def update(self, ops: Any, weight: Any, gradient: Any, square: Any, mean: Any) -> Any:
         square = self.alpha * square + self.share * gradient * gradient
         mean = mean + self.share * (gradient - mean)
-        deviation = ops.sqrt(square - mean * mean)
+        deviation = ops.sqrt(ops.multiply_add(-mean, mean, square))
         return weight - self.lr * (gradient / (deviation + self.eps)), square, mean
 
 
@@ -73,7 +74,7 @@ class CenteredMomentumStep(RMSpropNumbers, Step):
     ) -> Any:
         square = self.alpha * square + self.share * gradient * gradient
         mean = mean + self.share * (gradient - mean)
-        deviation = ops.sqrt(square - mean * mean)
+        deviation = ops.sqrt(ops.multiply_add(-mean, mean, square))
         buffer = gradient / (deviation + self.eps) + self.momentum * buffer
         return weight - self.lr * buffer, square, buffer, mean
 

@@ -127,7 +127,9 @@ class RowAverage:
                 old = weight[late], *(array[late] for array in state)
                 zero = np.zeros_like(old[0])
                 with np.errstate(all="ignore"):
-                    new = update_rows(np, missed.rule, values, old[0], zero, old[1:])
+                    new = update_rows(
+                        ArrayOps(np), missed.rule, values, old[0], zero, old[1:]
+                    )
                 for array, values in zip((weight, *state), new, strict=True):
                     array[late] = values
         columns = self._coefficients[:, until][..., None].astype(average.dtype)

@@ -13,13 +13,13 @@ torch operators on any device, and in JAX under jit. Each rule is one file with
 
 A step without a gradient is, by definition, an update with a gradient of zero.
 
-``ops`` is the array namespace: ``numpy``, ``torch``, ``jax.numpy``, or the scalar functions
-of :mod:`firstlayer.kernels.optim.scalars`. Methods that kernels compile
-(:data:`firstlayer.kernels.optim.drivers.METHODS`) use operators and ``ops.sqrt``, ``sign``,
-``absolute`` and ``maximum`` only, and no number literals: a literal would make float32
-kernels compute in float64. :meth:`MissedCoefficients.catch_up` also uses
-``ops.multiply_add(x, y, z)``, which is ``x * y + z`` and may overwrite the array ``x``;
-:class:`ArrayOps` adds it to NumPy and JAX.
+``ops`` is the array namespace: :class:`ArrayOps` of ``numpy``, ``torch`` or ``jax.numpy``,
+:mod:`firstlayer.torch.optim.rule_ops`, or the scalar functions of
+:mod:`firstlayer.kernels.optim.scalars`. Methods that kernels compile use operators and
+``ops.sqrt``, ``sign``, ``absolute``, ``maximum``, ``multiply`` and those of
+:class:`ArrayOps` only, and no number literals: a literal would make float32 kernels compute
+in float64. ``multiply``, ``multiply_add``, ``lerp``, ``addcmul`` and ``addcdiv`` may
+overwrite their first argument, so methods do not read it again.
 """
 
 import inspect
@@ -42,10 +42,10 @@ TINY = 1e-30
 
 
 class ArrayOps:
-    """Array namespace with the function ``multiply_add``.
+    """Array namespace with functions that combine several operators.
 
     Args:
-        namespace: ``numpy`` or ``jax.numpy``.
+        namespace: ``numpy``, ``torch`` or ``jax.numpy``.
 
     Example:
         >>> float(ArrayOps(np).multiply_add(np.float32(2), 3, 4))
@@ -58,16 +58,34 @@ class ArrayOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._namespace, name)
 
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return ``x`` where a condition or one bool is True, and ``y`` elsewhere."""
+        if isinstance(condition, bool):
+            return x if condition else y
+        return self._namespace.where(condition, x, y)
+
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
         """Return ``x * y + z``."""
         return x * y + z
+
+    def lerp(self, x: Any, y: Any, share: Any) -> Any:
+        """Return ``x`` moved towards ``y`` by a share of their difference."""
+        return (y - x) * share + x
+
+    def addcmul(self, x: Any, y: Any, z: Any, factor: Any) -> Any:
+        """Return ``x + factor * y * z``."""
+        return x + factor * y * z
+
+    def addcdiv(self, x: Any, y: Any, z: Any, factor: Any) -> Any:
+        """Return ``x + factor * y / z``."""
+        return x + factor * y / z
 
 
 class Step:
     """Numbers of one step; base of the named tuples.
 
     Methods take a weight and its state, in the order of :meth:`Rule.initial_state`, as
-    numbers or as arrays that broadcast, and return new values.
+    numbers or as arrays that broadcast, and return the new values.
     """
 
     #: Fields that every named tuple has: the factor of the gradient (−1 to maximize), and
@@ -77,7 +95,10 @@ class Step:
 
     def total_gradient(self, ops: Any, weight: Any, gradient: Any) -> Any:
         """Return the gradient that :meth:`update` takes, with sign and weight decay."""
-        return self.sign * gradient + self.coupled_decay * weight
+        total = self.sign * gradient
+        # Without decay the weight has no effect, even if it is infinite.
+        decayed = total + self.coupled_decay * weight
+        return ops.where(self.coupled_decay == 0, total, decayed)
 
     def accumulate(self, ops: Any, square: Any, total: Any) -> Any:
         """Return the accumulated squares of gradients after one more square.
@@ -121,10 +142,7 @@ class MissedCoefficients:
         raise NotImplementedError
 
     def catch_up(self, ops: Any, weight: Any, *state: Any) -> Any:
-        """Return ``(weight, *state)`` after the missed steps.
-
-        ``ops`` has ``multiply_add``.
-        """
+        """Return ``(weight, *state)`` after the missed steps."""
         raise NotImplementedError
 
     def keeps_zero_state(self) -> Any:
@@ -232,7 +250,7 @@ def update_rows(
     """Return ``(weight, *state)`` of rows after a step with a gradient.
 
     Args:
-        ops: Array namespace.
+        ops: Array namespace, which may overwrite ``weight`` and ``state``.
         rule: Update rule.
         values: Numbers of the step, of :meth:`Rule.step_values`.
         weight: Rows, ``(n, width)``.
@@ -244,7 +262,8 @@ def update_rows(
         >>> rule = WiseAdagrad()
         >>> values = rule.step_values(np, AdagradOptions(lr=0.5).hyperparameters(), 1)
         >>> weight, gradient, total = np.ones((1, 2)), np.array([[3.0, 4.0]]), [[0.0]]
-        >>> update_rows(np, rule, values, weight, gradient, [np.array(total)])[1]
+        >>> ops, state = ArrayOps(np), [np.array(total)]
+        >>> update_rows(ops, rule, values, weight, gradient, state)[1]
         array([[12.5]])
     """
     total = gradient

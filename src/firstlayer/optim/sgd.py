@@ -41,7 +41,10 @@ class MomentumStep(SGDNumbers, Step):
 
     def update(self, ops: Any, weight: Any, gradient: Any, buffer: Any) -> Any:
         buffer = self.momentum * buffer + self.gain * gradient
-        return weight - self.lr * (self.direct * gradient + self.through * buffer), buffer
+        change = self.through * buffer
+        # Without Nesterov momentum the gradient has no effect, even if it is infinite.
+        change = ops.where(self.direct == 0, change, self.direct * gradient + change)
+        return weight - self.lr * change, buffer
 
 
 class DecayNumbers(NamedTuple):
@@ -85,9 +88,12 @@ class MomentumCoefficients(MomentumNumbers, MissedCoefficients):
         )
 
     def catch_up(self, ops: Any, weight: Any, buffer: Any) -> Any:
+        shrunk = self.buffer_factor * buffer
+        # Without decay the weight has no effect, even if it is infinite.
+        decayed = shrunk + self.buffer_from_weight * weight
         return (
             self.weight_factor * weight + self.weight_from_buffer * buffer,
-            self.buffer_from_weight * weight + self.buffer_factor * buffer,
+            ops.where(self.buffer_from_weight == 0, shrunk, decayed),
         )
 
     def keeps_zero_state(self) -> Any:

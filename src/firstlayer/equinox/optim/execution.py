@@ -80,7 +80,7 @@ class Execution:
             state: Their state.
         """
         values = _rounded(self.step_class, values, weight.dtype)
-        return update_rows(jnp, self.rule, values, weight, gradient, state)
+        return update_rows(ArrayOps(jnp), self.rule, values, weight, gradient, state)
 
     def catch_up(
         self,
@@ -131,8 +131,9 @@ class Execution:
                 continue
             weight = upcast(parameter)
             own = _rounded(self.step_class, values, weight.dtype)
-            slope = own.total_gradient(jnp, weight, upcast(slope))
-            new = own.update(jnp, weight, slope, *(array[i] for array in arrays))
+            ops = ArrayOps(jnp)
+            slope = own.total_gradient(ops, weight, upcast(slope))
+            new = own.update(ops, weight, slope, *(array[i] for array in arrays))
             leaves[i] = new[0].astype(parameter.dtype)
             for array, value in zip(arrays, new[1:], strict=True):
                 array[i] = value

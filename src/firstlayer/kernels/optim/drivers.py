@@ -17,7 +17,7 @@ from numba.extending import intrinsic, overload, overload_method
 
 from ..runtime.compile import (
     BYTE_POINTER,
-    REORDER,
+    FUSE,
     WITHOUT_WRAPPERS,
     bits_of,
     downcast,
@@ -159,7 +159,7 @@ def _method(name: str, function: Any) -> Any:
 def _compiled(kind: type, name: str) -> Any:
     """Return a method of a named tuple, compiled."""
     function = getattr(kind, name)
-    options = {"error_model": "numpy", "fastmath": REORDER, **WITHOUT_WRAPPERS}
+    options = {"error_model": "numpy", "fastmath": FUSE, **WITHOUT_WRAPPERS}
     return njit(**options)(function)
 
 

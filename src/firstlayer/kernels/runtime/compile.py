@@ -22,6 +22,8 @@ from .numba_abi import array_struct
 
 # Allows reordered sums and fused multiply-adds. Full fastmath would remove NaN checks.
 REORDER = {"reassoc", "contract", "arcp"}
+# Allows fused multiply-adds only: in another order products of three numbers overflow.
+FUSE = {"contract"}
 BFLOAT16 = float_dtype("bfloat16")
 # NumPy has one object for each of these, but for other byte orders.
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...optim.missed_steps import host_values
-from ...optim.rule import RowOptions, update_rows
+from ...optim.rule import ArrayOps, RowOptions, update_rows
 from .table_state import step_tensor
 
 
@@ -47,7 +47,8 @@ class DenseOptimizer(torch.optim.Optimizer):
         step = int(state.get("step", 0)) + 1
         values = host_values(self.rule, group, step)
         arrays = [state[name] for name in names]
-        updated = update_rows(torch, self.rule, values, parameter, parameter.grad, arrays)
+        weight, gradient = parameter, parameter.grad
+        updated = update_rows(ArrayOps(torch), self.rule, values, weight, gradient, arrays)
         for old, new in zip((parameter, *arrays), updated, strict=True):
             old.copy_(new)
         if self.rule.depends_on_step:

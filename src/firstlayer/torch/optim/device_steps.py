@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...optim.missed_steps import MissedSteps
-from ...optim.rule import TINY, Rule, update_rows
+from ...optim.rule import TINY, ArrayOps, Rule, update_rows
 from .._tensors.dtypes import dtype_name
-from . import rule_ops
 
 
 class DeviceSteps:
@@ -71,29 +70,31 @@ class DeviceSteps:
             host = host.pin_memory()
         to.copy_(host, non_blocking=True)
 
-    def catch_up(self, start: Tensor, old: Sequence[Tensor]) -> Sequence[Tensor]:
+    def catch_up(self, ops: Any, start: Tensor, old: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return weight and state of rows after the missed steps.
 
         Args:
+            ops: Array namespace, which may overwrite ``old``.
             start: Recorded step that each row is at.
             old: Weight and state of each row.
         """
         if self._is_replayed is not None:
             start, old = self._replayed(start, old, self._is_replayed)
-        return self.apply(self.coefficients, start, old)
+        return self.apply(ops, self.coefficients, start, old)
 
     def apply(
-        self, coefficients: Tensor, start: Tensor, old: Sequence[Tensor]
+        self, ops: Any, coefficients: Tensor, start: Tensor, old: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return weight and state of rows after missed steps that are not replayed.
 
         Args:
+            ops: As in :meth:`catch_up`.
             coefficients: Coefficients, a row for each recorded step.
             start: As in :meth:`catch_up`.
             old: As in :meth:`catch_up`.
         """
         columns = coefficients.index_select(0, start)[..., None].unbind(1)
-        return self.missed.kind(*columns).catch_up(rule_ops, *old)
+        return self.missed.kind(*columns).catch_up(ops, *old)
 
     def _replayed(
         self, start: Tensor, old: Sequence[Tensor], is_replayed: Tensor
@@ -127,6 +128,6 @@ def replayed_step(rule: Rule, values: Any, rows: Sequence[Tensor]) -> list[Tenso
         rows: Weight and state.
     """
     zero = torch.zeros_like(rows[0])
-    moved = update_rows(torch, rule, values, rows[0], zero, rows[1:])
+    moved = update_rows(ArrayOps(torch), rule, values, rows[0], zero, rows[1:])
     is_step = values.sign != 0
     return [torch.where(is_step, x, y) for x, y in zip(moved, rows, strict=True)]

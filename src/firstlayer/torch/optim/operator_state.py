@@ -18,6 +18,7 @@ from ...optim.missed_steps import MissedSteps, host_values
 from ...optim.row_average import refuse_swapped
 from ...optim.rule import Options, update_rows
 from .._tensors.memory import is_plain_cpu, tensor_of
+from . import rule_ops
 from .device_steps import DeviceSteps
 from .row_operators import Rows, read_rows, write_number, write_rows
 from .row_tensors import RowTensors, resized_rows
@@ -88,8 +89,8 @@ class OperatorState(StaleTensors):
             generator = self._generator(2 * self.step_count + 1)
             for rows, part, state in self._updated_rows(tensors, ids):
                 weight = read_rows(tensors.table, rows, self.dtype)
-                part = gradient[part].to(self.dtype)
-                new = update_rows(torch, self.rule, values, weight, part, state)
+                part = read_rows(gradient, part, self.dtype)
+                new = update_rows(rule_ops, self.rule, values, weight, part, state)
                 self.write_weight(tensors, rows, new[0], generator)
                 tensors.write_state(rows, new[1:])
                 write_number(tensors.row_steps, rows, self.event_count)
@@ -234,7 +235,7 @@ class OperatorState(StaleTensors):
 
     def _updated_rows(
         self, tensors: RowTensors, ids: Tensor | None
-    ) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
+    ) -> Iterator[tuple[Rows, Rows, list[Tensor]]]:
         """Yield rows of ``ids``, or all as ranges, their places, and their state.
 
         Args:
@@ -244,9 +245,15 @@ class OperatorState(StaleTensors):
         deferred = self._deferred
         if deferred is not None and ids is not None and torch.equal(ids, deferred.rows):
             self._deferred, lo = None, 0
+            places = deferred.is_stale.nonzero().flatten()
             for rows, state in deferred.current_parts(tensors):
-                yield rows, slice(lo, lo + rows.shape[0]), state
-                lo += rows.shape[0]
+                hi = lo + rows.shape[0]
+                yield rows, places[lo:hi], state
+                lo = hi
+            others = deferred.is_stale.logical_not().nonzero().flatten()
+            for part, _ in self._chunks(others):
+                rows = ids.index_select(0, part)
+                yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]
             return
         self.write_deferred(tensors)
         for rows, part in self._chunks(ids):

@@ -61,12 +61,14 @@ class DeferredState:
     writes the same rows. Writing them once saves half of the memory traffic of the state.
 
     Args:
-        rows: Rows, ascending and each once.
+        rows: Rows of the lookup, ascending and each once.
+        is_stale: Which of them were stale, and have caught up.
         versions: Versions of the tensors of the state at the lookup.
-        parts: Consecutive rows, and their state in the compute dtype.
+        parts: Consecutive rows that were stale, and their state in the compute dtype.
     """
 
     rows: Tensor
+    is_stale: Tensor
     versions: tuple[int, ...]
     parts: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 

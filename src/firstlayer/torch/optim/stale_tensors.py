@@ -21,11 +21,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import MissedSteps
-from ...optim.rule import Options, Rule
+from ...optim.rule import ArrayOps, Options, Rule
 from ...optim.table_events import TableEvents
 from .._tensors.dtypes import compute_dtype
 from .._tensors.memory import is_plain_cpu
 from .._tensors.row_parameter import without_catch_up
+from . import rule_ops
 from .device_steps import DeviceSteps
 from .row_operators import (
     Rows,
@@ -221,21 +222,18 @@ class StaleTensors(TableEvents, AttachedState):
     def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
         """Return the distinct rows of a lookup that are stale, ascending.
 
-        If most rows are stale, all of them are returned, and writing their state is
-        deferred to the next step, which is likely to update the same rows.
+        Writing their state is deferred to the next step, which is likely to update the
+        same rows, unless there are many.
         """
         rows = ids.unique()
         is_stale = tensors.row_steps.index_select(0, rows) != self.event_count
         stale = rows[is_stale]
-        is_small = rows.shape[0] * self.shape[1] <= MAX_DEFERRED
-        if not is_small or 4 * stale.shape[0] < 3 * rows.shape[0]:
-            return stale
+        is_small = 0 < stale.shape[0] * self.shape[1] <= MAX_DEFERRED
         # Tensors made in inference mode could not be used in a step.
-        if not rows.shape[0] or torch.is_inference_mode_enabled():
-            return stale
-        versions = tuple(x._version for x in tensors.state)
-        self._deferred = DeferredState(rows, versions)
-        return rows
+        if is_small and not torch.is_inference_mode_enabled():
+            versions = tuple(x._version for x in tensors.state)
+            self._deferred = DeferredState(rows, is_stale, versions)
+        return stale
 
     def caught_up(
         self,
@@ -257,19 +255,36 @@ class StaleTensors(TableEvents, AttachedState):
         if numbers is None:
             start = self._columns_of(row_steps)
             is_fresh = start >= self.last_step_event - self.base_step
-            new = self.device_steps.catch_up(start, old)
+            if is_plain_cpu(row_steps) and isinstance(rows, Tensor):
+                return self._caught_up_in_place(start, is_fresh, old)
+            new = self.device_steps.catch_up(ArrayOps(torch), start, old)
         else:
             base, last_step = numbers.steps[0], numbers.steps[2]
             start = (row_steps - base).clamp(min=0)
             is_fresh = start >= last_step - base
-            new = self.device_steps.apply(numbers.coefficients, start, old)
+            ops, coefficients = ArrayOps(torch), numbers.coefficients
+            new = self.device_steps.apply(ops, coefficients, start, old)
         # Rows that are up to date keep their values bit for bit.
-        if numbers is None and is_plain_cpu(row_steps):
-            fresh = is_fresh.nonzero().flatten()
-            for x, y in zip(new, old, strict=True):
-                write_rows(x, fresh, y.index_select(0, fresh))
-            return new
         return where_rows(is_fresh, old, new)
+
+    def _caught_up_in_place(
+        self, start: Tensor, is_fresh: Tensor, old: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return rows after the missed steps, on the CPU; ``old`` is overwritten.
+
+        Args:
+            start: Recorded event that each row is at.
+            is_fresh: Whether the weight of each row is up to date.
+            old: Weight and state of each row.
+        """
+        fresh = is_fresh.nonzero().flatten()
+        if not fresh.numel():
+            return self.device_steps.catch_up(rule_ops, start, old)
+        kept = [x.index_select(0, fresh) for x in old]
+        new = self.device_steps.catch_up(rule_ops, start, old)
+        for x, y in zip(new, kept, strict=True):
+            write_rows(x, fresh, y)
+        return new
 
     def _caught_up_average(
         self, average: TensorAverage, tensors: RowTensors, rows: Rows
@@ -314,8 +329,9 @@ class StaleTensors(TableEvents, AttachedState):
         size = DEVICE_CHUNK
         if self.device.type == "cpu":
             size = CPU_CHUNK * torch.get_num_threads()
-        chunk = max(1, size // max(1, self.shape[1]))
         count = self.shape[0] if ids is None else ids.shape[0]
+        num_chunks = -(-count * self.shape[1] // size)
+        chunk = max(1, -(-count // max(1, num_chunks)))
         for lo in range(0, count, chunk):
             part = slice(lo, min(lo + chunk, count))
             yield part if ids is None else ids[part], part

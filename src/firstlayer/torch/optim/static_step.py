@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._interrupts import held_interrupts
 from ...optim.missed_steps import host_values
-from ...optim.rule import Options, update_rows
+from ...optim.rule import ArrayOps, Options, update_rows
 from .operator_state import OperatorState
 from .row_operators import sum_by_id_static
 from .row_tensors import RowTensors, StepTensors
@@ -128,7 +128,7 @@ def static_step(
     has_gradient, rows = rows >= 0, rows.clamp(min=0)
     old = state.caught_up(tensors, rows, numbers)
     values = type(state.missed.step_values)(*numbers.values.unbind())
-    new = update_rows(torch, state.rule, values, old[0], sums, old[1:])
+    new = update_rows(ArrayOps(torch), state.rule, values, old[0], sums, old[1:])
     weight, *others = where_rows(has_gradient, new, old)
     state.write_weight(tensors, rows, weight, None)
     tensors.write_state(rows, others)

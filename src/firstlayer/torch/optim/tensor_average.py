@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ...optim.missed_steps import MissedSteps
 from ...optim.row_average import RowAverage
-from ...optim.rule import TINY
+from ...optim.rule import TINY, ArrayOps
 from .._tensors.dtypes import compute_dtype, dtype_name
 from .._tensors.memory import array_of
-from . import rule_ops
 from .device_steps import replayed_step
 
 
@@ -81,7 +80,7 @@ class TensorAverage(RowAverage):
                 start, average, old, missed, is_replayed
             )
         kept, *coefficients = columns.index_select(0, start)[..., None].unbind(1)
-        moved = missed.kind(*coefficients).catch_up(rule_ops, *old)[0]
+        moved = missed.kind(*coefficients).catch_up(ArrayOps(torch), *old)[0]
         # Averages that missed no update keep their bits.
         return torch.where(kept == 1, average, torch.addcmul(moved, kept, average))
 
