@@ -14,9 +14,51 @@ from .._tensors.memory import array_of
 from .operator_state import OperatorState
 from .parameter_state import ParameterState
 from .saved_state import saved_arrays
+from .stored import store_of
 
 #: State of a table.
 State = ParameterState | OperatorState
+
+
+def current_state(
+    parameter: Tensor,
+    rule: Rule,
+    group: dict[str, Any],
+    *,
+    saved: dict[str, Any],
+    known: State | None,
+    by_operators: bool,
+    by_kernels: bool,
+) -> State:
+    """Return the known state of a table if it is up to date, otherwise a new one.
+
+    Args:
+        parameter: Table.
+        rule: Update rule.
+        group: Parameter group of the table.
+        saved: The table's torch state.
+        known: State of the table until now.
+        by_operators: Whether operators have to update the rows, as in compiled code.
+        by_kernels: Whether kernels update the rows, and not operators.
+    """
+    store = store_of(parameter)
+    if store is not None:
+        if by_operators:
+            raise TypeError("a table on disk cannot be trained in compiled code")
+        return stored_state(parameter, rule, group, saved=saved, known=known, store=store)
+    if known is not None:
+        if not known.is_published(saved):
+            # The state was replaced; missed steps belong to the old one.
+            known.catch_up()
+            known = None
+        elif by_kernels and isinstance(known, ParameterState):
+            return known
+        elif isinstance(known, OperatorState) and known.device == parameter.device:
+            if not by_kernels:
+                return known
+    return new_state(
+        parameter, rule, group, saved=saved, known=known, by_kernels=by_kernels
+    )
 
 
 def new_state(

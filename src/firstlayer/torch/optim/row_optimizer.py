@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -22,25 +21,27 @@ from ..._check import all_in_range, not_negative, one_of, out_of_range
 from ..._interrupts import held_interrupts
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
-from ...optim.saved_state import check_stored_step
-from .._tensors.dtypes import HALF, dtype_name, upcast
+from .._tensors.dtypes import dtype_name
 from .._tensors.errors import torch_errors
-from .._tensors.memory import array_of, threads_of_torch
+from .._tensors.memory import threads_of_torch
 from .._tensors.shard import shard_of
 from .._tensors.shard_tensor import check_whole_table
 from .model_hooks import add_hooks, warn_of_dense_gradient
-from .new_state import State, new_state, stored_state
+from .new_state import State, current_state
 from .operator_state import OperatorState
 from .parameter_state import ParameterState
-from .row_operators import sum_by_id
 from .row_step import RowStep
 from .row_tensors import resized_rows
-from .saved_state import check_tensors, saved_arrays
+from .saved_state import (
+    check_stored_steps,
+    check_tensors,
+    restore_float32,
+    saved_arrays,
+)
 from .sharded import check_whole_rows, create_dense_state, to_dtensors, to_local
-from .sparse_gradient import rows_of
-from .stale_tensors import stale_row_message
 from .step_hook import install_step_hook
 from .stored import store_of
+from .table_gradient import table_gradient
 from .table_state import detach
 
 Params = nn.Module | Iterable[Any]
@@ -217,7 +218,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 is_table = grad.is_sparse or store_of(parameter) is not None
                 if parameter in self._table_states or is_table:
                     state = self._table_state(parameter, group)
-                    steps.append((state, *self._gradient(state, grad, group), group))
+                    steps.append((state, *table_gradient(state, grad, group), group))
                 else:
                     dense.append(parameter)
             dense_groups.append({**group, "params": dense})
@@ -273,7 +274,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         state_dict = to_local(state_dict, self)
         check_tensors(state_dict)
-        self._check_stored_steps(state_dict)
+        check_stored_steps(state_dict, self._all_parameters(), self._table_states)
         with held_interrupts():
             self._flush_in_memory()
             replaced = self._table_states
@@ -287,7 +288,7 @@ class RowOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
-            self._restore_float32(state_dict)
+            restore_float32(state_dict, self._all_parameters(), self.state)
             for parameter in self._row_steps:
                 self.row_step(parameter)
 
@@ -449,44 +450,15 @@ class RowOptimizer(torch.optim.Optimizer):
         mode = one_of("mode", options["mode"], MODES)
         return self._options_class.rule_class(lazy=mode == "lazy")
 
+    def _all_parameters(self) -> list[Tensor]:
+        """Return all parameters, in the order of a state dict."""
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
             if any(each is parameter for each in group["params"]):
                 return group
         raise ValueError("parameter must be one that this optimizer trains, got another")
-
-    def _gradient(
-        self, state: State, grad: Tensor, group: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return the ids and values of a gradient; ids are None if it is dense.
-
-        They are tensors for an OperatorState, and arrays otherwise.
-        """
-        if isinstance(state, OperatorState):
-            ids, values = _summed(grad) if grad.is_sparse else (None, grad)
-        elif grad.is_sparse:
-            rows = rows_of(grad)
-            # A copy: another thread may change the ids after the check.
-            ids, values = rows.ids.astype(np.int64), rows.values
-        else:
-            ids, values = None, array_of(grad.contiguous())
-        with torch_errors():
-            state.check_step(ids, values, options=group, ids_name="grad.indices()[0]")  # pyright: ignore
-        self._check_read(state, ids)
-        return ids, values
-
-    def _check_read(self, state: State, ids: Any) -> None:
-        """Raise if a row was read while stale; in distributed runs, catch up instead."""
-        in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if in_group and state.has_stale_weights:
-            # Other processes may have read these rows.
-            if isinstance(state, OperatorState):
-                state.catch_up_rows(ids)
-            else:
-                state.catch_up(ids)
-        row = state.first_stale(ids)
-        if row is not None:
-            raise RuntimeError(stale_row_message(row))
 
     def _table_state(
         self, parameter: Tensor, group: dict[str, Any], *, by_operators: bool = False
@@ -501,33 +473,14 @@ class RowOptimizer(torch.optim.Optimizer):
             by_operators: Whether operators update the table from now on, and not kernels.
         """
         by_operators = by_operators or parameter in self._row_steps
-        store = store_of(parameter)
-        known, saved = self._table_states.get(parameter), self.state.get(parameter) or {}
-        if store is not None:
-            if by_operators:
-                raise TypeError("a table on disk cannot be trained in compiled code")
-            rule = self._new_rule(group)
-            return stored_state(
-                parameter, rule, group, saved=saved, known=known, store=store
-            )
-        by_kernels = not by_operators and trains_by_kernels(parameter)
-        if known is not None:
-            if not known.is_published(saved):
-                # The state was replaced; missed steps belong to the old one.
-                known.catch_up()
-                known = None
-            elif by_kernels and isinstance(known, ParameterState):
-                return known
-            elif isinstance(known, OperatorState) and known.device == parameter.device:
-                if not by_kernels:
-                    return known
-        return new_state(
+        return current_state(
             parameter,
             self._new_rule(group),
             group,
-            saved=saved,
-            known=known,
-            by_kernels=by_kernels,
+            saved=self.state.get(parameter) or {},
+            known=self._table_states.get(parameter),
+            by_operators=by_operators,
+            by_kernels=not by_operators and trains_by_kernels(parameter),
         )
 
     def _adopt_new(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -535,19 +488,6 @@ class RowOptimizer(torch.optim.Optimizer):
             state = self._table_state(parameter, group)
             self._adopt(state)
             state.publish(self.state[parameter])
-
-    def _check_stored_steps(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a table on disk is at another step than a saved state."""
-        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=False):
-            saved, state = (
-                state_dict["state"].get(number),
-                self._table_states.get(parameter),
-            )
-            if saved and saved.keys() == {"step"} and isinstance(state, ParameterState):
-                if state.stored is not None:
-                    check_stored_step(state, saved["step"], name="step")
 
     def _flush_in_memory(self) -> None:
         """Bring every row up to date, but not those of tables on disk."""
@@ -573,28 +513,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._dense.param_groups, self._dense.state = groups, self.state
             self._dense.step()
 
-    def _restore_float32(self, state_dict: dict[str, Any]) -> None:
-        """Restore float32 states of half-precision parameters, which torch downcasts."""
-        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if parameter.dtype in HALF and isinstance(value, Tensor):
-                    device = "cpu" if name == "step" else parameter.device
-                    self.state[parameter][name] = value.to(device, copy=True)
-
 
 def trains_by_kernels(parameter: Tensor) -> bool:
     """Return whether kernels update the rows of a table, not torch operators."""
     return parameter.is_cpu and parameter.is_contiguous()
-
-
-def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids of a sparse gradient, each once, and the sum of the values of each.
-
-    Waits for the device if the gradient is not coalesced.
-    """
-    ids, values = grad._indices(), upcast(grad._values())
-    if ids.shape[0] != 1:
-        raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
-    return (ids[0], values) if grad.is_coalesced() else sum_by_id(ids[0], values)

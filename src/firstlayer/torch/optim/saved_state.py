@@ -1,13 +1,14 @@
-"""Checks of a saved optimizer state against the parameters that it is loaded for."""
+"""Saved states of optimizers: checks against their parameters, and lost precision."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...optim.rule import Rule
-from ...optim.saved_state import check_names, checked_step
-from .._tensors.dtypes import dtype_name
+from ...optim.saved_state import check_names, check_stored_step, checked_step
+from .._tensors.dtypes import HALF, dtype_name
 from .._tensors.errors import torch_errors
 
 
@@ -70,3 +71,46 @@ def check_tensors(state_dict: dict[str, Any]) -> None:
                         f"{name} of parameter {number} must be real and have values, "
                         f"got {dtype_name(value.dtype)} on {value.device}"
                     )
+
+
+def check_stored_steps(
+    state_dict: dict[str, Any],
+    parameters: Sequence[Tensor],
+    states: Mapping[Tensor, Any],
+) -> None:
+    """Raise ValueError if a table on disk is at another step than a saved state.
+
+    Args:
+        state_dict: Saved state of an optimizer.
+        parameters: Parameters of the optimizer, in order.
+        states: States of those that are tables.
+    """
+    for number, parameter in zip(_numbers(state_dict), parameters, strict=False):
+        saved, state = state_dict["state"].get(number), states.get(parameter)
+        if saved and saved.keys() == {"step"} and state is not None:
+            if state.stored is not None:
+                check_stored_step(state, saved["step"], name="step")
+
+
+def restore_float32(
+    state_dict: dict[str, Any],
+    parameters: Sequence[Tensor],
+    states: dict[Tensor, dict[str, Any]],
+) -> None:
+    """Restore float32 states of half-precision parameters, which torch downcasts.
+
+    Args:
+        state_dict: Saved state that torch has loaded.
+        parameters: Parameters of the optimizer, in order.
+        states: Their states, which are changed.
+    """
+    for number, parameter in zip(_numbers(state_dict), parameters, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if parameter.dtype in HALF and isinstance(value, Tensor):
+                device = "cpu" if name == "step" else parameter.device
+                states[parameter][name] = value.to(device, copy=True)
+
+
+def _numbers(state_dict: dict[str, Any]) -> list[int]:
+    """Return the numbers of the parameters of a saved state, in order."""
+    return [i for group in state_dict["param_groups"] for i in group["params"]]
