@@ -14,7 +14,6 @@ from firstlayer import RowGradient
 from firstlayer.numpy import Embedding, EmbeddingLayer
 from firstlayer.optim import AveragedRows, RowAdam, RowAdamW, RowSGD, missed_steps
 from firstlayer.optim import row_average as row_average_module
-from firstlayer.stores import create_store
 from firstlayer.torch import Embedding as TorchEmbedding
 from firstlayer.torch.optim import AveragedRows as TorchAveragedRows
 from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
@@ -218,21 +217,6 @@ def test_written_rows_of_numpy_layers_keep_their_averages():
         want = layer.weight.copy() if want is None else 0.8 * want + 0.2 * layer.weight
         layer.project([number])
     assert_close(averaged.lookup("weight", np.arange(9)), want, 1e-12)
-
-
-def test_a_table_on_disk_is_not_averaged(tmp_path):
-    with create_store(tmp_path / "a", (9, 3)) as store:
-        optimizer = RowSGD(Embedding.from_store(store), lr=0.1)
-        with pytest.raises(
-            TypeError, match="needs tables in memory, but weight is on disk"
-        ):
-            AveragedRows(optimizer)
-        layer = TorchEmbedding.from_store(store)
-        ours = firstlayer.torch.optim.RowSGD(layer.parameters(), lr=0.1)
-        with pytest.raises(
-            TypeError, match=r"in memory, but the table of TrainingStore\(a"
-        ):
-            TorchAveragedRows(ours)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

@@ -26,7 +26,9 @@ class AveragedRows:
     averaged with the weights that the optimizer gives them, and apply missed updates when
     they are next read or written. The first update copies the weights, as in
     ``torch.optim.swa_utils.AveragedModel``. Averages take the memory of the parameters, in
-    float32 for half precision.
+    float32 for half precision. The average of a table that is trained on disk is a file of
+    its store, and returns to the last commit with the table. A table on disk has one
+    average, which continues when the store is opened again.
 
     Args:
         optimizer: Optimizer whose parameters are averaged.
@@ -50,22 +52,25 @@ class AveragedRows:
 
     def __init__(self, optimizer: RowOptimizer, decay: float = 0.999) -> None:
         self.optimizer, self.decay = optimizer, check_decay(decay)
-        #: Number of updates.
-        self.n_averaged = 0
-        self._averages: dict[str, RowAverage] = {}
+        self._in_memory: dict[str, RowAverage] = {}
         for name, state in optimizer.table_states.items():
-            if state.stored is not None:
-                raise on_disk(name)
-            self._averages[name] = RowAverage(np.zeros(state.shape, state.dtype))
+            if state.stored is None:
+                self._in_memory[name] = RowAverage(np.zeros(state.shape, state.dtype))
+            else:
+                state.stored.open_average()
+
+    @property
+    def n_averaged(self) -> int:
+        """Number of updates."""
+        return max((average.count for average in self._averages().values()), default=0)
 
     def update_parameters(self) -> None:
         """Update the averages with the current weights; call after ``optimizer.step``."""
-        decay = check_decay(self.decay) if self.n_averaged else 0.0
-        refuse_swapped(self._averages.values(), CHANGED)
+        decay, averages = check_decay(self.decay), self._averages()
+        refuse_swapped(averages.values(), CHANGED)
         with held_interrupts():
-            for name, average in self._averages.items():
-                self._state(name).update_average(average, decay)
-            self.n_averaged += 1
+            for name, average in averages.items():
+                self._state(name).update_average(average, decay if average.count else 0.0)
 
     def average(self, name: str) -> Float[np.ndarray, "..."]:
         """Return a copy of a parameter's average.
@@ -83,7 +88,7 @@ class AveragedRows:
         """
         self._state(name).catch_up()
         shape = self.optimizer.parameter_shape(name)
-        return self._averages[name].values.reshape(shape).copy()
+        return self._averages()[name].values.reshape(shape).copy()
 
     def lookup(
         self, name: str, ids: Int[np.ndarray, "*batch"]
@@ -96,34 +101,32 @@ class AveragedRows:
         """
         ids = integers(ids, name="ids")
         flat = np.ascontiguousarray(ids.reshape(-1), np.int64)
-        rows = self._state(name).averaged_rows(self._averages[name], flat)
+        rows = self._state(name).averaged_rows(self._averages()[name], flat)
         return rows.reshape(*ids.shape, rows.shape[-1])
 
     @contextmanager
     def swapped(self) -> Generator[None]:
         """Put the averages into the parameters; leaving the context restores the weights.
 
-        Takes memory for a copy of the parameters. A step inside raises a ValueError.
+        Takes memory for a copy of the parameters, and journals every row of a table on
+        disk. A step or a commit inside raises a ValueError.
         """
-        refuse_swapped(self._averages.values(), CHANGED)
+        averages = self._averages()
+        refuse_swapped(averages.values(), CHANGED)
         saved: dict[str, np.ndarray] = {}
         try:
-            for name, average in self._averages.items():
-                state = self._state(name)
-                state.catch_up()
-                table = state.table()
-                saved[name] = table.copy()
-                state.attach_average(average)
-                average.is_swapped = True
-                table[...] = average.values
+            for name, average in averages.items():
+                saved[name] = self._state(name).swap_average(average)
             yield
         finally:
             for name, weight in saved.items():
                 self._state(name).table()[...] = weight
-                self._averages[name].is_swapped = False
+                averages[name].is_swapped = False
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the averages by the names of their parameters, and ``"n_averaged"``.
+
+        Averages of tables on disk are in their stores, and left out.
 
         Example:
             >>> from firstlayer.numpy import Embedding
@@ -134,26 +137,44 @@ class AveragedRows:
             ['n_averaged', 'weight']
             >>> averaged.load_state_dict(state)
         """
-        averages = {name: self.average(name) for name in self._averages}
+        averages = {name: self.average(name) for name in self._in_memory}
         return averages | {"n_averaged": np.array(self.n_averaged)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue from a state. Nothing changes if it does not fit."""
-        if state.keys() != {*self._averages, "n_averaged"}:
-            expected = sorted((*self._averages, "n_averaged"))
+        """Continue from a state. Nothing changes if it does not fit.
+
+        Tables on disk must be at the same number of updates.
+        """
+        if state.keys() != {*self._in_memory, "n_averaged"}:
+            expected = sorted((*self._in_memory, "n_averaged"))
             raise ValueError(f"state must have {expected}, got {sorted(state)}")
         count = checked_step("n_averaged", state["n_averaged"])
-        for name in self._averages:
+        for name, average in self._averages().items():
+            if name not in self._in_memory:
+                check_stored_count(average, count, name=name)
+                continue
             shape = self.optimizer.parameter_shape(name)
             if np.shape(state[name]) != shape:
                 raise ValueError(
                     f"{name} must have shape {shape}, got {np.shape(state[name])}"
                 )
         with held_interrupts():
-            for name, average in self._averages.items():
+            for name, average in self._in_memory.items():
                 self._state(name).catch_up()
                 average.values[...] = np.reshape(state[name], average.values.shape)
-            self.n_averaged = count
+                average.count = count
+
+    def _averages(self) -> dict[str, RowAverage]:
+        """Return the average of each parameter.
+
+        Those of tables on disk are replaced when a store returns to a commit.
+        """
+        return {
+            name: self._in_memory[name]
+            if state.stored is None
+            else state.stored.open_average()
+            for name, state in self.optimizer.table_states.items()
+        }
 
     def _state(self, name: str) -> TableState:
         states: dict[str, Any] = self.optimizer.table_states
@@ -162,9 +183,12 @@ class AveragedRows:
         return states[name]
 
 
-def on_disk(name: str) -> TypeError:
-    """Return the error for averaging a table that is trained on disk."""
-    return TypeError(f"AveragedRows needs tables in memory, but {name} is on disk")
+def check_stored_count(average: RowAverage, count: int, *, name: str) -> None:
+    """Raise ValueError unless a store's average is at a number of updates."""
+    if average.count != count:
+        raise ValueError(
+            f"n_averaged must be {average.count} as in the store of {name}, got {count}"
+        )
 
 
 def check_decay(decay: Any) -> float:

@@ -33,6 +33,8 @@ class RowAverage:
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
+        #: Number of updates.
+        self.count = 0
         #: Whether the averages are in the table, and its weights elsewhere.
         self.is_swapped = False
         self._kept = np.ones(MAX_STEPS + 1)
@@ -70,6 +72,15 @@ class RowAverage:
         missed.record_pause()
         self.add_column(missed)
         self._decays[missed.count] = decay
+
+    def columns(self, missed: MissedSteps) -> dict[str, np.ndarray]:
+        """Return views of the numbers of the recorded events, by name."""
+        events = slice(0, missed.count + 1)
+        return {
+            "average_kept": self._kept[events],
+            "average_decays": self._decays[events],
+            "average_coefficients": self._coefficients[:, events],
+        }
 
     def catch_up(
         self, rows: StaleRows, missed: MissedSteps, out: np.ndarray | None = None

@@ -1,9 +1,9 @@
 """Optimizer state of a table that is trained on disk.
 
-The arrays of the state and the counters of rows are files of the table's store, and are
-journalled with the rows. The remaining numbers, such as the coefficients of missed steps,
-are saved with every commit. So an optimizer made for a store that was trained before
-continues as if it had never stopped, with stale rows stale.
+The arrays of the state, the average and the counters of rows are files of the table's
+store, and are journalled with the rows. The remaining numbers, such as the coefficients of
+missed steps, are saved with every commit. So an optimizer made for a store that was trained
+before continues as if it had never stopped, with stale rows stale.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ import numpy as np
 from ..stores.journal_format import SavedState
 from ..stores.training import TrainingStore
 from .missed_steps import MissedSteps
+from .row_average import RowAverage, refuse_swapped
 from .rule import Options, Rule, State
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class StoredState:
         self, state: "StaleTable", store: TrainingStore, given: State | None, step: int
     ) -> None:
         self._state, self._store = state, store
+        self._average: RowAverage | None = None
         self.lock = state.lock
         saved = store.saved_state
         self._check_rule(saved)
@@ -49,6 +51,13 @@ class StoredState:
         """Create an array of the state in the store."""
         state = self._state
         return self._store.state_array(name, state.state_shape, state.dtype, fill=value)
+
+    def open_average(self) -> RowAverage:
+        """Return the average of the table, a new one if the store has none."""
+        if self._average is None:
+            shape, dtype = self._state.shape, self._state.dtype
+            self._average = RowAverage(self._store.state_array("average", shape, dtype))
+        return self._average
 
     def before_write(self, rows: np.ndarray | None) -> None:
         """Journal rows that are about to change."""
@@ -65,8 +74,9 @@ class StoredState:
 
     def save(self) -> SavedState:
         """Return what is not stored per row."""
-        state, missed = self._state, self._state.missed
-        numbers = {
+        state, missed, average = self._state, self._state.missed, self._average
+        refuse_swapped(state.averages, "a commit must not be made")
+        numbers: dict[str, Any] = {
             "rule": type(state.rule).__name__,
             "lazy": state.rule.lazy,
             "stochastic_rounding": state.stochastic_rounding,
@@ -78,7 +88,12 @@ class StoredState:
             "missed_count": missed.count,
             "options": _to_json(missed.options),
         }
-        arrays = {name: columns.copy() for name, columns in _columns_of(missed).items()}
+        columns = _columns_of(missed)
+        if average is not None:
+            numbers["n_averaged"] = average.count
+            if average in state.averages:
+                columns |= average.columns(missed)
+        arrays = {name: column.copy() for name, column in columns.items()}
         return SavedState(numbers, arrays)
 
     def restore(self) -> None:
@@ -114,6 +129,8 @@ class StoredState:
         state.state = {}
         state.step_count = state.event_count = state.base_step = 0
         state._missed_moves = False
+        self._average = None
+        state.averages.clear()
         if saved is None:
             state.missed = MissedSteps(state.rule, state.missed.options, 0)
             return
@@ -127,6 +144,16 @@ class StoredState:
         missed.count = numbers["missed_count"]
         for name, columns in _columns_of(missed).items():
             columns[...] = saved.arrays[name]
+        if "n_averaged" in numbers:
+            self._load_average(saved)
+
+    def _load_average(self, saved: SavedState) -> None:
+        average, missed = self.open_average(), self._state.missed
+        average.count = saved.numbers["n_averaged"]
+        if "average_kept" in saved.arrays:
+            self._state.attach_average(average)
+            for name, columns in average.columns(missed).items():
+                columns[...] = saved.arrays[name]
 
     def _copy(self, given: State, step: int) -> None:
         """Replace the state by arrays of a state that no row has missed a step of."""
@@ -140,6 +167,7 @@ class StoredState:
         state.row_steps[:] = 0
         state.step_count = state.event_count = state.base_step = step
         state.missed = MissedSteps(state.rule, state.missed.options, step)
+        state._start_averages()
 
 
 def resumed_state(store: TrainingStore, make: Callable[..., StateT]) -> StateT | None:
@@ -186,6 +214,10 @@ class RetiredState:
         raise RuntimeError(self._message)
 
     def new_array(self, name: str, value: float) -> Any:
+        """Raise an error."""
+        raise RuntimeError(self._message)
+
+    def open_average(self) -> Any:
         """Raise an error."""
         raise RuntimeError(self._message)
 

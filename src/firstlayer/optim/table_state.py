@@ -76,9 +76,28 @@ class TableState(StaleTable):
                 weights.
         """
         with held_interrupts(), self.lock:
+            # Raises if the table is on disk and its store is closed.
+            self._before_write(np.zeros(0, np.int64))
             if self.missed.is_full:
                 self._catch_up(self._checked(self.table()), None)
             self._record_average(average, decay)
+            average.count += 1
+
+    def swap_average(self, average: RowAverage) -> np.ndarray:
+        """Put an average into the table, and return the weights.
+
+        Args:
+            average: Average of this table.
+        """
+        with held_interrupts(), self.lock:
+            self.catch_up()
+            self._before_write(None)
+            self.attach_average(average)
+            table = self._checked(self.table())
+            weights = table.copy()
+            average.is_swapped = True
+            table[...] = average.values
+            return weights
 
     def averaged_rows(
         self, average: RowAverage, ids: Int64[np.ndarray, " n"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._interrupts import held_interrupts
-from ...optim.averaged_rows import CHANGED, check_decay, on_disk
-from ...optim.row_average import refuse_swapped
+from ...optim.averaged_rows import CHANGED, check_decay, check_stored_count
+from ...optim.row_average import RowAverage, refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
@@ -30,7 +30,10 @@ class AveragedRows:
     which updates every row of a table in every step. Rows without a gradient are averaged
     with the weights that the optimizer gives them, and apply missed updates when they are
     next read or written. The first update copies the weights. Averages take the memory of
-    the parameters, in float32 for half precision, on the device of each parameter.
+    the parameters, in float32 for half precision, on the device of each parameter. The
+    average of a table that is trained on disk is a file of its store, and returns to the
+    last commit with the table. A table on disk has one average, which continues when the
+    store is opened again.
 
     Args:
         optimizer: Optimizer whose parameters are averaged, tables and others.
@@ -56,29 +59,33 @@ class AveragedRows:
         self.optimizer = optimizer
         with torch_errors():
             self.decay = check_decay(decay)
-        #: Number of updates.
-        self.n_averaged = 0
-        self._averages: dict[Tensor, TensorAverage] = {}
+        self._in_memory: dict[Tensor, TensorAverage] = {}
         for parameter in self._all():
             self._of(parameter)
+
+    @property
+    def n_averaged(self) -> int:
+        """Number of updates."""
+        return max((self._of(parameter).count for parameter in self._all()), default=0)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Update the averages with the current weights; call after ``optimizer.step``."""
-        with torch_errors():
-            decay = check_decay(self.decay) if self.n_averaged else 0.0
-            refuse_swapped(self._averages.values(), CHANGED)
         averages = [self._of(parameter) for parameter in self._all()]
+        with torch_errors():
+            later_decay = check_decay(self.decay)
+            refuse_swapped(averages, CHANGED)
         with held_interrupts():
             for parameter, average in zip(self._all(), averages, strict=True):
-                state = self._state(parameter)
+                state, decay = self._state(parameter), later_decay if average.count else 0.0
                 if state is not None:
-                    state.update_average(average, decay)
+                    state.update_average(average, decay)  # pyright: ignore
                 else:
                     catch_up(parameter)
+                    average = self._in_memory[parameter]
                     average.move_to(parameter.device)
                     average.tensor.lerp_(parameter.to(average.tensor.dtype), 1 - decay)
-            self.n_averaged += 1
+                    average.count += 1
 
     def average(self, parameter: Tensor) -> Tensor:
         """Return a copy of a parameter's average, in the dtype of the parameter.
@@ -95,7 +102,7 @@ class AveragedRows:
         state = self._state(parameter)
         if state is not None:
             state.catch_up()
-        return self._of(parameter).tensor.to(parameter.dtype, copy=True)
+        return self._tensor(parameter).to(parameter.dtype, copy=True)
 
     def lookup(self, table: Tensor, ids: Tensor) -> Tensor:
         """Return rows of a table's average, in the dtype of the table; nothing is written.
@@ -107,10 +114,10 @@ class AveragedRows:
         check_whole_table(table, "lookup", advice="call the layer inside swapped()")
         average, state = self._of(table), self._state(table)
         if state is None:
-            return average.tensor[ids].to(table.dtype)
+            return self._tensor(table)[ids].to(table.dtype)
         if isinstance(state, OperatorState):
             check_ids(ids, state.shape[0])
-            rows = state.averaged_rows(average, ids)
+            rows = state.averaged_rows(self._in_memory[table], ids)
         else:
             flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
             rows = tensor_of(state.averaged_rows(average, flat))
@@ -120,15 +127,18 @@ class AveragedRows:
     def swapped(self) -> Generator[None]:
         """Put the averages into the parameters; leaving the context restores the weights.
 
-        Takes memory for a copy of the parameters. A step inside raises a ValueError.
+        Takes memory for a copy of the parameters, and journals every row of a table on
+        disk. A step or a commit inside raises a ValueError.
         """
         with torch_errors():
-            refuse_swapped(self._averages.values(), CHANGED)
+            refuse_swapped(map(self._of, self._all()), CHANGED)
         saved: dict[Tensor, Tensor] = {}
         try:
             for parameter in self._all():
                 values, state = self.average(parameter), self._state(parameter)
-                average = self._of(parameter)
+                average, store = self._of(parameter), store_of(parameter)
+                if store is not None:
+                    store.before_write(None)
                 if state is not None:
                     state.attach_average(average)
                 saved[parameter] = parameter.detach().clone()
@@ -145,6 +155,8 @@ class AveragedRows:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, in the order of the parameters, and their number.
 
+        Averages of tables on disk are in their stores, and None here.
+
         Example:
             >>> from firstlayer.torch import Embedding
             >>> from firstlayer.torch.optim import RowSGD
@@ -157,49 +169,75 @@ class AveragedRows:
         averages = []
         for parameter in self._all():
             state = self._state(parameter)
+            if self._is_on_disk(parameter):
+                averages.append(None)
+                continue
             if state is not None:
                 state.catch_up()
-            averages.append(self._of(parameter).tensor.clone())
+            averages.append(self._tensor(parameter).clone())
         return {"n_averaged": self.n_averaged, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state. Nothing changes if it does not fit."""
+        """Continue from a state. Nothing changes if it does not fit.
+
+        Tables on disk must be at the same number of updates.
+        """
         if state_dict.keys() != {"n_averaged", "averages"}:
             names = sorted(state_dict)
             raise ValueError(f"state_dict must have averages and n_averaged, got {names}")
         with torch_errors():
             count = checked_step("n_averaged", state_dict["n_averaged"])
         parameters, averages = self._all(), state_dict["averages"]
-        got = [tuple(average.shape) for average in averages]
-        if got != [tuple(parameter.shape) for parameter in parameters]:
-            shapes = [tuple(parameter.shape) for parameter in parameters]
+        got = [None if average is None else tuple(average.shape) for average in averages]
+        shapes = [None if self._is_on_disk(p) else tuple(p.shape) for p in parameters]
+        if got != shapes:
             raise ValueError(f"averages must have the shapes {shapes}, got {got}")
+        for number, parameter in enumerate(parameters):
+            if self._is_on_disk(parameter):
+                with torch_errors():
+                    name = f"parameter {number}"
+                    check_stored_count(self._of(parameter), count, name=name)
         with held_interrupts():
-            for parameter, average in zip(parameters, averages, strict=True):
-                state = self._state(parameter)
+            for parameter, values in zip(parameters, averages, strict=True):
+                if values is None:
+                    continue
+                state, average = self._state(parameter), self._in_memory[parameter]
                 if state is not None:
                     state.catch_up()
-                self._of(parameter).tensor.copy_(average)
-            self.n_averaged = count
+                average.tensor.copy_(values)
+                average.count = count
 
     def _all(self) -> list[Tensor]:
         """Return the parameters of the optimizer, in order."""
         groups = self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def _of(self, parameter: Tensor) -> TensorAverage:
-        """Return the average of a parameter, a new one if its group was added later."""
-        if parameter not in self._averages:
+    def _of(self, parameter: Tensor) -> RowAverage:
+        """Return the average of a parameter, a new one if its group was added later.
+
+        That of a table on disk is replaced when its store returns to a commit.
+        """
+        if parameter not in self._in_memory:
             if not any(parameter is other for other in self._all()):
                 raise ValueError(
                     "the parameter must be one of the optimizer's, got another"
                 )
-            store = store_of(parameter)
-            if store is not None:
-                raise on_disk(f"the table of {store}")
-            self._averages[parameter] = TensorAverage(parameter)
-        return self._averages[parameter]
+            if self._is_on_disk(parameter):
+                state: Any = self._state(parameter)
+                return state.stored.open_average()
+            self._in_memory[parameter] = TensorAverage(parameter)
+        return self._in_memory[parameter]
+
+    def _tensor(self, parameter: Tensor) -> Tensor:
+        """Return the average of a parameter, as of the event that each row is at."""
+        average = self._of(parameter)
+        if isinstance(average, TensorAverage):
+            return average.tensor
+        return tensor_of(average.values)
+
+    def _is_on_disk(self, parameter: Tensor) -> bool:
+        return store_of(parameter) is not None
 
     def _state(self, parameter: Tensor) -> State | None:
         """Return the optimizer's state of a table, or None for other parameters."""

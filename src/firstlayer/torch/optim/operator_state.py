@@ -166,6 +166,7 @@ class OperatorState(StaleTensors):
             if self.missed.is_full:
                 self.catch_up_tensors(self.row_tensors(), None)
             self._record_average(average, decay)
+            average.count += 1
             self.device_steps.is_current = False
 
     def averaged_rows(self, average: TensorAverage, ids: Tensor) -> Tensor:
