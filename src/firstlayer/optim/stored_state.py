@@ -101,6 +101,8 @@ class StoredState:
         saved = self._store.saved_state_at_commit
         self._check_rule(saved)
         self._load(saved)
+        # A commit from before the first optimizer has none. Averages need them.
+        self._state._add_missing_arrays(self._state.missed.options)
         self._state.on_restored()
 
     def retire(self) -> None:

@@ -247,11 +247,11 @@ class OperatorState(StaleTensors):
         if deferred is not None and ids is not None and torch.equal(ids, deferred.rows):
             self._deferred, lo = None, 0
             places = deferred.is_stale.nonzero().flatten()
+            others = deferred.is_stale.logical_not().nonzero().flatten()
             for rows, state in deferred.current_parts(tensors):
                 hi = lo + rows.shape[0]
-                yield rows, places[lo:hi], state
+                yield rows, places[lo:hi] if others.numel() else slice(lo, hi), state
                 lo = hi
-            others = deferred.is_stale.logical_not().nonzero().flatten()
             for part, _ in self._chunks(others):
                 rows = ids.index_select(0, part)
                 yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]

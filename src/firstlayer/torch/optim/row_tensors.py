@@ -62,9 +62,9 @@ class DeferredState:
 
     Args:
         rows: Rows of the lookup, ascending and each once.
-        is_stale: Which of them were stale, and have caught up.
+        is_stale: Which of them have caught up: those that were stale, or all.
         versions: Versions of the tensors of the state at the lookup.
-        parts: Consecutive rows that were stale, and their state in the compute dtype.
+        parts: Consecutive rows of these, and their state in the compute dtype.
     """
 
     rows: Tensor

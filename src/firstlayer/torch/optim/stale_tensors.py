@@ -220,13 +220,16 @@ class StaleTensors(TableEvents, AttachedState):
             self.base_step = self.event_count
 
     def _rows_to_catch_up(self, tensors: RowTensors, ids: Tensor) -> Tensor:
-        """Return the distinct rows of a lookup that are stale, ascending.
+        """Return the distinct rows of a lookup that are stale, ascending; all if most are.
 
         Writing their state is deferred to the next step, which is likely to update the
         same rows, unless there are many.
         """
         rows = ids.unique()
         is_stale = tensors.row_steps.index_select(0, rows) != self.event_count
+        if 8 * int(is_stale.sum()) >= 7 * rows.shape[0]:
+            # A step of all rows needs no copy of its gradient.
+            is_stale.fill_(True)
         stale = rows[is_stale]
         is_small = 0 < stale.shape[0] * self.shape[1] <= MAX_DEFERRED
         # Tensors made in inference mode could not be used in a step.
