@@ -23,6 +23,7 @@ from ..runtime.compile import (
     downcast,
     kernel,
     njit,
+    prefetch,
     prefetch_row,
     upcast,
 )
@@ -41,18 +42,30 @@ TINY = 1e-30
 I64, DOUBLE = ir.IntType(64), ir.DoubleType()
 
 
-def update_rows(rows: RowSlice, gradient: np.ndarray, values: Any) -> None:
+def update_rows(
+    rows: RowSlice,
+    gradient: np.ndarray,
+    values: Any,
+    *,
+    has_state: np.ndarray,
+    row_steps: np.ndarray,
+    step: int,
+) -> None:
     """Take a step with a gradient for each row, in place.
 
     Args:
         rows: Rows to update.
         gradient: Gradient of each row, in the compute dtype.
         values: Numbers of the step, a named tuple of the rule.
+        has_state: For each row of the state, whether it may be nonzero; set here.
+        row_steps: For each row of the state, the step it is at; set to ``step``.
+        step: Number of the step.
     """
     numbers = _in_dtype(values, gradient.dtype)
     is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     loop = _update_row_wise if is_row_wise else _update
-    run_on_rows(loop, rows, bits_of(rows.weight), gradient, rows.state, numbers)
+    marks = has_state, row_steps, step
+    run_on_rows(loop, rows, bits_of(rows.weight), gradient, rows.state, numbers, *marks)
 
 
 def catch_up_rows(
@@ -288,7 +301,18 @@ load_column: Any = intrinsic(_load_column)
 
 
 @kernel(reorder=True, allocates=False)
-def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
+def _update(
+    ticket,
+    weight_rows,
+    state_rows,
+    weight,
+    gradient,
+    state,
+    values,
+    has_state,
+    row_steps,
+    step,
+):
     width = weight.shape[1]
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -296,16 +320,30 @@ def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
             if i + AHEAD < hi:
                 prefetch_row(weight, weight_rows[i + AHEAD])
                 _prefetch_state(state, state_rows[i + AHEAD])
+                prefetch(has_state, state_rows[i + AHEAD])
+                prefetch(row_steps, state_rows[i + AHEAD])
             for d in range(width):
                 entries = _entries(state, row, d)
                 w = upcast(weight[wrow, d])
                 new = _updated(values, w, gradient[i, d], entries)
                 _store(state, row, d, new)
                 weight[wrow, d] = downcast(new[0], weight[wrow, d])
+            has_state[row], row_steps[row] = True, step
 
 
 @kernel(reorder=True, allocates=False)
-def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, values):
+def _update_row_wise(
+    ticket,
+    weight_rows,
+    state_rows,
+    weight,
+    gradient,
+    state,
+    values,
+    has_state,
+    row_steps,
+    step,
+):
     width, number, totals = weight.shape[1], type(gradient[0, 0]), state[0]
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -313,6 +351,8 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
             if i + ROW_WISE_AHEAD < hi:
                 prefetch_row(weight, weight_rows[i + ROW_WISE_AHEAD])
                 prefetch_row(totals, state_rows[i + ROW_WISE_AHEAD])
+                prefetch(has_state, state_rows[i + ROW_WISE_AHEAD])
+                prefetch(row_steps, state_rows[i + ROW_WISE_AHEAD])
             squares = number(0)
             for d in range(width):
                 w = upcast(weight[wrow, d])
@@ -326,6 +366,7 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
                 g = values.total_gradient(scalars, w, gradient[i, d])
                 new = values.move(scalars, w, g, total)
                 weight[wrow, d] = downcast(new, weight[wrow, d])
+            has_state[row], row_steps[row] = True, step
 
 
 @kernel(reorder=True, allocates=False)
