@@ -151,14 +151,36 @@ def _rows(x, real, like, columns, inverses, is_small, column):
     return rest + load(like, columns, 2 * num_columns + column)
 
 
+@inlined
+def _sum_of_products(like, fill, reach, numbers, row, place, multipliers, column):
+    """Return the sum of an n-gram's numbers times the multipliers of columns, as ``like``.
+
+    Args:
+        like: Zeros, lanes or a number.
+        fill: Number in place of those that the n-gram does not read.
+        reach: Number of earlier ids that it reads.
+        numbers: Numbers that are hashed.
+        row: Sequence.
+        place: Index of its last number.
+        multipliers: ``(span, columns)``.
+        column: First column.
+    """
+    total = like
+    for s in range(multipliers.shape[0]):
+        number = numbers[row, place - s] if reach >= s else fill
+        factor = load(like, multipliers, s * multipliers.shape[1] + column)
+        total = total + number * factor
+    return total
+
+
 @kernel(allocates=False)
 def _xor_rows(
     ticket, full, numbers, documents, options, multipliers, columns, inverses, out
 ):
     fill, is_small = options[0], options[5] != 0
     span, length, num_columns = multipliers.size, out.shape[1], out.shape[2]
-    heads, one = num_columns // (span - 1), np.int64(0)
-    like = short_zeros(one)
+    heads, zero = num_columns // (span - 1), np.int64(0)
+    zeros = short_zeros(zero)
     for lo, hi in pieces(ticket):
         at = lo * num_columns
         for row in range(lo // length, (hi - 1) // length + 1):
@@ -168,18 +190,17 @@ def _xor_rows(
                 reach = _next_reach(reach, full, numbers, documents, options, row, place)
                 if place < first + span - 1:
                     continue
-                mix = (numbers[row, place] if reach >= 0 else fill) * multipliers[0]
+                x = (numbers[row, place] if reach >= 0 else fill) * multipliers[0]
                 for s in range(1, span):
-                    number = numbers[row, place - s] if reach >= s else fill
-                    mix ^= number * multipliers[s]
-                    real = as_float64(mix)
+                    x ^= (numbers[row, place - s] if reach >= s else fill) * multipliers[s]
+                    real = as_float64(x)
                     column, end = (s - 1) * heads, s * heads
                     while column + COUNT <= end:
-                        rows = _rows(mix, real, like, columns, inverses, is_small, column)
+                        rows = _rows(x, real, zeros, columns, inverses, is_small, column)
                         store(rows, out, at)
                         column, at = column + COUNT, at + COUNT
                     while column < end:
-                        rows = _rows(mix, real, one, columns, inverses, is_small, column)
+                        rows = _rows(x, real, zero, columns, inverses, is_small, column)
                         store(rows, out, at)
                         column, at = column + 1, at + 1
 
@@ -190,8 +211,8 @@ def _sum_rows(
 ):
     fill, is_small = options[0], options[5] != 0
     span, length, num_columns = multipliers.shape[0], out.shape[1], out.shape[2]
-    one = np.int64(0)
-    like = short_zeros(one)
+    zero = np.int64(0)
+    zeros = short_zeros(zero)
     for lo, hi in pieces(ticket):
         at = lo * num_columns
         for row in range(lo // length, (hi - 1) // length + 1):
@@ -203,21 +224,18 @@ def _sum_rows(
                     continue
                 column = 0
                 while column + COUNT <= num_columns:
-                    x = like
-                    for s in range(span):
-                        number = numbers[row, place - s] if reach >= s else fill
-                        factor = load(like, multipliers, s * num_columns + column)
-                        x = x + number * factor
-                    rows = _rows(
-                        x, as_float64(x), like, columns, inverses, is_small, column
+                    x = _sum_of_products(
+                        zeros, fill, reach, numbers, row, place, multipliers, column
                     )
+                    real = as_float64(x)
+                    rows = _rows(x, real, zeros, columns, inverses, is_small, column)
                     store(rows, out, at)
                     column, at = column + COUNT, at + COUNT
                 while column < num_columns:
-                    x = one
-                    for s in range(span):
-                        number = numbers[row, place - s] if reach >= s else fill
-                        x += number * multipliers[s, column]
-                    rows = _rows(x, as_float64(x), one, columns, inverses, is_small, column)
+                    x = _sum_of_products(
+                        zero, fill, reach, numbers, row, place, multipliers, column
+                    )
+                    real = as_float64(x)
+                    rows = _rows(x, real, zero, columns, inverses, is_small, column)
                     store(rows, out, at)
                     column, at = column + 1, at + 1

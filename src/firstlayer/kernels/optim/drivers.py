@@ -21,6 +21,7 @@ from ..runtime.compile import (
     WITHOUT_WRAPPERS,
     bits_of,
     downcast,
+    inlined,
     kernel,
     njit,
     prefetch,
@@ -300,6 +301,15 @@ def _load_column(typingctx, columns, k, like):
 load_column: Any = intrinsic(_load_column)
 
 
+@inlined
+def _mark(row, has_state, row_steps, step):
+    """Record that a row was updated."""
+    # A cache line that is not changed is not written back to memory.
+    if not has_state[row]:
+        has_state[row] = True
+    row_steps[row] = step
+
+
 @kernel(reorder=True, allocates=False)
 def _update(
     ticket,
@@ -328,7 +338,7 @@ def _update(
                 new = _updated(values, w, gradient[i, d], entries)
                 _store(state, row, d, new)
                 weight[wrow, d] = downcast(new[0], weight[wrow, d])
-            has_state[row], row_steps[row] = True, step
+            _mark(row, has_state, row_steps, step)
 
 
 @kernel(reorder=True, allocates=False)
@@ -366,7 +376,7 @@ def _update_row_wise(
                 g = values.total_gradient(scalars, w, gradient[i, d])
                 new = values.move(scalars, w, g, total)
                 weight[wrow, d] = downcast(new, weight[wrow, d])
-            has_state[row], row_steps[row] = True, step
+            _mark(row, has_state, row_steps, step)
 
 
 @kernel(reorder=True, allocates=False)
