@@ -165,8 +165,9 @@ def torch_step(rows: int, optimizer: str = "row-wise Adagrad") -> Run:
         )
     weights = [layer.weight for layer in layers]
     if optimizer == "Adagrad":
-        adagrad = torch.optim.Adagrad(weights, lr=LR, eps=EPS)
-        update = adagrad.step
+        # The default, which torch warns about unless it is set.
+        torch.sparse.check_sparse_tensor_invariants.disable()
+        update = torch.optim.Adagrad(weights, lr=LR, eps=EPS).step
     else:
         squares = [torch.zeros(rows) for _ in weights]
         update = functools.partial(_row_wise_adagrad, weights, squares)

@@ -35,7 +35,7 @@ from .row_slice import RecordedSteps, RowSlice, StaleRows
 from .rows import run_on_rows
 
 # Rows that are prefetched ahead of the current one.
-AHEAD = 2
+AHEAD = 4
 # The same for rules with one number per row, whose loops take less time per row.
 ROW_WISE_AHEAD = 8
 # Smaller coefficients count as zero: arithmetic on float32 denormals is slow.
