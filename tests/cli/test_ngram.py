@@ -66,6 +66,19 @@ def test_rows_of_a_text_are_those_of_the_scheme(qwen):
     assert "rows of layer 5:" in text and f"be  {row}" in text
 
 
+def test_rows_of_a_text_are_wrapped_to_the_terminal(blt, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    first, second = ByteGroups(sizes=(2, 3), rows=97)([0x62, 0x65]).tolist()
+    lines = stdout_of("ngram", blt, "--text", "be").splitlines()
+    where = lines.index("rows:") + 1
+    assert [line.split() for line in lines[where:]] == [
+        ["0x62", str(first[0])],
+        [str(first[1])],
+        ["0x65", str(second[0])],
+        [str(second[1])],
+    ]
+
+
 def test_a_model_of_bytes_has_no_tokenizer(blt):
     out = json.loads(stdout_of("ngram", blt, "--text", "be", "--json"))
     assert out["tokens"] == ["0x62", "0x65"]
@@ -132,5 +145,9 @@ def test_an_empty_text_uses_nothing():
 def test_errors_are_one_sentence(tmp_path, qwen):
     assert error_message("ngram", tmp_path / "none") == f"no file {tmp_path / 'none'}"
     assert "layer must be one of 2, 5, got 3" in error_message("ngram", qwen, "--layer", 3)
+    (qwen / "tokenizer.json").unlink()
+    rule = "tokenizer.json must be next to the config to read text, got none"
+    assert rule in error_message("ngram", qwen, "--text", "to be")
+    assert rule in error_message("ngram", qwen, qwen / "config.json")
     (tmp_path / "config.json").write_text("{}")
     assert "config must have one of the keys" in error_message("ngram", tmp_path)

@@ -63,6 +63,19 @@ def test_grouping_is_stable_for_ids_of_any_size(largest):
         np.testing.assert_array_equal(members, np.flatnonzero(ids == id_))
 
 
+@pytest.mark.parametrize("num_ids", [1, 200, 26 * 10**6, 2**40, 2**50, 2**63 - 1])
+def test_ids_and_labels_are_grouped_as_by_a_stable_sort(num_ids):
+    ids, labels = rng.integers(0, num_ids, 5000), rng.integers(0, 10**5, 5000)
+    ids[::2] = ids[1::2]
+    order = np.argsort(ids, kind="stable")
+    unique, starts = np.unique(ids[order], return_index=True)
+    for own, want in ((None, order), (labels, labels[order])):
+        found, bounds, found_ids = group_by_id(ids, own)
+        np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal(bounds, np.append(starts, ids.size))
+        np.testing.assert_array_equal(found_ids, unique)
+
+
 @pytest.mark.rejects
 @pytest.mark.parametrize("bad", [-1, -(2**63)])
 def test_negative_ids_are_refused(bad):

@@ -64,8 +64,11 @@ def test_rows(dtype):
     np.testing.assert_array_equal(out, table[ids])
     assert plain.gather_rows(table, np.array([9])) is None
     assert plain.gather_rows(table, np.array([-1])) is None
-    for got, want in zip(plain.group_by_id(ids), kernels.group_by_id(ids), strict=True):
-        np.testing.assert_array_equal(got, want)
+    for args in ((ids,), (ids, np.arange(40) * 3)):
+        for got, want in zip(
+            plain.group_by_id(*args), kernels.group_by_id(*args), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
     order, bounds, unique = plain.group_by_id(ids)
     values = random((40, 5), dtype)
     groups = values, order, bounds[:-1], bounds[1:]

@@ -1,5 +1,7 @@
 """``firstlayer ngram``: describe the n-gram tables of a model, and how a text uses them."""
 
+import shutil
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Tokens of a text whose rows are shown.
 SHOWN = 64
+#: Settings of :func:`textwrap.wrap` that keep numbers whole.
+UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
 EXAMPLES = """
 firstlayer ngram model/                    tables of the model in a folder
 firstlayer ngram model/ --text "to be or"  rows that each token reads
@@ -50,10 +54,13 @@ def command(
     of 4 KB that a cold table is read from.
     """
     from ..analysis import ngram as analysis
-    from ..ngram import from_hf
+    from ..ngram import ByteGroups, from_hf
 
     config, tokenizer = analysis.read_model(model)
     scheme = from_hf(config, tokenizer)
+    has_text = text is not None or bool(files)
+    if has_text and tokenizer is None and not isinstance(scheme, ByteGroups):
+        raise ValueError("tokenizer.json must be next to the config to read text, got none")
     row_bytes = row_bytes or analysis.row_bytes_of(config)
     layers = analysis.layers_of(scheme) if layer is None else [layer]
     scheme.layout(layers[0])
@@ -106,19 +113,29 @@ def _tables(tables: list["Table"]) -> Iterator[str]:
             "all" if table.layer is None else table.layer,
             table.columns,
             f"{table.rows:,}",
-            f"{table.smallest:,} to {table.largest:,}",
+            _range(table.smallest, table.largest),
             "unknown" if table.nbytes is None else amount(table.nbytes),
         )
         for table in tables
     ]
-    yield from columns(rows, head=["layer", "rows/token", "rows", "of a column", "size"])
+    head = ["layer", "rows/token", "rows", "rows of a column", "size"]
+    yield from columns(rows, head=head)
+
+
+def _range(smallest: int, largest: int) -> str:
+    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
 
 
 def _rows(tokens: list[str], rows: dict[str, list[list[int]]]) -> Iterator[str]:
     for layer, table in rows.items():
         yield f"rows of layer {layer}:" if layer != "None" else "rows:"
-        shown = zip(tokens[:SHOWN], table, strict=False)
-        yield from columns([(token, " ".join(map(str, row))) for token, row in shown])
+        shown = tokens[:SHOWN]
+        room = shutil.get_terminal_size().columns - max(map(len, shown), default=0) - 2
+        lines = []
+        for token, row in zip(shown, table, strict=False):
+            parts = textwrap.wrap(" ".join(map(str, row)), max(room, 1), **UNBROKEN)
+            lines += zip([token, *[""] * len(parts)], parts, strict=False)
+        yield from columns(lines)
         if len(tokens) > SHOWN:
             yield f"… and {len(tokens) - SHOWN:,} more tokens (--json has all)"
 

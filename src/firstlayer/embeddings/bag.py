@@ -127,18 +127,22 @@ def table_gradient(
         scale_grad_by_freq: Divide each row by the number of times its id was counted.
         memory: Memory for the gradient.
     """
-    order, groups, unique = kernels.group_by_id(bags.ids)
     if winners is None:
         if mode == "mean":
             dy = dy / mean_divisors(bags, dy.dtype)[:, None]
-        weights = None if bags.weights is None else bags.weights[order]
-        bag = _bag_of_each_id(bags)[order]
+        bag, weights = _bag_of_each_id(bags), bags.weights
+        if weights is None:
+            bag, groups, unique = kernels.group_by_id(bags.ids, bag)
+        else:
+            order, groups, unique = kernels.group_by_id(bags.ids)
+            bag, weights = bag[order], weights[order]
         out = None
         if memory is not None:
             out = memory.array((unique.size, dy.shape[1]), dy.dtype)
         sums = kernels.sum_bags(dy, bag, groups, weights=weights, out=out)
         sums = _if_in_range(sums, dy)
     else:
+        order, groups, unique = kernels.group_by_id(bags.ids)
         row = np.empty_like(order)
         row[order] = np.repeat(np.arange(unique.size), np.diff(groups))
         won, dwon = _nonempty(bags, winners, dy)

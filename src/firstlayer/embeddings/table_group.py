@@ -408,13 +408,15 @@ def check_weighted(feature: str, place: TablePlace) -> None:
 
 
 def _joined(key: str, features: list[_CheckedFeature], *, dtype: Any) -> JoinedLookup:
-    ids, bounds, weights, kept = [], [np.zeros(1, np.int64)], [], []
+    ids = np.empty(sum(one.bags.ids.size for one in features), np.int64)
+    bounds, weights, kept = [np.zeros(1, np.int64)], [], []
     parts, num_bags, num_counted, num_ids = [], 0, 0, 0
     is_weighted = any(one.bags.weights is not None for one in features)
     drops_padding = any(one.bags.kept is not None for one in features)
     for one in features:
         bags, place = one.bags, one.place
-        ids.append(bags.ids + place.first)
+        own_ids = ids[num_counted : num_counted + bags.ids.size]
+        np.add(bags.ids, place.first, out=own_ids)
         bounds.append(bags.bounds[1:] + num_counted)
         if is_weighted:
             ones = np.ones(bags.ids.size, compute_dtype(dtype))
@@ -446,7 +448,7 @@ def _joined(key: str, features: list[_CheckedFeature], *, dtype: Any) -> JoinedL
         is_mean = np.repeat([mode == "mean" for mode in modes], sizes)
     mode: Mode = "max" if "max" in modes else "mean" if "mean" in modes else "sum"
     joined = Bags(
-        np.concatenate(ids),
+        ids,
         np.concatenate(bounds),
         np.concatenate(weights) if is_weighted else None,
         np.concatenate(kept) if drops_padding else None,

@@ -1,8 +1,8 @@
 """Grouping of equal ids.
 
 A least-significant-digit radix sort in base 2048: one stable pass for each digit of the
-largest id, usually two. An id and its index are sorted as one number if they fit into 63
-bits, so that a pass reads memory in order.
+largest id, usually two. An id and its index or label are sorted as one number if they fit
+into 63 bits, so that a pass reads memory in order.
 """
 
 import numpy as np
@@ -17,7 +17,9 @@ STARTS = 6 * ((1 << BITS) + 1)
 DOES_NOT_FIT = -2
 
 
-def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def group_by_id(
+    ids: np.ndarray, labels: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return an order that brings equal ids together, the groups' bounds, and their ids.
 
     Groups are in ascending order of their ids, each in the original order. There is one
@@ -25,6 +27,8 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     Args:
         ids: Contiguous int64, ``(n,)``, not negative.
+        labels: A number for each id, contiguous int64, not negative. Returned in the new
+            order, in place of the order itself.
 
     Example:
         >>> order, bounds, unique = group_by_id(np.array([7, 3, 7]))
@@ -32,12 +36,14 @@ def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ([1, 0, 2], [0, 1, 3], [3, 7])
     """
     # A copy: the sort reads ids several times, and another thread may change the original.
-    order, bounds, unique = group_private(ids.copy())
+    order, bounds, unique = group_private(ids.copy(), labels)
     # Gradients keep their ids, and a view would keep the longer array alive.
     return order, bounds, unique.copy()
 
 
-def group_private(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def group_private(
+    ids: np.ndarray, labels: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the same as :func:`group_by_id` for ids that no other thread can change.
 
     The last array is a view of a longer one.
@@ -45,9 +51,13 @@ def group_private(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     order, spare, unique = (np.empty(ids.size, np.int64) for _ in range(3))
     bounds, starts = np.empty(ids.size + 1, np.int64), np.empty(STARTS, np.int64)
     work = order, spare, bounds, unique, starts
-    count = _group_pairs(ids, ids.size.bit_length(), *work)
+    if labels is None:
+        count = _group_pairs(ids, ids[:0], ids.size.bit_length(), *work)
+    else:
+        count = _group_pairs(ids, labels, int(labels.max(initial=0)).bit_length(), *work)
     if count == DOES_NOT_FIT:
         count = _group_large(ids, *work)
+        order = order if labels is None else labels[order]
     if count < 0:
         raise IndexError(f"ids must not be negative, got {ids.min()}")
     return order, bounds[: count + 1], unique[:count]
@@ -61,13 +71,14 @@ def ascends(ids: np.ndarray) -> bool:
 # The kernels below write to arrays that Python allocated: a kernel that allocates takes
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
 @kernel(allocates=False)
-def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
-    """Group ids by sorting numbers of an id and its index; see :func:`group_by_id`.
+def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
+    """Group ids by sorting numbers of an id and its label; see :func:`group_by_id`.
 
     Args:
         ids: Private copy of the ids.
-        index_bits: Bits of an index.
-        order: Indices, sorted by id.
+        labels: Label of each id; its index if empty.
+        label_bits: Bits of a label.
+        order: Labels, sorted by id.
         spare: Scratch memory of the size of ``ids``.
         bounds: Bounds of the groups; at most one more than there are ids.
         unique: Id of each group.
@@ -85,7 +96,7 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
     id_bits = 0
     while id_bits < 63 and used >> id_bits:
         id_bits += 1
-    if id_bits + index_bits > 63:
+    if id_bits + label_bits > 63:
         return DOES_NOT_FIT
     passes = -(-id_bits // BITS) if id_bits else 1
     bits = -(-id_bits // passes)
@@ -97,11 +108,11 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
         source, target = spare, order
     for i in range(ids.size):
         id_ = ids[i]
-        source[i] = id_ << index_bits | i
+        source[i] = id_ << label_bits | (labels[i] if labels.size else i)
         for digit in range(passes):
             starts[digit * (mask + 2) + 1 + (id_ >> digit * bits & mask)] += 1
     for digit in range(passes):
-        first, shift = digit * (mask + 2), index_bits + digit * bits
+        first, shift = digit * (mask + 2), label_bits + digit * bits
         for value in range(first, first + mask):
             starts[value + 1] += starts[value]
         for i in range(ids.size):
@@ -110,10 +121,10 @@ def _group_pairs(ids, index_bits, order, spare, bounds, unique, starts):
             starts[value] += 1
         source, target = target, source
     # The pairs are in ``order``.
-    count, index_mask = 0, (1 << index_bits) - 1
+    count, label_mask = 0, (1 << label_bits) - 1
     for i in range(order.size):
-        id_ = order[i] >> index_bits
-        order[i] &= index_mask
+        id_ = order[i] >> label_bits
+        order[i] &= label_mask
         if count == 0 or id_ != unique[count - 1]:
             bounds[count], unique[count] = i, id_
             count += 1

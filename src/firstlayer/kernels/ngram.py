@@ -1,27 +1,35 @@
 """Rows of n-grams: the window of each position and all of its hashes in one pass.
 
-A remainder needs no division. With ``m = (2**64 - 1) // d``, the high 64 bits of ``u * m``
-are the quotient of an unsigned 64-bit ``u`` by ``d``, or one less: ``m / 2**64`` is smaller
-than ``1 / d`` by at most ``2**-64``. A signed number is its unsigned one less ``2**63``,
-whose remainder is subtracted.
+A remainder needs no division. The quotient of an int64 ``x`` by a size ``p`` is computed in
+float64, as ``x`` times the inverse of ``p``, and rounded to the nearest integer ``q``. Four
+roundings, of ``x``, ``p``, the inverse and the product, change it by less than ``2**-50``
+of its size and so by at most ``2**13 / p``, a quarter if ``p`` is at least ``2**15``. Then
+``q`` differs from ``x / p`` by less than 1, so ``x - q * p``, whose value is exact although
+the product wraps around, is between ``-p`` and ``p``, and ``p`` is added if it is negative.
+For a smaller ``p``, ``x`` is first reduced by ``2**15 * p``, then by ``p``: the second
+quotient is at most ``2**15`` and therefore wrong by less than ``2**-35``.
 """
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from .runtime.compile import inlined, kernel
+from .runtime.lanes import (
+    SHORT_LANES_BYTES,
+    add_if_negative,
+    as_float64,
+    load,
+    nearest_integer,
+    short_zeros,
+    store,
+)
 from .runtime.pool import grain_for, pieces, run
 
-# Negative ids are dead, read as the fill, or are hashed.
-NEGATIVE = ("dead", "fill", "hashed")
-DEAD, FILL, HASHED = range(3)
 # Minimum number of hashes per thread.
 GRAIN = 1 << 16
-MOST, SIGN_BIT = np.uint64(2**64 - 1), np.uint64(2**63)
+# Sizes from this on need one reduction.
+LARGE_SIZE = 1 << 15
+# Number of columns in a vector.
+COUNT = SHORT_LANES_BYTES // 8
 
 
 def ngram_rows(
@@ -42,7 +50,8 @@ def ngram_rows(
     Args:
         full: Ids of the history, one less than an n-gram has, then of the positions, int64,
             ``(sequences, span - 1 + length)``.
-        documents: Document of each id, int64, in the shape of ``full``, or None.
+        documents: Document of each id, int64, or of the last ids of ``full``; the ids
+            before are in the document of the first of these. None if there is only one.
         table: Number that is hashed for each id that is not negative, or None for the id.
         fill: Number that is hashed for an id that is not there.
         stop: Earlier id at which an n-gram ends, or None.
@@ -61,130 +70,172 @@ def ngram_rows(
         ... ).tolist()
         [[[1003], [1034]]]
     """
-    span, columns = multipliers.shape[-1], sizes.size
-    rows, length = full.shape[0], full.shape[1] - span + 1
-    windows = np.empty((rows * length, span), np.int64)
-    options = [fill, stop or 0, stop is not None, NEGATIVE.index(negative), no_id]
-    run(
-        _windows,
-        len(windows),
-        full,
-        full[:, :0] if documents is None else documents,
-        # Clipped, because another thread may have changed ids after they were checked.
-        full if table is None else table.take(full, mode="clip"),
-        np.array(options, np.int64),
-        windows,
-        grain=grain_for(GRAIN, span),
-    )
-    groups = 1 if multipliers.ndim == 2 else span - 1
-    out = np.empty((len(windows), groups, columns // groups), np.int64)
+    # Clipped, because another thread may have changed ids after they were checked.
+    numbers = full if table is None else table.take(full, mode="clip")
+    if negative == "fill":
+        full = numbers = np.where(full < 0, fill, numbers)
+    elif negative == "hashed" and table is not None:
+        numbers = np.where(full < 0, full, numbers)
+    columns = np.empty((3, sizes.size), np.int64)
+    columns[:2], columns[2] = sizes, offsets
+    is_small = bool(sizes.min() < LARGE_SIZE)
+    if is_small:
+        columns[0, sizes < LARGE_SIZE] *= LARGE_SIZE
+    options = [fill, stop or 0, stop is not None, negative == "hashed", no_id, is_small]
+    span = multipliers.shape[-1]
+    sequences, length = full.shape[0], full.shape[1] - span + 1
+    out = np.empty((sequences, length, sizes.size), np.int64)
     run(
         _sum_rows if multipliers.ndim == 2 else _xor_rows,
-        len(windows),
-        windows,
-        multipliers,
-        divisors_of(sizes, offsets, groups),
+        sequences * length,
+        full,
+        numbers,
+        full[:, :0] if documents is None else documents,
+        np.array(options, np.int64),
+        np.ascontiguousarray(multipliers.T),
+        columns,
+        1 / columns[:2],
         out,
-        grain=grain_for(GRAIN, columns),
+        grain=grain_for(GRAIN, sizes.size),
     )
-    return out.reshape(rows, length, columns)
-
-
-def divisors_of(sizes: np.ndarray, offsets: np.ndarray, groups: int) -> np.ndarray:
-    """Return four numbers of each column: size, inverse, remainder of 2**63, and offset.
-
-    Args:
-        sizes: Modulus of each column, at least 1.
-        offsets: First row of each column.
-        groups: Number of groups of columns that follow one another.
-
-    Returns:
-        uint64 array of shape ``(groups, 4, columns / groups)``.
-    """
-    numbers = np.empty((4, sizes.size), np.uint64)
-    numbers[0], numbers[3] = sizes, offsets
-    numbers[1], numbers[2] = MOST // numbers[0], SIGN_BIT % numbers[0]
-    return np.ascontiguousarray(numbers.reshape(4, groups, -1).swapaxes(0, 1))
-
-
-def _high_product(typing_context: Any, a: Any, b: Any) -> Any:
-    """The high 64 bits of the product of two unsigned 64-bit numbers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = ir.IntType(128)
-        a, b = (builder.zext(x, wide) for x in arguments)
-        high = builder.lshr(builder.mul(a, b), ir.Constant(wide, 64))
-        return builder.trunc(high, ir.IntType(64))
-
-    return types.uint64(types.uint64, types.uint64), generate
-
-
-high_product: Any = intrinsic(_high_product)
+    return out
 
 
 @inlined
-def _remainder(unsigned, size, inverse, of_sign):
-    """Return the remainder of a number, given the number with its sign bit flipped."""
-    rest = np.int64(unsigned - high_product(unsigned, inverse) * size - size)
-    # The sign as a mask: a branch would often be predicted wrongly.
-    rest += np.int64(size) & (rest >> 63)
-    rest -= np.int64(of_sign)
-    return rest + (np.int64(size) & (rest >> 63))
+def _next_reach(reach, full, numbers, documents, options, row, place):
+    """Return the number of ids before ``place`` that its n-grams read, -1 if it is dead.
+
+    Args:
+        reach: The same of the place before, or -1.
+        full: Ids.
+        numbers: Numbers that are hashed.
+        documents: Documents of the last ids, or empty.
+        options: As :func:`ngram_rows` makes them.
+        row: Sequence.
+        place: Index of an id in ``full``.
+    """
+    stop, has_stop, hashes_negative, no_id = options[1], options[2], options[3], options[4]
+    token = full[row, place]
+    if token < 0 and (not hashes_negative or token == no_id):
+        return -1
+    if reach >= 0 and has_stop and numbers[row, place - 1] == stop:
+        return 0
+    at = place - (full.shape[1] - documents.shape[1])
+    if reach >= 0 and at > 0 and documents[row, at - 1] != documents[row, at]:
+        return 0
+    return reach + 1
 
 
-@kernel()
-def _windows(ticket, full, documents, numbers, options, windows):
-    """Write the numbers of the n-gram that ends at each position, newest first."""
-    fill, stop, has_stop = options[0], options[1], options[2] != 0
-    negative, no_id = options[3], options[4]
-    span, has_documents = windows.shape[1], documents.size > 0
-    length = full.shape[1] - span + 1
+@inlined
+def _rows(x, real, like, columns, inverses, is_small, column):
+    """Return the rows of numbers, one for each lane of ``like``.
+
+    Args:
+        x: int64, lanes or a number.
+        real: The same as float64.
+        like: int64, lanes or a number.
+        columns: Modulus, size and offset of each column.
+        inverses: Inverses of modulus and size.
+        is_small: Whether modulus and size differ in any column.
+        column: First column.
+    """
+    num_columns, real_like = columns.shape[1], as_float64(like)
+    size = load(like, columns, column)
+    quotient = nearest_integer(real * load(real_like, inverses, column))
+    rest = add_if_negative(x - quotient * size, size)
+    if is_small:
+        size = load(like, columns, num_columns + column)
+        inverse = load(real_like, inverses, num_columns + column)
+        quotient = nearest_integer(as_float64(rest) * inverse)
+        rest = add_if_negative(rest - quotient * size, size)
+    return rest + load(like, columns, 2 * num_columns + column)
+
+
+@inlined
+def _sum_of_products(like, fill, reach, numbers, row, place, multipliers, column):
+    """Return the sum of an n-gram's numbers times the multipliers of columns, as ``like``.
+
+    Args:
+        like: Zeros, lanes or a number.
+        fill: Number in place of those that the n-gram does not read.
+        reach: Number of earlier ids that it reads.
+        numbers: Numbers that are hashed.
+        row: Sequence.
+        place: Index of its last number.
+        multipliers: ``(span, columns)``.
+        column: First column.
+    """
+    total = like
+    for s in range(multipliers.shape[0]):
+        number = numbers[row, place - s] if reach >= s else fill
+        factor = load(like, multipliers, s * multipliers.shape[1] + column)
+        total = total + number * factor
+    return total
+
+
+@kernel(allocates=False)
+def _xor_rows(
+    ticket, full, numbers, documents, options, multipliers, columns, inverses, out
+):
+    fill, is_small = options[0], options[5] != 0
+    span, length, num_columns = multipliers.size, out.shape[1], out.shape[2]
+    heads, zero = num_columns // (span - 1), np.int64(0)
+    zeros = short_zeros(zero)
     for lo, hi in pieces(ticket):
-        row, place = lo // length, lo % length + span - 1
-        for i in range(lo, hi):
-            if place == full.shape[1]:
-                row, place = row + 1, span - 1
-            is_open = True
-            for s in range(span):
-                token, number = full[row, place - s], numbers[row, place - s]
-                if token < 0:
-                    number = fill if negative == FILL else token
-                    is_here = negative == FILL or (negative == HASHED and token != no_id)
-                    is_open = is_open and is_here
-                if is_open and s:
-                    if has_stop and number == stop:
-                        is_open = False
-                    if has_documents and documents[row, place - s] != documents[row, place]:
-                        is_open = False
-                windows[i, s] = number if is_open else fill
-            place += 1
+        at = lo * num_columns
+        for row in range(lo // length, (hi - 1) // length + 1):
+            first, last = max(lo - row * length, 0), min(hi - row * length, length)
+            reach = -1
+            for place in range(first, last + span - 1):
+                reach = _next_reach(reach, full, numbers, documents, options, row, place)
+                if place < first + span - 1:
+                    continue
+                x = (numbers[row, place] if reach >= 0 else fill) * multipliers[0]
+                for s in range(1, span):
+                    x ^= (numbers[row, place - s] if reach >= s else fill) * multipliers[s]
+                    real = as_float64(x)
+                    column, end = (s - 1) * heads, s * heads
+                    while column + COUNT <= end:
+                        rows = _rows(x, real, zeros, columns, inverses, is_small, column)
+                        store(rows, out, at)
+                        column, at = column + COUNT, at + COUNT
+                    while column < end:
+                        rows = _rows(x, real, zero, columns, inverses, is_small, column)
+                        store(rows, out, at)
+                        column, at = column + 1, at + 1
 
 
-@kernel()
-def _xor_rows(ticket, windows, multipliers, divisors, out):
-    span, heads = windows.shape[1], out.shape[2]
+@kernel(allocates=False)
+def _sum_rows(
+    ticket, full, numbers, documents, options, multipliers, columns, inverses, out
+):
+    fill, is_small = options[0], options[5] != 0
+    span, length, num_columns = multipliers.shape[0], out.shape[1], out.shape[2]
+    zero = np.int64(0)
+    zeros = short_zeros(zero)
     for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            mix = windows[i, 0] * multipliers[0]
-            for n in range(span - 1):
-                mix ^= windows[i, n + 1] * multipliers[n + 1]
-                unsigned = np.uint64(mix) ^ SIGN_BIT
-                for c in range(heads):
-                    size, of_sign = divisors[n, 0, c], divisors[n, 2, c]
-                    rest = _remainder(unsigned, size, divisors[n, 1, c], of_sign)
-                    out[i, n, c] = rest + np.int64(divisors[n, 3, c])
-
-
-@kernel()
-def _sum_rows(ticket, windows, multipliers, divisors, out):
-    columns, span = multipliers.shape
-    for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            for c in range(columns):
-                total = 0
-                for s in range(span):
-                    total += windows[i, s] * multipliers[c, s]
-                unsigned = np.uint64(total) ^ SIGN_BIT
-                size, of_sign = divisors[0, 0, c], divisors[0, 2, c]
-                rest = _remainder(unsigned, size, divisors[0, 1, c], of_sign)
-                out[i, 0, c] = rest + np.int64(divisors[0, 3, c])
+        at = lo * num_columns
+        for row in range(lo // length, (hi - 1) // length + 1):
+            first, last = max(lo - row * length, 0), min(hi - row * length, length)
+            reach = -1
+            for place in range(first, last + span - 1):
+                reach = _next_reach(reach, full, numbers, documents, options, row, place)
+                if place < first + span - 1:
+                    continue
+                column = 0
+                while column + COUNT <= num_columns:
+                    x = _sum_of_products(
+                        zeros, fill, reach, numbers, row, place, multipliers, column
+                    )
+                    real = as_float64(x)
+                    rows = _rows(x, real, zeros, columns, inverses, is_small, column)
+                    store(rows, out, at)
+                    column, at = column + COUNT, at + COUNT
+                while column < num_columns:
+                    x = _sum_of_products(
+                        zero, fill, reach, numbers, row, place, multipliers, column
+                    )
+                    real = as_float64(x)
+                    rows = _rows(x, real, zero, columns, inverses, is_small, column)
+                    store(rows, out, at)
+                    column, at = column + 1, at + 1

@@ -67,13 +67,16 @@ def ascends(ids: np.ndarray) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
-def group_by_id(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def group_by_id(
+    ids: np.ndarray, labels: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return an order that brings equal ids together, the groups' bounds, and their ids."""
     ids = ids.copy()
     if ids.size and ids.min() < 0:
         raise IndexError(f"ids must not be negative, got {ids.min()}")
     order = np.argsort(ids, kind="stable")
     unique, starts = np.unique(ids[order], return_index=True)
+    order = order if labels is None else labels[order]
     return order, np.append(starts, ids.size), unique
 
 

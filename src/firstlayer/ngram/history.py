@@ -112,24 +112,20 @@ def joined(history: Any, ids: Any, *, span: int, no_id: int = NO_ID) -> Any:
     return xp.concat([*parts, *([] if history is None else [history]), ids], axis=-1)
 
 
-def joined_documents(documents: Any, *, span: int, given: int, shape: tuple) -> Any:
+def joined_documents(documents: Any, full: Any) -> Any:
     """Return the document of each id of :func:`joined`.
 
     Args:
-        documents: Documents of the ids, or of the history and the ids. A history without
-            documents is in the document of the first id.
-        span: Number of ids in the longest n-gram.
-        given: Number of ids of the history.
-        shape: Shape of the ids.
+        documents: Documents of the last ids. The ids before are in the document of the
+            first of these.
+        full: Result of :func:`joined`.
 
     Example:
-        >>> joined_documents(np.array([4, 5]), span=3, given=2, shape=(2,))
+        >>> joined_documents(np.array([4, 5]), np.array([1, 2, 3, 6]))
         array([4, 4, 4, 5])
     """
-    check_shape(documents, name="documents", shape=shape, given=given)
-    xp = namespace_of(documents)
-    missing = span - 1 + shape[-1] - documents.shape[-1]
-    first = xp.broadcast_to(documents[..., :1], (*shape[:-1], missing))
+    xp, missing = namespace_of(documents), full.shape[-1] - documents.shape[-1]
+    first = xp.broadcast_to(documents[..., :1], (*full.shape[:-1], missing))
     return xp.concat([first, documents], axis=-1)
 
 

@@ -188,9 +188,7 @@ class Scheme:
             history, ids, span=self._hashing.span, no_id=self._hashing.no_id
         )
         if documents is not None:
-            documents = windows.joined_documents(
-                documents, span=self._hashing.span, given=given, shape=shape
-            )
+            windows.check_shape(documents, name="documents", shape=shape, given=given)
         if dead is not None:
             windows.check_shape(dead, name="dead", shape=shape, given=given)
             start = full.shape[-1] - dead.shape[-1]
@@ -200,7 +198,8 @@ class Scheme:
             return windows.filled((*shape, self.columns), 0, full)
         if isinstance(full, np.ndarray) and hashing.dtype == "int64" and has_compiler():
             return self._kernel_rows(full, documents, layout)
-
+        if documents is not None:
+            documents = windows.joined_documents(documents, full)
         slots, is_wrong = self._slots(full, documents, shape[-1], checked=is_checked)
         rows = hashing.rows(slots, layout)
         if is_wrong is None:
@@ -249,7 +248,9 @@ class Scheme:
 
         hashing = self._hashing
         if documents is not None:
-            documents = documents.astype(np.int64).reshape(-1, full.shape[-1])
+            # A copy is contiguous and writable, which the kernel is compiled for.
+            documents = np.array(documents, np.int64, order="C")
+            documents = documents.reshape(-1, documents.shape[-1])
         rows = ngram_rows(
             full.reshape(-1, full.shape[-1]),
             documents,

@@ -234,11 +234,16 @@ class TableState(StaleTable):
         self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, values: Any
     ) -> None:
         self._before_write(rows)
-        self.has_state[rows] = True
-        self.row_steps[rows] = self.event_count
         weight, weight_rows = self._to_update(table, rows)
         state = tuple(self.state[name] for name in self.missed.names)
-        kernels.update_rows(RowSlice(weight, weight_rows, rows, state), gradient, values)
+        kernels.update_rows(
+            RowSlice(weight, weight_rows, rows, state),
+            gradient,
+            values,
+            has_state=self.has_state,
+            row_steps=self.row_steps,
+            step=self.event_count,
+        )
         self._store(weight, table, rows, rounding_seed=2 * self.step_count + 1)
 
 

@@ -116,13 +116,13 @@ def _downcast(typingctx, number, like):
 def build_upcast(builder: Any, bits: Any, dtype: Any) -> Any:
     """Return the LLVM scalar or vector ``bits`` of Numba type ``dtype`` as floats."""
     if dtype == FLOAT16_BITS:
-        halves = builder.bitcast(bits, _shaped_like(bits, ir.HalfType()))
-        return builder.fpext(halves, _shaped_like(bits, ir.FloatType()))
+        halves = builder.bitcast(bits, shaped_like(bits, ir.HalfType()))
+        return builder.fpext(halves, shaped_like(bits, ir.FloatType()))
     if dtype == BFLOAT16_BITS:
-        integers = builder.zext(bits, _shaped_like(bits, I32))
+        integers = builder.zext(bits, shaped_like(bits, I32))
         return builder.bitcast(
-            builder.shl(integers, _constant_like(integers, 16)),
-            _shaped_like(bits, ir.FloatType()),
+            builder.shl(integers, constant_like(integers, 16)),
+            shaped_like(bits, ir.FloatType()),
         )
     return bits
 
@@ -130,23 +130,23 @@ def build_upcast(builder: Any, bits: Any, dtype: Any) -> Any:
 def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     """Return an LLVM scalar or vector of floats rounded to ``dtype``, as its bits."""
     if dtype == FLOAT16_BITS:
-        halves = builder.fptrunc(number, _shaped_like(number, ir.HalfType()))
-        return builder.bitcast(halves, _shaped_like(number, ir.IntType(16)))
+        halves = builder.fptrunc(number, shaped_like(number, ir.HalfType()))
+        return builder.bitcast(halves, shaped_like(number, ir.IntType(16)))
     if dtype != BFLOAT16_BITS:
         return number
-    bits = builder.bitcast(number, _shaped_like(number, I32))
+    bits = builder.bitcast(number, shaped_like(number, I32))
     is_odd = builder.and_(
-        builder.lshr(bits, _constant_like(bits, 16)), _constant_like(bits, 1)
+        builder.lshr(bits, constant_like(bits, 16)), constant_like(bits, 1)
     )
-    rounded = builder.add(bits, builder.add(is_odd, _constant_like(bits, 0x7FFF)))
+    rounded = builder.add(bits, builder.add(is_odd, constant_like(bits, 0x7FFF)))
     # Rounding could turn a NaN into another number; a quiet NaN keeps its sign.
-    sign = builder.and_(bits, _constant_like(bits, 0x80000000))
-    quiet_nan = builder.or_(sign, _constant_like(bits, 0x7FC00000))
+    sign = builder.and_(bits, constant_like(bits, 0x80000000))
+    quiet_nan = builder.or_(sign, constant_like(bits, 0x7FC00000))
     is_nan = builder.fcmp_unordered("uno", number, number)
     upper_half = builder.lshr(
-        builder.select(is_nan, quiet_nan, rounded), _constant_like(bits, 16)
+        builder.select(is_nan, quiet_nan, rounded), constant_like(bits, 16)
     )
-    return builder.trunc(upper_half, _shaped_like(number, ir.IntType(16)))
+    return builder.trunc(upper_half, shaped_like(number, ir.IntType(16)))
 
 
 def build_prefetch(builder: Any, pointer: Any) -> None:
@@ -163,14 +163,14 @@ def build_prefetch(builder: Any, pointer: Any) -> None:
     builder.call(prefetch_, [pointer, I32(0), I32(2), I32(1)])
 
 
-def _shaped_like(value: Any, element: Any) -> Any:
+def shaped_like(value: Any, element: Any) -> Any:
     """Return the type ``element``, or a vector of it if ``value`` is a vector."""
     if isinstance(value.type, ir.VectorType):
         return ir.VectorType(element, value.type.count)
     return element
 
 
-def _constant_like(value: Any, number: int) -> Any:
+def constant_like(value: Any, number: float) -> Any:
     """Return ``number`` as a constant of the type of ``value``."""
     if isinstance(value.type, ir.VectorType):
         return ir.Constant(value.type, [number] * value.type.count)

@@ -2,8 +2,9 @@
 
 A loop that adds row after row to an array writes the sum back after every row, and one that
 adds up a single row waits for each addition before the next. ``Lanes`` is a value that a
-loop carries instead: 256 bytes of float32 or float64, which LLVM spreads over the available
-registers. It supports ``+``, ``-``, ``*`` and ``/`` with other lanes or a number.
+loop carries instead: 256 bytes of float32, float64 or int64, which LLVM spreads over the
+available registers. It supports ``+``, ``-``, ``*`` and, for floats, ``/`` with other lanes
+or a number. Integers wrap around.
 
 Contiguous arrays are read and written at a flat index. Half precision is upcast when it is
 read and rounded when it is written. Everything here also works on single numbers, so that
@@ -29,10 +30,13 @@ from .compile import (
     BYTE_POINTER,
     FLOAT16_BITS,
     I32,
+    I64,
     LINE,
     build_downcast,
     build_prefetch,
     build_upcast,
+    constant_like,
+    shaped_like,
 )
 from .numba_abi import array_struct
 
@@ -44,6 +48,8 @@ STREAM_BYTES = 16
 # Outputs from this size on use streaming stores: they would evict the tables from the cache
 # and are evicted themselves before they are read.
 STREAMING_BYTES = 1 << 24
+# A float64 between 2**52 and 2**53 is an integer.
+ROUNDING_SHIFT = 1.5 * 2**52
 
 
 def is_streamed(out: np.ndarray, min_bytes: int | None = None) -> bool:
@@ -54,7 +60,7 @@ def is_streamed(out: np.ndarray, min_bytes: int | None = None) -> bool:
 
 
 class Lanes(types.Type):
-    """Numba type of ``size`` bytes of ``dtype``, float32 or float64."""
+    """Numba type of ``size`` bytes of ``dtype``, float32, float64 or int64."""
 
     def __init__(self, dtype, size=LANES_BYTES):
         self.dtype, self.size = dtype, size
@@ -64,7 +70,7 @@ class Lanes(types.Type):
 @register_model(Lanes)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager, lanes):
-        element = ir.DoubleType() if lanes.dtype == types.float64 else ir.FloatType()
+        element = manager.lookup(lanes.dtype).get_value_type()
         super().__init__(manager, lanes, ir.VectorType(element, _count(lanes)))
 
 
@@ -199,6 +205,45 @@ def _prefetch_lanes(typingctx, like, array, start):
     return types.void(like, array, types.int64), codegen
 
 
+def _nearest_integer(typingctx, x):
+    """Return float64 between -2**51 and 2**51 as int64, rounded to nearest.
+
+    Adding 1.5 * 2**52 leaves the integer in the low bits of the sum. Only AVX-512 has an
+    instruction that converts a vector.
+    """
+
+    def codegen(context, builder, signature, args):
+        integer_type = shaped_like(args[0], I64)
+        shift = constant_like(args[0], ROUNDING_SHIFT)
+        bits = builder.bitcast(builder.fadd(args[0], shift), integer_type)
+        return builder.sub(bits, builder.bitcast(shift, integer_type))
+
+    return _with_dtype(x, types.int64)(x), codegen
+
+
+def _as_float64(typingctx, x):
+    """Return int64 as float64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.sitofp(args[0], shaped_like(args[0], ir.DoubleType()))
+
+    return _with_dtype(x, types.float64)(x), codegen
+
+
+def _add_if_negative(typingctx, x, y):
+    """Return ``x + y`` where int64 ``x`` is negative, else ``x``."""
+
+    def codegen(context, builder, signature, args):
+        mask = builder.ashr(args[0], constant_like(args[0], 63))
+        return builder.add(args[0], builder.and_(args[1], mask))
+
+    return x(x, x), codegen
+
+
+def _with_dtype(like, dtype):
+    return Lanes(dtype, like.size) if isinstance(like, Lanes) else dtype
+
+
 def _bytes(dtype):
     return dtype.bitwidth // 8
 
@@ -267,6 +312,8 @@ def _interleaved(start: int, end: int, count: int) -> list[int]:
 def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
     """Define ``symbol`` on lanes; a number on either side is broadcast.
 
+    ``instruction`` is that of integers; that of floats begins with an f.
+
     The instruction is built in the caller: Numba would compile an ``overload`` as a
     function of its own, for each pair of types and each process.
     """
@@ -286,16 +333,19 @@ def _define_operator(symbol: Callable[..., Any], instruction: str) -> None:
             value if isinstance(operand, Lanes) else _repeated(builder, value, vector_type)
             for value, operand in zip(args, signature.args, strict=True)
         )
-        return getattr(builder, instruction)(x, y)
+        is_float = isinstance(signature.return_type.dtype, types.Float)
+        return getattr(builder, f"f{instruction}" if is_float else instruction)(x, y)
 
-    for operands in ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
-        lower_builtin(symbol, *operands)(build)
+    for number in (types.Float, types.Integer):
+        for operands in ((Lanes, number), (number, Lanes)):
+            lower_builtin(symbol, *operands)(build)
+    lower_builtin(symbol, Lanes, Lanes)(build)
 
 
-_define_operator(operator.add, "fadd")
-_define_operator(operator.sub, "fsub")
-_define_operator(operator.mul, "fmul")
-_define_operator(operator.truediv, "fdiv")
+_define_operator(operator.add, "add")
+_define_operator(operator.sub, "sub")
+_define_operator(operator.mul, "mul")
+_define_operator(operator.truediv, "div")
 
 # Any: the declared signatures begin with the typing context that Numba passes itself.
 zeros: Any = intrinsic(_zeros)
@@ -307,6 +357,9 @@ store_or_stream: Any = intrinsic(_store_or_stream)
 add_to: Any = intrinsic(_add_to)
 prefetch_lanes: Any = intrinsic(_prefetch_lanes)
 total: Any = intrinsic(_total)
+nearest_integer: Any = intrinsic(_nearest_integer)
+as_float64: Any = intrinsic(_as_float64)
+add_if_negative: Any = intrinsic(_add_if_negative)
 evens: Any = _shuffle(lambda count: range(0, 2 * count, 2))
 odds: Any = _shuffle(lambda count: range(1, 2 * count, 2))
 interleave_lower: Any = _shuffle(lambda count: _interleaved(0, count // 2, count))
