@@ -434,7 +434,7 @@ def test_stale_rows_are_listed_once_and_not_marked_until_they_are_updated():
     before = [2**40, 3, 2**40, 0, 2]
     row_steps = np.array(before, np.int64)
     rows, from_step = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), row_steps, 2**40)
-    assert rows.tolist() == [4, 1] and from_step.tolist() == [2, 3]
+    assert rows.tolist() == [1, 4] and from_step.tolist() == [3, 2]
     assert row_steps.tolist() == before
     kernels.mark_rows(rows, row_steps, 2**40)
     assert row_steps.tolist() == [2**40, 2**40, 2**40, 0, 2**40]

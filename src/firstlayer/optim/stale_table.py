@@ -147,14 +147,19 @@ class StaleTable(TableEvents):
                 kernels.store_rows(weight, copies, places, noise=seed, noise_rows=rows)
 
     def first_stale(self, ids: Int64[np.ndarray, " n"] | None = None) -> int | None:
-        """Return the first row of ``ids``, or of all, whose weight is stale, or None."""
+        """Return the smallest row of ``ids``, or of all, whose weight is stale, or None."""
         if not self.has_stale_weights:
             return None
-        row_steps = self.row_steps if ids is None else self.row_steps[ids]
-        stale = np.flatnonzero(self._is_stale(row_steps))
-        if not stale.size:
+        step = self.event_count
+        if ids is None:
+            rows = kernels.stale_range(0, self.shape[0], self.row_steps, step)[0]
+        else:
+            rows = kernels.stale_rows(ids, self.row_steps, step)[0]
+        if not rows.size:
             return None
-        return int(stale[0] if ids is None else ids[stale[0]])
+        # Some may have missed no step, only an update of an average.
+        rows = rows[self._is_stale(self.row_steps[rows])]
+        return int(rows[0]) if rows.size else None
 
     def _before_write(self, rows: np.ndarray | None) -> None:
         if self.stored is not None:

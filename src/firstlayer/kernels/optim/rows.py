@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..group import group_private
 from ..row_io import grain_of
 from ..runtime.compile import kernel
 from ..runtime.pool import Arguments, Ticket, run
@@ -15,11 +16,15 @@ def stale_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows among ``ids`` that are not at ``step``, and the step each is at.
 
-    Each row is listed once. Ids out of range are skipped; the lookup reports them.
+    The rows are ascending, each once. Ids out of range are skipped; the lookup reports
+    them.
     """
-    rows, from_step = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
-    count = _stale_rows(ids, row_steps, step, rows, from_step)
-    return rows[:count], from_step[:count]
+    rows = np.empty(ids.size, np.int64)
+    rows = rows[: _stale_rows(ids, row_steps, step, rows)]
+    if rows.size > 1:
+        # In the order of memory, rows are read and written faster.
+        rows = group_private(rows)[2]
+    return rows, row_steps[rows]
 
 
 def stale_range(
@@ -47,18 +52,12 @@ def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
 
 
 @kernel(allocates=False)
-def _stale_rows(ids, row_steps, step, rows, from_step):
+def _stale_rows(ids, row_steps, step, rows):
     count = 0
     for row in ids:
         if 0 <= row < row_steps.size and row_steps[row] != step:
-            rows[count], from_step[count] = row, row_steps[row]
-            # A second occurrence of the id is not listed.
-            row_steps[row] = step
+            rows[count] = row
             count += 1
-    # The rows are still stale. They are marked after they are updated, so that an error in
-    # between loses no step.
-    for i in range(count):
-        row_steps[rows[i]] = from_step[i]
     return count
 
 

@@ -178,7 +178,7 @@ class ParameterState(TableState, AttachedState):
         super().check_step(*args, **options)
 
     def first_stale(self, ids: np.ndarray | None = None) -> int | None:
-        # Another thread changes row_steps for a moment while it lists stale rows.
+        # Another thread may be catching rows up.
         with self.lock:
             return super().first_stale(ids)
 
