@@ -18,6 +18,7 @@ from ..runtime.lanes import (
     is_streamed,
     load,
     prefetch_lanes,
+    prefetch_target,
     short_zeros,
     store,
     store_or_stream,
@@ -136,14 +137,12 @@ def _centered_at(like, d, row, mean, dy, dy_at, weight):
 
 
 @inlined
-def _norm_statistics(
-    row, mean, eps, dy, dy_at, next_at, weight, buffer, buffer_at
-):
+def _norm_statistics(row, mean, eps, dy, dy_at, weight, buffer, buffer_at, streams):
     """Return one over the standard deviation of ``row``, and two means.
 
     They are the mean of the normalized row's gradient, and that of its product with the
-    centered row, divided by the variance. The next token's ``dy`` and the buffer row that
-    will be written are prefetched.
+    centered row, divided by the variance. The buffer row that will be written is
+    prefetched unless it is streamed.
     """
     width, zero = row.size, type(mean)(0)
     block = SHORT_LANES_BYTES // row.itemsize
@@ -152,8 +151,8 @@ def _norm_statistics(
     sums, products = squares, squares
     square_rest, rest, product_rest = zero, zero, zero
     for d in range(0, whole, block):
-        prefetch_lanes(sums, dy, next_at + d)
-        prefetch_lanes(sums, buffer, buffer_at + d)
+        if not streams:
+            prefetch_target(sums, buffer, buffer_at + d)
         centered, grad = _centered_at(sums, d, row, mean, dy, dy_at, weight)
         squares, sums = squares + centered * centered, sums + grad
         products = products + centered * grad
@@ -223,10 +222,8 @@ def _backward_blocks(
             own_sums = min(block, position_sums.shape[0] - 1)
             positions_at = own_sums * position_sums.shape[1] * width
             for k in range(block_starts[block], block_starts[block + 1]):
-                i, ahead = token_order[k], token_order[min(k + AHEAD, final)]
-                dy_at = i * width
-                next_at = token_order[min(k + 1, final)] * width
-                buffer_row = buffer_rows[i]
+                i, next_ = token_order[k], token_order[min(k + 1, final)]
+                dy_at, next_at, buffer_row = i * width, next_ * width, buffer_rows[i]
                 adds, streams = buffer_row < -1, 0 <= buffer_row < streamed_rows
                 buffer_at = (-2 - buffer_row if adds else buffer_row) * width
                 mean, rstd, grad_mean, dot_mean = zero, zero, zero, zero
@@ -240,27 +237,29 @@ def _backward_blocks(
                         row,
                         token_table,
                         ids[i] * width,
-                        ids[ahead] * width,
                         position_table,
                         position * width,
                         segment_table,
                         segment * width,
                         scale,
+                        dy,
+                        next_at,
+                        False,
                     )
-                    # A streamed row is not prefetched; row 0 takes its place.
-                    prefetched = 0 if streams else buffer_at
                     rstd, grad_mean, dot_mean = _norm_statistics(
                         row,
                         mean,
                         eps,
                         dy,
                         dy_at,
-                        next_at,
                         weight,
                         buffer,
-                        prefetched,
+                        buffer_at,
+                        streams,
                     )
-                segment_at = 0
+                later, segment_at = 0, 0
+                if weight is not None:
+                    later = ids[token_order[min(k + AHEAD, final)]] * width
                 if segment_rows is not None:
                     segment = segment_rows[i % segment_rows.size]
                     segment_at = block_at + (2 + segment) * width
@@ -271,6 +270,8 @@ def _backward_blocks(
                 for d in range(0, whole, lanes_size):
                     if weight is None:
                         prefetch_lanes(lanes, dy, next_at + d)
+                    else:
+                        prefetch_lanes(lanes, token_table, later + d)
                     grad = _gradient_at(
                         lanes,
                         d,
@@ -293,6 +294,8 @@ def _backward_blocks(
                         add_to(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
                         add_to(grad, position_sums, position_at + d)
+                if weight is not None and whole < width:
+                    prefetch_lanes(zero, token_table, later + whole)
                 for d in range(whole, width):
                     rest = _gradient_at(
                         zero,
