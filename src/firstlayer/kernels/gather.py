@@ -22,6 +22,8 @@ FEW_IDS = 256
 AHEAD_BYTES = 1 << 12
 # Minimum number of bytes per thread.
 GRAIN = 1 << 19
+# A shorter row takes as long as one of this many bytes: the time is that of a cache miss.
+MIN_ROW_BYTES = 256
 
 
 def gather_rows(
@@ -43,7 +45,7 @@ def gather_rows(
     has_bad_id = np.zeros(1, np.int64)
     row_bytes = max(1, out.strides[0])
     ahead = 1 + AHEAD_BYTES // row_bytes
-    grain = grain_for(GRAIN, row_bytes)
+    grain = grain_for(GRAIN, max(row_bytes, MIN_ROW_BYTES))
     if row_bytes % SHORT_LANES_BYTES == 0 and bits.flags.c_contiguous:
         # One kernel for every dtype.
         args = bits.view(np.float32), ids, ahead, is_streamed(out), out.view(np.float32)

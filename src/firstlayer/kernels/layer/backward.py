@@ -6,9 +6,11 @@ each with its own sums for the rows that tokens share, so that results do not de
 number of threads.
 """
 
+import math
+
 import numpy as np
 
-from ..runtime.compile import inlined, kernel
+from ..runtime.compile import LINE, inlined, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
@@ -16,6 +18,7 @@ from ..runtime.lanes import (
     is_streamed,
     load,
     prefetch_lanes,
+    prefetch_target,
     short_zeros,
     store,
     store_or_stream,
@@ -33,7 +36,6 @@ from .forward import (
     flat,
     flat_norm,
     flat_pair,
-    inverse_std,
 )
 
 # Buffers from this size on use streaming stores for final gradient rows. Partial rows are
@@ -64,8 +66,7 @@ def layer_backward(
         plan: Result of :func:`firstlayer.kernels.plan_backward` for the same tokens.
 
     Shape:
-        - token rows: ``(plan.partial_starts[-1], embedding_dim)``, followed by scratch rows
-          if ids occur several times
+        - token rows: ``(plan.partial_starts[-1], embedding_dim)``
         - position rows: ``(len(plan.unique_position_rows), embedding_dim)``
         - shared rows: ``(2 + segments, embedding_dim)``: gradients of the norm's weight
           and bias, then of the segment table
@@ -75,13 +76,13 @@ def layer_backward(
     compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
-    num_rows = plan.partial_starts[-1]
-    num_scratch_rows = num_blocks if plan.repeated.size else 0
-    buffer = np.empty((num_rows + num_scratch_rows, width), compute_dtype)
+    buffer = np.empty((plan.partial_starts[-1], width), compute_dtype)
     num_position_sums = num_blocks if plan.splits_positions else 1
-    position_shape = num_position_sums, plan.unique_position_rows.size, width
-    position_sums = np.zeros(position_shape, compute_dtype)
-    shared_sums = np.empty((num_blocks, 2 + num_segments, width), compute_dtype)
+    num_positions = plan.unique_position_rows.size
+    position_sums = _aligned((num_position_sums, num_positions, width), compute_dtype)
+    position_sums.fill(0)
+    shared_sums = _aligned((num_blocks, 2 + num_segments, width), compute_dtype)
+    scratch = _aligned((num_blocks, width), compute_dtype)
     run(
         _backward_blocks,
         num_blocks,
@@ -97,13 +98,25 @@ def layer_backward(
         plan.buffer_rows,
         buffer,
         plan.ids.size if is_streamed(buffer, STREAMING_BYTES) else 0,
-        num_rows,
         plan.position_indices,
         position_sums,
         shared_sums,
+        scratch,
         grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
     return buffer, _sum_over_blocks(position_sums), _sum_over_blocks(shared_sums)
+
+
+def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Return memory that begins with a cache line; NumPy aligns to 16 bytes.
+
+    Rows that every token is added to would otherwise be read and written in lanes that
+    cross cache lines, which takes twice as long.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
@@ -115,74 +128,67 @@ def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
 
 
 @inlined
-def _add_row(zero, buffer, source, target):
-    """Add the row that starts at ``source`` to the one at ``target``."""
-    width, block, lanes = buffer.shape[1], LANES_BYTES // buffer.itemsize, zeros(zero)
-    whole = width - width % block
-    for d in range(0, whole, block):
-        add_to(load(lanes, buffer, source + d), buffer, target + d)
-    for d in range(whole, width):
-        add_to(load(zero, buffer, source + d), buffer, target + d)
-
-
-@inlined
-def _norm_at(like, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at):
-    """Add to the norm's gradients at ``d``, and return the normalized row and its gradient.
+def _centered_at(like, d, row, mean, dy, dy_at, weight):
+    """Return the centered row at ``d``, and the gradient of the normalized row.
 
     Both are lanes or one number, like ``like``.
     """
-    value = (load(like, row, d) - mean) * rstd
-    grad = load(like, dy, dy_at + d)
-    add_to(grad * value, shared_sums, block_at + d)
-    add_to(grad, shared_sums, block_at + row.size + d)
-    return value, grad * load(like, weight, d)
+    return load(like, row, d) - mean, load(like, dy, dy_at + d) * load(like, weight, d)
 
 
 @inlined
-def _norm_means(
-    row, mean, rstd, dy, dy_at, next_at, weight, shared_sums, block_at, buffer, buffer_at
-):
-    """Return the means of the normalized row's gradient and of its product with the row.
+def _norm_statistics(row, mean, eps, dy, dy_at, weight, buffer, buffer_at, streams):
+    """Return one over the standard deviation of ``row``, and two means.
 
-    The second is multiplied by ``rstd``. The next token's ``dy`` and the buffer row that
-    will be written are prefetched.
+    They are the mean of the normalized row's gradient, and that of its product with the
+    centered row, divided by the variance. The buffer row that will be written is
+    prefetched unless it is streamed.
     """
     width, zero = row.size, type(mean)(0)
     block = SHORT_LANES_BYTES // row.itemsize
-    # Short lanes: two sums of long lanes would take all registers.
-    whole, sums, rest = width - width % block, short_zeros(zero), zero
-    products, product_rest = sums, zero
+    # Short lanes: three sums of long lanes would take all registers.
+    whole, squares = width - width % block, short_zeros(zero)
+    sums, products = squares, squares
+    square_rest, rest, product_rest = zero, zero, zero
     for d in range(0, whole, block):
-        prefetch_lanes(sums, dy, next_at + d)
-        prefetch_lanes(sums, buffer, buffer_at + d)
-        value, grad = _norm_at(
-            sums, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at
-        )
-        sums, products = sums + grad, products + grad * value
+        if not streams:
+            prefetch_target(sums, buffer, buffer_at + d)
+        centered, grad = _centered_at(sums, d, row, mean, dy, dy_at, weight)
+        squares, sums = squares + centered * centered, sums + grad
+        products = products + centered * grad
     for d in range(whole, width):
-        number, one = _norm_at(
-            rest, d, row, mean, rstd, dy, dy_at, weight, shared_sums, block_at
-        )
-        rest, product_rest = rest + one, product_rest + one * number
+        number, one = _centered_at(rest, d, row, mean, dy, dy_at, weight)
+        square_rest, rest = square_rest + number * number, rest + one
+        product_rest = product_rest + number * one
     count = type(mean)(width)
-    return (total(sums) + rest) / count, (total(products) + product_rest) / count * rstd
+    variance = (total(squares) + square_rest) / count + eps
+    rstd = type(mean)(1) / np.sqrt(variance)
+    product = (total(products) + product_rest) / count
+    return rstd, (total(sums) + rest) / count, product * rstd * rstd
 
 
 @inlined
-def _row_gradient_at(like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight):
-    """Return the gradient of the assembled row at ``d``, as lanes or one number."""
+def _gradient_at(
+    like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight, shared_sums, block_at
+):
+    """Add to the norm's gradients at ``d``, and return that of the assembled row.
+
+    It is lanes or one number, like ``like``.
+    """
     grad = load(like, dy, dy_at + d)
     if weight is not None:
         centered = load(like, row, d) - mean
+        add_to(grad * (centered * rstd), shared_sums, block_at + d)
+        add_to(grad, shared_sums, block_at + row.size + d)
         grad = (grad * load(like, weight, d) - grad_mean - centered * dot_mean) * rstd
     return grad
 
 
 # Separate arguments: a NamedTuple costs half a microsecond per call. ``ids``,
 # ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
-# its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed;
-# the scratch rows of the blocks begin at ``scratch_start``.
-@kernel(reorder=True)
+# its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed.
+# Each block assembles rows in its own row of ``scratch``.
+@kernel(reorder=True, allocates=False)
 def _backward_blocks(
     ticket,
     token_table,
@@ -200,29 +206,26 @@ def _backward_blocks(
     buffer_rows,
     buffer,
     streamed_rows,
-    scratch_start,
     position_indices,
     position_sums,
     shared_sums,
+    scratch,
 ):
-    width, final = dy.shape[1], token_order.size - 1
-    row, zero = np.empty(width, type(scale)), type(scale)(0)
-    lanes_size, lanes = LANES_BYTES // row.itemsize, zeros(zero)
+    width, final, zero = dy.shape[1], token_order.size - 1, type(scale)(0)
+    lanes_size, lanes = LANES_BYTES // scratch.itemsize, zeros(zero)
     whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
         for block in range(lo, hi):
-            block_at = block * shared_sums.shape[1] * width
+            row, block_at = scratch[block], block * shared_sums.shape[1] * width
             for d in range(block_at, block_at + shared_sums.shape[1] * width):
                 store(zero, shared_sums, d)
             own_sums = min(block, position_sums.shape[0] - 1)
             positions_at = own_sums * position_sums.shape[1] * width
             for k in range(block_starts[block], block_starts[block + 1]):
-                i, ahead = token_order[k], token_order[min(k + AHEAD, final)]
-                dy_at = i * width
-                next_at = token_order[min(k + 1, final)] * width
-                # A gradient to be added is written to the block's scratch row first.
-                adds, streams = buffer_rows[i] < -1, 0 <= buffer_rows[i] < streamed_rows
-                buffer_at = (scratch_start + block if adds else buffer_rows[i]) * width
+                i, next_ = token_order[k], token_order[min(k + 1, final)]
+                dy_at, next_at, buffer_row = i * width, next_ * width, buffer_rows[i]
+                adds, streams = buffer_row < -1, 0 <= buffer_row < streamed_rows
+                buffer_at = (-2 - buffer_row if adds else buffer_row) * width
                 mean, rstd, grad_mean, dot_mean = zero, zero, zero, zero
                 if weight is not None:
                     position, segment = 0, 0
@@ -234,30 +237,29 @@ def _backward_blocks(
                         row,
                         token_table,
                         ids[i] * width,
-                        ids[ahead] * width,
                         position_table,
                         position * width,
                         segment_table,
                         segment * width,
                         scale,
+                        dy,
+                        next_at,
+                        False,
                     )
-                    rstd = inverse_std(row, mean, eps)
-                    # A streamed row is not prefetched; row 0 takes its place.
-                    prefetched = 0 if streams else buffer_at
-                    grad_mean, dot_mean = _norm_means(
+                    rstd, grad_mean, dot_mean = _norm_statistics(
                         row,
                         mean,
-                        rstd,
+                        eps,
                         dy,
                         dy_at,
-                        next_at,
                         weight,
-                        shared_sums,
-                        block_at,
                         buffer,
-                        prefetched,
+                        buffer_at,
+                        streams,
                     )
-                segment_at = 0
+                later, segment_at = 0, 0
+                if weight is not None:
+                    later = ids[token_order[min(k + AHEAD, final)]] * width
                 if segment_rows is not None:
                     segment = segment_rows[i % segment_rows.size]
                     segment_at = block_at + (2 + segment) * width
@@ -268,24 +270,52 @@ def _backward_blocks(
                 for d in range(0, whole, lanes_size):
                     if weight is None:
                         prefetch_lanes(lanes, dy, next_at + d)
-                    grad = _row_gradient_at(
-                        lanes, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
+                    else:
+                        prefetch_lanes(lanes, token_table, later + d)
+                    grad = _gradient_at(
+                        lanes,
+                        d,
+                        row,
+                        mean,
+                        rstd,
+                        grad_mean,
+                        dot_mean,
+                        dy,
+                        dy_at,
+                        weight,
+                        shared_sums,
+                        block_at,
                     )
-                    if buffer_at >= 0:
+                    if adds:
+                        add_to(grad * scale, buffer, buffer_at + d)
+                    elif buffer_at >= 0:
                         store_or_stream(grad * scale, buffer, buffer_at + d, streams)
                     if segment_rows is not None:
                         add_to(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
                         add_to(grad, position_sums, position_at + d)
+                if weight is not None and whole < width:
+                    prefetch_lanes(zero, token_table, later + whole)
                 for d in range(whole, width):
-                    rest = _row_gradient_at(
-                        zero, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight
+                    rest = _gradient_at(
+                        zero,
+                        d,
+                        row,
+                        mean,
+                        rstd,
+                        grad_mean,
+                        dot_mean,
+                        dy,
+                        dy_at,
+                        weight,
+                        shared_sums,
+                        block_at,
                     )
-                    if buffer_at >= 0:
+                    if adds:
+                        add_to(rest * scale, buffer, buffer_at + d)
+                    elif buffer_at >= 0:
                         store(rest * scale, buffer, buffer_at + d)
                     if segment_rows is not None:
                         add_to(rest, shared_sums, segment_at + d)
                     if position_indices is not None:
                         add_to(rest, position_sums, position_at + d)
-                if adds:
-                    _add_row(zero, buffer, buffer_at, (-2 - buffer_rows[i]) * width)

@@ -114,11 +114,11 @@ def _rows_of_ids(
     size = token_order.size
     # Tokens are ordered by block, so those of each id are too.
     order, bounds, unique = group_private(ids[token_order])
-    blocks = np.repeat(np.arange(block_starts.size - 1), np.diff(block_starts))
-    buffer_rows, repeated = np.full(ids.size, -1), np.empty(size, np.int64)
-    partial_starts, counts = np.empty(size + 1, np.int64), np.empty(2, np.int64)
-    groups = token_order[order], blocks[order], bounds, unique
-    _assign_buffer_rows(*groups, skip, buffer_rows, repeated, partial_starts, counts)
+    blocks, repeated = np.empty(size, np.int64), np.empty(size, np.int64)
+    buffer_rows, counts = np.full(ids.size, -1), np.empty(2, np.int64)
+    partial_starts = np.empty(size + 1, np.int64)
+    written = blocks, buffer_rows, repeated, partial_starts, counts
+    _assign_buffer_rows(token_order, block_starts, order, bounds, unique, skip, *written)
     num_ids, num_repeated = counts.tolist()
     # Gradients keep their ids, and a view would keep the longer array alive.
     return (
@@ -163,21 +163,36 @@ def _num_blocks(num_tokens: int, accumulator_rows: int) -> int:
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
 @kernel(allocates=False)
 def _assign_buffer_rows(
-    tokens, blocks, bounds, unique, skip, buffer_rows, repeated, partial_starts, counts
+    token_order,
+    block_starts,
+    order,
+    bounds,
+    unique,
+    skip,
+    blocks,
+    buffer_rows,
+    repeated,
+    partial_starts,
+    counts,
 ):
     """Write the first four fields of the plan, and the number of ids and repeated ids.
 
     Args:
-        tokens: Tokens, grouped by id.
-        blocks: Block of each of ``tokens``.
+        token_order: Field of the plan.
+        block_starts: Field of the plan.
+        order: Indices of ``token_order``, grouped by id.
         bounds: Bounds of the groups.
         unique: Id of each group; those that have a gradient are moved to the front.
         skip: Id that gets no gradient.
+        blocks: Scratch memory of the size of ``token_order``.
         buffer_rows: Field of the plan, -1 everywhere.
         repeated: Field of the plan, in the beginning of this array.
         partial_starts: Field of the plan, in the beginning of this array.
         counts: Number of ids that have a gradient, and of repeated ones.
     """
+    for block in range(block_starts.size - 1):
+        for k in range(block_starts[block], block_starts[block + 1]):
+            blocks[k] = block
     next_partial, row, count = 0, 0, 0
     for index in range(unique.size):
         next_partial += unique[index] != skip
@@ -188,14 +203,16 @@ def _assign_buffer_rows(
         first, end = bounds[index], bounds[index + 1]
         unique[row] = unique[index]
         if end - first == 1:
-            buffer_rows[tokens[first]] = row
+            buffer_rows[token_order[order[first]]] = row
         else:
+            last = -1
             for i in range(first, end):
-                if i > first and blocks[i] == blocks[i - 1]:
-                    buffer_rows[tokens[i]] = -2 - (next_partial - 1)
+                token, block = token_order[order[i]], blocks[order[i]]
+                if block == last:
+                    buffer_rows[token] = -2 - (next_partial - 1)
                 else:
-                    buffer_rows[tokens[i]] = next_partial
-                    next_partial += 1
+                    buffer_rows[token] = next_partial
+                    next_partial, last = next_partial + 1, block
             repeated[count] = row
             count += 1
             partial_starts[count] = next_partial

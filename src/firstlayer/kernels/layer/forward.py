@@ -14,6 +14,7 @@ from ..runtime.lanes import (
     is_streamed,
     load,
     prefetch_lanes,
+    prefetch_target,
     store,
     store_or_stream,
     total,
@@ -140,24 +141,36 @@ def _sum_at(like, d, token, token_at, position, position_at, segment, segment_at
 
 @inlined
 def assemble_row(
-    row, token, token_at, later, position, position_at, segment, segment_at, scale
+    row,
+    token,
+    token_at,
+    position,
+    position_at,
+    segment,
+    segment_at,
+    scale,
+    later,
+    later_at,
+    writes_later,
 ):
     """Write the sum of the tables' rows to ``row``, and return its mean.
 
-    The token row at ``later`` is prefetched; it need not exist.
+    The row of ``later`` at ``later_at`` is prefetched, to be written if ``writes_later``,
+    else to be read. It need not exist.
     """
     width, zero = row.size, type(scale)(0)
     block = LANES_BYTES // row.itemsize
     whole, sums, rest = width - width % block, zeros(zero), zero
     for d in range(0, whole, block):
-        prefetch_lanes(sums, token, later + d)
+        if writes_later:
+            prefetch_target(sums, later, later_at + d)
+        else:
+            prefetch_lanes(sums, later, later_at + d)
         part = _sum_at(
             sums, d, token, token_at, position, position_at, segment, segment_at, scale
         )
         store(part, row, d)
         sums = sums + part
-    if whole < width:
-        prefetch_lanes(rest, token, later + whole)
     for d in range(whole, width):
         row[d] = _sum_at(
             rest, d, token, token_at, position, position_at, segment, segment_at, scale
@@ -227,24 +240,30 @@ def _write_rows(
                 # Every thread that writes here writes the same value.
                 has_bad_id[0] = 1
                 continue
-            rstd = zero
+            rstd, start = zero, i * width
             mean = assemble_row(
                 row,
                 token_table,
                 token * width,
-                ids[min(i + AHEAD, hi - 1)] * width,
                 position_table,
                 position * width,
                 segment_table,
                 segment * width,
                 scale,
+                # The next row, or if rows are streamed one that does no harm.
+                out,
+                0 if streams else start + width,
+                not streams,
             )
             if norm_weight is not None:
                 rstd = inverse_std(row, mean, eps)
-            start = i * width
+            later = ids[min(i + AHEAD, hi - 1)] * width
             for d in range(0, whole, block):
+                prefetch_lanes(lanes, token_table, later + d)
                 part = _output_at(lanes, row, d, mean, rstd, norm_weight, norm_bias)
                 store_or_stream(part, out, start + d, streams)
+            if whole < width:
+                prefetch_lanes(zero, token_table, later + whole)
             for d in range(whole, width):
                 number = _output_at(zero, row, d, mean, rstd, norm_weight, norm_bias)
                 store(number, out, start + d)

@@ -149,18 +149,24 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(builder: Any, pointer: Any) -> None:
+def build_prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
     """Prefetch the cache line of an LLVM pointer to bytes, into the L2 cache.
 
     The L1 cache can wait for far fewer lines at a time, so that prefetches of whole rows
     into it would wait for each other.
+
+    Args:
+        builder: LLVM's builder.
+        pointer: The pointer.
+        writes: Whether the line will be written. No other core has it then; after a
+            prefetch to read, a write would have to wait for those that have it.
     """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
-    # A read (0) of data (1); LLVM counts levels from the last (0) to the first (3).
-    builder.call(prefetch_, [pointer, I32(0), I32(2), I32(1)])
+    # Data (1); LLVM counts levels from the last (0) to the first (3).
+    builder.call(prefetch_, [pointer, I32(int(writes)), I32(2), I32(1)])
 
 
 def shaped_like(value: Any, element: Any) -> Any:

@@ -191,7 +191,15 @@ def _build_stream(context, builder, signature, args):
 
 def _prefetch_lanes(typingctx, like, array, start):
     """Prefetch what ``load`` would read with the same arguments."""
+    return _prefetch(like, array, writes=False)
 
+
+def _prefetch_target(typingctx, like, array, start):
+    """Prefetch what ``store`` would write to an array, given lanes like ``like``."""
+    return _prefetch(like, array, writes=True)
+
+
+def _prefetch(like, array, *, writes):
     def codegen(context, builder, signature, args):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
@@ -199,7 +207,7 @@ def _prefetch_lanes(typingctx, like, array, start):
         size = count * _bytes(signature.args[1].dtype)
         # Lanes that begin within a cache line end in one more.
         for offset in (*range(0, size, LINE), size - 1):
-            build_prefetch(builder, builder.gep(pointer, [I32(offset)]))
+            build_prefetch(builder, builder.gep(pointer, [I32(offset)]), writes=writes)
         return context.get_dummy_value()
 
     return types.void(like, array, types.int64), codegen
@@ -356,6 +364,7 @@ stream: Any = intrinsic(_stream)
 store_or_stream: Any = intrinsic(_store_or_stream)
 add_to: Any = intrinsic(_add_to)
 prefetch_lanes: Any = intrinsic(_prefetch_lanes)
+prefetch_target: Any = intrinsic(_prefetch_target)
 total: Any = intrinsic(_total)
 nearest_integer: Any = intrinsic(_nearest_integer)
 as_float64: Any = intrinsic(_as_float64)
