@@ -45,8 +45,8 @@ class Workspace(NamedTuple):
     """Memory of a step.
 
     Args:
-        inputs: Copies of the trained table. After the last slot come two rows for the mean
-            of a window: one that is updated, and one as it was before.
+        inputs: Copies of the trained table. After the last slot comes a row for the mean of
+            a window.
         outputs: Copies of the table of center words and negatives.
         before: Rows of ``inputs`` as they were copied, if words have several rows.
         mean: The slot of the mean.
@@ -99,7 +99,7 @@ def word2vec_workspace(
     widest, targets = 2 * window, -(-(negatives + 1) // TILE) * TILE
     slots = _whole_lines(PART + widest)
     return Workspace(
-        inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=2),
+        inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=1),
         outputs=_copies(parts, PART * (negatives + 1), width, num_embeddings),
         before=aligned_zeros((parts, slots if buckets else 0, width)),
         mean=np.array([slots], np.int32),
