@@ -364,6 +364,7 @@ def test_empty_queries_and_rows_without_direction_are_refused(tables, tmp_path):
     assert near(tmp_path / "nan.txt", "b") == []
     done = call("neighbors", tmp_path / "nan.txt", "b")
     assert done.stderr == "b has no neighbors: no other row has a direction\n"
+    assert done.stdout == ""
 
 
 def test_notes_go_to_stderr_and_json():

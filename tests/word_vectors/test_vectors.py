@@ -163,6 +163,8 @@ def test_sums_without_spaces_get_a_hint(minilm):
     hint = "'king-man\\+woman' is not in the table: for a sum, write 'king - man \\+ woman'"
     with pytest.raises(ValueError, match=hint):
         vectors.find("king-man+woman")
+    with pytest.raises(ValueError, match="for a sum, write 'queen - man \\+ x'"):
+        vectors.find("queen-man+x")
     with pytest.raises(ValueError, match="'king-x' is not in the table$"):
         vectors.find("king-x")
     note = minilm.find("king-man+woman").note

@@ -139,7 +139,7 @@ def emit(result: Any, text: str | Iterable[str], *, as_json: bool) -> None:
         click.echo(json_text(plain(result), indent=2))
     else:
         lines = text.splitlines() if isinstance(text, str) else text
-        click.echo("\n".join(map(printable, lines)))
+        click.echo("".join(f"{printable(line)}\n" for line in lines), nl=False)
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

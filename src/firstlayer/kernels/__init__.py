@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .word2vec.draws import noise_table as noise_table
     from .word2vec.step import word2vec_step as word2vec_step
     from .word2vec.word_rows import subword_rows as subword_rows
+    from .word2vec.workspace import aligned_zeros as aligned_zeros
     from .word2vec.workspace import word2vec_workspace as word2vec_workspace
 
 # Module of each name above; a test checks that the two lists match.
@@ -74,7 +75,7 @@ _NAMES = {
     "word2vec.draws": ("noise_table",),
     "word2vec.step": ("word2vec_step",),
     "word2vec.word_rows": ("subword_rows",),
-    "word2vec.workspace": ("word2vec_workspace",),
+    "word2vec.workspace": ("aligned_zeros", "word2vec_workspace"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

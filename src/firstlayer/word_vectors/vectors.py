@@ -239,7 +239,7 @@ class Vectors:
         """Return words joined by + or - with spaces between them, or ``""``."""
         terms = [term for term in re.split("[-+]", word) if term]
         # A hyphen alone joins the parts of a word.
-        if "+" not in word or len(terms) < 2 or not all(term in self for term in terms):
+        if "+" not in word or len(terms) < 2 or not any(term in self for term in terms):
             return ""
         return " ".join(re.sub("([-+])", r" \1 ", word).split())
 

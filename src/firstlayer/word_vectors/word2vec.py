@@ -169,7 +169,7 @@ class Word2Vec:
         # that occur in the phrases alone.
         self.table[: counts.size][counts == 0] = 0
         #: Rows of center words and negatives.
-        self.others = np.zeros((counts.size, width), np.float32)
+        self.others = kernels.aligned_zeros((counts.size, width))
         self._word_rows = self._rows_of_words() if setting.buckets else None
         self._workspace = kernels.word2vec_workspace(
             setting.batch,
@@ -330,8 +330,11 @@ def _checked(table: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _initial_rows(shape: tuple[int, int], *, seed: int) -> np.ndarray:
-    numbers = np.random.default_rng(seed).random(shape, dtype=np.float32)
-    return (numbers - np.float32(0.5)) / np.float32(shape[1])
+    rows = kernels.aligned_zeros(shape)
+    np.random.default_rng(seed).random(out=rows, dtype=np.float32)
+    rows -= np.float32(0.5)
+    rows /= np.float32(shape[1])
+    return rows
 
 
 def kept_share(

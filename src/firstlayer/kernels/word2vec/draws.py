@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.compile import inlined, internal
+from ..runtime.compile import inlined, internal, prefetch_row
 from .workspace import CLASSES
 
 #: Bits of a random draw, and of its prefix used as an index into the guide table.
-BITS, GUIDE_BITS = 32, 14
+BITS, GUIDE_BITS = 32, 16
 # 2**64 divided by the golden ratio.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -68,10 +68,13 @@ def _slot(keys, ids, count, word):
 
 
 @internal
-def draw_part(part, stream, documents, start, stop, noise, key, work):
-    """Draw context words and negatives of a part, and give their words slots."""
+def draw_part(part, stream, documents, start, stop, noise, key, other, work):
+    """Draw context words and negatives of a part, and give their words slots.
+
+    Rows of targets in the table ``other`` are prefetched: drawing one takes about as long.
+    """
     _draw_windows(part, stream, documents, start, stop, key, work)
-    _draw_targets(part, stream, start, stop, noise, key, work)
+    _draw_targets(part, stream, start, stop, noise, key, other, work)
     _sort_slots(work.inputs, part)
     _sort_slots(work.outputs, part)
 
@@ -100,7 +103,7 @@ def _draw_windows(part, stream, documents, start, stop, key, work):
 
 
 @internal
-def _draw_targets(part, stream, start, stop, noise, key, work):
+def _draw_targets(part, stream, start, stop, noise, key, other, work):
     keys, ids, far = work.outputs.keys[part], work.outputs.ids[part], work.far[part]
     limits, guide, slots = noise.limits, noise.guide, 0
     for i in range(keys.size):
@@ -116,8 +119,11 @@ def _draw_targets(part, stream, start, stop, noise, key, work):
                 word = np.int64(guide[number >> (BITS - GUIDE_BITS)])
                 while limits[word] <= number:
                     word += 1
-            far[i, k] = _slot(keys, ids, slots, word)
-            slots = max(slots, np.int64(far[i, k]) + 1)
+            slot = _slot(keys, ids, slots, word)
+            far[i, k] = slot
+            if slot == slots:
+                prefetch_row(other, word)
+                slots += 1
         for k in range(work.negatives + 1, far.shape[1]):
             far[i, k] = far[i, 0]
     work.outputs.counts[part] = slots

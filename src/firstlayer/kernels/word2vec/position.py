@@ -19,7 +19,7 @@ LARGEST_TANH = 4.97
 
 @inlined
 def write_mean(rows, near, mean):
-    """Write the mean of the rows ``near`` to the slots ``mean`` and ``mean + 1``."""
+    """Write the mean of the rows ``near`` to the slot ``mean``."""
     width, zero = rows.shape[1], short_zeros(np.float32(0))
     share = np.float32(1) / np.float32(near.size)
     for d in range(0, width, LANE):
@@ -27,23 +27,6 @@ def write_mean(rows, near, mean):
         for a in range(near.size):
             sum_ = sum_ + load(zero, rows, near[a] * width + d)
         store(sum_ * share, rows, mean * width + d)
-        store(sum_ * share, rows, (mean + 1) * width + d)
-
-
-@inlined
-def add_mean_change(rows, near, mean):
-    """Add the change of the mean, from slot ``mean + 1`` to slot ``mean``, to its rows.
-
-    The gradient of a row is that of the mean, divided by the number of rows.
-    """
-    width, zero = rows.shape[1], short_zeros(np.float32(0))
-    share = np.float32(1) / np.float32(near.size)
-    for d in range(0, width, LANE):
-        new = load(zero, rows, mean * width + d)
-        change = (new - load(zero, rows, (mean + 1) * width + d)) * share
-        for a in range(near.size):
-            at = near[a] * width + d
-            store(load(zero, rows, at) + change, rows, at)
 
 
 @inlined
@@ -164,3 +147,28 @@ def update(inputs, outputs, near, far, slopes, sums):
         for k in range(n):
             at = far[k] * width + d
             store(load(zero, outputs, at) + load(zero, sums, k * LANE), outputs, at)
+
+
+@inlined
+def update_mean(inputs, outputs, words, mean, far, slopes):
+    """Add the gradients of targets, and of the words whose mean is their only input.
+
+    The gradient of a word is that of the mean, divided by the number of words.
+    """
+    width, n = inputs.shape[1], far.size
+    one, zero = np.float32(0), short_zeros(np.float32(0))
+    share = np.float32(1) / np.float32(words.size)
+    for d in range(0, width, LANE):
+        change = zero
+        for k in range(n):
+            output = load(zero, outputs, far[k] * width + d)
+            change = change + output * load(one, slopes, k)
+        x, change = load(zero, inputs, mean * width + d), change * share
+        # A target or word that occurs twice gets both changes.
+        for k in range(n):
+            at = far[k] * width + d
+            new = load(zero, outputs, at) + x * load(one, slopes, k)
+            store(new, outputs, at)
+        for a in range(words.size):
+            at = words[a] * width + d
+            store(load(zero, inputs, at) + change, inputs, at)

@@ -19,7 +19,7 @@ from ..runtime.compile import internal, kernel, prefetch_row
 from ..runtime.pool import pieces, run
 from ..runtime.threads import get_num_threads
 from .draws import Noise, draw_part
-from .position import add_mean_change, loss, multiply, slopes, update, write_mean
+from .position import loss, multiply, slopes, update, update_mean, write_mean
 from .word_rows import WordRows, add_to_rows, mean_rows
 from .workspace import AHEAD, CLASSES, PART, Workspace
 
@@ -92,14 +92,12 @@ def _copy_rows(table, copies, part):
     width, count = table.shape[1], copies.counts[part]
     ids, rows = copies.ids[part], copies.rows[part]
     for slot in range(count):
-        if slot + AHEAD < count:
-            prefetch_row(table, np.int64(ids[slot + AHEAD]))
         row = ids[slot]
         for d in range(width):
             rows[slot, d] = table[row, d]
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _train_parts(
     ticket,
     table,
@@ -119,7 +117,7 @@ def _train_parts(
         for part in range(lo, hi):
             start = first + part * PART
             stop = min(start + PART, last)
-            draw_part(part, stream, documents, start, stop, noise, key, work)
+            draw_part(part, stream, documents, start, stop, noise, key, other, work)
             if word_rows.rows.size:
                 mean_rows(table, word_rows, work.inputs, part, work.before)
             else:
@@ -141,13 +139,14 @@ def _train_parts(
                     total += loss(dots, near.size, far)
                     count += near.size
                 slopes(dots, near.size, far, lr)
-                update(inputs, outputs, near, far, dots, sums)
                 if cbow:
-                    add_mean_change(inputs, words, near[0])
+                    update_mean(inputs, outputs, words, near[0], far, dots)
+                else:
+                    update(inputs, outputs, near, far, dots, sums)
             work.losses[part, 0], work.losses[part, 1] = total, count
 
 
-@kernel()
+@kernel(allocates=False)
 def _write_rows(ticket, table, copies, parts, max_sum):
     """Write copied rows back; a row of several parts gets the sum of their changes."""
     width, repeats, starts = table.shape[1], copies.repeats, copies.starts

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.compile import internal, kernel, prefetch_row
+from ..runtime.compile import inlined, internal, kernel, prefetch_row
 from ..runtime.pool import pieces
 from ..subwords import ngram_buckets
-from .workspace import AHEAD
 
 
 class WordRows(NamedTuple):
@@ -76,12 +75,11 @@ def mean_rows(table, word_rows, copies, part, before):
     width = table.shape[1]
     for slot in range(copies.counts[part]):
         word = copies.ids[part, slot]
+        _prefetch_next(table, word_rows, copies, part, slot, 0, 0)
         start, end = word_rows.bounds[word], word_rows.bounds[word + 1]
         for d in range(width):
             before[part, slot, d] = 0
         for i in range(start, end):
-            if i + AHEAD < end:
-                prefetch_row(table, np.int64(word_rows.rows[i + AHEAD]))
             row = word_rows.rows[i]
             for d in range(width):
                 before[part, slot, d] += table[row, d]
@@ -91,7 +89,17 @@ def mean_rows(table, word_rows, copies, part, before):
             copies.rows[part, slot, d] = before[part, slot, d]
 
 
-@kernel()
+@inlined
+def _prefetch_next(table, word_rows, copies, part, slot, mask, class_):
+    """Prefetch the rows of a class of the word in the slot after ``slot``."""
+    if slot + 1 < copies.counts[part]:
+        word = copies.ids[part, slot + 1]
+        for i in range(word_rows.bounds[word], word_rows.bounds[word + 1]):
+            if word_rows.rows[i] & mask == class_:
+                prefetch_row(table, np.int64(word_rows.rows[i]))
+
+
+@kernel(allocates=False)
 def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
     """Add the changes of words to each of their rows.
 
@@ -110,6 +118,7 @@ def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
             for part in range(parts):
                 for slot in range(copies.counts[part]):
                     word = copies.ids[part, slot]
+                    _prefetch_next(table, word_rows, copies, part, slot, mask, class_)
                     for i in range(bounds[word], bounds[word + 1]):
                         row = rows[i]
                         if row & mask != class_:

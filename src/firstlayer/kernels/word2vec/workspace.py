@@ -1,13 +1,15 @@
 """Memory of a training step of word vectors."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 #: Positions per part. Parts are independent of each other within a step.
 PART = 64
-# Copied rows are padded with zeros to a multiple of this many numbers, one short Lanes.
-LANE = 16
+# Copied rows are padded with zeros to a multiple of this many numbers: one short Lanes, and
+# one cache line.
+LANE, LINE_BYTES = 16, 64
 # Targets of a position whose sums are in registers at a time.
 TILE = 6
 # Rows are prefetched this many rows ahead.
@@ -43,8 +45,8 @@ class Workspace(NamedTuple):
     """Memory of a step.
 
     Args:
-        inputs: Copies of the trained table. After the last slot come two rows for the mean
-            of a window: one that is updated, and one as it was before.
+        inputs: Copies of the trained table. After the last slot comes a row for the mean of
+            a window.
         outputs: Copies of the table of center words and negatives.
         before: Rows of ``inputs`` as they were copied, if words have several rows.
         mean: The slot of the mean.
@@ -93,35 +95,50 @@ def word2vec_workspace(
         negatives: Negatives of a position.
         buckets: Number of rows of n-grams.
     """
-    parts, width = -(-batch // PART), -(-embedding_dim // LANE) * LANE
+    parts, width = -(-batch // PART), _whole_lines(embedding_dim)
     widest, targets = 2 * window, -(-(negatives + 1) // TILE) * TILE
-    slots, kept = PART + widest, PART + widest if buckets else 0
+    slots = _whole_lines(PART + widest)
     return Workspace(
-        inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=2),
+        inputs=_copies(parts, slots, width, num_embeddings + buckets, extra=1),
         outputs=_copies(parts, PART * (negatives + 1), width, num_embeddings),
-        before=np.zeros((parts, kept, width), np.float32),
+        before=aligned_zeros((parts, slots if buckets else 0, width)),
         mean=np.array([slots], np.int32),
-        span=np.zeros((parts, slots), np.int32),
-        near=np.zeros((parts, PART, widest), np.int32),
-        far=np.zeros((parts, PART, targets), np.int32),
-        sizes=np.zeros((parts, PART), np.int32),
-        slopes=np.zeros((parts, widest * targets + LANE), np.float32),
-        sums=np.zeros((parts, targets * LANE), np.float32),
+        span=aligned_zeros((parts, slots), np.int32),
+        near=aligned_zeros((parts, PART, widest), np.int32),
+        far=aligned_zeros((parts, PART, targets), np.int32),
+        sizes=aligned_zeros((parts, PART), np.int32),
+        slopes=aligned_zeros((parts, _whole_lines(widest * targets + LANE))),
+        sums=aligned_zeros((parts, targets * LANE)),
         losses=np.zeros((parts, 2)),
         negatives=negatives,
     )
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    """Return zeros that begin at a cache line.
+
+    Lanes of other arrays cross cache lines, and threads that write to neighboring parts of
+    them would wait for the line that both share.
+    """
+    bytes_ = np.zeros(math.prod(shape) * np.dtype(dtype).itemsize + LINE_BYTES, np.uint8)
+    start = -bytes_.ctypes.data % LINE_BYTES
+    return bytes_[start : start + bytes_.size - LINE_BYTES].view(dtype).reshape(shape)
+
+
+def _whole_lines(count: int) -> int:
+    return -(-count // LANE) * LANE
 
 
 def _copies(
     parts: int, slots: int, width: int, num_embeddings: int, *, extra: int = 0
 ) -> Copies:
     return Copies(
-        rows=np.zeros((parts, slots + extra, width), np.float32),
-        ids=np.zeros((parts, slots), np.int32),
+        rows=aligned_zeros((parts, slots + extra, width)),
+        ids=aligned_zeros((parts, slots), np.int32),
         counts=np.zeros(parts, np.int64),
         # At most half full.
         keys=np.full((parts, 2 << (slots - 1).bit_length()), -1, np.int32),
-        order=np.zeros((parts, slots), np.int32),
+        order=aligned_zeros((parts, slots), np.int32),
         starts=np.zeros((parts, CLASSES + 2), np.int32),
         repeats=np.zeros(num_embeddings, np.int32),
     )
