@@ -1,5 +1,6 @@
 """Setup of every test run: no skipped tests, fixed random seeds, fresh kernels."""
 
+import gc
 import hashlib
 import os
 import shutil
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # JAX's cache is keyed by program, so one folder serves any source.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_folder(config, "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def pytest_collection_finish() -> None:
+    # Every full collection of garbage would visit millions of objects of imported modules.
+    gc.collect()
+    gc.freeze()
 
 
 def _cache_folder(config: pytest.Config, name: str) -> str:

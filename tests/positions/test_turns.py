@@ -218,15 +218,20 @@ def float64_of(x: Any) -> Any:
     return torch.float64 if isinstance(x, torch.Tensor) else np.float64
 
 
-@pytest.mark.parametrize("kind", POSITIONS)
+def of_each(call: Any) -> Any:
+    """Return ``call`` of several positions: Inductor takes seconds for every program."""
+    return lambda layer, *positions: [call(layer, at) for at in positions]
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_rotary_phases_are_accurate(front_end, kind):
-    at, w = POSITIONS[kind], inverse_frequencies(8, base=77.0)
-    options = {"head_dim": 8, "base": 77.0}
-    got = run(front_end, "RotaryPositions", options, call_phases, at)
-    assert worst(got, exact(at, w)) <= PRODUCT_BOUND
-    if kind == "whole":
-        assert worst([part[: len(FIRST)] for part in got], exact(FIRST, w)) <= BOUND
+def test_rotary_phases_are_accurate(front_end):
+    w, options = inverse_frequencies(8, base=77.0), {"head_dim": 8, "base": 77.0}
+    calls = of_each(call_phases)
+    results = run(front_end, "RotaryPositions", options, calls, WHOLE, REALS)
+    for got, at in zip(results, (WHOLE, REALS), strict=True):
+        assert worst(got, exact(at, w)) <= PRODUCT_BOUND
+    first = [part[: len(FIRST)] for part in results[0]]
+    assert worst(first, exact(FIRST, w)) <= BOUND
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -247,10 +252,9 @@ def encode_float64(layer: Any, at: Any) -> Any:
     return layer.encode(at, dtype=float64_of(at))
 
 
-@pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_sinusoidal_is_accurate(front_end, kind):
-    at, w = POSITIONS[kind], 30.0 * 500.0 ** -(np.arange(4) / 3)
+def test_sinusoidal_is_accurate(front_end):
+    w = 30.0 * 500.0 ** -(np.arange(4) / 3)
     options = {
         "embedding_dim": 9,
         "base": 500.0,
@@ -260,11 +264,13 @@ def test_sinusoidal_is_accurate(front_end, kind):
         "frequency_scale": 30.0,
         "scale": 0.5,
     }
-    got = run(front_end, "SinusoidalPositions", options, encode_float64, at)
-    cos, sin = exact(at, w)
-    want = 0.5 * np.concatenate([sin, cos, np.zeros((len(at), 1))], axis=-1)
-    # A frequency that NumPy's power rounds differently here would be off by 1e-7.
-    assert np.abs(got - want).max() <= PRODUCT_BOUND
+    calls = of_each(encode_float64)
+    results = run(front_end, "SinusoidalPositions", options, calls, WHOLE, REALS)
+    for got, at in zip(results, (WHOLE, REALS), strict=True):
+        cos, sin = exact(at, w)
+        want = 0.5 * np.concatenate([sin, cos, np.zeros((len(at), 1))], axis=-1)
+        # A frequency that NumPy's power rounds differently here would be off by 1e-7.
+        assert np.abs(got - want).max() <= PRODUCT_BOUND
 
 
 @pytest.mark.parametrize("front_end", ["numpy", "torch", "equinox"])
@@ -487,23 +493,23 @@ def test_xpos_phases_are_relatively_accurate(positions, scale_base, center, keys
         assert (np.abs(part / scale - phase) <= XPOS_BOUND).all()
 
 
-def rotate_keys(layer: Any, x: Any, at: Any) -> Any:
-    return layer(x, at, keys=True)
+def rotate_keys(layer: Any, x: Any, *positions: Any) -> Any:
+    return [layer(x, at, keys=True) for at in positions]
 
 
-@pytest.mark.parametrize("kind", ["whole", "real"])
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_xpos_is_accurate(front_end, kind):
-    at = np.array([0, 1, -1, 255, 256, 999, 16_900, -16_900])
-    at = at if kind == "whole" else at + np.array([0.5, 1 / 3, -0.1, 0.7] * 2)
+def test_xpos_is_accurate(front_end):
+    whole = np.array([0, 1, -1, 255, 256, 999, 16_900, -16_900])
+    real = whole + np.array([0.5, 1 / 3, -0.1, 0.7] * 2)
     options = {"head_dim": 8, "base": 5e5, "center": 40, "layout": "interleaved"}
-    got = run(front_end, "XPosRotary", options, rotate_keys, ones(at, 8), at)
-    w, exponents = inverse_frequencies(8, base=5e5), xpos_exponents(8)
-    scale = exact_powers(at, -exponents) * exact_powers(np.array([40]), exponents)
-    cos, sin = exact(at, w)
-    want = rotated(w, cos, sin, "interleaved")
-    assert got.dtype == np.float64
-    assert np.abs(got / np.repeat(scale, 2, axis=1) - want).max() <= 2 * XPOS_BOUND
+    x, w, exponents = ones(whole, 8), inverse_frequencies(8, base=5e5), xpos_exponents(8)
+    results = run(front_end, "XPosRotary", options, rotate_keys, x, whole, real)
+    for got, at in zip(results, (whole, real), strict=True):
+        scale = exact_powers(at, -exponents) * exact_powers(np.array([40]), exponents)
+        cos, sin = exact(at, w)
+        want = rotated(w, cos, sin, "interleaved")
+        assert got.dtype == np.float64
+        assert np.abs(got / np.repeat(scale, 2, axis=1) - want).max() <= 2 * XPOS_BOUND
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

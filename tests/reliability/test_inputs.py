@@ -8,7 +8,7 @@ import pytest
 from tests.support.random_inputs import check_random_inputs
 from tests.support.run_alone import run_alone
 
-COUNTS = {"numpy": 2_000, "torch": 2_000, "equinox": 150}
+COUNTS = {"numpy": 1_000, "torch": 1_000, "equinox": 100}
 
 
 @pytest.mark.parametrize("front_end", COUNTS)

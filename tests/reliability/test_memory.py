@@ -19,7 +19,7 @@ def test_ids_changed_during_a_call_give_valid_rows_or_an_index_error(front_end):
         from tests.support.memory_races import CASES
         errors = 0
         for name in {names!r}:
-            counts = CASES[name](0.3)
+            counts = CASES[name](0.15)
             errors += counts["errors"]
         print(errors)
         """
