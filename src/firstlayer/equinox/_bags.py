@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Integer, Real
 from .._check import FLOATS, dtype_text, host_array
 from ..embeddings import ragged
 from ..embeddings.bag import Mode, divide_or_zero, pool
-from ._lookup import host_values, traced_integers
+from ._ids import host_values, traced_integers
 from ._module import native
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import is_real
 from .._check import positions_in_reach
-from ._lookup import host_values
+from ._ids import host_values
 from ._module import Module, upcast
 from ._positions import Positions, as_positions
 

@@ -17,7 +17,7 @@ from ..embeddings.layer import (
     normalize_rows,
     position_config,
 )
-from ._lookup import IdsArgument
+from ._ids import IdsArgument
 from ._parameters import Key
 from ._positions import checked_vectors
 from ._table import TableModule

@@ -1,118 +1,30 @@
 """Row lookup with checked ids, and its gradient.
 
-Ids in host memory are checked there, before JAX truncates 64 bits to 32: one out of range
-is an IndexError that names it. Traced ids cannot raise, and checking ids on an accelerator
-would wait for it in every call: an id out of range there reads a NaN row and passes no
-gradient to the table. Ids are never moved to another device.
+Ids that the host has not checked (:mod:`firstlayer.equinox._ids`) are masked: one out of
+range reads a NaN row and passes no gradient to the table. Ids are never moved to another
+device.
 
 The lookup is a ``custom_jvp`` whose tangent is computed in float32 (float64 for float64).
 Its transpose, the gradient, therefore sums repeated ids in float32 and rounds once. It
 passes no gradient to the padding row.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32
 
 from .._array import axis_specs
-from .._check import float_dtype, ids_in_range
 from ..embeddings.token import clip_norms, mask_out_of_range
-from ..stores.row_store import RowStore
-from ._module import compiled, is_on_host, upcast
+from ._ids import IdsArgument, as_int32, mask_and
+from ._module import compiled, upcast
 from ._row_shards import RowShards
 from ._sharding import OutSharding, Spec, table_spec, with_sharding, with_table_sharding
-
-#: Largest number of rows whose numbers fit in int32.
-MAX_ROWS = 2**31 - 1
-
-
-class RowSubset(eqx.Module):
-    """Some rows of a table, used in its place; see :mod:`firstlayer.equinox.rows`.
-
-    Args:
-        ids: Ids of the rows, ascending and unique. The array has a fixed length, so unused
-            entries at the end are numbers beyond the table. If the layer has a padding row,
-            it is the last row, under such a number: it is read but never updated.
-        values: The rows.
-    """
-
-    ids: Int32[Array, " rows"]
-    values: Float[Array, "rows embedding_dim"]
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the rows."""
-        return self.values.dtype
-
-    def find(
-        self, ids: Int32[Array, "*batch"]
-    ) -> tuple[Int32[Array, "*batch"], Bool[Array, "*batch"]]:
-        """Return the index of each id's row, and whether the subset has that row."""
-        index = jnp.searchsorted(self.ids, ids).astype(jnp.int32)
-        index = jnp.minimum(index, self.ids.shape[0] - 1)
-        return index, self.ids.at[index].get(mode="promise_in_bounds") == ids
-
-
-class StoredRows(eqx.Module):
-    """A table that is decoded or read by the host, used in its place.
-
-    See :mod:`firstlayer.equinox._stored`.
-
-    Args:
-        format_name: Name of the format of the rows.
-        dtype_name: Dtype of the output.
-    """
-
-    format_name: str = eqx.field(static=True)
-    dtype_name: str = eqx.field(static=True)
-
-    @property
-    @abstractmethod
-    def values(self) -> Array:
-        """The array whose sharding the output follows."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the output."""
-        return float_dtype(self.dtype_name)
-
-    @abstractmethod
-    def take(self, index: Integer[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        """Return the rows of an index in range."""
-
-    @abstractmethod
-    def store(self) -> RowStore:
-        """Return the rows as a store."""
-
-
-#: A complete table, some of its rows, or a stored table.
-Rows = Float[Array, "num_embeddings embedding_dim"] | RowSubset | StoredRows
-
-
-def array_in(weight: Rows) -> Array:
-    """Return the array that holds the rows of a table, for its sharding."""
-    return weight.values if isinstance(weight, RowSubset | StoredRows) else weight
-
-
-class IdsArgument(eqx.Module):
-    """The ids of a call.
-
-    Args:
-        ids: The ids, where the caller placed them.
-        in_range: Whether the host has checked them.
-    """
-
-    ids: Integer[Array, "*batch"]
-    in_range: bool = eqx.field(static=True)
+from ._table_rows import Rows, RowSubset, StoredRows, array_in
 
 
 class CheckedIds(NamedTuple):
@@ -177,36 +89,9 @@ class LookupOptions:
     upcast: bool = False
     shards: RowShards | None = None
 
-    def shards_of(self, weight: "Rows") -> RowShards | None:
+    def shards_of(self, weight: Rows) -> RowShards | None:
         """Return the shards of a complete table; None for a table that has none."""
         return None if isinstance(weight, RowSubset | StoredRows) else self.shards
-
-
-def ids_argument(
-    ids: Any, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
-) -> IdsArgument:
-    """Return the ids of a call, checked if the host can read them.
-
-    Args:
-        ids: Integers of any dtype and shape, or nested lists of them.
-        num_embeddings: Number of rows of the complete table.
-        name: Name of the ids in error messages.
-        bound: Name of the number of rows in error messages.
-    """
-    if ids is None:
-        raise TypeError(f"{name} must be integers, got None")
-    if num_embeddings > MAX_ROWS:
-        raise ValueError(
-            f"a table of {num_embeddings} rows can be read by Embedding.from_store with "
-            "ids on the host only: compiled code has row numbers of 32 bits"
-        )
-    values = host_values(ids)
-    if values is None:
-        return IdsArgument(traced_integers(ids, name=name), False)
-    checked = ids_in_range(values, num_embeddings, name=name, bound=bound)
-    if not isinstance(ids, jax.Array):
-        ids = checked.astype(np.int32)
-    return IdsArgument(ids, True)
 
 
 def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> CheckedIds:
@@ -231,16 +116,6 @@ def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> Ch
     if is_padding is not None:
         index, valid = jnp.where(is_padding, end - 1, index), valid | is_padding
     return CheckedIds(ids, index, valid, is_padding)
-
-
-def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
-    """Return ``ids`` as int32. Larger ones become the largest int32, no other id."""
-    limits = jnp.iinfo(jnp.int32)
-    if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
-        ids = jnp.minimum(ids, limits.max)
-        if ids.dtype.kind == "i":
-            ids = jnp.maximum(ids, limits.min)
-    return ids.astype(jnp.int32)
 
 
 def gather_rows(
@@ -414,38 +289,6 @@ def _nan_if_no_row_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     # The tangent of a row that does not exist is zero. Masking it again would be a pass
     # over the gradient.
     return _nan_if_no_row(*primals), tangents[0]
-
-
-def host_values(x: Any) -> np.ndarray | Any | None:
-    """Return the values of ``x`` if they are in host memory, else None.
-
-    A NumPy array inside an eager ``vmap`` is still a NumPy array with all of its bits; the
-    first operation on it would truncate them.
-    """
-    inner = x
-    while isinstance(inner, Tracer):
-        inner = getattr(inner, "val", None)
-    if isinstance(x, Tracer):
-        return inner if isinstance(inner, np.ndarray) else None
-    if not isinstance(x, jax.Array):
-        return x
-    return np.asarray(x) if is_on_host(x) else None
-
-
-def traced_integers(ids: Any, *, name: str = "ids") -> Integer[Array, "*batch"]:
-    """Return ``ids`` if their dtype is an integer dtype, else raise a TypeError."""
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {ids.dtype.name}")
-    return ids
-
-
-def mask_and(
-    a: Bool[Array, "*batch"] | None, b: Bool[Array, "*batch"] | None
-) -> Bool[Array, "*batch"] | None:
-    """Return ``a & b``, where None is a mask of True."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
 
 
 def limit_norm(

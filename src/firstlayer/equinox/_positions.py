@@ -18,7 +18,7 @@ from .._array import is_real
 from .._check import FLOATS, dtype_text, host_array, positions_array, positions_in_reach
 from ..positions.ids import check_axes, check_fit, from_offset, plain_offset, resolve
 from ..positions.phases import LIMIT
-from ._lookup import host_values
+from ._ids import host_values
 from ._module import native, upcast
 
 Positions = Shaped[Array, "..."] | Shaped[np.ndarray, "..."] | Sequence[Any] | int | float

@@ -28,19 +28,12 @@ from ..stores.quantize import (
 )
 from ..stores.row_store import RowStore
 from ._bags import checked_offsets, checked_weights
-from ._lookup import (
-    IdsArgument,
-    LookupOptions,
-    StoredRows,
-    compiled_look_up,
-    host_values,
-    ids_argument,
-    limit_norm,
-    traced_integers,
-)
+from ._ids import IdsArgument, host_values, ids_argument, traced_integers
+from ._lookup import LookupOptions, compiled_look_up, limit_norm
 from ._module import Module, compiled, native
 from ._parameters import Key
 from ._sharding import OutSharding
+from ._table_rows import StoredRows
 from .bag import BagOptions, pool
 
 # Number of values decoded at a time to compute logits.

@@ -21,21 +21,13 @@ from .._check import check_real, integers, not_masked, not_negative, padding_ind
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.token import check_norm, table_sizes
 from ..files.layer_configs import config_of
-from ._lookup import (
-    CheckedIds,
-    IdsArgument,
-    LookupOptions,
-    Rows,
-    RowSubset,
-    check_ids,
-    ids_argument,
-    limit_norm,
-    traced_integers,
-)
+from ._ids import IdsArgument, ids_argument, traced_integers
+from ._lookup import CheckedIds, LookupOptions, check_ids, limit_norm
 from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
 from ._row_shards import RowShards, check_sharding, draw_table, place_table
 from ._sharding import OutSharding, Spec, with_sharding, with_table_sharding
+from ._table_rows import Rows, RowSubset
 
 Ids = Integer[Array, "*batch"] | Integer[np.ndarray, "*batch"] | list[Any] | int | Any
 

@@ -20,15 +20,12 @@ from ._bags import (
     checked_offsets,
     checked_weights,
 )
+from ._ids import IdsArgument, mask_and
 from ._lookup import (
     CheckedIds,
-    IdsArgument,
     LookupOptions,
-    Rows,
-    array_in,
     check_ids,
     gather_rows,
-    mask_and,
     nan_if_invalid,
     rows_of_shard,
     with_rows_sharding,
@@ -38,6 +35,7 @@ from ._parameters import Init, Key
 from ._row_shards import RowShards
 from ._sharding import OutSharding, Spec
 from ._table import Ids, TableModule
+from ._table_rows import Rows, array_in
 
 
 class EmbeddingBag(TableModule):

@@ -18,7 +18,7 @@ from ..positions.fourier import (
 )
 from ..positions.phases import LIMIT
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
-from ._lookup import host_values
+from ._ids import host_values
 from ._module import Module, compiled, is_concrete, native, upcast
 from ._parameters import Key
 

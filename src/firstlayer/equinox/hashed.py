@@ -31,7 +31,7 @@ from ..embeddings.hashed import (
     vector_width,
 )
 from ._constant import Constant
-from ._lookup import host_values
+from ._ids import host_values
 from ._module import Module, replace_fields
 from ._parameters import Init, Key
 from ._row_shards import replicated_like

@@ -15,15 +15,9 @@ from .._check import not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
+from ._ids import IdsArgument, as_int32, mask_and
 from ._layer import LayerArguments, check_arguments, layer_norm, position_layer
-from ._lookup import (
-    IdsArgument,
-    as_int32,
-    look_up,
-    mask_and,
-    nan_if_invalid,
-    valid_ids,
-)
+from ._lookup import look_up, nan_if_invalid, valid_ids
 from ._module import Module, filter_compiled, replace_fields
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import Offset, Positions, PositionsArgument

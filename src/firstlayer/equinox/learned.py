@@ -17,7 +17,8 @@ from ..positions.learned import (
     resize_grid,
     resize_linear,
 )
-from ._lookup import IdsArgument, as_int32, look_up, nan_if_invalid
+from ._ids import IdsArgument, as_int32
+from ._lookup import look_up, nan_if_invalid
 from ._module import Module, compiled, replace_fields, upcast
 from ._parameters import Init, Key, small_normal, table_dtype
 from ._positions import (

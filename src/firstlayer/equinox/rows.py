@@ -63,10 +63,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PyTree
 
 from .._array import axis_specs
-from ._lookup import IdsArgument, LookupOptions, RowSubset, check_ids, host_values
+from ._ids import IdsArgument, host_values
+from ._lookup import LookupOptions, check_ids
 from ._module import compiled, replace_fields
 from ._sharding import Spec, with_sharding
 from ._table import Ids, TableModule
+from ._table_rows import RowSubset
 from ._unique import unique_ids
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)

@@ -28,20 +28,11 @@ from ..embeddings.table_group import (
 from ..embeddings.token import mask_out_of_range
 from ..files.layer_configs import config_of
 from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights
-from ._lookup import (
-    IdsArgument,
-    LookupOptions,
-    Rows,
-    as_int32,
-    check_ids,
-    gather_rows,
-    host_values,
-    ids_argument,
-    nan_if_invalid,
-    traced_integers,
-)
+from ._ids import IdsArgument, as_int32, host_values, ids_argument, traced_integers
+from ._lookup import LookupOptions, check_ids, gather_rows, nan_if_invalid
 from ._module import Module, compiled, replace_fields
 from ._parameters import Init, Key, draw_parameter
+from ._table_rows import Rows
 from .bag import EmbeddingBag
 
 Features = Mapping[str, Any]

@@ -11,8 +11,9 @@ from torch.nn import EmbeddingBag as TorchEmbeddingBag
 
 from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
-from ._bag import BagOptions, pool_bags
-from ._bag_plan import BagPlan, bag_plan
+from ._bags.options import BagOptions
+from ._bags.plan import BagPlan, bag_plan
+from ._bags.pooling import pool_bags
 from ._table.disk import layer_on_disk
 from ._table.host import HostTableModule, checked_output_device
 from ._table.lookup import as_index, checked_padding_idx

@@ -7,7 +7,8 @@ from torch.nn.functional import embedding_bag as torch_embedding_bag
 from .._check import one_of
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
-from ._bag import BagOptions, pool_bags
+from ._bags.options import BagOptions
+from ._bags.pooling import pool_bags
 from ._table.lookup import checked_padding_idx, is_jagged, lookup
 from ._tensors.errors import WrongValue, check_tensor, reject_torchrec
 from ._tensors.memory import overrides_torch_functions

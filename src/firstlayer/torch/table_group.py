@@ -26,7 +26,7 @@ from ..embeddings.table_group import (
     joined_lookups,
 )
 from ..files.layer_configs import config_of
-from ._bag import pool_checked
+from ._bags.pooling import pool_checked
 from ._table.features import Features, array_ids, nested_like, read_features
 from ._table.lookup import as_index
 from ._table.torchrec_configs import configs_of, dtype_of, table_of

@@ -14,11 +14,13 @@ from jaxtyping import Array, Int32, PyTree
 
 from ..._check import positive
 from ...optim.rule import RowOptions
-from .._lookup import IdsArgument, RowSubset, check_ids, host_values
+from .._ids import IdsArgument, host_values
+from .._lookup import check_ids
 from .._module import upcast
 from .._row_shards import replicate_others
 from .._sharding import with_specs
 from .._table import TableModule
+from .._table_rows import RowSubset
 from .._unique import unique_ids
 from ..growing import GrowingEmbedding, host_bits
 from .execution import Execution

@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ..._array import axis_specs, compute_dtype
-from .._lookup import RowSubset
 from .._module import compiled, upcast
 from .._row_shards import RowShards
 from .._sharding import with_specs
 from .._table import TableModule
+from .._table_rows import RowSubset
 from .execution import Execution, RowsAndState
 from .missed_steps import MissedSteps, check_array
 

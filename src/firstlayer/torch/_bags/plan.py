@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import kernels
-from ._tensors.dtypes import FLOATS
-from ._tensors.memory import TensorMemory, array_of_table, is_plain_cpu
+from ... import kernels
+from .._tensors.dtypes import FLOATS
+from .._tensors.memory import TensorMemory, array_of_table, is_plain_cpu
 
 if TYPE_CHECKING:
-    from .bag import EmbeddingBag
+    from ..bag import EmbeddingBag
 
 # Largest number of bags, and of ids times width. Others take longer than their checks.
 MAX_BAGS, MAX_NUMBERS = 64, 1 << 17
@@ -36,7 +36,7 @@ class BagPlan:
     __slots__ = "_bags", "_dtype", "_memory", "_settings", "_width"
 
     def __init__(self, layer: "EmbeddingBag") -> None:
-        from ..kernels.bound import BoundBags
+        from ...kernels.bound import BoundBags
 
         self._settings, weight = _settings_of(vars(layer)), layer.weight
         self._memory = TensorMemory(weight)
