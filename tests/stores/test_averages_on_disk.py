@@ -216,11 +216,13 @@ def test_swapped_averages_are_neither_committed_nor_kept(tmp_path, kind):
 
 def test_averages_of_a_bfloat16_table_are_float32(tmp_path):
     with create(tmp_path / "a", "bfloat16") as store:
-        optimizer = RowSGD(Embedding.from_store(store), lr=0.1, momentum=0.9)
-        averaged, want = AveragedRows(optimizer, decay=0.75), None
+        layer = Embedding.from_store(store)
+        optimizer = RowSGD(layer, lr=0.1, momentum=0.9)
+        averaged = AveragedRows(optimizer, decay=0.75)
+        want: Any = None
         for number in range(8):
             ids, _ = _ids_and_goal(number)
-            y, pull = optimizer.layer.vjp(ids)
+            y, pull = layer.vjp(ids)
             optimizer.step(pull(y))
             averaged.update_parameters()
             weight = store.read(np.arange(ROWS)).astype(np.float32)

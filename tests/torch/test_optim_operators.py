@@ -270,6 +270,17 @@ def test_state_that_lookups_leave_to_the_step_is_written(lookups, operators):
     run.finish()
 
 
+@pytest.mark.parametrize("name, options", ONE_OF_EACH)
+@pytest.mark.parametrize("num_fresh", [0, 1, 5, 18])
+def test_lookups_of_stale_and_fresh_rows_equal_the_dense_optimizer(
+    num_fresh, name, options, operators
+):
+    run = Run(name, options)
+    for start in (0, 20 - num_fresh, 7, 1):
+        run.step(torch.arange(start, start + 20))
+    run.finish()
+
+
 def test_grad_scaler_skips_steps_with_infinite_gradients(operators):
     run = Run("AdamW", OPTIONS["AdamW"][0], layer=new_layer(dtype=torch.float32))
     run.twin = nn.Parameter(run.layer.weight.detach().clone())

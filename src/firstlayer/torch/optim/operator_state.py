@@ -252,9 +252,10 @@ class OperatorState(StaleTensors):
                 hi = lo + rows.shape[0]
                 yield rows, places[lo:hi] if others.numel() else slice(lo, hi), state
                 lo = hi
-            for part, _ in self._chunks(others):
-                rows = ids.index_select(0, part)
-                yield rows, part, [read_rows(x, rows, self.dtype) for x in tensors.state]
+            for _, part in self._chunks(others):
+                rows = ids.index_select(0, others[part])
+                state = [read_rows(x, rows, self.dtype) for x in tensors.state]
+                yield rows, others[part], state
             return
         self.write_deferred(tensors)
         for rows, part in self._chunks(ids):
