@@ -46,13 +46,14 @@ def update_rows(rows: RowSlice, gradient: np.ndarray, values: Any) -> None:
 
     Args:
         rows: Rows to update.
-        gradient: Gradient of each row, in the compute dtype.
+        gradient: Gradient of each row, in the compute dtype or in half precision.
         values: Numbers of the step, a named tuple of the rule.
     """
-    numbers = _in_dtype(values, gradient.dtype)
+    numbers = _in_dtype(values, _compute_dtype(rows.weight))
     is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     loop = _update_row_wise if is_row_wise else _update
-    run_on_rows(loop, rows, bits_of(rows.weight), gradient, rows.state, numbers)
+    args = bits_of(rows.weight), bits_of(gradient), rows.state, numbers
+    run_on_rows(loop, rows, *args)
 
 
 def catch_up_rows(
@@ -299,14 +300,15 @@ def _update(ticket, weight_rows, state_rows, weight, gradient, state, values):
             for d in range(width):
                 entries = _entries(state, row, d)
                 w = upcast(weight[wrow, d])
-                new = _updated(values, w, gradient[i, d], entries)
+                new = _updated(values, w, upcast(gradient[i, d]), entries)
                 _store(state, row, d, new)
                 weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
 @kernel(reorder=True, allocates=False)
 def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, values):
-    width, number, totals = weight.shape[1], type(gradient[0, 0]), state[0]
+    width, totals = weight.shape[1], state[0]
+    number = type(totals[0, 0])
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row = weight_rows[i], state_rows[i]
@@ -316,14 +318,14 @@ def _update_row_wise(ticket, weight_rows, state_rows, weight, gradient, state, v
             squares = number(0)
             for d in range(width):
                 w = upcast(weight[wrow, d])
-                g = values.total_gradient(scalars, w, gradient[i, d])
+                g = values.total_gradient(scalars, w, upcast(gradient[i, d]))
                 squares += g * g
             mean_square = squares / number(width)
             total = values.accumulate(scalars, mean_square, totals[row, 0])
             totals[row, 0] = total
             for d in range(width):
                 w = upcast(weight[wrow, d])
-                g = values.total_gradient(scalars, w, gradient[i, d])
+                g = values.total_gradient(scalars, w, upcast(gradient[i, d]))
                 new = values.move(scalars, w, g, total)
                 weight[wrow, d] = downcast(new, weight[wrow, d])
 
