@@ -10,6 +10,7 @@ import numpy as np
 
 from . import kernels, optim
 from ._check import float_dtype
+from .embeddings.row_gradient import RowGradient
 from .numpy import (
     Embedding,
     EmbeddingBag,
@@ -194,7 +195,11 @@ def _train(dtype: str, rule: str, options: dict[str, Any]) -> None:
         averages = optim.AveragedRows(optimizer) if is_averaged else None
         for first in (0, 4, 0):
             y, pull = layer.vjp(np.arange(first, first + 6))
-            optimizer.step(pull(y))
+            grad = pull(y)["weight"]
+            if first:
+                # Gradients in torch have the dtype of the table.
+                grad = RowGradient(grad.ids, grad.values.astype(layer.weight.dtype))
+            optimizer.step({"weight": grad})
             if averages is not None:
                 averages.update_parameters()
         optimizer.flush()

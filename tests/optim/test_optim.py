@@ -373,14 +373,17 @@ def test_half_precision_update_rounds_once_and_keeps_float32_state(name, options
     ours, theirs = (optimizer_class(layer, lr=0.01, **options) for layer in (half, wide))
     for step in range(4):
         ids = np.array([[1, 2], [2, 3], [4, 4], [1, 3]][step])
-        grad = RowGradient(np.unique(ids), rng.standard_normal((len(set(ids)), WIDTH)))
+        values = rng.standard_normal((len(set(ids)), WIDTH))
+        if step % 2:
+            # As in torch, where a gradient has the dtype of its table.
+            values = values.astype(dtype)
         # Both read the same rows and compute the same update before rounding.
         wide(ids)
         wide.weight[...] = wide.weight.astype(dtype)
         half(ids)
         assert half(ids).tobytes() == wide(ids).astype(dtype).tobytes()
-        for optimizer in (ours, theirs):
-            optimizer.step({"weight": grad})
+        for optimizer, numbers in ((ours, values), (theirs, values.astype(np.float32))):
+            optimizer.step({"weight": RowGradient(np.unique(ids), numbers)})
         wide.weight[...] = wide.weight.astype(dtype)
         assert half.weight[ids].tobytes() == wide.weight[ids].astype(dtype).tobytes()
     state, other = ours.state_dict(), theirs.state_dict()
@@ -406,6 +409,19 @@ def test_stochastic_rounding_keeps_tiny_updates_on_average():
     # With 32,000 weights, the standard error of the mean is below 1%.
     assert abs((1 - first).mean() / (20 * lr) - 1) < 0.05
     assert len(np.unique(first)) > 2
+
+
+def test_stochastic_rounding_takes_gradients_in_half_precision():
+    numbers = np.random.default_rng(1).standard_normal((3, WIDTH))
+    rounded = numbers.astype(ml_dtypes.bfloat16)
+    tables = []
+    for values in (rounded, rounded.astype(np.float32)):
+        layer = Embedding(ROWS, WIDTH, dtype=ml_dtypes.bfloat16, rng=0)
+        optimizer = RowAdagrad(layer, lr=0.3, stochastic_rounding=True)
+        for _ in range(2):
+            optimizer.step({"weight": RowGradient(np.array([1, 4, 6]), values)})
+        tables.append(layer.weight)
+    assert tables[0].tobytes() == tables[1].tobytes()
 
 
 def test_stochastic_rounding_keeps_exact_values_infinities_and_nan():

@@ -46,7 +46,9 @@ class TableState(StaleTable):
         with self.lock:
             table = self._checked(self.table())
             self._check_arrays()
-            gradient = np.ascontiguousarray(gradient, self.dtype)
+            # Kernels read the table's own half precision.
+            is_own = gradient.dtype == table.dtype
+            gradient = np.ascontiguousarray(gradient, None if is_own else self.dtype)
             self._prepare_step(table, ids, options)
             step = self.step_count + 1
             values = host_values(self.rule, options, step)
@@ -235,6 +237,8 @@ class TableState(StaleTable):
     ) -> None:
         self._before_write(rows)
         weight, weight_rows = self._to_update(table, rows)
+        if weight is not table:
+            gradient, _ = self._upcast(gradient, np.arange(rows.size))
         state = tuple(self.state[name] for name in self.missed.names)
         kernels.update_rows(
             RowSlice(weight, weight_rows, rows, state),

@@ -56,17 +56,17 @@ def update_rows(
 
     Args:
         rows: Rows to update.
-        gradient: Gradient of each row, in the compute dtype.
+        gradient: Gradient of each row, in the compute dtype or in half precision.
         values: Numbers of the step, a named tuple of the rule.
         has_state: For each row of the state, whether it may be nonzero; set here.
         row_steps: For each row of the state, the step it is at; set to ``step``.
         step: Number of the step.
     """
-    numbers = _in_dtype(values, gradient.dtype)
+    numbers = _in_dtype(values, _compute_dtype(rows.weight))
     is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     loop = _update_row_wise if is_row_wise else _update
-    marks = has_state, row_steps, step
-    run_on_rows(loop, rows, bits_of(rows.weight), gradient, rows.state, numbers, *marks)
+    arrays = bits_of(rows.weight), bits_of(gradient), rows.state
+    run_on_rows(loop, rows, *arrays, numbers, has_state, row_steps, step)
 
 
 def catch_up_rows(
@@ -335,7 +335,7 @@ def _update(
             for d in range(width):
                 entries = _entries(state, row, d)
                 w = upcast(weight[wrow, d])
-                new = _updated(values, w, gradient[i, d], entries)
+                new = _updated(values, w, upcast(gradient[i, d]), entries)
                 _store(state, row, d, new)
                 weight[wrow, d] = downcast(new[0], weight[wrow, d])
             _mark(row, has_state, row_steps, step)
@@ -354,7 +354,8 @@ def _update_row_wise(
     row_steps,
     step,
 ):
-    width, number, totals = weight.shape[1], type(gradient[0, 0]), state[0]
+    width, totals = weight.shape[1], state[0]
+    number = type(totals[0, 0])
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             wrow, row = weight_rows[i], state_rows[i]
@@ -366,14 +367,14 @@ def _update_row_wise(
             squares = number(0)
             for d in range(width):
                 w = upcast(weight[wrow, d])
-                g = values.total_gradient(scalars, w, gradient[i, d])
+                g = values.total_gradient(scalars, w, upcast(gradient[i, d]))
                 squares += g * g
             mean_square = squares / number(width)
             total = values.accumulate(scalars, mean_square, totals[row, 0])
             totals[row, 0] = total
             for d in range(width):
                 w = upcast(weight[wrow, d])
-                g = values.total_gradient(scalars, w, gradient[i, d])
+                g = values.total_gradient(scalars, w, upcast(gradient[i, d]))
                 new = values.move(scalars, w, g, total)
                 weight[wrow, d] = downcast(new, weight[wrow, d])
             _mark(row, has_state, row_steps, step)

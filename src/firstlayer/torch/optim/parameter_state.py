@@ -71,7 +71,7 @@ class ParameterState(TableState, AttachedState):
             gradient: As there; copied.
             options: As there.
         """
-        parameter, gradient = self.parameter, np.array(gradient, self.dtype)
+        parameter, gradient = self.parameter, gradient.copy()
         # Schedules write to a tensor of the learning rate in place.
         options = {
             name: value.clone() if isinstance(value, Tensor) else value

@@ -7,10 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import kernels
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from .._tensors.dtypes import HALF, upcast
-from .._tensors.memory import LARGE_COPY, array_of, tensor_of, threads_of_torch
+from .._tensors.memory import array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import RowTensor, catch_up_arguments, without_catch_up
 from .._tensors.shard_tensor import ShardTensor, check_whole_norm
 
@@ -19,22 +17,19 @@ _torch: Any = torch
 
 
 def rows_of(grad: Tensor) -> RowGradient:
-    """Return a sparse gradient of a table as a row gradient in the compute dtype.
+    """Return a sparse gradient of a table as a row gradient.
 
-    Repeated ids are summed in order, in float32 (float64 for float64).
+    Repeated ids are summed in order, in float32 (float64 for float64). A gradient without
+    repeated ids keeps its values and their dtype.
     """
     ids, values = grad._indices(), grad._values().contiguous()
     if ids.shape[0] != 1:
         raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
     index = np.ascontiguousarray(array_of(ids)[0])
+    if grad.is_coalesced():
+        return RowGradient(index, array_of(values))
     with threads_of_torch():
-        if not grad.is_coalesced():
-            return sum_by_id(index, array_of(values))
-        if values.dtype in HALF and values.dim() == 2 and values.numel() >= LARGE_COPY:
-            # Not by torch: see tensor_of.
-            rows = kernels.upcast_rows(array_of(values), np.arange(len(values)))
-            return RowGradient(index, rows)
-        return RowGradient(index, array_of(upcast(values)))
+        return sum_by_id(index, array_of(values))
 
 
 def coalesced(grad: Tensor) -> Tensor:
