@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,12 +210,14 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
     Example:
         >>> columns([("a", 1), ("bc", 20)], head=["word", "n"])
         ['word   n', 'a      1', 'bc    20']
+        >>> columns([("語", 1), ("word", 20)])
+        ['語     1', 'word  20']
     """
     rows = [list(row) for row in rows]
     cells = [[str(cell) for cell in row] for row in ([list(head)] if head else []) + rows]
     if not cells:
         return []
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
     right = [
         bool(rows)
         and all(isinstance(row[i], int | float) or _numeric(row[i]) for row in rows)
@@ -222,11 +225,19 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
     ]
     return [
         "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
+            (" " * (width - _width(cell)) + cell)
+            if to_right
+            else (cell + " " * (width - _width(cell)))
             for cell, width, to_right in zip(line, widths, right, strict=True)
         ).rstrip()
         for line in cells
     ]
+
+
+def _width(text: str) -> int:
+    """Return the number of columns of a text on a terminal."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 def _numeric(cell: Any) -> bool:
