@@ -23,6 +23,7 @@ from ..runtime.lanes import (
     zeros,
 )
 from ..runtime.pool import grain_for, pieces, run
+from ..runtime.scratch import free_row, is_allocated, scratch_row
 from .backward_plan import BackwardPlan
 from .forward import (
     AHEAD,
@@ -182,7 +183,7 @@ def _row_gradient_at(like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, w
 # ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
 # its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed;
 # the scratch rows of the blocks begin at ``scratch_start``.
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _backward_blocks(
     ticket,
     token_table,
@@ -205,8 +206,10 @@ def _backward_blocks(
     position_sums,
     shared_sums,
 ):
-    width, final = dy.shape[1], token_order.size - 1
-    row, zero = np.empty(width, type(scale)), type(scale)(0)
+    width, final, zero = dy.shape[1], token_order.size - 1, type(scale)(0)
+    row = scratch_row(width, zero)
+    if not is_allocated(row):
+        raise MemoryError
     lanes_size, lanes = LANES_BYTES // row.itemsize, zeros(zero)
     whole = width - width % lanes_size
     for lo, hi in pieces(ticket):
@@ -289,3 +292,4 @@ def _backward_blocks(
                         add_to(rest, position_sums, position_at + d)
                 if adds:
                     _add_row(zero, buffer, buffer_at, (-2 - buffer_rows[i]) * width)
+    free_row(row)
