@@ -18,7 +18,7 @@ from numba.extending import intrinsic, overload, overload_method
 from ..runtime.compile import (
     BYTE_POINTER,
     REORDER,
-    INTERNAL,
+    WITHOUT_WRAPPERS,
     bits_of,
     downcast,
     kernel,
@@ -139,7 +139,7 @@ def _add_methods(kind: type) -> None:
         if not name.startswith("_") and name not in _added:
             _added.add(name)
             # Any: the declared signature lacks the options of overload.
-            options: dict[str, Any] = {"jit_options": INTERNAL}
+            options: dict[str, Any] = {"jit_options": WITHOUT_WRAPPERS}
             method = overload_method(types.BaseNamedTuple, name, **options)
             method(_method(name, function))
 
@@ -159,7 +159,7 @@ def _method(name: str, function: Any) -> Any:
 def _compiled(kind: type, name: str) -> Any:
     """Return a method of a named tuple, compiled."""
     function = getattr(kind, name)
-    options = {"error_model": "numpy", "fastmath": REORDER, **INTERNAL}
+    options = {"error_model": "numpy", "fastmath": REORDER, **WITHOUT_WRAPPERS}
     return njit(**options)(function)
 
 
@@ -189,7 +189,7 @@ def _prefetch_state(state, row):
     raise NotImplementedError
 
 
-@overload(_updated, jit_options=INTERNAL)
+@overload(_updated, jit_options=WITHOUT_WRAPPERS)
 def _(values, weight, gradient, state):
     update = _compiled(values.instance_class, "update")
 
@@ -200,7 +200,7 @@ def _(values, weight, gradient, state):
     return updated
 
 
-@overload(_caught_up, jit_options=INTERNAL)
+@overload(_caught_up, jit_options=WITHOUT_WRAPPERS)
 def _(coefficients, weight, state):
     catch_up = _compiled(coefficients.instance_class, "catch_up")
     return lambda coefficients, weight, state: catch_up(
@@ -208,7 +208,7 @@ def _(coefficients, weight, state):
     )
 
 
-@overload(_entries, jit_options=INTERNAL)
+@overload(_entries, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d):
     return (
         lambda state, row, d: (),
@@ -218,7 +218,7 @@ def _(state, row, d):
     )[len(state)]
 
 
-@overload(_store, jit_options=INTERNAL)
+@overload(_store, jit_options=WITHOUT_WRAPPERS)
 def _(state, row, d, new):
     def store_0(state, row, d, new):
         pass
@@ -235,7 +235,7 @@ def _(state, row, d, new):
     return (store_0, store_1, store_2, store_3)[len(state)]
 
 
-@overload(_prefetch_state, jit_options=INTERNAL)
+@overload(_prefetch_state, jit_options=WITHOUT_WRAPPERS)
 def _(state, row):
     def prefetch_0(state, row):
         pass

@@ -35,8 +35,8 @@ LINE = 64
 F = TypeVar("F", bound=Callable[..., object])
 # Any: decorated functions keep their own types for type checkers.
 njit: Any = numba.njit
-# Options of functions that Python and C do not call.
-INTERNAL: Any = {
+# Options of functions that only kernels call, not Python or C.
+WITHOUT_WRAPPERS: Any = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
     "pipeline_class": InternalCompiler,
@@ -75,7 +75,7 @@ def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]
 
 def internal(function: F) -> F:
     """Compile a function that only kernels call; it may return arrays."""
-    return njit(error_model="numpy", **INTERNAL)(function)
+    return njit(error_model="numpy", **WITHOUT_WRAPPERS)(function)
 
 
 def inlined(function: F) -> F:

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding as llvm
+from numba.core import config
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
 from .numba_abi import is_known_version
 
-# The level of optimizations that Numba uses.
-SPEED_LEVEL = 3
-# Passes for code that kernels do not contain: context managers, closures and comprehensions,
+# Passes for code that kernels do not contain: context managers, closures, comprehensions,
 # errors with computed texts, ``literally`` and ``literal_unroll``, expressions of whole
 # arrays, calls of ``parallel=True``; and one that writes a listing.
 LEFT_OUT = frozenset({
@@ -59,8 +58,9 @@ class _KernelLibrary(JITCodeLibrary):
         ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        options = llvm.create_pipeline_tuning_options(SPEED_LEVEL)
-        options.loop_vectorization, options.slp_vectorization = True, False
+        options = llvm.create_pipeline_tuning_options(int(config.OPT))
+        options.loop_vectorization = bool(config.LOOP_VECTORIZE)
+        options.slp_vectorization = bool(config.SLP_VECTORIZE)
         builder = llvm.create_pass_builder(self._codegen._tm, options)
         builder.getModulePassManager().run(self._final_module, builder)
 
