@@ -290,7 +290,7 @@ def _close_job(block, size):
     atomic_store(block + BUSY, 0)
 
 
-@kernel(allocates=False)
+@kernel()
 def help_forever(block, max_polls):
     """Join one job after the other; the body of a helper thread.
 
