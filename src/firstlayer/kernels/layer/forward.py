@@ -21,6 +21,7 @@ from ..runtime.lanes import (
     zeros,
 )
 from ..runtime.pool import grain_for, pieces, run
+from ..runtime.scratch import free_row, is_allocated, scratch_row
 
 # Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 4
@@ -204,7 +205,7 @@ def _output_at(like, row, d, mean, rstd, norm_weight, norm_bias):
     return value
 
 
-@kernel(reorder=True)
+@kernel(reorder=True, allocates=False)
 def _write_rows(
     ticket,
     token_table,
@@ -222,7 +223,9 @@ def _write_rows(
     has_bad_id,
 ):
     width, zero = out.shape[1], type(scale)(0)
-    row, lanes = np.empty(width, type(scale)), zeros(zero)
+    row, lanes = scratch_row(width, zero), zeros(zero)
+    if not is_allocated(row):
+        raise MemoryError
     block = LANES_BYTES // row.itemsize
     whole = width - width % block
     for lo, hi in pieces(ticket):
@@ -267,3 +270,4 @@ def _write_rows(
             for d in range(whole, width):
                 number = _output_at(zero, row, d, mean, rstd, norm_weight, norm_bias)
                 store(number, out, start + d)
+    free_row(row)

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 from ..._check import float_dtype
 from .cache import cached
+from .compiler import InternalCompiler, KernelCompiler
 from .numba_abi import array_struct
 
 # Allows reordered sums and fused multiply-adds. Full fastmath would remove NaN checks.
@@ -36,8 +37,12 @@ LINE = 64
 F = TypeVar("F", bound=Callable[..., object])
 # Any: decorated functions keep their own types for type checkers.
 njit: Any = numba.njit
-# Options of functions that Python and C do not call.
-WITHOUT_WRAPPERS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# Options of functions that only kernels call, not Python or C.
+WITHOUT_WRAPPERS: Any = {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": InternalCompiler,
+}
 
 
 def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]:
@@ -63,6 +68,8 @@ def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]
             "no_cfunc_wrapper": True,
             "_nrt": allocates,
         }
+        if not allocates:
+            options["pipeline_class"] = KernelCompiler
         return cached(njit(**options)(function))
 
     return compile_

@@ -159,12 +159,17 @@ offer: Any = intrinsic(_offer)
 call_worker: Any = intrinsic(_call_worker)
 
 
+def is_known_version() -> bool:
+    """Return whether this version of Numba is one that Firstlayer was tested with."""
+    return numba.__version__.rpartition(".")[0] in KNOWN_VERSIONS
+
+
 def single_thread_reason() -> str | None:
     """Return why kernels cannot share their work, or None if they can."""
     if not HAS_POSIX_THREADS:
         return "this system has no POSIX threads"
     problem = layout_problem()
-    if problem is None and numba.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
+    if problem is None and not is_known_version():
         problem = call_problem()
     return problem and f"Numba {numba.__version__} is not supported: {problem}"
 

@@ -1,0 +1,91 @@
+"""Compilation of kernels, and their scratch memory."""
+
+import numpy as np
+import pytest
+
+from firstlayer.kernels.runtime import compiler
+from firstlayer.kernels.runtime.compile import internal, kernel, njit
+from firstlayer.kernels.runtime.scratch import free_row, is_allocated, scratch_row
+
+
+def square_sum(x, out):
+    total = 0.0
+    for i in range(x.size):
+        total += _squared(x[i])
+    out[0] = total
+
+
+@internal
+def _squared(x):
+    return x * x
+
+
+def run(function, x):
+    out = np.zeros(1)
+    function(x, out)
+    return out[0]
+
+
+class TestCompiler:
+    x = np.array([1.5, -2.0, 3.25])
+
+    def test_same_result_as_numba(self):
+        assert run(kernel(allocates=False)(square_sum), self.x) == 16.8125
+        assert run(njit(square_sum), self.x) == 16.8125
+
+    def test_functions_of_kernels_have_no_machine_code(self):
+        compiled = kernel(allocates=False)(square_sum)
+        run(compiled, self.x)
+        library = _squared.overloads[_squared.signatures[0]].library
+        (name,) = (function.name for function in library.get_defined_functions())
+        assert not library._codegen._engine.is_symbol_defined(name)
+
+    def test_unknown_version_uses_numbas_compiler(self, monkeypatch):
+        monkeypatch.setattr(compiler, "is_known_version", lambda: False)
+
+        def doubled(x, out):
+            out[0] = 2 * x[0]
+
+        compiled = kernel(allocates=False)(doubled)
+        assert run(compiled, self.x) == 3.0
+        library = compiled.overloads[compiled.signatures[0]].library
+        assert not isinstance(library, compiler._KernelLibrary)
+
+
+@njit
+def _reversed(x, out):
+    row = scratch_row(x.size, x.dtype.type(0))
+    if not is_allocated(row):
+        raise MemoryError
+    for i in range(x.size):
+        row[x.size - 1 - i] = x[i]
+    for i in range(x.size):
+        out[i] = row[i]
+    free_row(row)
+
+
+@njit
+def _written(width, i, j):
+    row = scratch_row(width, np.float32(0))
+    if not is_allocated(row):
+        raise MemoryError
+    row[i] = 2
+    row[j] = 3
+    found = row[i]
+    free_row(row)
+    return found
+
+
+class TestScratchRow:
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("width", [0, 1, 5])
+    def test_holds_a_row(self, dtype, width):
+        x = np.arange(width, dtype=dtype)
+        out = np.empty_like(x)
+        _reversed(x, out)
+        assert out.tolist() == x[::-1].tolist()
+
+    def test_missing_memory(self):
+        assert _written(2, 0, 1) == 2
+        with pytest.raises(MemoryError):
+            _written(1 << 60, 0, 1)
