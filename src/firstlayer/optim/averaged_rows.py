@@ -49,6 +49,7 @@ class AveragedRows:
     """
 
     def __init__(self, optimizer: RowOptimizer, decay: float = 0.999) -> None:
+        check_optimizer(optimizer, RowOptimizer)
         self.optimizer, self.decay = optimizer, check_decay(decay)
         #: Number of updates.
         self.n_averaged = 0
@@ -165,6 +166,13 @@ class AveragedRows:
 def on_disk(name: str) -> TypeError:
     """Return the error for averaging a table that is trained on disk."""
     return TypeError(f"AveragedRows needs tables in memory, but {name} is on disk")
+
+
+def check_optimizer(optimizer: Any, row_optimizer: type) -> None:
+    """Raise TypeError unless ``optimizer`` is a row optimizer of this front end."""
+    if not isinstance(optimizer, row_optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a row optimizer, got {name}")
 
 
 def check_decay(decay: Any) -> float:

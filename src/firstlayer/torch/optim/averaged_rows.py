@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._interrupts import held_interrupts
-from ...optim.averaged_rows import CHANGED, check_decay, on_disk
+from ...optim.averaged_rows import CHANGED, check_decay, check_optimizer, on_disk
 from ...optim.row_average import refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
@@ -53,8 +53,9 @@ class AveragedRows:
     """
 
     def __init__(self, optimizer: RowOptimizer, decay: float = 0.999) -> None:
-        self.optimizer = optimizer
         with torch_errors():
+            check_optimizer(optimizer, RowOptimizer)
+            self.optimizer = optimizer
             self.decay = check_decay(decay)
         #: Number of updates.
         self.n_averaged = 0
