@@ -5,11 +5,12 @@ message of the form *name, rule, value*.
 """
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+T = TypeVar("T", bound=str | None)
 _NATIVE = frozenset(map(np.dtype, FLOATS[:-1]))
 
 
@@ -43,7 +44,7 @@ def integer(name: str, value: int) -> int:
     return int(value)
 
 
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+def one_of(name: str, value: T, allowed: tuple[T, ...]) -> T:
     """Return ``value`` if it is one of ``allowed``."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"

@@ -156,7 +156,7 @@ def test_invalid_arguments_raise():
         IdMap(0)
     with pytest.raises(ValueError, match=r"capacity must be below 2\*\*31 - 1, got 2147"):
         IdMap(2**31)
-    with pytest.raises(ValueError, match="evict must be 'lru' or 'lfu', got 'fifo'"):
+    with pytest.raises(ValueError, match="evict must be 'lru', 'lfu' or None, got 'fifo'"):
         IdMap(3, evict="fifo")
     with pytest.raises(ValueError, match="min_count must be positive, got 0"):
         IdMap(3, min_count=0)

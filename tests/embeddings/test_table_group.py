@@ -691,7 +691,7 @@ def test_bad_arguments_are_refused_alike(front_end):
 @pytest.mark.rejects
 def test_bad_tables_are_refused():
     cases = {
-        "mode must be 'sum', 'mean' or 'max', got 'median'": {"mode": "median"},
+        "mode must be 'sum', 'mean', 'max' or None, got 'median'": {"mode": "median"},
         "features must be a list of names, got 'x'": {"features": "x"},
         "padding_idx must be in [-3, 3)": {"padding_idx": 3},
     }

@@ -662,6 +662,25 @@ def test_steps_write_in_place_and_compile_once(kind):
 # Errors
 
 
+@pytest.mark.parametrize("is_schedule", [False, True])
+def test_learning_rates_may_be_traced(is_schedule):
+    batches = IDS[SHORT], TARGETS[SHORT]
+
+    def weight(lr):
+        rate = optax.cosine_decay_schedule(lr, 50) if is_schedule else lr
+        optimizer = optim.RowAdamW(rate, tables=embed_of, weight_decay=0.1)
+        model, state, _ = trained(optimizer, new_model(), batches)
+        return optimizer.flush(model, state).embed.weight
+
+    rates = jnp.array([0.01, 0.03])
+    got = jax.vmap(weight)(rates)
+    for lr, one in zip(rates, got, strict=True):
+        rate = optax.cosine_decay_schedule(lr, 50) if is_schedule else lr
+        dense = optax.adamw(rate, weight_decay=0.1)  # pyright: ignore
+        want, _ = trained_densely(dense, new_model(), batches)
+        np.testing.assert_allclose(one, want.embed.weight, rtol=0, atol=1e-5)
+
+
 @pytest.mark.rejects
 def test_models_that_do_not_fit_are_refused():
     optimizer = sgd(tables=embed_of)
@@ -691,6 +710,12 @@ def test_models_that_do_not_fit_are_refused():
         ValueError, match=r"must be those of the model, of shape \(6, 4\) for"
     ):
         optimizer.update(gradients, state, rows)
+    gradients = eqx.filter_grad(distance)(rows, IDS[0], TARGETS[0])
+    with pytest.raises(
+        ValueError,
+        match=r"^model must be the one that gather or flush returned, .* \(60, 4\) is in",
+    ):
+        optimizer.update(gradients, state, model)
 
 
 def _replaced(where: Callable[[Any], Any], value: Any) -> Callable[[Any], Any]:
@@ -744,11 +769,19 @@ def test_a_state_that_does_not_fit_is_refused(name):
 def test_options_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="^max_missed_steps must be positive, got 0$"):
         optim.RowAdamW(max_missed_steps=0)
-    with pytest.raises(ValueError, match="^weight_decay must be 0 .* for Adam, "):
+    lazy = "firstlayer.equinox.rows$"
+    with pytest.raises(ValueError, match=f"^weight_decay must be 0 .*RowAdamW or {lazy}"):
         optim.RowAdam(weight_decay=0.1)
+    for make in (optim.RowAdagrad, optim.RowRMSprop):
+        with pytest.raises(ValueError, match=f"^weight_decay must be 0 .* use {lazy}"):
+            make(weight_decay=0.1)
+    with pytest.raises(ValueError, match=rf"^betas\[1\] must be above 0 .* use {lazy}"):
+        optim.RowLion(betas=(0.9, 0.0))
     with pytest.raises(ValueError, match=r"^betas\[0\] must be in \[0, 1\), got 1.5$"):
         optim.RowLion(betas=(1.5, 0.9))
     with pytest.raises(TypeError, match="^RowSGD has no argument 'mode'$"):
         optim.RowSGD(mode="lazy")
+    with pytest.raises(TypeError, match="^RowAdamW has no argument 'learning_rate'$"):
+        optim.RowAdamW(learning_rate=0.1)
     with pytest.raises(ValueError, match="^lr must not be negative, got -1"):
         optim.RowSGD(lambda count: -1.0)

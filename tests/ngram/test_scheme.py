@@ -124,6 +124,7 @@ def test_accepted_may_differ_by_sequence(scheme):
         one = scheme.advance(history[row], ids[row], accepted=int(accepted[row]))
         assert found[row].tolist() == one.tolist()
     tensors = map(torch.tensor, (history, ids))
+    assert np.array_equal(scheme.advance(history, ids, accepted=accepted.tolist()), found)
     in_torch = scheme.advance(*tensors, accepted=torch.tensor(accepted))
     advance = jax.jit(lambda h, i, n: scheme.advance(h, i, accepted=n))
     in_jax = advance(jnp.asarray(history), jnp.asarray(ids), jnp.asarray(accepted))
@@ -424,6 +425,11 @@ LONGCAT = LongCatNgram(order=3, vocab_size=40, eos=None)
             lambda s: s.advance(None, [1, 2], accepted=1.0),
             TypeError,
             "accepted must be an integer, got float",
+        ),
+        (
+            lambda s: s.advance(None, [[1, 2]], accepted=np.array([1.5])),
+            TypeError,
+            "accepted must be integers, got float64",
         ),
         (
             lambda s: s.advance(None, [1, 2], dead=[True]),

@@ -364,6 +364,10 @@ def test_invalid_arguments_raise_and_change_nothing():
     optimizer = RowSGD(layer, lr=0.1)
     with pytest.raises(ValueError, match="decay must be from 0 to 1, got 1.5"):
         AveragedRows(optimizer, decay=1.5)
+    with pytest.raises(TypeError, match="^optimizer must be a row opt.*, got Embedding$"):
+        AveragedRows(layer)  # pyright: ignore
+    with pytest.raises(TypeError, match="^optimizer must be a row optimizer, got Adam$"):
+        TorchAveragedRows(torch.optim.Adam([torch.zeros(2)]))  # pyright: ignore
     averaged = AveragedRows(optimizer, decay=0.5)
     averaged.update_parameters()
     averaged.decay = -1

@@ -474,7 +474,7 @@ def check_raises(match, call, error: type[Exception] = ValueError):
 @pytest.mark.rejects
 def test_invalid_options_raise():
     layer = Embedding(5, 2)
-    decay = 'weight_decay must be 0 in mode="exact" for .*, got 0.1; use .*mode="lazy"'
+    decay = 'weight_decay must be 0 in exact updates by .*, got 0.1; use .*mode="lazy"'
     for make in (RowAdam, RowAdagrad, RowRMSprop):
         check_raises(decay, lambda make=make: make(layer, weight_decay=0.1))
         make(layer, weight_decay=0.1, mode="lazy")
@@ -485,7 +485,7 @@ def test_invalid_options_raise():
     check_raises("lr must not be negative, got -1", lambda: RowSGD(layer, -1.0))
     check_raises("lr must be a number, got str", lambda: RowSGD(layer, word), TypeError)
     check_raises(
-        r'betas\[1\] must be above 0 in mode="exact" for Lion, .*, got 0; use mode="lazy"',
+        r'betas\[1\] must be above 0 in exact updates by Lion, .*got 0; use mode="lazy"',
         lambda: RowLion(layer, betas=(0.9, 0.0)),
     )
     check_raises("eps must not be negative, got -1", lambda: RowAdam(layer, eps=-1.0))
@@ -548,7 +548,8 @@ def test_invalid_gradients_raise_and_change_nothing():
     assert (layer.stored_weight == start).all()
     layer.resize(7)
     check_raises(
-        r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\)",
+        r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\) in "
+        "float32; call resize_rows or make a new optimizer",
         lambda: optimizer.step({"weight": stale}),
     )
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from firstlayer.torch import Embedding, functional, load, save
+from firstlayer.torch import (
+    Embedding,
+    EmbeddingBag,
+    FrozenRowsEmbedding,
+    functional,
+    load,
+    save,
+)
 from firstlayer.torch._tensors.row_parameter import without_catch_up
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowRMSprop, RowSGD
 from tests.support.run_alone import run_alone
@@ -86,6 +93,17 @@ READS = {
     "scripted": lambda layer, folder: layer.__prepare_scriptable__().weight,
     "vmap": lambda layer, folder: torch.vmap(lambda i: layer(i))(torch.arange(30)),
     "another optimizer": lambda layer, folder: (RowAdamW(layer), layer.weight)[1],
+    "a layer with its weight": lambda layer, folder: (
+        Embedding(30, 3, _weight=layer.weight).weight
+    ),
+    "from_pretrained": lambda layer, folder: Embedding.from_pretrained(layer.weight).weight,
+    "a bag": lambda layer, folder: EmbeddingBag.from_pretrained(layer.weight).weight,
+    "frozen rows": lambda layer, folder: (
+        FrozenRowsEmbedding.from_pretrained(layer.weight, frozen=[3]).weight
+    ),
+    "torch's layer": lambda layer, folder: (
+        nn.Embedding.from_pretrained(layer.weight.detach()).weight
+    ),
 }
 
 

@@ -73,8 +73,7 @@ class IdMap:
         self.capacity = positive("capacity", capacity)
         if self.capacity >= 2**31 - 1:
             raise ValueError(f"capacity must be below 2**31 - 1, got {capacity}")
-        if evict is not None:
-            one_of("evict", evict, EVICT)
+        one_of("evict", evict, (*EVICT, None))
         self.evict, self.min_count = evict, positive("min_count", min_count)
         self._arrays = _new_arrays(capacity, self._num_levels)
         # Counts of the ids without a row: those of the last ``capacity`` of them. The least

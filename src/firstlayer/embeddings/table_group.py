@@ -49,8 +49,7 @@ class Table:
     def __post_init__(self) -> None:
         rows = not_negative("num_embeddings", self.num_embeddings)
         not_negative("embedding_dim", self.embedding_dim)
-        if self.mode is not None:
-            one_of("mode", self.mode, MODES)
+        one_of("mode", self.mode, (*MODES, None))
         if isinstance(self.features, str):
             raise TypeError(f"features must be a list of names, got {self.features!r}")
         object.__setattr__(self, "features", tuple(self.features))

@@ -62,7 +62,7 @@ def load(path: Path) -> Any:
 
 def _arrays(layer: Module) -> dict[str, Any]:
     if isinstance(layer, GrowingEmbedding):
-        return layer.state()
+        return {"table.weight": np.asarray(layer.table.weight), **layer.state()}
     arrays = {name: np.asarray(value) for name, value in layer.parameters().items()}
     encoded = getattr(getattr(layer, "token", None), "encoded", None)
     if encoded is not None:

@@ -163,12 +163,17 @@ class GrowingEmbedding(GrowingArguments, Module):
     def state(self) -> dict[str, np.ndarray]:
         """Return the table and the ids of its rows, by name, as NumPy arrays.
 
+        If the table is in the state of an optimizer, only the ids: save them with that
+        state, and restore them by :meth:`with_state`.
+
         Example:
             >>> rows, layer = GrowingEmbedding(4, 2).assign([2**40, 7])
             >>> GrowingEmbedding(4, 2).with_state(layer.state()).rows([7, 8]).tolist()
             [2, 0]
         """
         arrays = {ID_MAP + name: array for name, array in self.id_map.state().items()}
+        if not isinstance(self.table.weight, jax.Array):
+            return arrays
         return {"table.weight": np.asarray(self.table.weight), **arrays}
 
     def with_state(self, state: dict[str, Any]) -> Self:

@@ -12,7 +12,6 @@ from .rule import (
     Rule,
     Step,
     gradient_sign,
-    refuse_coupled_decay,
 )
 
 
@@ -65,8 +64,7 @@ class Adagrad(Rule):
         super().check(options)
         name = "initial_accumulator_value"
         not_negative_number(name, options[name])
-        if not self.lazy:
-            refuse_coupled_decay(options, "Adagrad")
+        self.refuse_coupled_decay(options, "Adagrad")
 
     def initial_state(self, options: Options) -> dict[str, float]:
         return {"sum": float(options["initial_accumulator_value"])}

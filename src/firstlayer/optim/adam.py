@@ -30,7 +30,6 @@ from .rule import (
     Step,
     check_fractions,
     gradient_sign,
-    refuse_coupled_decay,
 )
 
 # A first moment that has decayed this far moves weights by less than rounding does.
@@ -159,7 +158,8 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
         # β₂ = 0 has no polynomial: it gets NaN, which is not accurate.
         terms = step.size * self.mean_factor / (ratio * (1 - POINTS) + POINTS)
         terms = ops.where(ops.isinf(terms), np.nan, terms)
-        return BASIS @ ops.where(self.mean_factor >= NEGLIGIBLE, terms, 0.0)
+        terms = ops.where(self.mean_factor >= NEGLIGIBLE, terms, 0.0)
+        return ops.matmul(BASIS, terms)
 
     def kept_square(self) -> Any:
         """Return the factor of the second moment that weights are divided by."""
@@ -241,8 +241,8 @@ class Adam(Rule):
     def check(self, options: Options) -> None:
         super().check(options)
         check_fractions(options["betas"], "betas[0]", "betas[1]")
-        if not self.lazy and not self.decoupled:
-            refuse_coupled_decay(options, "Adam", "RowAdamW or ")
+        if not self.decoupled:
+            self.refuse_coupled_decay(options, "Adam", "RowAdamW")
 
     def initial_state(self, options: Options) -> dict[str, float]:
         names = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)

@@ -51,6 +51,7 @@ class AveragedRows:
     """
 
     def __init__(self, optimizer: RowOptimizer, decay: float = 0.999) -> None:
+        check_optimizer(optimizer, RowOptimizer)
         self.optimizer, self.decay = optimizer, check_decay(decay)
         self._in_memory: dict[str, RowAverage] = {}
         for name, state in optimizer.table_states.items():
@@ -189,6 +190,13 @@ def check_stored_count(average: RowAverage, count: int, *, name: str) -> None:
         raise ValueError(
             f"n_averaged must be {average.count} as in the store of {name}, got {count}"
         )
+
+
+def check_optimizer(optimizer: Any, row_optimizer: type) -> None:
+    """Raise TypeError unless ``optimizer`` is a row optimizer of this front end."""
+    if not isinstance(optimizer, row_optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a row optimizer, got {name}")
 
 
 def check_decay(decay: Any) -> float:

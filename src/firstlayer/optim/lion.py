@@ -93,8 +93,9 @@ class Lion(Rule):
         check_fractions(options["betas"], "betas[0]", "betas[1]")
         if not self.lazy and not options["betas"][1]:
             raise ValueError(
-                'betas[1] must be above 0 in mode="exact" for Lion, whose average would '
-                'lose its sign in the first step a row misses, got 0; use mode="lazy"'
+                "betas[1] must be above 0 in exact updates by Lion, whose average would "
+                "lose its sign in the first step a row misses, got 0; use "
+                f"{self.lazy_option}"
             )
 
     def initial_state(self, options: Options) -> dict[str, float]:

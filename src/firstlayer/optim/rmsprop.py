@@ -16,7 +16,6 @@ from .rule import (
     Step,
     check_fractions,
     gradient_sign,
-    refuse_coupled_decay,
 )
 
 
@@ -162,8 +161,7 @@ class RMSprop(Rule):
     def check(self, options: Options) -> None:
         super().check(options)
         check_fractions([options["alpha"]], "alpha")
-        if not self.lazy:
-            refuse_coupled_decay(options, "RMSprop")
+        self.refuse_coupled_decay(options, "RMSprop")
 
     def initial_state(self, options: Options) -> dict[str, float]:
         names = {"square_avg": 0.0}

@@ -170,6 +170,7 @@ class Rule:
 
     Args:
         lazy: Whether rows without a gradient stay unchanged.
+        lazy_option: What a user writes for lazy updates, for error messages.
     """
 
     #: Names of the arrays that the state may have, under any options.
@@ -179,14 +180,29 @@ class Rule:
     #: Whether the state has one number per row, changed by :meth:`Step.accumulate`.
     is_row_wise: ClassVar[bool] = False
 
-    def __init__(self, *, lazy: bool = False) -> None:
-        self.lazy = lazy
+    def __init__(self, *, lazy: bool = False, lazy_option: str = 'mode="lazy"') -> None:
+        self.lazy, self.lazy_option = lazy, lazy_option
 
     def check(self, options: Options) -> None:
         """Raise ValueError for options that are invalid or, unless lazy, not exact."""
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
             if name in options:
                 not_negative_number(name, options[name])
+
+    def refuse_coupled_decay(self, options: Options, name: str, other: str = "") -> None:
+        """Raise ValueError for weight decay that gives every row a gradient, unless lazy.
+
+        Args:
+            options: Options of the rule.
+            name: Name of the rule.
+            other: Optimizer to use instead.
+        """
+        if options["weight_decay"] and not self.lazy:
+            raise ValueError(
+                f"weight_decay must be 0 in exact updates by {name}, which adds it to the "
+                f"gradient of every row, got {options['weight_decay']}; use "
+                f"{f'{other} or ' if other else ''}{self.lazy_option}"
+            )
 
     def initial_state(self, options: Options) -> dict[str, float]:
         """Return the name and initial value of each array of the state, in order."""
@@ -318,16 +334,6 @@ def check_fractions(values: Sequence[Any], *names: str) -> None:
     for name, value in zip(names, values, strict=True):
         if not 0 <= number(name, value) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}")
-
-
-def refuse_coupled_decay(options: Options, rule: str, alternative: str = "") -> None:
-    """Raise ValueError for weight decay that gives every row a gradient."""
-    if options["weight_decay"]:
-        raise ValueError(
-            f'weight_decay must be 0 in mode="exact" for {rule}, which adds it to the '
-            f"gradient of every row, got {options['weight_decay']}; "
-            f'use {alternative}mode="lazy"'
-        )
 
 
 def gradient_sign(options: Options) -> float:

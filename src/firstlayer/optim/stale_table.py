@@ -256,7 +256,8 @@ class StaleTable(TableEvents):
         if weight.shape != self.shape or not fits:
             raise ValueError(
                 f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
-                f"got {weight.shape} in {dtype.name}; make a new optimizer"
+                f"got {weight.shape} in {dtype.name}; call resize_rows or make a new "
+                "optimizer"
             )
         if writable and not weight.flags.writeable:
             raise ValueError("the table must be writable to be trained, got it read-only")

@@ -103,7 +103,8 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
             scale_grad_by_freq,
             checked_mode(mode),
             sparse,
-            _weight,
+            # torch.nn.Parameter refuses a parameter that a row optimizer trains.
+            None if _weight is None else _weight.detach(),
             include_last_offset,
             padding_idx,
             device,

@@ -106,7 +106,8 @@ class Embedding(HostTableModule, TorchEmbedding):
             norm_type,
             scale_grad_by_freq,
             sparse,
-            _weight,
+            # torch.nn.Parameter refuses a parameter that a row optimizer trains.
+            None if _weight is None else _weight.detach(),
             _freeze,
             device,
             dtype,

@@ -68,7 +68,9 @@ over the batch's ids and sampled candidates keeps it sparse: gather both, and mu
 the looked-up rows.
 
 **Checkpoints.** The state is a tree of arrays, stale rows and missed steps included. Save
-``eqx.filter((model, state), eqx.is_array)`` with orbax or with Equinox's own functions.
+``eqx.filter((model, state), eqx.is_array)`` with orbax or with Equinox's own functions. The
+ids of a ``GrowingEmbedding`` are on the host: save ``layer.state()`` too, and restore it by
+``layer.with_state``.
 
 **Tables on a mesh.** The state of a table with a ``sharding`` is sharded as the table is. A
 step sends the rows of the batch once, in ``gather``; each device catches up and updates the

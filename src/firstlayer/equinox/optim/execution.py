@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float64, Int32, PyTree
 
 from ..._array import compute_dtype
@@ -21,18 +22,36 @@ from .._module import upcast
 RowsAndState = tuple[Float[Array, "n _"], ...]
 
 
+class JaxOps(ArrayOps):
+    """``jax.numpy`` for functions of a rule, with ``multiply_add``."""
+
+    def __init__(self) -> None:
+        super().__init__(jnp)
+
+    def matmul(
+        self, a: Float64[Any, "n m"], b: Float64[Array, "m k"]
+    ) -> Float64[Array, "n k"]:
+        """Return the product of two matrices.
+
+        ``jnp.matmul`` names the dtype of its result. ``jax.vmap`` of a compiled function
+        reads that name outside of :func:`float64_enabled`, where it means float32.
+        """
+        return jax.lax.dot_general(jnp.asarray(a), b, (((1,), (0,)), ((), ())))
+
+
 class Execution:
     """A rule and its options.
 
     Args:
-        options: Arguments of the optimizer; ``lr`` may be a function of the number of steps
-            taken before.
+        options: Arguments of the optimizer; ``lr`` may be traced, and a function of the
+            number of steps taken before.
     """
 
     def __init__(self, options: RowOptions) -> None:
-        self.rule = options.rule_class()
+        self.rule = options.rule_class(lazy_option="firstlayer.equinox.rows")
         self.options: dict[str, Any] = options.hyperparameters()
-        self.rule.check(self.options | {"lr": self._lr(0)})
+        lr = self._lr(0)
+        self.rule.check(self.options | {"lr": 0.0 if isinstance(lr, Tracer) else lr})
         #: Names and initial values of the arrays of the state.
         self.initial_state = self.rule.initial_state(self.options)
         #: Class of the coefficients of missed steps; None if such steps are no-ops.
@@ -96,7 +115,7 @@ class Execution:
             has_state: Whether the state of each row may be nonzero.
         """
         own = _rounded(self.coefficients_class, coefficients, rows[0].dtype)
-        weight, *state = own.catch_up(ArrayOps(jnp), *rows)
+        weight, *state = own.catch_up(JaxOps(), *rows)
         # Other coefficients of rows without a state may be inaccurate.
         has_effect = has_state[:, None] | jnp.logical_not(own.keeps_zero_state())
         return jnp.where(has_effect, weight, own.weight_factor * rows[0]), *state

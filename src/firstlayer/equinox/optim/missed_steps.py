@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float64, Int32, UInt32
 
-from .execution import Execution, RowsAndState, float64_enabled
+from .execution import Execution, JaxOps, RowsAndState, float64_enabled
 
 
 class MissedSteps(eqx.Module):
@@ -74,7 +74,7 @@ class MissedSteps(eqx.Module):
         """
         kind, column, steps = execution.coefficients_class, step - self.start, self.steps
         with float64_enabled():
-            advanced = kind(*_from_bits(self.coefficients)).advance(jnp, values)
+            advanced = kind(*_from_bits(self.coefficients)).advance(JaxOps(), values)
             coefficients = _to_bits(jnp.stack(advanced))
         caught_up = execution.caught_up_coefficients(step)
         coefficients = _set_column(coefficients, column, caught_up)

@@ -53,7 +53,8 @@ class RowOptimizer:
 
     Args:
         lr: Learning rate: a number, or a function of the number of steps taken before, such
-            as a schedule of optax.
+            as a schedule of optax. An optimizer that a transformed function creates may
+            have a traced one: the function's argument, for ``jax.jit`` or ``jax.vmap``.
         tables: Function that returns the tables of a model to train by row: an
             ``Embedding``, ``EmbeddingBag`` or ``GrowingEmbedding``, or a list, tuple or
             dictionary of them. By default the model itself.
@@ -96,7 +97,7 @@ class RowOptimizer:
         max_missed_steps: int = 1024,
         **options: Any,
     ) -> None:
-        for name in RowOptions.__annotations__.keys() & options.keys():
+        for name in options.keys() - type(self).__signature__.parameters.keys():
             raise TypeError(f"{type(self).__name__} has no argument {name!r}")
         self.execution = Execution(self._options_class(*lr, **options))
         self.tables, self.rest, self.mask = tables, rest, mask
@@ -184,6 +185,8 @@ class RowOptimizer:
         for number, table in enumerate(state.tables):
             own = [i for i, at in enumerate(state.table_of) if at == number]
             rows = [_without_padding(modules[i], weights[i]) for i in own]
+            for row in rows:
+                _check_gathered(row)
             given = [_without_padding(modules[i], slopes[i].weight) for i in own]
             gradient = _sum_of_gradients(given, rows)
             args = gradient, execution, missed, step
@@ -426,6 +429,15 @@ def _check_detached(modules: list[Any], state: OptimizerState) -> None:
         raise ValueError(
             "model must be the one that init or update returned with the state, whose "
             f"tables are {wanted}, got a model without its tables {given}"
+        )
+
+
+def _check_gathered(weight: Any) -> None:
+    """Raise ValueError unless the weight of a model has rows to update."""
+    if isinstance(weight, DetachedTable):
+        raise ValueError(
+            "model must be the one that gather or flush returned, got one whose table of "
+            f"shape {weight.shape} is in the state"
         )
 
 

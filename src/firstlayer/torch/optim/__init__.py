@@ -37,6 +37,9 @@ would have computed. ``shape``, ``grad``, clipping and ``zero_grad`` cost nothin
   ``torch.func`` whose argument is the parameter itself. Give them ``weight.detach()``, or
   call ``flush()`` first. Modules called with jagged tensors or by ``functional_call`` in a
   transform catch up if the optimizer was given the model: ``RowAdamW(model)``.
+- ``torch.nn.Parameter(weight)`` raises a RuntimeError, and with it
+  ``torch.nn.Embedding.from_pretrained(weight)``. Give them ``weight.detach()``. The layers
+  of Firstlayer take either.
 - Tensors of the optimizer's state are up to date after ``flush()`` or ``state_dict()``.
 - ``step()`` raises, and changes nothing, if a row with a gradient was stale when it was
   read. Under ``torch.distributed`` it catches such rows up instead, because another process

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._interrupts import held_interrupts
-from ...optim.averaged_rows import CHANGED, check_decay, check_stored_count
+from ...optim.averaged_rows import CHANGED, check_decay, check_optimizer, check_stored_count
 from ...optim.row_average import RowAverage, refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
@@ -56,8 +56,9 @@ class AveragedRows:
     """
 
     def __init__(self, optimizer: RowOptimizer, decay: float = 0.999) -> None:
-        self.optimizer = optimizer
         with torch_errors():
+            check_optimizer(optimizer, RowOptimizer)
+            self.optimizer = optimizer
             self.decay = check_decay(decay)
         self._in_memory: dict[Tensor, TensorAverage] = {}
         for parameter in self._all():
