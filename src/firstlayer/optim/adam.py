@@ -82,11 +82,12 @@ class AdamStep(AdamNumbers, Step):
         mean = ops.lerp(mean, gradient, self.share1)
         square = ops.multiply(square, self.beta2)
         square = ops.addcmul(square, gradient, gradient, self.share2)
-        # size · mean / (unbias · √v + ε), without a multiplication of arrays.
+        # Augmented assignments change new arrays in place, which is faster.
         root = ops.sqrt(square)
-        root += self.eps / self.unbias
+        root *= self.unbias
+        root += self.eps
         weight = ops.multiply(weight, self.weight_factor)
-        weight = ops.addcdiv(weight, mean, root, -self.size / self.unbias)
+        weight = ops.addcdiv(weight, mean, root, -self.size)
         return weight, mean, square
 
 
@@ -100,11 +101,12 @@ class AmsgradStep(AdamNumbers, Step):
         square = ops.multiply(square, self.beta2)
         square = ops.addcmul(square, gradient, gradient, self.share2)
         largest = ops.maximum(largest, square)
-        # size · mean / (unbias · √v + ε), without a multiplication of arrays.
+        # Augmented assignments change new arrays in place, which is faster.
         root = ops.sqrt(largest)
-        root += self.eps / self.unbias
+        root *= self.unbias
+        root += self.eps
         weight = ops.multiply(weight, self.weight_factor)
-        weight = ops.addcdiv(weight, mean, root, -self.size / self.unbias)
+        weight = ops.addcdiv(weight, mean, root, -self.size)
         return weight, mean, square, largest
 
 
