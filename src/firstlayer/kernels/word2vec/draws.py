@@ -68,19 +68,19 @@ def _slot(keys, ids, count, word):
 
 
 @internal
-def draw_part(part, stream, documents, start, stop, noise, key, other, work):
+def draw_part(part, stream, documents, start, stop, noise, key, table, other, work):
     """Draw context words and negatives of a part, and give their words slots.
 
-    Rows of targets in the table ``other`` are prefetched: drawing one takes about as long.
+    Their rows in the two tables are prefetched: a draw takes about as long as a prefetch.
     """
-    _draw_windows(part, stream, documents, start, stop, key, work)
+    _draw_windows(part, stream, documents, start, stop, key, table, work)
     _draw_targets(part, stream, start, stop, noise, key, other, work)
     _sort_slots(work.inputs, part)
     _sort_slots(work.outputs, part)
 
 
 @internal
-def _draw_windows(part, stream, documents, start, stop, key, work):
+def _draw_windows(part, stream, documents, start, stop, key, table, work):
     keys, ids, near = work.inputs.keys[part], work.inputs.ids[part], work.near[part]
     span, window, slots = work.span[part], near.shape[1] // 2, 0
     for i in range(keys.size):
@@ -94,8 +94,11 @@ def _draw_windows(part, stream, documents, start, stop, key, work):
             if j != place and documents[j] == document:
                 at = j - start + window
                 if span[at] < 0:
-                    span[at] = _slot(keys, ids, slots, stream[j])
-                    slots = max(slots, np.int64(span[at]) + 1)
+                    slot = _slot(keys, ids, slots, stream[j])
+                    span[at] = slot
+                    if slot == slots:
+                        prefetch_row(table, np.int64(stream[j]))
+                        slots += 1
                 near[i, count] = span[at]
                 count += 1
         work.sizes[part, i] = count

@@ -97,6 +97,7 @@ def _copy_rows(table, copies, part):
             rows[slot, d] = table[row, d]
 
 
+# Views of arrays would count references, and threads contend for the counters.
 @kernel(reorder=True, allocates=False)
 def _train_parts(
     ticket,
@@ -117,7 +118,7 @@ def _train_parts(
         for part in range(lo, hi):
             start = first + part * PART
             stop = min(start + PART, last)
-            draw_part(part, stream, documents, start, stop, noise, key, other, work)
+            draw_part(part, stream, documents, start, stop, noise, key, table, other, work)
             if word_rows.rows.size:
                 mean_rows(table, word_rows, work.inputs, part, work.before)
             else:
