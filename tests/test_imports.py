@@ -24,7 +24,7 @@ ALLOWED = {
     "_array": (set(), set()),
     "_check": (set(), ARRAYS),
     "_interrupts": (set(), set()),
-    "_warmup": ({"kernels", "numpy", "optim"}, {"numpy"}),
+    "_warmup": ({"embeddings", "kernels", "numpy", "optim"}, {"numpy"}),
     "kernels": (set(), {"numpy", "jaxtyping", "numba", "llvmlite"}),
     "positions": ({"kernels", "embeddings"}, ARRAYS),
     "ngram": ({"kernels", "embeddings"}, ARRAYS),

@@ -20,7 +20,7 @@ from firstlayer.equinox import (
     EmbeddingLayer,
     LearnedPositions,
     RotaryPositions,
-    _lookup,
+    _ids,
     rows,
 )
 from firstlayer.equinox._constant import Constant
@@ -229,7 +229,7 @@ def test_checkify_reports_positions_out_of_range():
 
 
 def test_ids_on_an_accelerator_are_neither_copied_nor_checked(monkeypatch):
-    monkeypatch.setattr(_lookup, "is_on_host", lambda x: not isinstance(x, jax.Array))
+    monkeypatch.setattr(_ids, "is_on_host", lambda x: not isinstance(x, jax.Array))
     ids = jnp.array([[3, 16], [-1, 5]])
     for name in ("token", "layer"):
         out = TABLES[name](ids)

@@ -73,16 +73,22 @@ def kill_writers(path: Path, count: int) -> dict[str, int]:
     versions, left = {0}, 0
     for _ in range(count):
         last = read_version(path)
+        started, start = os.pipe()
         child = os.fork()
         if child == 0:
             try:
+                os.write(start, b"x")
                 for version in range(last + 1, 1 << 30):
                     write_version(path, version % 2)
             finally:
                 os._exit(1)
+        # A busy machine may take longer to start the child than a save takes.
+        os.close(start)
+        os.read(started, 1)
         time.sleep(draw.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(started)
         left += bool(leftovers(path.parent))
         assert len(leftovers(path.parent)) <= 2, leftovers(path.parent)
         versions.add(read_version(path))

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 import firstlayer.numpy.bag
-from firstlayer.torch import _bag
+from firstlayer.torch._bags import pooling, torch_operator
 from firstlayer.torch.bag import EmbeddingBag
 from firstlayer.torch.functional import embedding_bag
 from tests.support.gradients import central_difference
@@ -400,8 +400,8 @@ def test_torchs_operator_and_the_kernels_agree(mode, padding_idx, monkeypatch):
     )
     results = []
     for few in (1 << 15, -1):
-        monkeypatch.setattr(_bag, "SMALL_BAGS", few)
-        monkeypatch.setattr(_bag, "_is_stock", lambda *a, few=few, **k: few > 0)
+        monkeypatch.setattr(torch_operator, "SMALL_BAGS", few)
+        monkeypatch.setattr(pooling, "is_stock", lambda *a, few=few, **k: few > 0)
         layer.zero_grad()
         y = layer(ids)
         (y**2).sum().backward()

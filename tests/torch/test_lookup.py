@@ -244,30 +244,3 @@ def test_large_lookups_equal_torchs(dtype):
     ids[40, 2] = -1
     with pytest.raises(IndexError, match=re.escape("ids[40, 2] is -1")), torch.no_grad():
         table(ids)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sparse": True},
-        {"scale_grad_by_freq": True},
-        {"max_norm": 0.5},
-        {"padding_idx": 2},
-        {"weight": torch.nn.Parameter(torch.arange(18.0).reshape(9, 2))},
-        {"weight": torch.nn.Parameter(torch.ones(9, 2, dtype=torch.bfloat16))},
-    ],
-    ids=lambda options: ", ".join(options),
-)
-def test_short_lookups_follow_options_that_change(options):
-    layer, ids = Embedding(9, 2), torch.tensor([2, 4, 2])
-    layer(ids)
-    for name, value in options.items():
-        setattr(layer, name, value)
-    weight = layer.weight.detach().clone().requires_grad_()
-    others = {key: value for key, value in options.items() if key != "weight"}
-    want = embedding(ids, weight, **others)
-    assert same_bits(layer(ids), want)
-    want.sum().backward()
-    layer(ids).sum().backward()
-    assert layer.weight.grad.is_sparse == layer.sparse
-    assert same_bits(layer.weight.grad.to_dense(), weight.grad.to_dense())

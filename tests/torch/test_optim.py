@@ -544,7 +544,7 @@ def test_invalid_arguments_and_tables_raise():
 
     check_raises("mode must be 'exact' or 'lazy', got 'fast'", mode="fast")
     check_raises(
-        r"weight_decay must be 0 in mode=.exact. for Adam", make=RowAdam, weight_decay=1
+        "weight_decay must be 0 in exact updates by Adam", make=RowAdam, weight_decay=1
     )
     check_raises("differentiable must be False", differentiable=True)
     check_raises(r"bfloat16, got \['float32'\]", stochastic_rounding=True)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .row_sums import sum_groups as sum_groups
     from .row_sums import sum_runs as sum_runs
     from .row_sums import sum_words as sum_words
+    from .runtime.aligned import aligned_zeros as aligned_zeros
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
     from .subwords import mean_subword_rows as mean_subword_rows
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .word2vec.draws import noise_table as noise_table
     from .word2vec.step import word2vec_step as word2vec_step
     from .word2vec.word_rows import subword_rows as subword_rows
-    from .word2vec.workspace import aligned_zeros as aligned_zeros
     from .word2vec.workspace import word2vec_workspace as word2vec_workspace
 
 # Module of each name above; a test checks that the two lists match.
@@ -69,13 +69,14 @@ _NAMES = {
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs", "sum_words"),
+    "runtime.aligned": ("aligned_zeros",),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
     "subwords": ("mean_subword_rows",),
     "text_rows": ("parse_text_rows",),
     "word2vec.draws": ("noise_table",),
     "word2vec.step": ("word2vec_step",),
     "word2vec.word_rows": ("subword_rows",),
-    "word2vec.workspace": ("aligned_zeros", "word2vec_workspace"),
+    "word2vec.workspace": ("word2vec_workspace",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

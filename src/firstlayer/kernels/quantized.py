@@ -27,7 +27,8 @@ from .quantized_rows import (
     Q8Fields,
     QuantizedRows,
 )
-from .runtime.compile import LINE, inlined, internal, is_row, kernel
+from .runtime.aligned import LINE
+from .runtime.compile import inlined, internal, is_row, kernel
 from .runtime.encoded import (
     bfloat16_at,
     byte_at,

@@ -11,14 +11,7 @@ from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._table.disk import layer_on_disk
 from ._table.host import HostTableModule, checked_output_device
-from ._table.lookup import (
-    LookupOptions,
-    as_index,
-    checked_padding_idx,
-    is_short,
-    lookup,
-    torch_embedding,
-)
+from ._table.lookup import LookupOptions, as_index, checked_padding_idx, lookup
 from ._table.max_norm import renormalized
 from ._table.module import check_arguments
 from ._table.prefetch import lookup_gathered
@@ -203,16 +196,7 @@ class Embedding(HostTableModule, TorchEmbedding):
         Args:
             input: Ids of any shape and any integer dtype.
         """
-        has_options = self.sparse or self.scale_grad_by_freq or self.max_norm is not None
-        is_on_host = self._prefetches or self._output_device is not None
-        if not (has_options or is_on_host):
-            weight: Any = self._parameters.get("weight")
-            if is_short(input, weight, width=self.embedding_dim):
-                try:
-                    return torch_embedding(input, weight, self.padding_idx)
-                except (IndexError, RuntimeError, AssertionError):
-                    pass  # The general path raises the error that explains it.
-        if is_on_host:
+        if self._prefetches or self._output_device is not None:
             return self._lookup_on_host(input)
         return self._lookup(input)
 

@@ -144,7 +144,8 @@ class Execution:
         """
         leaves, structure = jax.tree.flatten(parameters)
         slopes = structure.flatten_up_to(gradients)
-        arrays = [structure.flatten_up_to(state[name]) for name in self.initial_state]
+        # Leaves: a layer whose id map was restored has another structure.
+        arrays = [jax.tree.leaves(state[name]) for name in self.initial_state]
         for i, (parameter, slope) in enumerate(zip(leaves, slopes, strict=True)):
             if slope is None:
                 continue

@@ -6,11 +6,10 @@ each with its own sums for the rows that tokens share, so that results do not de
 number of threads.
 """
 
-import math
-
 import numpy as np
 
-from ..runtime.compile import LINE, inlined, kernel
+from ..runtime.aligned import aligned_empty, aligned_zeros
+from ..runtime.compile import inlined, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
@@ -79,10 +78,9 @@ def layer_backward(
     buffer = np.empty((plan.partial_starts[-1], width), compute_dtype)
     num_position_sums = num_blocks if plan.splits_positions else 1
     num_positions = plan.unique_position_rows.size
-    position_sums = _aligned((num_position_sums, num_positions, width), compute_dtype)
-    position_sums.fill(0)
-    shared_sums = _aligned((num_blocks, 2 + num_segments, width), compute_dtype)
-    scratch = _aligned((num_blocks, width), compute_dtype)
+    position_sums = aligned_zeros((num_position_sums, num_positions, width), compute_dtype)
+    shared_sums = aligned_empty((num_blocks, 2 + num_segments, width), compute_dtype)
+    scratch = aligned_empty((num_blocks, width), compute_dtype)
     run(
         _backward_blocks,
         num_blocks,
@@ -105,18 +103,6 @@ def layer_backward(
         grain=grain_for(GRAIN, plan.token_order.size * width, num_blocks),
     )
     return buffer, _sum_over_blocks(position_sums), _sum_over_blocks(shared_sums)
-
-
-def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Return memory that begins with a cache line; NumPy aligns to 16 bytes.
-
-    Rows that every token is added to would otherwise be read and written in lanes that
-    cross cache lines, which takes twice as long.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + LINE, np.uint8)
-    start = -memory.ctypes.data % LINE
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:

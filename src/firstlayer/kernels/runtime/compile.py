@@ -17,6 +17,7 @@ from numba.core.cgutils import for_range_slice
 from numba.extending import intrinsic
 
 from ..._check import float_dtype
+from .aligned import LINE
 from .cache import cached
 from .compiler import InternalCompiler, KernelCompiler
 from .numba_abi import array_struct
@@ -31,8 +32,6 @@ FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 # Numba types of the views of half-precision arrays.
 FLOAT16_BITS, BFLOAT16_BITS = HALF_BITS = types.int16, types.uint16
 I32, I64, BYTE_POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
-# Bytes in a cache line.
-LINE = 64
 
 F = TypeVar("F", bound=Callable[..., object])
 # Any: decorated functions keep their own types for type checkers.

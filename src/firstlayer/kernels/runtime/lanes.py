@@ -26,12 +26,12 @@ from numba.extending import (
     type_callable,
 )
 
+from .aligned import LINE
 from .compile import (
     BYTE_POINTER,
     FLOAT16_BITS,
     I32,
     I64,
-    LINE,
     build_downcast,
     build_prefetch,
     build_upcast,

@@ -1,15 +1,16 @@
 """Memory of a training step of word vectors."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
+
+from ..runtime.aligned import aligned_zeros
 
 #: Positions per part. Parts are independent of each other within a step.
 PART = 64
 # Copied rows are padded with zeros to a multiple of this many numbers: one short Lanes, and
 # one cache line.
-LANE, LINE_BYTES = 16, 64
+LANE = 16
 # Targets of a position whose sums are in registers at a time.
 TILE = 6
 # Rows are prefetched this many rows ahead.
@@ -112,17 +113,6 @@ def word2vec_workspace(
         losses=np.zeros((parts, 2)),
         negatives=negatives,
     )
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
-    """Return zeros that begin at a cache line.
-
-    Lanes of other arrays cross cache lines, and threads that write to neighboring parts of
-    them would wait for the line that both share.
-    """
-    bytes_ = np.zeros(math.prod(shape) * np.dtype(dtype).itemsize + LINE_BYTES, np.uint8)
-    start = -bytes_.ctypes.data % LINE_BYTES
-    return bytes_[start : start + bytes_.size - LINE_BYTES].view(dtype).reshape(shape)
 
 
 def _whole_lines(count: int) -> int:

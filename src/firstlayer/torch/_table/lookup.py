@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
-from torch._C import _get_tracing_state
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 # Imported by name: F.embedding itself may be patched to call this module.
 from torch.nn.functional import embedding as torch_embedding
@@ -96,28 +94,6 @@ def lookup(
         with without_catch_up():
             return _lookup(ids, weight, *options)
     return _lookup(ids, weight, *options)
-
-
-def is_short(ids: Any, weight: Any, *, width: int) -> bool:
-    """Return whether a lookup without options may go to torch at once.
-
-    :func:`lookup` calls the same function of torch then, after decisions that take longer
-    than a lookup of few rows. It raises the better errors.
-
-    Args:
-        ids: Row ids.
-        weight: The table, or None. One under a row optimizer is of another class.
-        width: Number of columns.
-    """
-    return (
-        type(weight) is Parameter
-        and type(ids) is Tensor
-        and weight.dtype is torch.float32
-        and ids.dtype is torch.int64
-        and not is_compiling()
-        and _get_tracing_state() is None
-        and ids.numel() * width < LARGE_OUTPUT
-    )
 
 
 def _lookup(

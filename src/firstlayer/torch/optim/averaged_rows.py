@@ -133,7 +133,7 @@ class AveragedRows:
         """
         with torch_errors():
             refuse_swapped(map(self._of, self._all()), CHANGED)
-        saved: dict[Tensor, Tensor] = {}
+        saved: list[tuple[Tensor, RowAverage, Tensor]] = []
         try:
             for parameter in self._all():
                 values, state = self.average(parameter), self._state(parameter)
@@ -142,16 +142,16 @@ class AveragedRows:
                     store.before_write(None)
                 if state is not None:
                     state.attach_average(average)
-                saved[parameter] = parameter.detach().clone()
+                saved.append((parameter, average, parameter.detach().clone()))
                 average.is_swapped = True
                 with torch.no_grad():
                     parameter.copy_(values)
             yield
         finally:
-            for parameter, weight in saved.items():
+            for parameter, average, weight in saved:
                 with torch.no_grad():
                     parameter.copy_(weight)
-                self._of(parameter).is_swapped = False
+                average.is_swapped = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, in the order of the parameters, and their number.
