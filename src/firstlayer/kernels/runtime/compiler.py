@@ -58,9 +58,11 @@ class _KernelLibrary(JITCodeLibrary):
         ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        options = llvm.create_pipeline_tuning_options(int(config.OPT))
-        options.loop_vectorization = bool(config.LOOP_VECTORIZE)
-        options.slp_vectorization = bool(config.SLP_VECTORIZE)
+        # Any: Numba sets the variables of this module when it is imported.
+        settings: Any = config
+        options = llvm.create_pipeline_tuning_options(int(settings.OPT))
+        options.loop_vectorization = bool(settings.LOOP_VECTORIZE)
+        options.slp_vectorization = bool(settings.SLP_VECTORIZE)
         builder = llvm.create_pass_builder(self._codegen._tm, options)
         builder.getModulePassManager().run(self._final_module, builder)
 
