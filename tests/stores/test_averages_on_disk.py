@@ -1,5 +1,6 @@
 """Averages of tables that are trained on disk: exact, and journalled with the table."""
 
+import signal
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import firstlayer.torch
 import firstlayer.torch.optim
 from firstlayer.numpy import Embedding
 from firstlayer.optim import AveragedRows, RowAdamW, RowSGD
+from firstlayer.optim.table_events import TableEvents
 from firstlayer.stores import create_store, open_store
 from tests.support.optim_cases import OPTIONS
 
@@ -212,6 +214,31 @@ def test_swapped_averages_are_neither_committed_nor_kept(tmp_path, kind):
         training = kind(store)
         np.testing.assert_array_equal(store.read(np.arange(ROWS)), weight)
         np.testing.assert_array_equal(training.averages(), averages)
+
+
+@front_ends
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_interrupted_swaps_lose_no_weights(tmp_path, kind, on_disk, monkeypatch):
+    training = kind(create(tmp_path / "a") if on_disk else None)
+    training.train(range(15))
+    training.optimizer.flush()
+    want, attach_average = training.state.table().copy(), TableEvents.attach_average
+
+    def interrupted(self, average):
+        signal.raise_signal(signal.SIGINT)
+        attach_average(self, average)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableEvents, "attach_average", interrupted)
+        with pytest.raises(KeyboardInterrupt), training.averaged.swapped():
+            pytest.fail("the interrupt was lost")
+    np.testing.assert_array_equal(training.state.table(), want)
+    with pytest.raises(KeyboardInterrupt), training.averaged.swapped():
+        assert (training.state.table() != want).any()
+        signal.raise_signal(signal.SIGINT)
+    np.testing.assert_array_equal(training.state.table(), want)
+    # A step is an error while averages are swapped.
+    training.train(range(15, 16))
 
 
 def test_averages_of_a_bfloat16_table_are_float32(tmp_path):

@@ -116,13 +116,16 @@ class AveragedRows:
         refuse_swapped(averages.values(), CHANGED)
         saved: dict[str, np.ndarray] = {}
         try:
-            for name, average in averages.items():
-                saved[name] = self._state(name).swap_average(average)
+            # An interrupt within the loop could lose the weights of a table.
+            with held_interrupts():
+                for name, average in averages.items():
+                    saved[name] = self._state(name).swap_average(average)
             yield
         finally:
-            for name, weight in saved.items():
-                self._state(name).table()[...] = weight
-                averages[name].is_swapped = False
+            with held_interrupts():
+                for name, weight in saved.items():
+                    self._state(name).table()[...] = weight
+                    averages[name].is_swapped = False
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the averages by the names of their parameters, and ``"n_averaged"``.

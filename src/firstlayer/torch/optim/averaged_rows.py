@@ -135,23 +135,23 @@ class AveragedRows:
             refuse_swapped(map(self._of, self._all()), CHANGED)
         saved: list[tuple[Tensor, RowAverage, Tensor]] = []
         try:
-            for parameter in self._all():
-                values, state = self.average(parameter), self._state(parameter)
-                average, store = self._of(parameter), store_of(parameter)
-                if store is not None:
-                    store.before_write(None)
-                if state is not None:
-                    state.attach_average(average)
-                saved.append((parameter, average, parameter.detach().clone()))
-                average.is_swapped = True
-                with torch.no_grad():
+            with held_interrupts(), torch.no_grad():
+                for parameter in self._all():
+                    values, state = self.average(parameter), self._state(parameter)
+                    average, store = self._of(parameter), store_of(parameter)
+                    if store is not None:
+                        store.before_write(None)
+                    if state is not None:
+                        state.attach_average(average)
+                    saved.append((parameter, average, parameter.detach().clone()))
+                    average.is_swapped = True
                     parameter.copy_(values)
             yield
         finally:
-            for parameter, average, weight in saved:
-                with torch.no_grad():
+            with held_interrupts(), torch.no_grad():
+                for parameter, average, weight in saved:
                     parameter.copy_(weight)
-                average.is_swapped = False
+                    average.is_swapped = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, in the order of the parameters, and their number.
