@@ -27,7 +27,6 @@ def current_state(
     *,
     saved: dict[str, Any],
     known: State | None,
-    by_operators: bool,
     by_kernels: bool,
 ) -> State:
     """Return the known state of a table if it is up to date, otherwise a new one.
@@ -38,13 +37,11 @@ def current_state(
         group: Parameter group of the table.
         saved: The table's torch state.
         known: State of the table until now.
-        by_operators: Whether operators have to update the rows, as in compiled code.
-        by_kernels: Whether kernels update the rows, and not operators.
+        by_kernels: Whether kernels update the rows, and not operators. Those of a table on
+            disk always do.
     """
     store = store_of(parameter)
     if store is not None:
-        if by_operators:
-            raise TypeError("a table on disk cannot be trained in compiled code")
         return stored_state(parameter, rule, group, saved=saved, known=known, store=store)
     if known is not None:
         if not known.is_published(saved):

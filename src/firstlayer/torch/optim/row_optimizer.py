@@ -473,13 +473,14 @@ class RowOptimizer(torch.optim.Optimizer):
             by_operators: Whether operators update the table from now on, and not kernels.
         """
         by_operators = by_operators or parameter in self._row_steps
+        if by_operators and store_of(parameter) is not None:
+            raise TypeError("a table on disk cannot be trained in compiled code")
         return current_state(
             parameter,
             self._new_rule(group),
             group,
             saved=self.state.get(parameter) or {},
             known=self._table_states.get(parameter),
-            by_operators=by_operators,
             by_kernels=not by_operators and trains_by_kernels(parameter),
         )
 
