@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,11 +212,13 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
         >>> columns([("語", 1), ("word", 20)])
         ['語     1', 'word  20']
     """
+    from rich.cells import cell_len
+
     rows = [list(row) for row in rows]
     cells = [[str(cell) for cell in row] for row in ([list(head)] if head else []) + rows]
     if not cells:
         return []
-    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     right = [
         bool(rows)
         and all(isinstance(row[i], int | float) or _numeric(row[i]) for row in rows)
@@ -225,19 +226,13 @@ def columns(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> list[
     ]
     return [
         "  ".join(
-            (" " * (width - _width(cell)) + cell)
+            (" " * (width - cell_len(cell)) + cell)
             if to_right
-            else (cell + " " * (width - _width(cell)))
+            else (cell + " " * (width - cell_len(cell)))
             for cell, width, to_right in zip(line, widths, right, strict=True)
         ).rstrip()
         for line in cells
     ]
-
-
-def _width(text: str) -> int:
-    """Return the number of columns of a text on a terminal."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 def _numeric(cell: Any) -> bool:

@@ -127,10 +127,13 @@ def _range(smallest: int, largest: int) -> str:
 
 
 def _rows(tokens: list[str], rows: dict[str, list[list[int]]]) -> Iterator[str]:
+    from rich.cells import cell_len
+
     for layer, table in rows.items():
         yield f"rows of layer {layer}:" if layer != "None" else "rows:"
         shown = tokens[:SHOWN]
-        room = shutil.get_terminal_size().columns - max(map(len, shown), default=0) - 2
+        widest = max(map(cell_len, shown), default=0)
+        room = shutil.get_terminal_size().columns - widest - 2
         lines = []
         for token, row in zip(shown, table, strict=False):
             parts = textwrap.wrap(" ".join(map(str, row)), max(room, 1), **UNBROKEN)
