@@ -17,20 +17,26 @@ NO_ID = -1
 
 
 def as_ids(x: Any, *, name: str) -> Any:
-    """Return ``x`` as an array of integers: nested lists as a NumPy array.
+    """Return ``x`` as an array of integers with an axis of positions.
 
     Example:
         >>> as_ids([[1, 2]], name="ids")
         array([[1, 2]])
     """
+    x = as_integers(x, name=name)
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have an axis of positions, got a single id")
+    return x
+
+
+def as_integers(x: Any, *, name: str) -> Any:
+    """Return ``x`` as an array of integers: nested lists as a NumPy array."""
     if isinstance(x, list | tuple | np.ndarray | np.generic):
         x = integers(x, name=name)
     elif "int" not in str(getattr(x, "dtype", type(x).__name__)) or isinstance(x, int):
         raise TypeError(
             f"{name} must be integers, got {getattr(x, 'dtype', type(x).__name__)}"
         )
-    if x.ndim == 0:
-        raise ValueError(f"{name} must have an axis of positions, got a single id")
     return x
 
 

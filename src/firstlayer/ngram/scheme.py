@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._array import cast, exact_integers, namespace_of
-from .._check import all_in_range, host_array, integer, integers, out_of_range
+from .._check import all_in_range, host_array, integer, out_of_range
 from ..kernels import has_compiler
 from . import history as windows
 from .hashing import Hashing, Layout
@@ -161,16 +161,13 @@ class Scheme:
         full = windows.joined(
             history, ids, span=self._hashing.span, no_id=self._hashing.no_id
         )
-        if isinstance(accepted, list | tuple):
-            accepted = integers(accepted, name="accepted")
-        if not hasattr(accepted, "dtype") or isinstance(accepted, np.generic):
+        is_array = hasattr(accepted, "dtype") and not isinstance(accepted, np.generic)
+        if not is_array and not isinstance(accepted, list | tuple):
             kept = ids.shape[-1] if accepted is None else accepted
             kept = integer("accepted", kept)  # pyright: ignore[reportArgumentType]
             _check_accepted(np.array(kept), ids.shape[-1])
             return windows.last_ids(full, kept, span=self._hashing.span)
-        accepted = windows.like(accepted, ids)
-        if "int" not in str(accepted.dtype):
-            raise TypeError(f"accepted must be integers, got {accepted.dtype}")
+        accepted = windows.like(windows.as_integers(accepted, name="accepted"), ids)
         if tuple(accepted.shape) != tuple(ids.shape[:-1]):
             raise ValueError(
                 f"accepted must have the leading axes of ids, {tuple(ids.shape[:-1])}, "
