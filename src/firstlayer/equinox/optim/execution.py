@@ -23,7 +23,7 @@ RowsAndState = tuple[Float[Array, "n _"], ...]
 
 
 class JaxOps(ArrayOps):
-    """``jax.numpy`` for functions of a rule, with ``multiply_add``."""
+    """``jax.numpy`` for the methods of a rule, with a ``matmul`` that keeps float64."""
 
     def __init__(self) -> None:
         super().__init__(jnp)
@@ -99,7 +99,7 @@ class Execution:
             state: Their state.
         """
         values = _rounded(self.step_class, values, weight.dtype)
-        return update_rows(ArrayOps(jnp), self.rule, values, weight, gradient, state)
+        return update_rows(JaxOps(), self.rule, values, weight, gradient, state)
 
     def catch_up(
         self,
@@ -151,7 +151,7 @@ class Execution:
                 continue
             weight = upcast(parameter)
             own = _rounded(self.step_class, values, weight.dtype)
-            ops = ArrayOps(jnp)
+            ops = JaxOps()
             slope = own.total_gradient(ops, weight, upcast(slope))
             new = own.update(ops, weight, slope, *(array[i] for array in arrays))
             leaves[i] = new[0].astype(parameter.dtype)
