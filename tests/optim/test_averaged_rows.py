@@ -15,6 +15,7 @@ from firstlayer.numpy import Embedding, EmbeddingLayer
 from firstlayer.optim import AveragedRows, RowAdam, RowAdamW, RowSGD, missed_steps
 from firstlayer.optim import row_average as row_average_module
 from firstlayer.torch import Embedding as TorchEmbedding
+from firstlayer.torch._tensors.row_parameter import without_catch_up
 from firstlayer.torch.optim import AveragedRows as TorchAveragedRows
 from firstlayer.torch.optim import RowAdamW as TorchRowAdamW
 from firstlayer.torch.optim import operator_state, row_optimizer, stale_tensors
@@ -390,3 +391,83 @@ def test_invalid_arguments_raise_and_change_nothing():
         ours.load_state_dict({})
     with pytest.raises(ValueError, match="the parameter must be one of the optimizer's"):
         ours.average(torch.nn.Parameter(torch.zeros(5, 2)))
+
+
+def check_failed_update(averaged, lookups, *, error):
+    """An update that raises an error changes no average."""
+    before, count = [lookup() for lookup in lookups], averaged.n_averaged
+    with pytest.raises(ValueError, match=error):
+        averaged.update_parameters()
+    assert averaged.n_averaged == count
+    for lookup, want in zip(lookups, before, strict=True):
+        assert (lookup() == want).all()
+
+
+@pytest.mark.rejects
+def test_an_update_that_fails_for_one_table_changes_no_average(monkeypatch):
+    for module in (missed_steps, row_average_module):
+        monkeypatch.setattr(module, "MAX_STEPS", 4)
+    layer = EmbeddingLayer(9, 4, max_positions=5, dtype="float64", rng=0)
+    optimizer, rng = RowAdamW(layer, lr=0.1, weight_decay=0.3), np.random.default_rng(0)
+    averaged = AveragedRows(optimizer, decay=0.8)
+    for _ in range(2):
+        y, pull = layer.vjp(rng.integers(0, 9, (2, 3)))
+        optimizer.step(pull(y))
+        averaged.update_parameters()
+    states = optimizer.table_states
+    # The next update has to write to every table.
+    assert len(states) == 2 and all(state.missed.is_full for state in states.values())
+    lookups = [
+        lambda name=name, state=state: averaged.lookup(name, np.arange(state.shape[0]))
+        for name, state in states.items()
+    ]
+    last = list(states.values())[-1].table()
+    last.flags.writeable = False
+    check_failed_update(averaged, lookups, error="must be writable to be trained")
+    last.flags.writeable = True
+    averaged.update_parameters()
+    assert [average.count for average in averaged._averages().values()] == [3, 3]
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_an_update_that_fails_for_one_parameter_changes_no_average(by_kernels, monkeypatch):
+    for module in (missed_steps, row_average_module):
+        monkeypatch.setattr(module, "MAX_STEPS", 4)
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", CHOICES[by_kernels])
+    torch.manual_seed(0)
+    tables = [TorchEmbedding(9, 3, sparse=True) for _ in range(2)]
+    head = torch.nn.Linear(3, 2)
+    model = torch.nn.ModuleList([*tables, head])
+    optimizer = TorchRowAdamW(model, lr=0.1, weight_decay=0.3)
+    averaged = TorchAveragedRows(optimizer, decay=0.8)
+    for step in range(2):
+        optimizer.zero_grad()
+        ids = torch.tensor([step, 2])
+        sum(head(table(ids)).square().sum() for table in tables).backward()  # pyright: ignore
+        optimizer.step()
+        averaged.update_parameters()
+    last = tables[1].weight
+    lookups = [
+        lambda weight=table.weight: averaged.lookup(weight, torch.arange(9))
+        for table in tables
+    ]
+    lookups += [lambda p=p: averaged._tensor(p).clone() for p in head.parameters()]
+    before = [lookup() for lookup in lookups]
+    # The memory of the last table is freed, as FSDP does. Every row has to catch up.
+    with without_catch_up():
+        memory, size = last.data.clone(), last.untyped_storage().nbytes()
+        last.untyped_storage().resize_(0)
+    check_failed_update(averaged, lookups[:1] + lookups[2:], error="must have its memory")
+    with without_catch_up():
+        last.untyped_storage().resize_(size)
+        last.data.copy_(memory)
+    # Another shape of the last parameter.
+    bias, head.bias.data = head.bias.data, torch.zeros(5)
+    error = r"a parameter must keep the shape \(2,\) of its average, got \(5,\)"
+    check_failed_update(averaged, lookups, error=error)
+    head.bias.data = bias
+    for lookup, want in zip(lookups, before, strict=True):
+        torch.testing.assert_close(lookup(), want)
+    averaged.update_parameters()
+    assert [averaged._of(p).count for p in model.parameters()] == [3] * 4

@@ -66,9 +66,14 @@ class AveragedRows:
         return max((average.count for average in self._averages().values()), default=0)
 
     def update_parameters(self) -> None:
-        """Update the averages with the current weights; call after ``optimizer.step``."""
+        """Update the averages with the current weights; call after ``optimizer.step``.
+
+        An error changes no average. Ctrl-C is raised when all averages are updated.
+        """
         decay, averages = check_decay(self.decay), self._averages()
         refuse_swapped(averages.values(), CHANGED)
+        for name in averages:
+            self._state(name).make_room()
         with held_interrupts():
             for name, average in averages.items():
                 self._state(name).update_average(average, decay if average.count else 0.0)

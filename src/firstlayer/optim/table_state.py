@@ -69,19 +69,28 @@ class TableState(StaleTable):
             if self.is_caught_up:
                 self._restart(options)
 
+    def make_room(self) -> None:
+        """Catch every row up if no further event can be recorded.
+
+        Raises if :meth:`update_average` cannot follow.
+        """
+        with held_interrupts(), self.lock:
+            # Raises if the table is on disk and its store is closed.
+            self._before_write(np.zeros(0, np.int64))
+            if self.missed.is_full:
+                self.catch_up()
+
     def update_average(self, average: RowAverage, decay: float) -> None:
         """Record an update of an average; rows apply it when they are next written.
+
+        The caller has called :meth:`make_room` and holds interrupts back.
 
         Args:
             average: Average of this table.
             decay: The average becomes ``decay`` times itself plus ``1 − decay`` times the
                 weights.
         """
-        with held_interrupts(), self.lock:
-            # Raises if the table is on disk and its store is closed.
-            self._before_write(np.zeros(0, np.int64))
-            if self.missed.is_full:
-                self._catch_up(self._checked(self.table()), None)
+        with self.lock:
             self._record_average(average, decay)
             average.count += 1
 

@@ -71,20 +71,23 @@ class AveragedRows:
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Update the averages with the current weights; call after ``optimizer.step``."""
+        """Update the averages with the current weights; call after ``optimizer.step``.
+
+        An error changes no average. Ctrl-C is raised when all averages are updated.
+        """
         averages = [self._of(parameter) for parameter in self._all()]
         with torch_errors():
             later_decay = check_decay(self.decay)
             refuse_swapped(averages, CHANGED)
+        for parameter in self._all():
+            self._make_room(parameter)
         with held_interrupts():
             for parameter, average in zip(self._all(), averages, strict=True):
                 state, decay = self._state(parameter), later_decay if average.count else 0.0
                 if state is not None:
                     state.update_average(average, decay)  # pyright: ignore
                 else:
-                    catch_up(parameter)
                     average = self._in_memory[parameter]
-                    average.move_to(parameter.device)
                     average.tensor.lerp_(parameter.to(average.tensor.dtype), 1 - decay)
                     average.count += 1
 
@@ -229,6 +232,21 @@ class AveragedRows:
                 return state.stored.open_average()
             self._in_memory[parameter] = TensorAverage(parameter)
         return self._in_memory[parameter]
+
+    def _make_room(self, parameter: Tensor) -> None:
+        """Prepare an update of a parameter's average, or raise if it cannot follow."""
+        state = self._state(parameter)
+        if state is not None:
+            state.make_room()
+            return
+        catch_up(parameter)
+        average = self._in_memory[parameter]
+        average.move_to(parameter.device)
+        if average.tensor.shape != parameter.shape:
+            raise ValueError(
+                f"a parameter must keep the shape {tuple(average.tensor.shape)} of its "
+                f"average, got {tuple(parameter.shape)}"
+            )
 
     def _tensor(self, parameter: Tensor) -> Tensor:
         """Return the average of a parameter, as of the event that each row is at."""

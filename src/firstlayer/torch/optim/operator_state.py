@@ -154,17 +154,25 @@ class OperatorState(StaleTensors):
             average.move_to(self.device)
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)
 
+    def make_room(self) -> None:
+        """Catch every row up if no further event can be recorded.
+
+        Raises if :meth:`update_average` cannot follow.
+        """
+        if self.missed.is_full:
+            self.catch_up()
+
     def update_average(self, average: TensorAverage, decay: float) -> None:
         """Record an update of an average; rows apply it when they are next written.
+
+        The caller has called :meth:`make_room` and holds interrupts back.
 
         Args:
             average: Average of this table.
             decay: The average becomes ``decay`` times itself plus ``1 − decay`` times the
                 weights.
         """
-        with held_interrupts(), self.lock, torch.no_grad():
-            if self.missed.is_full:
-                self.catch_up_tensors(self.row_tensors(), None)
+        with self.lock:
             self._record_average(average, decay)
             average.count += 1
             self.device_steps.is_current = False
