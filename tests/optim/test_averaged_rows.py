@@ -471,3 +471,108 @@ def test_an_update_that_fails_for_one_parameter_changes_no_average(by_kernels, m
         torch.testing.assert_close(lookup(), want)
     averaged.update_parameters()
     assert [averaged._of(p).count for p in model.parameters()] == [3] * 4
+
+
+KEPT = [(range(9), 3), (range(5), 0), ([7, 2, 5], 2)]
+
+
+def resized_mean(mean, kept, added):
+    """Return averages of kept rows, and the weights of new rows."""
+    return np.concatenate([mean[list(kept)], added])
+
+
+@pytest.mark.parametrize("kept, new_rows", KEPT)
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_averages_follow_rows_that_are_resized(kept, new_rows, mode, is_attached):
+    rng = np.random.default_rng(0)
+    layer = Embedding(9, 2, dtype="float64", rng=0)
+    optimizer = RowAdamW(layer, lr=0.1, weight_decay=0.3, mode=mode)
+    averaged, late = (AveragedRows(optimizer, decay=decay) for decay in (0.7, 0.4))
+    mean, late_mean = np.zeros((9, 2)), np.zeros((0, 2))
+
+    def step():
+        nonlocal mean
+        trained(layer, optimizer, rng, averaged)
+        decay = 0.7 if averaged.n_averaged > 1 else 0.0
+        mean = decay * mean + (1 - decay) * copy.deepcopy(layer).weight
+
+    for _ in range(8):
+        step()
+    if not is_attached:
+        # The state of the optimizer is new, and knows the average from its next update.
+        optimizer.load_state_dict(optimizer.state_dict())
+    added = rng.standard_normal((new_rows, 2))
+    layer.weight = np.concatenate([layer.weight[list(kept)], added])
+    optimizer.resize_rows("weight", kept, new_rows)
+    mean = resized_mean(mean, kept, added)
+    assert_close(averaged.average("weight"), mean, 1e-9)
+    late.update_parameters()
+    late_mean = layer.weight.copy()
+    for _ in range(8):
+        step()
+    assert_close(averaged.average("weight"), mean, 1e-9)
+    assert_close(late.average("weight"), late_mean, 1e-9)
+    averaged.load_state_dict(averaged.state_dict())
+    with averaged.swapped():
+        assert_close(layer.weight, mean, 1e-9)
+
+
+@pytest.mark.parametrize("kept, new_rows", KEPT)
+@pytest.mark.parametrize("kind", ["kernels", "operators", "dense"])
+def test_averages_follow_parameters_that_are_resized(kept, new_rows, kind, monkeypatch):
+    monkeypatch.setattr(row_optimizer, "trains_by_kernels", CHOICES[kind == "kernels"])
+    torch.manual_seed(0)
+    table = TorchEmbedding(9, 2, sparse=kind != "dense", dtype=torch.float64)
+    weight = table.weight
+    optimizer = TorchRowAdamW(table.parameters(), lr=0.1, weight_decay=0.3)
+    averaged = TorchAveragedRows(optimizer, decay=0.7)
+    mean = np.zeros((9, 2))
+
+    def step():
+        nonlocal mean
+        optimizer.zero_grad()
+        table(torch.randint(0, table.num_embeddings, (3,))).square().sum().backward()
+        optimizer.step()
+        averaged.update_parameters()
+        decay = 0.7 if averaged.n_averaged > 1 else 0.0
+        mean = decay * mean + (1 - decay) * copy.deepcopy(table).weight.detach().numpy()
+
+    for _ in range(8):
+        step()
+    added = torch.randn(new_rows, 2, dtype=torch.float64)
+    weight.grad = None
+    weight.data = torch.cat([weight.data[list(kept)], added])
+    table.num_embeddings = len(weight)
+    optimizer.resize_rows(weight, kept, new_rows)
+    mean = resized_mean(mean, kept, added)
+    assert_close(averaged.average(weight), mean, 1e-9)
+    for _ in range(8):
+        step()
+    assert_close(averaged.average(weight), mean, 1e-9)
+    with averaged.swapped():
+        assert_close(weight.detach(), mean, 1e-9)
+
+
+@pytest.mark.rejects
+def test_a_table_is_not_resized_while_averages_replace_its_weights():
+    layer, table = Embedding(5, 2, rng=0), TorchEmbedding(5, 2, sparse=True)
+    optimizer, theirs = RowAdamW(layer), TorchRowAdamW(table)
+    table(torch.tensor([1])).sum().backward()
+    theirs.step()
+    averages = AveragedRows(optimizer), TorchAveragedRows(theirs)
+    for each, averaged in zip((layer, table), averages, strict=True):
+        before = each(np.arange(5) if each is layer else torch.arange(5))
+        averaged.update_parameters()
+        with averaged.swapped():
+            message = "a table must not be resized while averages replace the weights"
+            with pytest.raises(ValueError, match=message):
+                each.resize(7)
+        after = each(np.arange(5) if each is layer else torch.arange(5))
+        assert (before == after).all()
+        changes = each.resize(7)
+        assert changes.added == range(5, 7)
+    optimizer.resize_rows("weight", range(5), 2)
+    theirs.resize_rows(table.weight, range(5), 2)
+    assert averages[0].average("weight").shape == (7, 2)
+    assert averages[1].average(table.weight).shape == (7, 2)

@@ -333,6 +333,8 @@ class Embedding(Module):
             (range(0, 3), range(3, 5), (5, 2))
         """
         refuse_copy(self.store)
+        if self.optimizer_state is not None:
+            self.optimizer_state.check_resize()
         self.weight, changes = resize_table(
             self.weight, num_embeddings, init=init, rng=rng, padding_idx=self.padding_idx
         )

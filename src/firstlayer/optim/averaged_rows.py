@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 
 from .._check import integers, number
 from .._interrupts import held_interrupts
@@ -28,7 +28,8 @@ class AveragedRows:
     ``torch.optim.swa_utils.AveragedModel``. Averages take the memory of the parameters, in
     float32 for half precision. The average of a table that is trained on disk is a file of
     its store, and returns to the last commit with the table. A table on disk has one
-    average, which continues when the store is opened again.
+    average, which continues when the store is opened again. The averages of a resized table
+    follow with ``optimizer.resize_rows``; those of new rows start from their weights.
 
     Args:
         optimizer: Optimizer whose parameters are averaged.
@@ -59,6 +60,7 @@ class AveragedRows:
                 self._in_memory[name] = RowAverage(np.zeros(state.shape, state.dtype))
             else:
                 state.stored.open_average()
+        optimizer.averages.add(self)
 
     @property
     def n_averaged(self) -> int:
@@ -172,6 +174,16 @@ class AveragedRows:
                 self._state(name).catch_up()
                 average.values[...] = np.reshape(state[name], average.values.shape)
                 average.count = count
+
+    def _resize_rows(self, name: str, kept: Int64[np.ndarray, " kept"]) -> None:
+        """Follow a table whose rows have changed; ``optimizer.resize_rows`` calls this.
+
+        Args:
+            name: Name of the table.
+            kept: For each of the first rows of the table, its number before. Averages of
+                the rows after these start from their weights.
+        """
+        self._in_memory[name].resize_rows(kept, self._state(name).table())
 
     def _averages(self) -> dict[str, RowAverage]:
         """Return the average of each parameter.

@@ -49,6 +49,18 @@ class RowAverage:
         """Average of each row as of the event that the row is at."""
         return self._values
 
+    def resize_rows(self, kept: np.ndarray, table: np.ndarray) -> None:
+        """Follow a table whose rows were selected, reordered or added.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            table: The table. Averages of the rows after ``kept`` start from their weights.
+        """
+        values = np.empty(table.shape, self._values.dtype)
+        values[: kept.size] = self._values[kept]
+        values[kept.size :] = table[kept.size :]
+        self._values = values
+
     def start(self, missed: MissedSteps) -> None:
         """Begin at the last recorded event, with no update missed by any row."""
         if len(self._coefficients) != len(missed.all_coefficients):

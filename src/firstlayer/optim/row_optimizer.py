@@ -87,6 +87,8 @@ class RowOptimizer:
             check_rounding(value.dtype.name for value in self._parameters.values())
         #: State of each parameter, by name.
         self.table_states = {name: self._new_table_state(name) for name in self._parameters}
+        #: Averages of the parameters (:class:`firstlayer.optim.AveragedRows`).
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()
         self._attach()
 
     @property
@@ -152,8 +154,8 @@ class RowOptimizer:
         """Make the state of a table follow a change of its rows.
 
         Call it after the table was resized, pruned or reordered, as by ``layer.resize``.
-        Kept rows keep their state and the steps they have missed; new rows start with the
-        initial state, like the rows of a new table.
+        Kept rows keep their state, their averages and the steps they have missed; new rows
+        start with the initial state, like the rows of a new table.
 
         Args:
             name: Name of the table among the layer's parameters.
@@ -182,8 +184,11 @@ class RowOptimizer:
         if not all_in_range(kept, state.shape[0]):
             bound = "the number of rows before"
             raise out_of_range(kept, state.shape[0], name="kept_ids", bound=bound)
-        state.resize_rows(kept, num_rows, self.options)
-        self._parameters[name] = owner.stored_weight
+        with held_interrupts():
+            state.resize_rows(kept, num_rows, self.options)
+            self._parameters[name] = owner.stored_weight
+            for averaged in self.averages:
+                averaged._resize_rows(name, kept)
 
     def reset_rows(self, name: str, rows: Any) -> None:
         """Give rows of a table the state of new rows.

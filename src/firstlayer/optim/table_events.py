@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 from .missed_steps import MissedSteps
+from .row_average import refuse_swapped
 
 
 class TableEvents:
@@ -68,6 +69,10 @@ class TableEvents:
             if average not in self.averages:
                 average.start(self.missed)
                 self.averages.add(average)
+
+    def check_resize(self) -> None:
+        """Raise an error unless the rows of the table may be selected or added."""
+        refuse_swapped(self.averages, "a table must not be resized")
 
     def _start_averages(self) -> None:
         for average in self.averages:

@@ -138,7 +138,8 @@ class TableState(StaleTable):
     ) -> None:
         """Follow a table whose rows were selected, reordered or added.
 
-        Kept rows keep their state and the steps they have missed.
+        Kept rows keep their state and the steps they have missed. The caller resizes the
+        averages.
 
         Args:
             kept: For each of the first rows of the table, its number before.
@@ -147,8 +148,7 @@ class TableState(StaleTable):
         """
         if self.stored is not None:
             raise TypeError("the rows of a table on disk cannot be resized or reordered")
-        if self.averages:
-            raise ValueError("a table must not be resized while AveragedRows averages it")
+        self.check_resize()
         with held_interrupts(), self.lock:
             initial = self.rule.initial_state(options)
             self.state = {

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...optim.rule import Options, Rule
 from ...optim.stored_state import resumed_state
 from ...stores.training import TrainingStore
+from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of, tensor_of
 from ..optim.parameter_state import ParameterState
 from ..optim.stored import store_of
@@ -83,10 +84,14 @@ def before_write(weight: Any, rows: Tensor | int | None = None) -> None:
 
 
 def refuse_resize(weight: Any) -> None:
-    """Raise TypeError if a table is on disk."""
+    """Raise an error if a table is on disk, or if averages replace its weights."""
     store = store_of(weight)
     if store is not None:
         raise _refusal(store, "resized")
+    state = vars(weight).get("table_state")
+    if state is not None:
+        with torch_errors():
+            state.check_resize()
 
 
 def is_left_in_place(weight: Any, fn: Callable[[Tensor], Tensor]) -> bool:

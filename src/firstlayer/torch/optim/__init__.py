@@ -76,7 +76,7 @@ rows and takes a step of one table in code compiled with ``fullgraph=True``.
 
 **Resized tables.** Call :meth:`RowOptimizer.resize_rows` after ``layer.resize``, or after
 rows were pruned or reordered, and :meth:`RowOptimizer.reset_rows` after rows were given new
-values that belong to something else.
+values that belong to something else. State and averages follow.
 
 **Limits.** Tables have any float dtype; the state of a half-precision table is float32.
 Saving brings every row up to date, which rounds stale rows once more: two runs are bitwise

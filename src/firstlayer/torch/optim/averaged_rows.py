@@ -14,6 +14,7 @@ from ...optim.row_average import RowAverage, refuse_swapped
 from ...optim.saved_state import checked_step
 from .._tensors.errors import check_ids, torch_errors
 from .._tensors.memory import array_of, tensor_of
+from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard_tensor import check_whole_table
 from .new_state import State
 from .operator_state import OperatorState
@@ -33,7 +34,8 @@ class AveragedRows:
     the parameters, in float32 for half precision, on the device of each parameter. The
     average of a table that is trained on disk is a file of its store, and returns to the
     last commit with the table. A table on disk has one average, which continues when the
-    store is opened again.
+    store is opened again. The averages of a resized table follow with
+    ``optimizer.resize_rows``; those of new rows start from their weights.
 
     Args:
         optimizer: Optimizer whose parameters are averaged, tables and others.
@@ -63,6 +65,7 @@ class AveragedRows:
         self._in_memory: dict[Tensor, TensorAverage] = {}
         for parameter in self._all():
             self._of(parameter)
+        optimizer.averages.add(self)
 
     @property
     def n_averaged(self) -> int:
@@ -211,6 +214,19 @@ class AveragedRows:
                     state.catch_up()
                 average.tensor.copy_(values)
                 average.count = count
+
+    def _resize_rows(self, parameter: Tensor, kept: Tensor) -> None:
+        """Follow a table whose rows have changed; ``optimizer.resize_rows`` calls this.
+
+        Args:
+            parameter: Table.
+            kept: For each of the first rows of the table, its number before. Averages of
+                the rows after these start from their weights.
+        """
+        average = self._in_memory.get(parameter)
+        if average is not None:
+            with torch.no_grad(), without_catch_up():
+                average.resize_rows(kept, parameter.detach())
 
     def _all(self) -> list[Tensor]:
         """Return the parameters of the optimizer, in order."""

@@ -100,13 +100,14 @@ class OperatorState(StaleTensors):
     def resize_rows(self, kept: Tensor, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added.
 
+        The caller resizes the averages.
+
         Args:
             kept: For each of the first rows of the table, its number before.
             num_rows: Number of rows of the table, the rows after ``kept`` being new.
             options: Options of the rule, for the state of new rows.
         """
-        if self.averages:
-            raise ValueError("a table must not be resized while AveragedRows averages it")
+        self.check_resize()
         with held_interrupts(), self.lock, torch.no_grad():
             self.write_deferred()
             kept, initial = kept.to(self.device), self.rule.initial_state(options)

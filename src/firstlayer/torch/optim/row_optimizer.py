@@ -8,6 +8,7 @@ shapes, and saving it brings every row up to date, so checkpoints are interchang
 those of torch's optimizer.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter
 from typing import Any, ClassVar
@@ -109,6 +110,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._background = bool(background)
         self._table_states: dict[Tensor, State] = {}
         self._row_steps: dict[Tensor, RowStep] = {}
+        #: Averages of the parameters (:class:`firstlayer.torch.optim.AveragedRows`).
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()
         parameters = params.parameters() if isinstance(params, nn.Module) else params
         own = {"mode": mode, "stochastic_rounding": stochastic_rounding}
         super().__init__(parameters, {**self._dense.defaults, **own})
@@ -337,8 +340,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Make the state of a table follow a change of its rows.
 
         Call it after the table was resized, pruned or reordered, as by ``layer.resize``.
-        Kept rows keep their state and the steps they have missed; new rows start with the
-        initial state, like the rows of a new table.
+        Kept rows keep their state, their averages and the steps they have missed; new rows
+        start with the initial state, like the rows of a new table.
 
         Args:
             parameter: Table, with ``len(kept_ids) + new_rows`` rows.
@@ -382,6 +385,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 for name, x in arrays.items():
                     value = initial.get(name, 0.0)
                     saved[name] = resized_rows(x, kept.to(x.device), num_rows, value)
+            for averaged in self.averages:
+                averaged._resize_rows(parameter, kept)
         if parameter in self._row_steps:
             self.row_step(parameter)
 
@@ -443,8 +448,10 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._background = vars(self).get("_background", False)
         self._table_states = {}
-        # A copy has no compiled steps; an optimizer that loads a state keeps its own.
+        # A copy has no compiled steps and no averages; an optimizer that loads a state
+        # keeps its own.
         self._row_steps = vars(self).get("_row_steps", {})
+        self.averages = vars(self).get("averages", weakref.WeakSet())
 
     def _new_rule(self, options: dict[str, Any]) -> Rule:
         mode = one_of("mode", options["mode"], MODES)

@@ -59,6 +59,17 @@ class TensorAverage(RowAverage):
         if self.tensor.device != device:
             self.tensor, self._columns = self.tensor.to(device), None
 
+    def resize_rows(self, kept: Tensor, table: Tensor) -> None:  # pyright: ignore
+        """Follow a table whose rows were selected, reordered or added.
+
+        Args:
+            kept: For each of the first rows of the table, its number before.
+            table: The table. Averages of the rows after ``kept`` start from their weights.
+        """
+        old = self.tensor.index_select(0, kept.to(self.tensor.device))
+        new = table[kept.numel() :].to(self.tensor)
+        self.tensor = torch.cat([old, new])
+
     def caught_up(
         self,
         average: Tensor,
