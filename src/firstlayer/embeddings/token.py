@@ -75,10 +75,14 @@ def table_sizes(
     if weight is None:
         name = "num_embeddings" if num_embeddings is None else "embedding_dim"
         raise TypeError(f"{name} must be an integer if no weight is given, got None")
-    shape = tuple(np.shape(weight))
+    try:
+        shape = tuple(np.shape(weight))
+    except ValueError:
+        raise ValueError("weight must have rows of one length, got several") from None
     if len(shape) != 2:
         raise ValueError(
-            f"weight must have shape (num_embeddings, embedding_dim), got {shape}"
+            "weight must have shape (num_embeddings, embedding_dim), "
+            f"got {shape or type(weight).__name__}"
         )
     return (
         shape[0] if num_embeddings is None else num_embeddings,

@@ -26,7 +26,7 @@ from ..stores.quantize import (
     quantized_store,
     weight_error,
 )
-from ..stores.row_store import RowStore
+from ..stores.row_store import RowStore, check_store
 from ._bags import checked_offsets, checked_weights
 from ._ids import IdsArgument, host_values, ids_argument, traced_integers
 from ._lookup import LookupOptions, compiled_look_up, limit_norm
@@ -363,6 +363,7 @@ def stored_layer(layer_class: Any, store: RowStore, **options: Any) -> Any:
         store: The table.
         options: Arguments of the layer, and the ``dtype`` of its output.
     """
+    check_store(store)
     dtype = options.pop("dtype", None)
     name = store.dtype.name if dtype is None else float_dtype(dtype).name
     rows = HostRows(store.format.name, name, store)

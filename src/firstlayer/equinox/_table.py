@@ -106,6 +106,8 @@ class TableModule(Module):
             from ..vector_files.reading import read_rows
 
             embeddings = read_rows(embeddings)
+        if embeddings is None:
+            raise TypeError("embeddings must be an array or a path, got None")
         return cls(weight=embeddings, **options)  # pyright: ignore[reportCallIssue]
 
     def logits(

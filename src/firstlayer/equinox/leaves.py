@@ -40,6 +40,9 @@ def load_leaves(path: str | Path | BinaryIO, like: PyTree) -> PyTree:
             return eqx.default_deserialise_filter_spec
         return partial(_read_table, padding_idx=padding_idx)
 
+    if not isinstance(path, str | Path) and not hasattr(path, "read"):
+        name = type(path).__name__
+        raise TypeError(f"path must be a path or an open binary file, got {name}")
     readers = jax.tree.map(reader, like, is_leaf=_is_table)
     return eqx.tree_deserialise_leaves(path, like, filter_spec=readers)
 

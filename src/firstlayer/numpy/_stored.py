@@ -19,7 +19,7 @@ from ..stores.quantize import (
     quantized_store,
     weight_error,
 )
-from ..stores.row_store import RowStore
+from ..stores.row_store import RowStore, check_store
 from ._bias import gradient_like
 from ._module import upcast
 from .bag import EmbeddingBag
@@ -280,5 +280,6 @@ def stored_layer(layer_class: Any, store: RowStore, **options: Any) -> Any:
         store: The table.
         options: Arguments of the layer.
     """
+    check_store(store)
     is_bag = issubclass(layer_class, EmbeddingBag)
     return (StoredEmbeddingBag if is_bag else StoredEmbedding)(store, **options)

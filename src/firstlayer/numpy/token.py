@@ -159,6 +159,8 @@ class Embedding(Module):
             from ..vector_files.reading import read_rows
 
             embeddings = read_rows(embeddings)
+        if embeddings is None:
+            raise TypeError("embeddings must be an array or a path, got None")
         return cls(weight=embeddings, **options)
 
     @property

@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
+def check_store(store: Any) -> None:
+    """Raise TypeError unless ``store`` is a :class:`RowStore`.
+
+    Example:
+        >>> check_store(np.ones((2, 2)))
+        Traceback (most recent call last):
+        ...
+        TypeError: store must be a RowStore, got ndarray; call MemoryStore or open_store
+    """
+    if not isinstance(store, RowStore):
+        name = type(store).__name__
+        raise TypeError(
+            f"store must be a RowStore, got {name}; call MemoryStore or open_store"
+        )
+
+
 class RowStore:
     """A table of vectors that is read by rows: in memory, in shared memory or in a file.
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..files.hf import has_grid_positions, phases_from_hf, rope_layer_types
 from ._positions.by_length import phases_of
 from ._replaced import Replaced
+from ._tensors.errors import check_module
 from .rotary import RotaryPositions
 
 # The layouts in which models expect the values of pairs.
@@ -227,6 +228,7 @@ def replace_rotary(model: nn.Module, *, spread: str | None = None) -> Replaced:
         (Replaced(['0'], left={}), 'HFRotary')
     """
     missing = "model must have rotary modules with inv_freq, got none"
+    check_module("model", model)
     replaced = replace_rotary_modules(rotary_places(model), spread=spread)
     return replaced.check(model, RotaryModule, missing)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ._conversion import reason_to_leave, to_ours
 from ._replaced import Replaced
+from ._tensors.errors import check_module
 from .token import Embedding
 
 
@@ -48,6 +49,7 @@ def replace_embeddings(model: nn.Module, *, sparse: bool | None = None) -> Repla
         ...
         firstlayer.torch._tensors.errors.OutOfRange: ids[0] is 5, but num_embeddings is 5
     """
+    check_module("model", model)
     token_table = None if sparse is None else _token_table(model, sparse)
     replaced = replace_tables(model)
     replaced.check(model, Embedding, "model must have an nn.Embedding, got none")

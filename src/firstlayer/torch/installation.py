@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from ._conversion import OURS, to_ours, to_theirs
-from ._tensors.errors import WrongValue
+from ._tensors.errors import WrongValue, check_module
 
 # Attribute of the constructors that build our layers.
 _MARK = "builds_firstlayer"
@@ -95,6 +95,7 @@ def to_torch(model: Model) -> Model:
         >>> type(model[0]) is nn.Embedding
         True
     """
+    check_module("model", model)
     for layer in model.modules():
         to_theirs(layer)
     return model

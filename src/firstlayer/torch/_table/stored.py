@@ -25,7 +25,7 @@ from ...stores.quantize import (
     quantized_store,
     weight_error,
 )
-from ...stores.row_store import RowStore
+from ...stores.row_store import RowStore, check_store
 from .._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name
 from .._tensors.errors import WrongType, WrongValue, check_tensor, torch_errors
 from .._tensors.memory import (
@@ -391,6 +391,8 @@ def stored_layer(layer_class: Any, store: RowStore, **options: Any) -> Any:
         store: The table.
         options: Arguments of the layer.
     """
+    with torch_errors():
+        check_store(store)
     is_bag = issubclass(layer_class, EmbeddingBag)
     return (StoredEmbeddingBag if is_bag else StoredEmbedding)(store, **options)
 

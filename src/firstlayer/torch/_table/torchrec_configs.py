@@ -8,6 +8,9 @@ from torch import Tensor
 from ...embeddings.table_group import Table
 from .._tensors.errors import WrongType, WrongValue, torch_errors
 
+#: Attributes of a config that are read.
+CONFIG = "name", "num_embeddings", "embedding_dim", "feature_names", "data_type", "init_fn"
+
 
 def configs_of(collection: Any) -> tuple[list[Any], dict[str, Tensor] | None]:
     """Return the configs of a collection of TorchRec, and its tables if it has any."""
@@ -24,6 +27,14 @@ def configs_of(collection: Any) -> tuple[list[Any], dict[str, Tensor] | None]:
             "tables must be a collection of TorchRec or a list of its configs, "
             f"got {type(collection).__name__}"
         )
+    for number, config in enumerate(collection):
+        if not all(hasattr(config, name) for name in CONFIG):
+            raise WrongType(
+                f"tables[{number}] must be a config of TorchRec, "
+                f"got {type(config).__name__}"
+            )
+    if not collection:
+        raise WrongValue("tables must have at least one config, got none")
     return list(collection), None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..._check import all_in_range, out_of_range
@@ -46,6 +46,17 @@ def torch_errors() -> Generator[None, None, None]:
         raise WrongType(*error.args) from None
     except ValueError as error:
         raise WrongValue(*error.args) from None
+
+
+def check_module(name: str, value: Any) -> None:
+    """Raise WrongType unless ``value`` is a module.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+    """
+    if not isinstance(value, nn.Module):
+        raise WrongType(f"{name} must be a torch.nn.Module, got {type(value).__name__}")
 
 
 def reject_torchrec(ids: Any, advice: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._tensors.errors import WrongType, WrongValue
+from .._tensors.errors import WrongType, WrongValue, check_module
 from ..bag import EmbeddingBag
 from ..token import Embedding
 
@@ -65,11 +65,18 @@ def copy_to_torchrec(
         collection: ``EmbeddingBagCollection`` or ``EmbeddingCollection``, or what
             ``DistributedModelParallel`` made of it.
     """
-    state = {key.split(".")[-2]: value for key, value in collection.state_dict().items()}
+    check_module("collection", collection)
+    if not isinstance(layers, nn.ModuleDict | Mapping):
+        raise WrongType(
+            f"layers must be a ModuleDict or a mapping, got {type(layers).__name__}"
+        )
+    state = {key.split(".")[-2:][0]: x for key, x in collection.state_dict().items()}
     if state.keys() != dict(layers).keys():
         raise WrongValue(
             f"layers must have the tables {sorted(state)}, got {sorted(dict(layers))}"
         )
+    for name, layer in layers.items():
+        check_module(f"layers[{name!r}]", layer)
     for name, layer in layers.items():
         whole: Any = layer.state_dict()["weight"]
         whole = whole.full_tensor() if hasattr(whole, "device_mesh") else whole
