@@ -75,7 +75,72 @@ def test_tables_are_the_matrices_with_a_known_name(tmp_path):
     names = [table.name for table in checkpoint.tables()]
     assert names == ["model.embed_tokens.weight", "wte.weight"]
     assert checkpoint.token_table().name == names[0]
-    assert role_of("embeddings.position_embeddings.weight") == "position"
+
+
+NAMES = {
+    "token": [
+        "emb.weight",
+        "embed.weight",
+        "embeddings",
+        "embedding.weight",
+        "embeddings.weight",
+        "model.embed.weight",
+        "model.embed_tokens.weight",
+        "tok_embeddings.weight",
+        "tok_emb.weight",
+        "tokens_embed.weight",
+        "token_embd.weight",
+        "word_embedding.weight",
+        "0.auto_model.embeddings.word_embeddings.weight",
+        "backbone.embeddings.weight",
+        "transformer.wte.weight",
+        "gpt_neox.embed_in.weight",
+        "model.shared.weight",
+        "token.weight",
+        "token_emb.emb.weight",
+        "text_model.embeddings.token_embedding.weight",
+        "vocab_embed.weight",
+    ],
+    "position": [
+        "embeddings.position_embeddings.weight",
+        "transformer.wpe.weight",
+        "model.decoder.embed_positions.weight",
+        "positions_embed.weight",
+        "positional_embedding",
+        "pos_embed",
+        "pos_emb.emb.weight",
+        "position.weight",
+    ],
+    "segment": ["embeddings.token_type_embeddings.weight", "segment.weight"],
+    "head": ["lm_head.weight", "gpt_neox.embed_out.weight", "output.weight"],
+    "bias": ["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"],
+    None: [
+        "weight",
+        "layer_norm.weight",
+        "embeddings.LayerNorm.weight",
+        "word_embeddings_layernorm.weight",
+        "embed_layer_norm.weight",
+        "embeddings.patch_embeddings.projection.weight",
+        "embeddings.patch_embedding.weight",
+        "class_embedding",
+        "time_embedding.emb.weight",
+        "query_embed.weight",
+        "rotary_emb.inv_freq",
+        "encoder.embedding_hidden_mapping_in.weight",
+        "relative_position_embeddings.weight",
+        "layers.3.attention.output.weight",
+        "lm_head.bias",
+        "embedding.bias",
+        "wte.weight_scale",
+        "output",
+        "member.weight",
+    ],
+}
+
+
+def test_names_of_tensors_imply_their_roles():
+    names = {name: role for role, names in NAMES.items() for name in names}
+    assert {name: role_of(name) for name in names} == names
 
 
 @pytest.mark.rejects

@@ -16,7 +16,6 @@ import io
 import json
 import math
 import os
-import re
 import reprlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -58,20 +57,26 @@ DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 
-#: Name suffixes of embedding tables in common checkpoints, by the role of the table.
-ROLE_PATTERNS = {
-    "token": (
-        r"wte\.weight|word_embeddings\.weight|embed_tokens\.weight|tok_embeddings\.weight"
-        r"|shared\.weight|embed_in\.weight|token_embedding\.weight|token\.weight"
-        r"|embeddings|embedding\.weight|token_embd\.weight"
-    ),
-    "position": (
-        r"wpe\.weight|position_embeddings?\.weight|embed_positions\.weight"
-        r"|position\.weight|positional_embedding"
-    ),
-    "segment": r"token_type_embeddings\.weight|segment\.weight",
-    "head": r"lm_head\.weight|embed_out\.weight|output\.weight",
-    "bias": r"relative_attention_bias\.weight",
+#: Words for an embedding in the name of a module, such as ``tok`` ``embeddings``.
+EMBEDDING_WORDS = {"emb", "embd", "embed", "embeds", "embedding", "embeddings"}
+#: Words that may be beside it, by the role of the table.
+ROLE_WORDS = {
+    "token": {"tok", "token", "tokens", "word", "words", "vocab", "in", "input"},
+    "position": {"pos", "position", "positions", "positional"},
+    "segment": {"segment", "segments", "token", "type"},
+    "head": {"out", "output"},
+}
+#: Modules whose names have no word for an embedding.
+ROLES = {
+    "wte": "token",
+    "shared": "token",
+    "token": "token",
+    "wpe": "position",
+    "position": "position",
+    "segment": "segment",
+    "lm_head": "head",
+    "output": "head",
+    "relative_attention_bias": "bias",
 }
 
 
@@ -99,7 +104,7 @@ class StoredTensor:
 
     @property
     def role(self) -> str | None:
-        """Role as an embedding table, a key of :data:`ROLE_PATTERNS`, or None."""
+        """Role as an embedding table, as of :func:`role_of`, or None."""
         # Matrices of int8 are quantized tables; other integers are ids.
         is_number = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
         # An empty table may declare any number of rows.
@@ -180,16 +185,38 @@ class Checkpoint:
 
 
 def role_of(name: str) -> str | None:
-    """Return the role that a tensor's name implies, or None.
+    """Return the role that a tensor's name implies, or None if it is not a table's.
+
+    The module of the weight decides: one of :data:`ROLES`, or an embedding whose other
+    words all belong to one role. An embedding without other words, as in
+    ``pos_emb.emb.weight``, has the role of the embedding around it, or else is a token
+    table. Heads inside of numbered layers are other projections.
 
     Example:
-        >>> role_of("transformer.wte.weight"), role_of("h.0.attn.weight")
-        ('token', None)
+        >>> role_of("transformer.wte.weight"), role_of("model.embed_positions.weight")
+        ('token', 'position')
+        >>> role_of("h.0.attn.weight"), role_of("embeddings.patch_embedding.weight")
+        (None, None)
     """
-    for role, pattern in ROLE_PATTERNS.items():
-        if re.search(rf"(^|\.)({pattern})$", name):
-            return role
-    return None
+    modules = name.removesuffix(".weight").split(".")
+    role = _role_of_embedding(modules)
+    if role is None and name.endswith(".weight"):
+        role = ROLES.get(modules[-1])
+    if role == "head" and any(module.isdigit() for module in modules):
+        return None
+    return role
+
+
+def _role_of_embedding(modules: list[str]) -> str | None:
+    """Return the role of a module by the words of its name, or None."""
+    words = set(modules[-1].split("_")) if modules else set()
+    others = words - EMBEDDING_WORDS
+    if others == words:
+        return None
+    if not others:
+        parent = set(modules[-2].split("_")) if len(modules) > 1 else set()
+        return _role_of_embedding(modules[:-1]) if parent & EMBEDDING_WORDS else "token"
+    return next((role for role in ROLE_WORDS if others <= ROLE_WORDS[role]), None)
 
 
 def open_checkpoint(
