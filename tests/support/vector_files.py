@@ -108,8 +108,10 @@ def gguf_vocabulary(rows: np.ndarray, words: list[str]) -> bytes:
 def write_all(folder: Path) -> dict[str, Path]:
     """Write one file of each format with :func:`table`; return them by format.
 
-    Files of gensim and torch are written by those libraries.
+    Files of gensim, torch and pyarrow are written by those libraries.
     """
+    import pyarrow
+    import pyarrow.parquet
     import torch
     from gensim.models import KeyedVectors
     from safetensors.numpy import save_file
@@ -149,7 +151,10 @@ def write_all(folder: Path) -> dict[str, Path]:
     kv.add_vectors(WORDS, rows)
     kv.save(str(folder / "a.kv"))
     kv.save(str(folder / "side.kv"), sep_limit=1)
+    columns = {"word": WORDS, "vector": list(rows)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
     found |= {
+        "parquet": folder / "a.parquet",
         "npy": folder / "a.npy",
         "npz": folder / "a.npz",
         "tsv": folder / "v.tsv",

@@ -24,6 +24,7 @@ NAMES = {
     "glove": "glove.txt",
     "tsv": "a.tsv",
     "npy": "b.npy",
+    "parquet": "a.parquet",
 }
 
 
@@ -158,6 +159,9 @@ def test_convert_refuses_before_anything_is_written(tmp_path, monkeypatch):
     message = error_message("convert", path, tmp_path / "a.parquet")
     assert message == "writing .parquet needs pyarrow: pip install 'firstlayer[parquet]'"
     assert not (tmp_path / "a.parquet").exists()
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    message = error_message("neighbors", tmp_path / "b.parquet", "a")
+    assert message == "reading .parquet needs pyarrow: pip install 'firstlayer[parquet]'"
 
 
 def test_what_is_left_out_is_said(tmp_path):

@@ -30,9 +30,9 @@ def command(
 
     TABLE is a folder with a table and a tokenizer (written by firstlayer train, model2vec
     or transformers), or a safetensors, PyTorch, GGUF, gensim, fastText, word2vec, GloVe,
-    TSV, .npy or .npz file; text may be compressed (.gz). Words joined by + or - form one
-    query, and so does a quoted phrase. A word without a row of its own is the mean of its
-    pieces, which is noted.
+    TSV, .npy, .npz or .parquet file; text may be compressed (.gz). Words joined by + or -
+    form one query, and so does a quoted phrase. A word without a row of its own is the mean
+    of its pieces, which is noted.
     """
     from ..word_vectors.neighbors import neighbors, parse
     from ..word_vectors.vectors import open_vectors

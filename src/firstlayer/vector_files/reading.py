@@ -23,6 +23,8 @@ from .fasttext import MAGIC as FASTTEXT_MAGIC
 from .fasttext import read_fasttext
 from .folder import MODEL, PHRASES, read_config, read_one_save, read_subwords
 from .gensim import read_gensim
+from .parquet import MAGIC as PARQUET_MAGIC
+from .parquet import read_parquet
 from .table import VectorTable
 from .text import MAX_LINE_BYTES, counts_in, decoded, is_row, number_of, read_text
 from .vocabulary import (
@@ -43,8 +45,8 @@ GGUF_TOKENS = "tokenizer.ggml.tokens"
 #: Longest word in a binary file.
 MAX_WORD_BYTES = 1 << 16
 FORMATS = (
-    "safetensors, torch, GGUF, npy, npz, gensim, fastText, word2vec, GloVe, or TSV, with "
-    "or without gzip"
+    "safetensors, torch, GGUF, npy, npz, parquet, gensim, fastText, word2vec, GloVe, or "
+    "TSV, with or without gzip"
 )
 
 
@@ -54,8 +56,10 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
     Args:
         path: A folder with a safetensors or torch checkpoint and ``tokenizer.json``,
             ``vocab.txt``, or ``vocab.json`` and ``merges.txt``; one of these files; or a
-            GGUF, ``.npy``, ``.npz``, gensim, fastText, word2vec, GloVe or TSV file.
-        need_words: Whether a checkpoint or ``.npy`` file without words is an error.
+            GGUF, ``.npy``, ``.npz``, parquet, gensim, fastText, word2vec, GloVe or TSV
+            file.
+        need_words: Whether a checkpoint, ``.npy`` or parquet file without words is an
+            error.
     """
     place = Path(path)
     # A folder may be missing for a moment while it is replaced.
@@ -74,6 +78,8 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
         return _gguf(place)
     if begin.startswith(NPY_MAGIC):
         return read_npy(place, need_words=need_words)
+    if begin.startswith(PARQUET_MAGIC):
+        return read_parquet(place, need_words=need_words)
     if begin.startswith(FASTTEXT_MAGIC):
         return read_fasttext(place)
     if begin.startswith(ZIP_MAGIC) and is_npz(place):

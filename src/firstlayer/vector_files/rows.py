@@ -10,6 +10,7 @@ from ..files.checkpoint import CHUNK_BYTES, open_regular
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.npy import MAGIC as NPY_MAGIC
 from ..stores import FileStore, open_store
+from .parquet import MAGIC as PARQUET_MAGIC
 from .reading import ZIP_MAGIC, is_npz, read_vectors
 from .text import MAX_LINE_BYTES, counts_in, is_row
 
@@ -42,7 +43,7 @@ def is_checkpoint(path: Path) -> bool:
         return True
     with open_regular(path) as file:
         begin = file.read(16)
-    if begin[8:9] == b"{":
+    if begin[8:9] == b"{" and not begin.startswith(PARQUET_MAGIC):
         return True
     return begin.startswith(ZIP_MAGIC) and not is_npz(path)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..files.atomic import replacing
 from .folder import write_folder
+from .parquet import import_pyarrow
 from .table import VectorTable
 from .vocabulary import METADATA, VOCABULARY
 
@@ -292,14 +293,7 @@ def _write_parquet(
     table: VectorTable, path: str | os.PathLike[str], report: Report
 ) -> Written:
     """Write columns ``word`` and ``vector``."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "writing .parquet needs pyarrow: pip install 'firstlayer[parquet]'",
-            name="pyarrow",
-        ) from None
+    pa, parquet = import_pyarrow("writing")
     width = table.weight.shape[1]
     kept = np.arange(len(table.words))
     schema = pa.schema([("word", pa.string()), ("vector", pa.list_(pa.float32(), width))])

@@ -265,7 +265,8 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             and ``merges.txt``; its safetensors or PyTorch file; a file of gensim (``.kv``,
             ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
             GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
-            ``.npz``; or a text format with ``.gz``. The content tells the format. Nothing
+            ``.npz``; ``.parquet`` with columns ``word`` and ``vector``, if pyarrow is
+            installed; or a text format with ``.gz``. The content tells the format. Nothing
             in a file is run.
 
     Example:
