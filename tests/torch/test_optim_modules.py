@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from firstlayer.torch import (
     Embedding,
@@ -439,3 +445,35 @@ def test_rules_that_do_not_move_rows_without_gradient_need_no_hooks():
         for each, trained in ((optimizer, layer), (dense, twin)):
             train(trained, each, 20, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(layer.weight, twin.weight, atol=1e-6, rtol=0)
+
+
+STATES = {
+    "adamw": (RowAdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "tensor lr": (RowAdamW, {"lr": torch.tensor(0.05), "weight_decay": 0.1}),
+    "sgd": (RowSGD, {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1}),
+    "adagrad": (RowAdagrad, {"lr": 0.05, "initial_accumulator_value": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("layer_class", [Embedding, nn.Embedding])
+def test_states_of_distributed_checkpoints_continue_without_a_warning(name, layer_class):
+    """``set_optimizer_state_dict`` takes a step with dense gradients of zeros."""
+    make, options = STATES[name]
+    torch.manual_seed(0)
+    models = [nn.Sequential(layer_class(30, 3, sparse=True)) for _ in range(2)]
+    optimizers = [make(model, **copy.deepcopy(options)) for model in models]
+    generator = torch.Generator().manual_seed(1)
+    train(models[0], optimizers[0], 5, generator=generator)
+    saved: Any = copy.deepcopy((
+        get_model_state_dict(models[0]),
+        get_optimizer_state_dict(models[0], optimizers[0]),
+    ))
+    set_model_state_dict(models[1], saved[0])
+    set_optimizer_state_dict(models[1], optimizers[1], saved[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 5, generator=torch.Generator().manual_seed(2))
+    weights = [model.state_dict()["0.weight"] for model in models]
+    assert torch.equal(*weights)
+    for optimizer in optimizers:
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)

@@ -49,18 +49,22 @@ def _add_hooks(module: nn.Module) -> None:
         module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
-def warn_of_dense_gradient(parameter: Any, optimizer: str) -> None:
+def warn_of_dense_gradient(parameter: Any, optimizer: str, lr: float | Tensor) -> None:
     """Warn, once for each table, that a table with ``sparse=True`` has a dense gradient.
 
     Args:
         parameter: Parameter with a dense gradient, which may be a table or not.
         optimizer: Name of the row optimizer.
+        lr: Learning rate of the step.
     """
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     marks = [hook for hook in hooks if getattr(hook, "expects_sparse", False)]
     if is_row_tensor(parameter):
         marks.append(parameter.table_state)
     if not marks or any(mark.has_warned for mark in marks):
+        return
+    if not lr:
+        # torch.distributed.checkpoint creates states by a step with gradients of zeros.
         return
     for mark in marks:
         mark.has_warned = True

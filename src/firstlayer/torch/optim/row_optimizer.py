@@ -217,7 +217,8 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"parameter, got {tuple(grad.shape)}"
                     )
                 if not grad.is_sparse:
-                    warn_of_dense_gradient(parameter, type(self).__name__)
+                    name = type(self).__name__
+                    warn_of_dense_gradient(parameter, name, group["lr"])
                 is_table = grad.is_sparse or store_of(parameter) is not None
                 if parameter in self._table_states or is_table:
                     state = self._table_state(parameter, group)
