@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime.compile import inlined, internal, prefetch_row
-from .workspace import CLASSES
+from .workspace import CLASS_BITS, CLASSES
 
 #: Bits of a random draw, and of its prefix used as an index into the guide table.
 BITS, GUIDE_BITS = 32, 16
@@ -137,14 +137,14 @@ def _sort_slots(copies, part):
     """Sort the slots of a part by the class of their word."""
     starts, count = copies.starts[part], copies.counts[part]
     ids, order = copies.ids[part], copies.order[part]
-    for i in range(starts.size):
+    for i in range(CLASSES + 2):
         starts[i] = 0
     for slot in range(count):
-        starts[1 + (ids[slot] & (CLASSES - 1))] += 1
-    for i in range(1, starts.size):
+        starts[1 + (ids[slot] >> CLASS_BITS & (CLASSES - 1))] += 1
+    for i in range(1, CLASSES + 2):
         starts[i] += starts[i - 1]
     # From the end of each class to its start.
     for slot in range(count - 1, -1, -1):
-        i = 1 + (ids[slot] & (CLASSES - 1))
+        i = 1 + (ids[slot] >> CLASS_BITS & (CLASSES - 1))
         starts[i] -= 1
         order[starts[i]] = slot

@@ -13,6 +13,7 @@ import numpy as np
 from ..runtime.compile import inlined, internal, kernel, prefetch_row
 from ..runtime.pool import pieces
 from ..subwords import ngram_buckets
+from .workspace import CLASS_BITS
 
 
 class WordRows(NamedTuple):
@@ -95,7 +96,7 @@ def _prefetch_next(table, word_rows, copies, part, slot, mask, class_):
     if slot + 1 < copies.counts[part]:
         word = copies.ids[part, slot + 1]
         for i in range(word_rows.bounds[word], word_rows.bounds[word + 1]):
-            if word_rows.rows[i] & mask == class_:
+            if word_rows.rows[i] >> CLASS_BITS & mask == class_:
                 prefetch_row(table, np.int64(word_rows.rows[i]))
 
 
@@ -113,7 +114,7 @@ def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
                 for slot in range(copies.counts[part]):
                     word = copies.ids[part, slot]
                     for i in range(bounds[word], bounds[word + 1]):
-                        if rows[i] & mask == class_:
+                        if rows[i] >> CLASS_BITS & mask == class_:
                             repeats[rows[i]] += 1
             for part in range(parts):
                 for slot in range(copies.counts[part]):
@@ -121,7 +122,7 @@ def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
                     _prefetch_next(table, word_rows, copies, part, slot, mask, class_)
                     for i in range(bounds[word], bounds[word + 1]):
                         row = rows[i]
-                        if row & mask != class_:
+                        if row >> CLASS_BITS & mask != class_:
                             continue
                         scale = min(np.float32(1), max_sum / np.float32(repeats[row]))
                         for d in range(width):
@@ -131,5 +132,5 @@ def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
                 for slot in range(copies.counts[part]):
                     word = copies.ids[part, slot]
                     for i in range(bounds[word], bounds[word + 1]):
-                        if rows[i] & mask == class_:
+                        if rows[i] >> CLASS_BITS & mask == class_:
                             repeats[rows[i]] = 0

@@ -15,8 +15,10 @@ LANE = 16
 TILE = 6
 # Rows are prefetched this many rows ahead.
 AHEAD = 4
-#: Classes of rows, by their last bits. One thread writes the rows of a class.
+#: Classes of rows. One thread writes the rows of a class.
 CLASSES = 16
+# Rows whose counters share a cache line are in one class, which one thread writes.
+CLASS_BITS = 4
 
 
 class Copies(NamedTuple):
@@ -29,7 +31,7 @@ class Copies(NamedTuple):
         keys: Hash table of each part from words to slots, -1 if an entry is empty.
         order: Slots of each part, by the class of their word.
         starts: First place of each class in ``order``, after one unused number, and the
-            number of slots.
+            number of slots; then unused numbers up to a cache line.
         repeats: Number of copies that changed each row of the table; zeros between steps.
     """
 
@@ -127,8 +129,9 @@ def _copies(
         ids=aligned_zeros((parts, slots), np.int32),
         counts=np.zeros(parts, np.int64),
         # At most half full.
-        keys=np.full((parts, 2 << (slots - 1).bit_length()), -1, np.int32),
+        keys=aligned_zeros((parts, 2 << (slots - 1).bit_length()), np.int32),
         order=aligned_zeros((parts, slots), np.int32),
-        starts=np.zeros((parts, CLASSES + 2), np.int32),
-        repeats=np.zeros(num_embeddings, np.int32),
+        # Threads do not write to a cache line of each other's parts.
+        starts=aligned_zeros((parts, _whole_lines(CLASSES + 2)), np.int32),
+        repeats=aligned_zeros((num_embeddings,), np.int32),
     )
