@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64
 
 from .._array import compute_dtype
+from .._check import boolean
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._module import compiled
@@ -57,7 +58,7 @@ class AlibiBias(Bias):
         factor: float = 1.0,
     ) -> None:
         alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     @property

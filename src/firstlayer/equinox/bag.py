@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer, Real
 
 from .._array import axis_specs
-from .._check import one_of
+from .._check import boolean, one_of
 from ..embeddings.bag import MODES, Mode, divide_or_zero
 from ..stores.row_store import RowStore
 from ._bags import (
@@ -116,7 +116,10 @@ class EmbeddingBag(TableModule):
             key=key,
             sharding=sharding,
         )
-        self.mode, self.include_last_offset = mode, bool(include_last_offset)
+        self.mode, self.include_last_offset = (
+            mode,
+            boolean("include_last_offset", include_last_offset),
+        )
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Any:

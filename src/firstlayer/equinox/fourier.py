@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int32
 
-from .._check import FLOATS, dtype_text, host_array, not_masked, one_of, positions_in_reach
+from .._check import (
+    FLOATS,
+    boolean,
+    dtype_text,
+    host_array,
+    not_masked,
+    one_of,
+    positions_in_reach,
+)
 from ..positions.fourier import (
     float64_fourier_phases,
     fourier_phases,
@@ -68,7 +76,7 @@ class FourierFeatures(Module):
         if not np.isfinite(matrix).all():
             raise ValueError("matrix must be finite, got NaN or infinity in it")
         one_of("layout", layout, LAYOUTS)
-        self.layout, self.cos_first = layout, bool(cos_first)
+        self.layout, self.cos_first = layout, boolean("cos_first", cos_first)
         self.axes, self.matrix_bits = matrix.shape[1], _to_bits(matrix)
         tables, rates = fourier_tables(matrix)
         self.bits, self.rate_bits = _to_bits(tables), _to_bits(rates)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from .._array import compute_dtype
-from .._check import not_negative_number, positive, probability
+from .._check import boolean, not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
@@ -112,7 +112,8 @@ class EmbeddingLayer(Module):
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
         self.norm_eps = not_negative_number("norm_eps", norm_eps)
-        self.scale, self.zero_padding = bool(scale), bool(zero_padding)
+        self.scale = boolean("scale", scale)
+        self.zero_padding = boolean("zero_padding", zero_padding)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         dtype = table_dtype(dtype)
         if init is None:
@@ -140,7 +141,7 @@ class EmbeddingLayer(Module):
             positive("segments", segments)
             self.segment = Embedding(segments, embedding_dim, key=keys[2], **tables)
         self.norm = None
-        if layer_norm:
+        if boolean("layer_norm", layer_norm):
             self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
         if sharding is not None:
@@ -207,12 +208,13 @@ class EmbeddingLayer(Module):
 
         Args:
             ids: Token ids; may be None if ``inputs_embeds`` is given.
-            positions: Position of each token.
-            offset: Number of positions before the first: a number, or one per row.
-            segments: Segment of each token, 0 if None.
+            positions: Position of each token. Ignored, like ``offset``, if the layer has no
+                positions.
+            offset: Number of preceding positions, for all rows or for each.
+            segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.
-            mask: False at padding; None derives it from the ids.
+            mask: False at padding, for ``zero_padding``; None derives it from the ids.
             key: Random key for dropout.
             inference: Whether dropout is off; None uses the layer's own setting.
             out_sharding: Sharding of the token rows, and so of the result, on a mesh with

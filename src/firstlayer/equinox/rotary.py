@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Shaped
 
 from .._array import compute_dtype
-from .._check import one_of, positive
+from .._check import boolean, one_of, positive
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
@@ -142,7 +142,7 @@ class RotaryPositions(Module):
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else tuple(int(n) for n in sections)
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
 
     @classmethod
     def from_hf(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._array import compute_dtype
-from .._check import number, one_of, positive
+from .._check import boolean, number, one_of, positive
 from ..positions.ids import check_axes
 from ..positions.sinusoidal import (
     CONVENTIONS,
@@ -109,7 +109,7 @@ class SinusoidalPositions(Module):
                 f"embedding_dim must be a multiple of axes {axes}, got {embedding_dim}"
             )
         one_of("layout", layout, LAYOUTS)
-        self.layout, self.odd, self.cos_first = layout, odd, bool(cos_first)
+        self.layout, self.odd, self.cos_first = layout, odd, boolean("cos_first", cos_first)
         rates = frequencies(
             embedding_dim // axes,
             base=base,

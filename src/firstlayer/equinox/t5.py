@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._check import positive
+from .._check import boolean, positive
 from ..positions.t5 import t5_bias, t5_buckets
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._constant import Constant
@@ -80,7 +80,7 @@ class T5Bias(Bias):
         self.buckets = Constant(buckets)
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets, self.max_distance = int(num_buckets), int(max_distance)
-        self.bidirectional = bool(bidirectional)
+        self.bidirectional = boolean("bidirectional", bidirectional)
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
             self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)

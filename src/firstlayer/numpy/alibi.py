@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import float_dtype
+from .._check import boolean, float_dtype
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._bias import Bias, KPositions, QPositions, checked_pair
 
@@ -48,7 +48,7 @@ class AlibiBias(Bias):
     ) -> None:
         #: Slope of each head, in float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     def bias(

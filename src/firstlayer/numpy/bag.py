@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, Real
 
 from .. import kernels
 from .._array import compute_dtype
-from .._check import changed_ids, check_table, host_array, is_float, one_of
+from .._check import boolean, changed_ids, check_table, host_array, is_float, one_of
 from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
@@ -84,7 +84,7 @@ class EmbeddingBag(Embedding):
             rng=rng,
         )
         self.mode: Mode = mode
-        self.include_last_offset = bool(include_last_offset)
+        self.include_last_offset = boolean("include_last_offset", include_last_offset)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._check import (
+    boolean,
     dtype_text,
     host_array,
     is_float,
@@ -65,7 +66,7 @@ class FourierFeatures(Module):
             raise ValueError("matrix must be finite, got NaN or infinity in it")
         self.layout: Layout = layout
         one_of("layout", layout, LAYOUTS)
-        self.cos_first = bool(cos_first)
+        self.cos_first = boolean("cos_first", cos_first)
         self.tables, self.rates = fourier_tables(self.matrix)
 
     @classmethod

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype
 from .._check import (
+    boolean,
     dtype_text,
     host_array,
     is_float,
@@ -116,7 +117,7 @@ class RotaryPositions(Module):
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
         self._explicit = frequencies is not None
         self.layout: Layout = layout
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype, is_real
 from .._check import (
+    boolean,
     float_dtype,
     number,
     one_of,
@@ -92,7 +93,7 @@ class SinusoidalPositions(Module):
         self.base, self.shift = number("base", base), number("shift", shift)
         self.frequency_scale = number("frequency_scale", frequency_scale)
         self.scale, self.odd = number("scale", scale), odd
-        self.cos_first = bool(cos_first)
+        self.cos_first = boolean("cos_first", cos_first)
         pairs = frequencies(
             embedding_dim // axes,
             base=base,

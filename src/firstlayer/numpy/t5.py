@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import float_dtype, positive
+from .._check import boolean, float_dtype, positive
 from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
@@ -69,7 +69,10 @@ class T5Bias(Bias):
         )
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets = int(num_buckets)
-        self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
+        self.max_distance, self.bidirectional = (
+            int(max_distance),
+            boolean("bidirectional", bidirectional),
+        )
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
             self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Integer
 
 from .. import kernels
 from .._check import (
+    boolean,
     check_real,
     check_table,
     host_array,
@@ -102,7 +103,7 @@ class Embedding(Module):
         shape = not_negative("num_embeddings", rows), not_negative("embedding_dim", width)
         self.padding_idx = padding_index(padding_idx, shape[0])
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
-        self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        self.scale_grad_by_freq = boolean("scale_grad_by_freq", scale_grad_by_freq)
         if weight is None:
             self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)
             if self.padding_idx is not None:

@@ -5,6 +5,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .._check import boolean
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias
@@ -54,7 +55,7 @@ class AlibiBias(Bias):
         super().__init__()
         #: Slope of each head, float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
         self._build()
 

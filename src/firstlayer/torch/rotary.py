@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._check import one_of, positive
+from .._check import boolean, one_of, positive
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
@@ -130,7 +130,7 @@ class RotaryPositions(PrecomputedBuffers):
         self.axes = None if self.frequencies.ndim == 1 else len(self.frequencies)
         self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
         self.sections = None if sections is None else [int(n) for n in sections]
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
         self._frequencies_given = frequencies is not None
         self.layout: Layout = layout
         self._build()

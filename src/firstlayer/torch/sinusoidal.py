@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import number, one_of, positive
+from .._check import boolean, number, one_of, positive
 from ..positions.ids import check_axes
 from ..positions.sinusoidal import (
     CONVENTIONS,
@@ -114,7 +114,7 @@ class SinusoidalPositions(PrecomputedBuffers):
         self.layout: Layout = layout
         self.base, self.shift = number("base", base), number("shift", shift)
         self.frequency_scale = number("frequency_scale", frequency_scale)
-        self.scale, self.cos_first = number("scale", scale), bool(cos_first)
+        self.scale, self.cos_first = number("scale", scale), boolean("cos_first", cos_first)
         self.odd: Odd = odd
         self._build()
 

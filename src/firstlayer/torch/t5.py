@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._check import positive
+from .._check import boolean, positive
 from ..files.layer_configs import config_of
 from ..positions.t5 import reach, t5_bias, t5_buckets
 from ._positions.arguments import Positions
@@ -68,7 +68,10 @@ class T5Bias(Bias):
         super().__init__()
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets = positive("num_buckets", num_buckets)
-        self.max_distance, self.bidirectional = max_distance, bool(bidirectional)
+        self.max_distance, self.bidirectional = (
+            max_distance,
+            boolean("bidirectional", bidirectional),
+        )
         shape = (self.num_buckets, self.num_heads)
         self.weight = parameter(weight, shape, device=device, dtype=dtype)
         self._build(self.weight.device)
