@@ -48,10 +48,12 @@ class EmbeddingBag(TableModule):
         num_embeddings: Number of rows; None is that of ``weight``.
         embedding_dim: Width of each row; None is that of ``weight``.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        padding_idx: Padding id, left out of every bag; negative counts from the end.
+        padding_idx: Id of padding, which is left out of every bag; negative counts from the
+            end.
         max_norm: Longer rows are scaled down to this norm before pooling.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         include_last_offset: Whether the last offset is the end of the last bag.
         weight: The table to use, as it is.
         init: Distribution of a new table; as in :class:`firstlayer.equinox.Embedding`.

@@ -32,7 +32,7 @@ from ._parameters import Key
 
 
 class FourierFeatures(Module):
-    """Maps coordinates to sines and cosines of fixed frequencies. Has no parameters.
+    """Maps coordinates to cosines and sines of fixed frequencies. Has no parameters.
 
     Drawn frequencies cannot be recomputed, so they are leaves of the tree and
     ``eqx.tree_serialise_leaves`` stores them. They are stored as int32 bit patterns, which
@@ -40,7 +40,7 @@ class FourierFeatures(Module):
     ``eqx.filter(model, eqx.is_inexact_array)``.
 
     Args:
-        matrix: Cycles per unit of each frequency along each coordinate, ``(pairs, axes)``.
+        matrix: Cycles per unit of each pair along each coordinate, ``(pairs, axes)``.
         layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
         cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
 

@@ -37,21 +37,21 @@ class EmbeddingLayer(Module):
     ``layer_norm`` → dropout → zero at padding if ``zero_padding``.
 
     Args:
-        num_embeddings: Number of token rows.
+        num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            module that adds positions. Rotary, ALiBi and T5 act on attention, not here.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
         max_positions: Number of learned positions; only for ``"learned"``.
         scale: Multiply token rows by √embedding_dim, as in the original Transformer.
-        segments: Number of segments (BERT's token types); None adds no segment table.
+        segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
-        norm_eps: Added to the variance; 1e-12 in BERT.
+        norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry. Calls need a ``key``, or
             ``inference=True``, or :func:`equinox.nn.inference_mode`.
-        padding_idx: Padding id; negative counts from the end. A new table has a zero row
-            there, and a lookup passes the row no gradient.
-        zero_padding: Make the output zero at padding, after dropout. Padding then passes
-            no gradient to any parameter.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
+        zero_padding: Set the output at padding to zero, after dropout. Padding then has no
+            effect on the gradient of any parameter.
         init: Distribution of new token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.

@@ -18,16 +18,16 @@ from ._positions import Positions
 
 
 class T5Bias(Bias):
-    """Adds a learned bias to attention scores, by the distance of query and key.
+    """Adds a learned bias per bucket of distances to the attention scores.
 
     Args:
         num_heads: Number of heads. Positive.
-        num_buckets: Number of rows: even and at least 4, or at least 2 if not
+        num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: All distances from here on share a bucket. Greater than the number of
-            distances with a bucket of their own: ``num_buckets / 4``, or ``num_buckets /
-            2`` if not ``bidirectional``.
-        bidirectional: Whether keys after the query have buckets of their own: True in T5's
+        max_distance: Distance from which on all distances share a bucket. Greater than the
+            number of distances with their own bucket: ``num_buckets / 4``, or ``num_buckets
+            / 2`` if not ``bidirectional``.
+        bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: The table to use.
         init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`.

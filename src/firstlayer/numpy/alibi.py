@@ -12,10 +12,11 @@ from ._bias import Bias, KPositions, QPositions, checked_pair
 
 
 class AlibiBias(Bias):
-    """Subtracts ``slope * distance`` from the attention scores. Has no parameters.
+    """Subtracts ``slope * distance`` from attention scores (ALiBi). Has no parameters.
 
     Args:
-        num_heads: Number of heads. Positive.
+        num_heads: Number of heads, not necessarily a power of two; see
+            :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
             for causal decoders.
         max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).

@@ -98,6 +98,11 @@ class FourierFeatures(Module):
     def __call__(
         self, coordinates: Float[Any, "*batch axes"] | list[Any]
     ) -> Float[np.ndarray, "*batch features"]:
+        """Return the features of ``coordinates``.
+
+        Args:
+            coordinates: Points, with one number for each axis of ``matrix``.
+        """
         return self._features(self._checked(coordinates))
 
     def vjp(

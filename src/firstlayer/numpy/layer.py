@@ -34,16 +34,17 @@ class EmbeddingLayer(Module):
         num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            layer that adds positions. Rotary, ALiBi and T5 act on attention, not here.
-        max_positions: Number of learned positions, for ``"learned"`` only.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
+        max_positions: Number of learned positions; only for ``"learned"``.
         scale: Multiply token rows by √embedding_dim, as in the original Transformer.
-        segments: Number of segments (BERT's token types); None for no segment table.
+        segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
-        norm_eps: Epsilon of the norm; BERT uses 1e-12.
+        norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry while training.
-        padding_idx: Id of padding; negative counts from the end.
-        zero_padding: Zero the output at padding. Padding then passes no gradient to any
-            parameter.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
+        zero_padding: Set the output at padding to zero, after dropout. Padding then has no
+            effect on the gradient of any parameter.
         init: Initial values of token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32 (the default), float16 or bfloat16.

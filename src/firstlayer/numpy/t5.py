@@ -22,9 +22,9 @@ class T5Bias(Bias):
         num_heads: Number of heads. Positive.
         num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: Distance from which on all share a bucket. Greater than the number of
-            distances with their own bucket: ``num_buckets / 4``, or ``num_buckets / 2`` if
-            not ``bidirectional``.
+        max_distance: Distance from which on all distances share a bucket. Greater than the
+            number of distances with their own bucket: ``num_buckets / 4``, or ``num_buckets
+            / 2`` if not ``bidirectional``.
         bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: Table to use, without a copy if its dtype and layout fit.

@@ -25,7 +25,7 @@ from ._tensors.memory import is_recorded
 
 
 class FourierFeatures(PrecomputedBuffers):
-    """Fourier features: cosines and sines of coordinates. Has no parameters.
+    """Maps coordinates to cosines and sines of fixed frequencies. Has no parameters.
 
     Randomly drawn frequencies cannot be recomputed, so a state_dict contains them, as the
     int64 bits of ``matrix`` in the layer's extra state.

@@ -39,14 +39,15 @@ class EmbeddingLayer(nn.Module):
         num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            module that adds positions. Rotary, ALiBi and T5 act on attention instead.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
         max_positions: Number of learned positions; only for ``"learned"``.
-        scale: Multiply token rows by √embedding_dim, as the original Transformer does.
+        scale: Multiply token rows by √embedding_dim, as in the original Transformer.
         segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
         norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry in training.
-        padding_idx: Id of padding; negative counts from the end.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
         zero_padding: Set the output at padding to zero, after dropout. Padding then has no
             effect on the gradient of any parameter.
         sparse: Make the gradient of the token table a coalesced sparse tensor.
