@@ -745,6 +745,9 @@ ERRORS = {
     "ids must be integers, got float64": calling("embedding", np.array([1.0])),
     "ids[1] is 9, but num_embeddings is 9 ": calling("bag", [1, 9], [0]),
     "give ids or inputs_embeds, got neither": calling("layer"),
+    "mask was given, but the layer was made without zero_padding": calling(
+        "layer, sinusoidal", [[1, 2]], mask=[[True, False]]
+    ),
     "segments[0, 1] is 2, but the number of segments is 2": calling(
         "layer", [[1, 2]], segments=[[0, 2]]
     ),
@@ -765,6 +768,22 @@ def test_error_messages_are_equal(message):
     assert len({error_class for error_class, _ in errors.values()}) == 1, errors
     for front_end, (_, words) in errors.items():
         assert words == message.strip(), front_end
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", sorted({case.name for case in CASES.values()}))
+def test_flags_must_be_bools(name):
+    options = next(case.options for case in CASES.values() if case.name == name)
+    signature = inspect.signature(class_of("numpy", name))
+    flags = [
+        flag for flag, value in signature.parameters.items() if value.annotation is bool
+    ]
+    for flag in flags:
+        errors = errors_of(building(name, **{**options, flag: 1}))
+        if name in ("Embedding", "EmbeddingBag"):
+            errors.pop("torch", None)  # has the constructor of torch, which takes any value
+        expected = ("TypeError", f"{flag} must be a bool, got int")
+        assert errors and set(errors.values()) == {expected}, errors
 
 
 # -------------------------------------------------------------------------- names

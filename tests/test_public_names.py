@@ -8,6 +8,7 @@ import tomllib
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,17 @@ SHARED_EXAMPLES = {
 SITE = tomllib.loads((Path(__file__).parent.parent / "zensical.toml").read_text())
 PYTHON = SITE["project"]["plugins"]["mkdocstrings"]["handlers"]["python"]
 FILTERS = [rule.removeprefix("!") for rule in PYTHON["options"]["filters"]]
+# Parameters whose meaning depends on the framework.
+OWN = {"dtype", "init", "rng", "weight"}
+OWN_WORDS = {
+    **dict.fromkeys(
+        TORCH_SIGNATURES, OWN | {"num_embeddings", "embedding_dim", "max_norm"}
+    ),
+    "EmbeddingLayer": OWN | {"dropout"},
+    "KerpleBias": OWN | {"r1"},
+    "LearnedPositions": OWN | {"max_positions"},
+    "NgramEmbedding": OWN | {"options"},
+}
 METHODS = FunctionType, classmethod, staticmethod
 # Calling a layer calls forward; reset_parameters is torch's own.
 NOT_FOR_USERS = "|".join([*FILTERS, "^(forward|reset_parameters)$"])
@@ -203,6 +215,43 @@ def test_positional_parameters_are_the_same_in_every_front_end(name, front_end):
     if front_end == "firstlayer.torch" and name in TORCH_SIGNATURES:
         positional = positional[:2]
     assert positional == LAYERS[name]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_descriptions_are_the_same_in_every_front_end(name):
+    layers = [getattr(importlib.import_module(front_end), name) for front_end in FRONT_ENDS]
+    summaries = {inspect.getdoc(layer).partition("\n")[0] for layer in layers}  # pyright: ignore
+    assert len(summaries) == 1 or name in (*TORCH_SIGNATURES, "TableGroup")
+    described = [described_parameters(layer) for layer in layers]
+    for parameter in set.intersection(*map(set, described)) - OWN_WORDS.get(name, OWN):
+        texts = {texts[parameter] for texts in described}
+        assert len(texts) == 1, (parameter, texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_described(name):
+    module = importlib.import_module(name)
+    public = [getattr(module, name) for name in module.__all__]
+    for value in filter(callable, public):
+        parameters = set(inspect.signature(value).parameters)
+        assert parameters <= {"self", *described_parameters(value)}, value.__name__
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("name", set(LAYERS) - {"Table"})
+def test_calls_of_layers_are_documented(name, front_end):
+    layer = getattr(importlib.import_module(front_end), name)
+    call = layer.forward if front_end == "firstlayer.torch" else layer.__call__
+    assert inspect.getdoc(call)
+
+
+def described_parameters(value: Any) -> dict[str, str]:
+    """Return the text in the docstring for each parameter."""
+    _, _, rest = (inspect.getdoc(value) or "").partition("Args:\n")
+    described = {}
+    for names, text in re.findall(r"^    ([\w, ]+): (.*(?:\n     +.*)*)", rest, re.M):
+        described |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return described
 
 
 @pytest.mark.rejects

@@ -44,6 +44,20 @@ def integer(name: str, value: int) -> int:
     return int(value)
 
 
+def boolean(name: str, value: bool) -> bool:
+    """Return ``value`` as a bool if it is one, and not a number or a string.
+
+    Example:
+        >>> boolean("scale", 2.0)
+        Traceback (most recent call last):
+        ...
+        TypeError: scale must be a bool, got float
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
+
+
 def one_of(name: str, value: T, allowed: tuple[T, ...]) -> T:
     """Return ``value`` if it is one of ``allowed``."""
     if value not in allowed:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from firstlayer.torch.frozen import PartlyFrozenEmbedding
+from firstlayer.torch.frozen_rows import FrozenRowsEmbedding
 from firstlayer.torch.token import Embedding
 from tests.support.gradients import central_difference
 from tests.support.torch_tables import ids_of
@@ -48,6 +49,15 @@ def test_lookup_equals_that_of_a_whole_table(sparse, frozen, padding_idx):
     if sparse:
         used = sorted({0, 7, 6, 5, 1} - kept)
         assert grad.is_coalesced() and [trained[i] for i in grad.indices()[0]] == used
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cls", [PartlyFrozenEmbedding, FrozenRowsEmbedding])
+def test_given_table_keeps_its_dtype_and_device(cls, dtype):
+    table = torch.randn(4, 3, dtype=dtype)
+    assert torch.equal(cls(4, 3, frozen=[1], _weight=table.clone()).weight, table)
+    meta = cls(4, 3, frozen=[1], _weight=table.to("meta"))
+    assert meta.weight.dtype is dtype and meta.weight.is_meta
 
 
 @pytest.mark.parametrize(

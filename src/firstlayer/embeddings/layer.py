@@ -58,6 +58,12 @@ def check_segments(shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
         raise ValueError(f"segments must have shape {lead}, got {tuple(shape)}")
 
 
+def reject_mask(mask: Any) -> None:
+    """Raise if a mask is given to a layer without ``zero_padding``, which ignores it."""
+    if mask is not None:
+        raise ValueError("mask was given, but the layer was made without zero_padding")
+
+
 def check_mask(dtype: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
     """Raise if a mask is not one bool per token."""
     if dtype != "bool" or tuple(shape) != lead:

@@ -43,6 +43,7 @@ class Bias(Module):
     def __call__(
         self, q_positions: Positions, k_positions: Positions, *, dtype: Any = None
     ) -> Float[Array, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query-key pair; see :meth:`bias`."""
         return self.bias(q_positions, k_positions, dtype=dtype)
 
 

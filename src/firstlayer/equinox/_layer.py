@@ -16,6 +16,7 @@ from ..embeddings.layer import (
     mask_rows,
     normalize_rows,
     position_config,
+    reject_mask,
 )
 from ._ids import IdsArgument
 from ._parameters import Key
@@ -81,7 +82,7 @@ def _checked_mask(
     layer: Any, ids: IdsArgument | None, lead: tuple[int, ...], mask: Any
 ) -> Bool[Any, "*batch length"] | None:
     if not layer.zero_padding:
-        return None
+        return reject_mask(mask)
     if mask is None:
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Real, UInt8
 
 from .._array import compute_dtype
-from .._check import check_real, float_dtype, integers, one_of, padding_index
+from .._check import boolean, check_real, float_dtype, integers, one_of, padding_index
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ..files.layer_files import rows_not_saved
@@ -274,7 +274,10 @@ class StoredEmbeddingBag(StoredEmbedding):
     ) -> None:
         super().__init__(rows, num_embeddings, embedding_dim, **options)
         one_of("mode", mode, MODES)
-        self.mode, self.include_last_offset = mode, bool(include_last_offset)
+        self.mode, self.include_last_offset = (
+            mode,
+            boolean("include_last_offset", include_last_offset),
+        )
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from .._array import axis_specs, compute_dtype
-from .._check import check_real, integers, not_masked, not_negative, padding_index
+from .._check import boolean, check_real, integers, not_masked, not_negative, padding_index
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.token import check_norm, table_sizes
 from ..files.layer_configs import config_of
@@ -64,7 +64,7 @@ class TableModule(Module):
         self.embedding_dim = not_negative("embedding_dim", width)
         self.padding_idx = padding_index(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
-        self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        self.scale_grad_by_freq = boolean("scale_grad_by_freq", scale_grad_by_freq)
         self.sharding = check_sharding(sharding, self.embedding_dim)
         shape = (self.num_embeddings, self.embedding_dim)
         if weight is not None:

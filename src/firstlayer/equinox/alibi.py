@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64
 
 from .._array import compute_dtype
+from .._check import boolean
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._module import compiled
@@ -17,14 +18,15 @@ from ._positions import Positions
 
 
 class AlibiBias(Bias):
-    """Penalizes attention scores by ``slope * distance``. Has no parameters.
+    """Subtracts ``slope * distance`` from attention scores (ALiBi). Has no parameters.
 
     Args:
-        num_heads: Number of heads; see :func:`firstlayer.positions.alibi.alibi_slopes`.
-        symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
-            causal decoders.
+        num_heads: Number of heads, not necessarily a power of two; see
+            :func:`firstlayer.positions.alibi.alibi_slopes`.
+        symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
+            for causal decoders.
         max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
-        factor: Ratio of the sequence length to that in training; divides the slopes.
+        factor: Ratio of the sequence length to the training length; divides the slopes.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
@@ -57,7 +59,7 @@ class AlibiBias(Bias):
         factor: float = 1.0,
     ) -> None:
         alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     @property

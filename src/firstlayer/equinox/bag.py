@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer, Real
 
 from .._array import axis_specs
-from .._check import one_of
+from .._check import boolean, one_of
 from ..embeddings.bag import MODES, Mode, divide_or_zero
 from ..stores.row_store import RowStore
 from ._bags import (
@@ -48,10 +48,12 @@ class EmbeddingBag(TableModule):
         num_embeddings: Number of rows; None is that of ``weight``.
         embedding_dim: Width of each row; None is that of ``weight``.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        padding_idx: Padding id, left out of every bag; negative counts from the end.
+        padding_idx: Id of padding, which is left out of every bag; negative counts from the
+            end.
         max_norm: Longer rows are scaled down to this norm before pooling.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         include_last_offset: Whether the last offset is the end of the last bag.
         weight: The table to use, as it is.
         init: Distribution of a new table; as in :class:`firstlayer.equinox.Embedding`.
@@ -116,7 +118,10 @@ class EmbeddingBag(TableModule):
             key=key,
             sharding=sharding,
         )
-        self.mode, self.include_last_offset = mode, bool(include_last_offset)
+        self.mode, self.include_last_offset = (
+            mode,
+            boolean("include_last_offset", include_last_offset),
+        )
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Any:

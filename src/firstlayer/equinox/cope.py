@@ -91,6 +91,7 @@ class CopeBias(Module):
         q: Float[Array | np.ndarray, "*lead head_dim"],
         scores: Float[Array | np.ndarray, "*lead k_length"],
     ) -> Float[Array, "*lead k_length"]:
+        """Return the bias of every query and key; see :meth:`bias`."""
         return self.bias(q, scores)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:

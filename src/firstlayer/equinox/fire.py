@@ -20,15 +20,16 @@ NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """Adds a learned function of relative distance to attention scores.
+    """Adds a learned function of normalized distance to attention scores (FIRE).
 
     Args:
         num_heads: Number of heads. Positive.
         width: Number of hidden units of the network. Positive.
-        c: Initial value of the parameter ``c``, which compresses long distances.
-        threshold: Query positions below ``threshold * multiplier`` are replaced by it.
-            Positive.
-        eps: Added to a denominator. Positive.
+        c: Initial value of the parameter ``c``, the strength of the log compression of
+            distances.
+        threshold: Lower bound of query positions in the normalization, times the parameter
+            ``multiplier``. Positive.
+        eps: Added to the denominator. Positive.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for the network, initialized like torch's linear layers.
 

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int32
 
-from .._check import FLOATS, dtype_text, host_array, not_masked, one_of, positions_in_reach
+from .._check import (
+    FLOATS,
+    boolean,
+    dtype_text,
+    host_array,
+    not_masked,
+    one_of,
+    positions_in_reach,
+)
 from ..positions.fourier import (
     float64_fourier_phases,
     fourier_phases,
@@ -24,7 +32,7 @@ from ._parameters import Key
 
 
 class FourierFeatures(Module):
-    """Maps coordinates to sines and cosines of fixed frequencies. Has no parameters.
+    """Maps coordinates to cosines and sines of fixed frequencies. Has no parameters.
 
     Drawn frequencies cannot be recomputed, so they are leaves of the tree and
     ``eqx.tree_serialise_leaves`` stores them. They are stored as int32 bit patterns, which
@@ -32,7 +40,7 @@ class FourierFeatures(Module):
     ``eqx.filter(model, eqx.is_inexact_array)``.
 
     Args:
-        matrix: Cycles per unit of each frequency along each coordinate, ``(pairs, axes)``.
+        matrix: Cycles per unit of each pair along each coordinate, ``(pairs, axes)``.
         layout: ``"half"`` is all cosines, then all sines; ``"interleaved"`` alternates.
         cos_first: Cosine before sine (Tancik et al.); NeRF has the sine first.
 
@@ -68,7 +76,7 @@ class FourierFeatures(Module):
         if not np.isfinite(matrix).all():
             raise ValueError("matrix must be finite, got NaN or infinity in it")
         one_of("layout", layout, LAYOUTS)
-        self.layout, self.cos_first = layout, bool(cos_first)
+        self.layout, self.cos_first = layout, boolean("cos_first", cos_first)
         self.axes, self.matrix_bits = matrix.shape[1], _to_bits(matrix)
         tables, rates = fourier_tables(matrix)
         self.bits, self.rate_bits = _to_bits(tables), _to_bits(rates)

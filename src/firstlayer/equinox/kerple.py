@@ -17,13 +17,13 @@ from ._positions import Positions
 
 
 class KerpleBias(Bias):
-    """Penalizes attention scores by a learned function of distance.
+    """Subtracts a learned function of distance from attention scores (KERPLE).
 
     Args:
         num_heads: Number of heads. Positive.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: First parameter of each head; drawn as in the paper if None.
-        r2: Second parameter of each head; drawn as in the paper if None.
+        r1: Factor of each head; None draws it as published.
+        r2: Rate of the logarithm, or power, of each head; None draws it as published.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
         key: Random key for new parameters.
 

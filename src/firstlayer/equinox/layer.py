@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from .._array import compute_dtype
-from .._check import not_negative_number, positive, probability
+from .._check import boolean, not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
@@ -37,21 +37,21 @@ class EmbeddingLayer(Module):
     ``layer_norm`` → dropout → zero at padding if ``zero_padding``.
 
     Args:
-        num_embeddings: Number of token rows.
+        num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            module that adds positions. Rotary, ALiBi and T5 act on attention, not here.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
         max_positions: Number of learned positions; only for ``"learned"``.
         scale: Multiply token rows by √embedding_dim, as in the original Transformer.
-        segments: Number of segments (BERT's token types); None adds no segment table.
+        segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
-        norm_eps: Added to the variance; 1e-12 in BERT.
+        norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry. Calls need a ``key``, or
             ``inference=True``, or :func:`equinox.nn.inference_mode`.
-        padding_idx: Padding id; negative counts from the end. A new table has a zero row
-            there, and a lookup passes the row no gradient.
-        zero_padding: Make the output zero at padding, after dropout. Padding then passes
-            no gradient to any parameter.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
+        zero_padding: Set the output at padding to zero, after dropout. Padding then has no
+            effect on the gradient of any parameter.
         init: Distribution of new token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
@@ -112,7 +112,8 @@ class EmbeddingLayer(Module):
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
         self.norm_eps = not_negative_number("norm_eps", norm_eps)
-        self.scale, self.zero_padding = bool(scale), bool(zero_padding)
+        self.scale = boolean("scale", scale)
+        self.zero_padding = boolean("zero_padding", zero_padding)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         dtype = table_dtype(dtype)
         if init is None:
@@ -140,7 +141,7 @@ class EmbeddingLayer(Module):
             positive("segments", segments)
             self.segment = Embedding(segments, embedding_dim, key=keys[2], **tables)
         self.norm = None
-        if layer_norm:
+        if boolean("layer_norm", layer_norm):
             self.norm = eqx.nn.LayerNorm(self.embedding_dim, self.norm_eps, dtype=dtype)
         self.dropout = eqx.nn.Dropout(p) if p else None
         if sharding is not None:
@@ -207,12 +208,13 @@ class EmbeddingLayer(Module):
 
         Args:
             ids: Token ids; may be None if ``inputs_embeds`` is given.
-            positions: Position of each token.
-            offset: Number of positions before the first: a number, or one per row.
-            segments: Segment of each token, 0 if None.
+            positions: Position of each token. Ignored, like ``offset``, if the layer has no
+                positions.
+            offset: Number of preceding positions, for all rows or for each.
+            segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.
-            mask: False at padding; None derives it from the ids.
+            mask: False at padding, for ``zero_padding``; None derives it from the ids.
             key: Random key for dropout.
             inference: Whether dropout is off; None uses the layer's own setting.
             out_sharding: Sharding of the token rows, and so of the result, on a mesh with

@@ -34,17 +34,16 @@ from .token import Embedding
 
 
 class LearnedPositions(Module):
-    """Adds the row of its position to each vector.
+    """Adds the table row of its position to each vector.
 
     Args:
         max_positions: Number of positions. A larger position is a ValueError that names
             both, or NaN if it is traced or on an accelerator.
-        embedding_dim: Width of each row.
+        embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
-        padding_idx: One of the rows before position 0, for padding: a new table has a zero
-            row there, and a lookup passes the row no gradient. RoBERTa's is 1, the row of
-            position -1.
-        scale: Factor of the added rows; ``embedding_dim ** -0.5`` in x-transformers.
+        padding_idx: One of those rows, for padding. It is zero in a new table and gets no
+            gradient from a lookup. In RoBERTa it is 1, the row of position -1.
+        scale: Factor of the added rows; x-transformers has ``embedding_dim ** -0.5``.
         weight: The table to use, as it is, of ``max_positions + row_offset`` rows.
         init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`;
             normal with standard deviation 0.02 by default.
@@ -126,9 +125,9 @@ class LearnedPositions(Module):
         """Return ``x`` plus the rows of its positions.
 
         Args:
-            x: The vectors.
-            positions: Position of each vector.
-            offset: Number of positions before the first: a number, or one per row.
+            x: Token vectors.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Shaped
 
 from .._array import compute_dtype
-from .._check import one_of, positive
+from .._check import boolean, one_of, positive
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
@@ -43,25 +43,24 @@ from ._positions import (
 
 
 class RotaryPositions(Module):
-    """Rotates queries or keys by their positions. Has no parameters.
+    """Rotates queries or keys by their positions (RoPE). Has no parameters.
 
     Args:
         head_dim: Size of the last axis of the input. Positive, and even unless
             ``rotary_dim`` is given.
-        base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"half"`` (as in ``eqx.nn.RotaryPositionalEmbedding``), ``"interleaved"``
-            or ``"interleaved_to_half"``: which features form a pair. A checkpoint needs
-            the layout it was trained with; see
+        base: Ratio of the slowest wavelength to the fastest (``rope_theta``).
+        layout: Which features form a pair: ``"half"``, ``"interleaved"`` or
+            ``"interleaved_to_half"``. A checkpoint works with one layout only; see
             :func:`firstlayer.positions.rotary.rotate`.
-        scaling: A rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
+        scaling: Rule for long contexts, such as ``YaRN(factor=4.0, original_length=4096)``;
+            see :mod:`firstlayer.positions.scaling`.
         rotary_dim: Number of leading features to rotate; None is all.
         sections: Number of pairs rotated by each coordinate of a position (M-RoPE); None is
             one coordinate.
         interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
             in contiguous runs (Qwen2-VL).
-        frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, that replace
-            ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, from
+        frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
+            ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, those of
             :func:`firstlayer.positions.axial.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
@@ -142,7 +141,7 @@ class RotaryPositions(Module):
         self.head_dim, self.base, self.layout = int(head_dim), float(base), layout
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else tuple(int(n) for n in sections)
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
 
     @classmethod
     def from_hf(
@@ -224,8 +223,8 @@ class RotaryPositions(Module):
 
         Args:
             x: Queries or keys.
-            positions: Position of each vector.
-            offset: Number of positions before the first: a number, or one per row.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = self._vectors(x)

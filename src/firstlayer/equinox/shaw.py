@@ -16,12 +16,12 @@ from ._positions import Positions, checked_vectors
 
 
 class ShawScores(Module):
-    """Computes attention scores with a learned key vector for each distance.
+    """Computes scores with a learned key vector per relative position (Shaw et al. 2018).
 
     Args:
         head_dim: Size of the last axis of queries and keys. Positive.
-        max_left: Farthest distance before the query with a vector of its own.
-        max_right: Farthest distance after the query with a vector of its own.
+        max_left: Largest distance before the query with its own vector.
+        max_right: Largest distance after the query with its own vector.
         weight: The table to use.
         init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`.
         dtype: float64, float32, float16 or bfloat16; None is JAX's default.
@@ -97,6 +97,7 @@ class ShawScores(Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Array, "*lead q_length k_length"]:
+        """Return the scores of every query and key; see :meth:`scores`."""
         return self.scores(q, k, q_positions, k_positions)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._array import compute_dtype
-from .._check import number, one_of, positive
+from .._check import boolean, number, one_of, positive
 from ..positions.ids import check_axes
 from ..positions.sinusoidal import (
     CONVENTIONS,
@@ -45,13 +45,13 @@ class SinusoidalPositions(Module):
         base: Ratio of the slowest wavelength to the fastest.
         layout: ``"interleaved"`` or ``"half"``; see
             :func:`firstlayer.positions.sinusoidal.encode`.
-        shift: Subtracted from the exponents' denominator, 0 or 1; see
+        shift: Subtracted from the denominator of the exponents, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
-        cos_first: Swap sines and cosines.
-        scale: Factor of the added vectors; ``(2 / embedding_dim) ** 0.5`` in MLX.
-        odd: The last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: Number of coordinates of a position. Each gets an equal share of the
-            features, in the order of the axes.
+        cos_first: Put cosines before sines.
+        scale: Factor of the added vectors; MLX has ``(2 / embedding_dim) ** 0.5``.
+        odd: Last feature of an odd width: ``"sine"`` or ``"zero"``.
+        axes: Number of coordinates of a position. Each gets an equal share of the features,
+            in the order of the axes.
         frequency_scale: Factor of every frequency.
 
     Shape:
@@ -109,7 +109,7 @@ class SinusoidalPositions(Module):
                 f"embedding_dim must be a multiple of axes {axes}, got {embedding_dim}"
             )
         one_of("layout", layout, LAYOUTS)
-        self.layout, self.odd, self.cos_first = layout, odd, bool(cos_first)
+        self.layout, self.odd, self.cos_first = layout, odd, boolean("cos_first", cos_first)
         rates = frequencies(
             embedding_dim // axes,
             base=base,
@@ -167,9 +167,9 @@ class SinusoidalPositions(Module):
         """Return ``x`` plus the vectors of its positions.
 
         Args:
-            x: The vectors.
-            positions: Position of each vector.
-            offset: Number of positions before the first: a number, or one per row.
+            x: Token vectors.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)

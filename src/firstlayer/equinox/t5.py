@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._check import positive
+from .._check import boolean, positive
 from ..positions.t5 import t5_bias, t5_buckets
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._constant import Constant
@@ -18,16 +18,16 @@ from ._positions import Positions
 
 
 class T5Bias(Bias):
-    """Adds a learned bias to attention scores, by the distance of query and key.
+    """Adds a learned bias per bucket of distances to the attention scores.
 
     Args:
         num_heads: Number of heads. Positive.
-        num_buckets: Number of rows: even and at least 4, or at least 2 if not
+        num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: All distances from here on share a bucket. Greater than the number of
-            distances with a bucket of their own: ``num_buckets / 4``, or ``num_buckets /
-            2`` if not ``bidirectional``.
-        bidirectional: Whether keys after the query have buckets of their own: True in T5's
+        max_distance: Distance from which on all distances share a bucket. Greater than the
+            number of distances with their own bucket: ``num_buckets / 4``, or ``num_buckets
+            / 2`` if not ``bidirectional``.
+        bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: The table to use.
         init: Distribution of a new table, as for :class:`firstlayer.equinox.Embedding`.
@@ -80,7 +80,7 @@ class T5Bias(Bias):
         self.buckets = Constant(buckets)
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets, self.max_distance = int(num_buckets), int(max_distance)
-        self.bidirectional = bool(bidirectional)
+        self.bidirectional = boolean("bidirectional", bidirectional)
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
             self.weight = draw_parameter(shape, init=init, key=key, dtype=dtype)

@@ -18,12 +18,13 @@ class Embedding(TableModule):
     Args:
         num_embeddings: Number of rows; None is that of ``weight``.
         embedding_dim: Width of each row; None is that of ``weight``.
-        padding_idx: Padding id; negative counts from the end. A new table has a zero row
-            there, and a lookup passes the row no gradient.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups; :meth:`set_padding` writes another value.
         max_norm: Longer rows are scaled down to this norm in the output. The table is
             unchanged until :meth:`projected`.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         weight: The table to use, as it is.
         init: Distribution of a new table: ``"normal"`` (standard deviation 1),
             ``"uniform"`` (within 0.05), ``"xavier"``, ``"truncated_normal"`` (standard

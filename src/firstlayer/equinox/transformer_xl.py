@@ -158,6 +158,7 @@ class TransformerXLScores(Module):
         *,
         offset: int | None = None,
     ) -> Float[Array, "*lead num_heads q_length k_length"]:
+        """Return the scores of every query and key; see :meth:`scores`."""
         return self.scores(q, k, offset=offset)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from .._check import integer, integers, not_negative, positive
+from .._check import boolean, integer, integers, not_negative, positive
 from .arguments import at_least, below, distinct, integer_tuple, set_argument
 from .hashing import Hashing, Layout
 from .primes import next_prime
@@ -80,9 +80,7 @@ class Engram(Scheme):
         layers = distinct("layers", integer_tuple("layers", self.layers, at_least=0))
         if integer("bits", self.bits) not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, got {self.bits}")
-        if not isinstance(self.hash_negative, bool):
-            name = type(self.hash_negative).__name__
-            raise TypeError(f"hash_negative must be a bool, got {name}")
+        set_argument(self, "hash_negative", boolean("hash_negative", self.hash_negative))
         set_argument(self, "layers", layers)
         numbers = _checked_map(self.canonical)
         set_argument(self, "canonical", numbers.view())

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._check import not_negative_number, one_of, positive
+from .._check import boolean, not_negative_number, one_of, positive
 from .byte_groups import ByteGroups
 from .engram import Engram
 from .longcat import LongCatNgram
@@ -95,7 +95,7 @@ class ShortConvOptions(EngramOptions):
             self,
             kernel_size=positive("kernel_size", self.kernel_size),
             dilation=positive("dilation", self.dilation),
-            bias=bool(self.bias),
+            bias=boolean("bias", self.bias),
             conv_eps=not_negative_number("conv_eps", conv_eps),
         )
 

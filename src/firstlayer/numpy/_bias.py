@@ -39,6 +39,7 @@ class Bias(Module):
     def __call__(
         self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
+        """Return the bias of every query-key pair; see :meth:`bias`."""
         return self.bias(q_positions, k_positions, dtype=dtype)
 
 

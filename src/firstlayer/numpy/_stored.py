@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Integer, Real, UInt8
 
 from .._array import compute_dtype
-from .._check import float_dtype, host_array, one_of, padding_index
+from .._check import boolean, float_dtype, host_array, one_of, padding_index
 from ..embeddings.bag import MODES, Mode, mean_divisors
 from ..embeddings.ragged import Bags
 from ..embeddings.token import check_norm, clip_norms
@@ -204,7 +204,10 @@ class StoredEmbeddingBag(StoredEmbedding, EmbeddingBag):
     ) -> None:
         one_of("mode", mode, MODES)
         super().__init__(store, **options)
-        self.mode, self.include_last_offset = mode, bool(include_last_offset)
+        self.mode, self.include_last_offset = (
+            mode,
+            boolean("include_last_offset", include_last_offset),
+        )
 
     def __call__(
         self,

@@ -6,16 +6,17 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import float_dtype
+from .._check import boolean, float_dtype
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._bias import Bias, KPositions, QPositions, checked_pair
 
 
 class AlibiBias(Bias):
-    """Subtracts ``slope * distance`` from the attention scores. Has no parameters.
+    """Subtracts ``slope * distance`` from attention scores (ALiBi). Has no parameters.
 
     Args:
-        num_heads: Number of heads. Positive.
+        num_heads: Number of heads, not necessarily a power of two; see
+            :func:`firstlayer.positions.alibi.alibi_slopes`.
         symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
             for causal decoders.
         max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
@@ -48,7 +49,7 @@ class AlibiBias(Bias):
     ) -> None:
         #: Slope of each head, in float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
 
     def bias(

@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, Real
 
 from .. import kernels
 from .._array import compute_dtype
-from .._check import changed_ids, check_table, host_array, is_float, one_of
+from .._check import boolean, changed_ids, check_table, host_array, is_float, one_of
 from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
@@ -30,7 +30,7 @@ class EmbeddingBag(Embedding):
         padding_idx: Id of padding, which is left out of every bag; negative counts from the
             end.
         max_norm: Largest norm of a row before pooling.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
+        norm_type: The p of the p-norm for ``max_norm``.
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
             the call.
         include_last_offset: Whether the last offset is the end of the last bag.
@@ -84,7 +84,7 @@ class EmbeddingBag(Embedding):
             rng=rng,
         )
         self.mode: Mode = mode
-        self.include_last_offset = bool(include_last_offset)
+        self.include_last_offset = boolean("include_last_offset", include_last_offset)
 
     def __call__(
         self,
@@ -92,6 +92,13 @@ class EmbeddingBag(Embedding):
         offsets: Integer[Any, " offsets"] | list[Any] | None = None,
         per_sample_weights: Real[Any, "*batch"] | list[Any] | None = None,
     ) -> Float[np.ndarray, "bags embedding_dim"]:
+        """Return the pooled rows of each bag.
+
+        Args:
+            ids: Ids, as ``(bags, length)``, or as ``(n,)`` with ``offsets``.
+            offsets: Start of each bag in ids of one axis.
+            per_sample_weights: Factor for the row of each id; None is 1.
+        """
         bags = self._bags(ids, offsets, per_sample_weights)
         table, pooled = self._rows_of(bags, copy=False)
         y, _ = pool_ragged(table, pooled, mode=self.mode)

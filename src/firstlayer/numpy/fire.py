@@ -19,14 +19,15 @@ NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """Adds a learned function of normalized distance to the attention scores.
+    """Adds a learned function of normalized distance to attention scores (FIRE).
 
     Args:
         num_heads: Number of heads. Positive.
         width: Number of hidden units of the network. Positive.
-        c: Initial value of the parameter ``c``, the compression of large distances.
-        threshold: Lower bound of query positions, times the parameter ``multiplier``.
-            Positive.
+        c: Initial value of the parameter ``c``, the strength of the log compression of
+            distances.
+        threshold: Lower bound of query positions in the normalization, times the parameter
+            ``multiplier``. Positive.
         eps: Added to the denominator. Positive.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for the network, initialized like torch's linear layers.

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._check import (
+    boolean,
     dtype_text,
     host_array,
     is_float,
@@ -65,7 +66,7 @@ class FourierFeatures(Module):
             raise ValueError("matrix must be finite, got NaN or infinity in it")
         self.layout: Layout = layout
         one_of("layout", layout, LAYOUTS)
-        self.cos_first = bool(cos_first)
+        self.cos_first = boolean("cos_first", cos_first)
         self.tables, self.rates = fourier_tables(self.matrix)
 
     @classmethod
@@ -97,6 +98,11 @@ class FourierFeatures(Module):
     def __call__(
         self, coordinates: Float[Any, "*batch axes"] | list[Any]
     ) -> Float[np.ndarray, "*batch features"]:
+        """Return the features of ``coordinates``.
+
+        Args:
+            coordinates: Points, with one number for each axis of ``matrix``.
+        """
         return self._features(self._checked(coordinates))
 
     def vjp(

@@ -98,6 +98,11 @@ class GrowingEmbedding(GrowingArguments, Module):
         return self._assign(ids).rows
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        """Return the vectors of the ids; ids without a row of their own read row 0.
+
+        Args:
+            ids: Ids of any shape and any integer dtype.
+        """
         return self.table(self.rows(ids))
 
     def vjp(

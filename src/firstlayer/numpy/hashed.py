@@ -46,6 +46,11 @@ class CombinedRows(Module):
         raise NotImplementedError
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        """Return the vectors of the ids.
+
+        Args:
+            ids: Ids of any shape and any integer dtype.
+        """
         return self._forward(ids)[0]
 
     def vjp(

@@ -23,14 +23,13 @@ from ._module import as_parameter, upcast
 
 
 class KerpleBias(Bias):
-    """Subtracts a learned function of distance from the attention scores.
+    """Subtracts a learned function of distance from attention scores (KERPLE).
 
     Args:
         num_heads: Number of heads. Positive.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: Factors to use, without a copy if dtype and layout fit; None draws them as
-            published.
-        r2: Rates of the logarithm, or powers, to use; None draws them as published.
+        r1: Factor of each head, not copied if possible; None draws it as published.
+        r2: Rate of the logarithm, or power, of each head; None draws it as published.
         dtype: float64, float32 (the default), float16 or bfloat16.
         rng: Seed or generator for ``r1`` and ``r2``.
 

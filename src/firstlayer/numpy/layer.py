@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from .._array import compute_dtype
-from .._check import float_dtype, not_negative_number, positive, probability
+from .._check import boolean, float_dtype, not_negative_number, positive, probability
 from ..embeddings.init import Init, Seed, normal
 from ..embeddings.layer import mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
@@ -34,16 +34,17 @@ class EmbeddingLayer(Module):
         num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            layer that adds positions. Rotary, ALiBi and T5 act on attention, not here.
-        max_positions: Number of learned positions, for ``"learned"`` only.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
+        max_positions: Number of learned positions; only for ``"learned"``.
         scale: Multiply token rows by √embedding_dim, as in the original Transformer.
-        segments: Number of segments (BERT's token types); None for no segment table.
+        segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
-        norm_eps: Epsilon of the norm; BERT uses 1e-12.
+        norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry while training.
-        padding_idx: Id of padding; negative counts from the end.
-        zero_padding: Zero the output at padding. Padding then passes no gradient to any
-            parameter.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
+        zero_padding: Set the output at padding to zero, after dropout. Padding then has no
+            effect on the gradient of any parameter.
         init: Initial values of token and segment rows; None is normal with standard
             deviation 0.02, or 1/√embedding_dim with ``scale``.
         dtype: float64, float32 (the default), float16 or bfloat16.
@@ -84,7 +85,8 @@ class EmbeddingLayer(Module):
         self.dropout = probability("dropout", dropout)
         if zero_padding and padding_idx is None:
             raise ValueError("zero_padding needs padding_idx, got None")
-        self.scale, self.zero_padding = bool(scale), bool(zero_padding)
+        self.scale = boolean("scale", scale)
+        self.zero_padding = boolean("zero_padding", zero_padding)
         self.norm_eps = not_negative_number("norm_eps", norm_eps)
         self.training = False
         self.rng = np.random.default_rng(rng)
@@ -107,7 +109,7 @@ class EmbeddingLayer(Module):
             )
         #: Weight and bias of the LayerNorm, or None.
         self.norm: tuple[np.ndarray, np.ndarray] | None = None
-        if layer_norm:
+        if boolean("layer_norm", layer_norm):
             dtype = float_dtype(dtype)
             self.norm = np.ones(embedding_dim, dtype), np.zeros(embedding_dim, dtype)
 
@@ -164,13 +166,14 @@ class EmbeddingLayer(Module):
         """Return the vectors of ``ids``.
 
         Args:
-            ids: Token ids. May be None if ``inputs_embeds`` is given.
-            positions: Position of each token.
-            offset: First position, a number or one per row.
+            ids: Token ids; may be None if ``inputs_embeds`` is given.
+            positions: Position of each token. Ignored, like ``offset``, if the layer has no
+                positions.
+            offset: Number of preceding positions, for all rows or for each.
             segments: Segment of each token; None is 0.
-            inputs_embeds: Token rows looked up by the caller; ``ids`` then only mark
+            inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.
-            mask: False at padding; None derives it from the ids.
+            mask: False at padding, for ``zero_padding``; None derives it from the ids.
         """
         plan: CallPlan | None = self.__dict__.get("_plan")
         if plan is not None and positions is segments is inputs_embeds is mask is None:

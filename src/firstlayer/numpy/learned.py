@@ -32,10 +32,10 @@ class LearnedPositions(Module):
     Args:
         max_positions: Number of positions. A larger position is a ValueError.
         embedding_dim: Width of each vector.
-        row_offset: Number of rows before position 0; 2 in OPT and RoBERTa.
+        row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of those rows, for padding. It is zero in a new table and gets no
             gradient from a lookup. In RoBERTa it is 1, the row of position -1.
-        scale: Multiplier of the rows; x-transformers has ``embedding_dim ** -0.5``.
+        scale: Factor of the added rows; x-transformers has ``embedding_dim ** -0.5``.
         weight: Table to use, of ``max_positions + row_offset`` rows, without a copy if its
             dtype and layout fit.
         init: Initializer of a new table, normal with standard deviation 0.02 by default;
@@ -109,6 +109,13 @@ class LearnedPositions(Module):
         *,
         offset: Any = 0,
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
+        """Return ``x`` plus the rows of its positions.
+
+        Args:
+            x: Token vectors.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
+        """
         x = vectors(x, self.embedding_dim)
         rows = self._rows(positions_of(x.shape, positions=positions, offset=offset))
         return (upcast(x) + rows).astype(x.dtype, copy=False)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype
 from .._check import (
+    boolean,
     dtype_text,
     host_array,
     is_float,
@@ -41,20 +42,20 @@ from ._positions import gradient_of
 
 
 class RotaryPositions(Module):
-    """Rotates queries or keys by their positions. Has no parameters.
+    """Rotates queries or keys by their positions (RoPE). Has no parameters.
 
     Args:
-        head_dim: Number of features of a head. Positive, and even unless ``rotary_dim`` is
-            given.
-        base: Ratio of the slowest wavelength to the fastest.
-        layout: ``"half"``, ``"interleaved"`` or ``"interleaved_to_half"``: which features
-            form a pair. A checkpoint works with one layout only; see
+        head_dim: Size of the last axis of the input. Positive, and even unless
+            ``rotary_dim`` is given.
+        base: Ratio of the slowest wavelength to the fastest (``rope_theta``).
+        layout: Which features form a pair: ``"half"``, ``"interleaved"`` or
+            ``"interleaved_to_half"``. A checkpoint works with one layout only; see
             :func:`firstlayer.positions.rotary.rotate`.
-        scaling: Rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
-        rotary_dim: Number of rotated features, the first ones; None is all.
-        sections: Number of pairs of each coordinate of a position (M-RoPE); None is one
-            coordinate.
+        scaling: Rule for long contexts, such as ``YaRN(factor=4.0, original_length=4096)``;
+            see :mod:`firstlayer.positions.scaling`.
+        rotary_dim: Number of leading features to rotate; None is all.
+        sections: Number of pairs rotated by each coordinate of a position (M-RoPE); None is
+            one coordinate.
         interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
             in contiguous runs (Qwen2-VL).
         frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
@@ -116,7 +117,7 @@ class RotaryPositions(Module):
         self.head_dim, self.base = int(head_dim), float(base)
         self.rotary_dim = None if rotary_dim is None else int(rotary_dim)
         self.sections = None if sections is None else [int(n) for n in sections]
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
         self._explicit = frequencies is not None
         self.layout: Layout = layout
 
@@ -194,6 +195,13 @@ class RotaryPositions(Module):
         *,
         offset: Any = 0,
     ) -> Float[np.ndarray, "*lead head_dim"]:
+        """Return ``x`` rotated by its positions.
+
+        Args:
+            x: Queries, or keys.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
+        """
         return self.vjp(x, positions, offset=offset)[0]
 
     def vjp(

@@ -26,10 +26,10 @@ from ._module import Module, as_parameter
 
 
 class ShawScores(Module):
-    """Computes attention scores with a learned vector per relative position.
+    """Computes scores with a learned key vector per relative position (Shaw et al. 2018).
 
     Args:
-        head_dim: Number of features of queries and keys. Positive.
+        head_dim: Size of the last axis of queries and keys. Positive.
         max_left: Largest distance before the query with its own vector.
         max_right: Largest distance after the query with its own vector.
         weight: Table to use, without a copy if its dtype and layout fit.

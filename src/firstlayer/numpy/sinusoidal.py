@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 
 from .._array import compute_dtype, is_real
 from .._check import (
+    boolean,
     float_dtype,
     number,
     one_of,
@@ -44,12 +45,12 @@ class SinusoidalPositions(Module):
             :func:`firstlayer.positions.sinusoidal.encode`.
         shift: Subtracted from the denominator of the exponents, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
-        cos_first: Swap sines and cosines.
-        scale: Multiplier of the features; MLX has ``(2 / embedding_dim) ** 0.5``.
+        cos_first: Put cosines before sines.
+        scale: Factor of the added vectors; MLX has ``(2 / embedding_dim) ** 0.5``.
         odd: Last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: Number of coordinates of a position. The features are divided evenly among
-            them, in the order of the axes.
-        frequency_scale: Multiplier of every frequency.
+        axes: Number of coordinates of a position. Each gets an equal share of the features,
+            in the order of the axes.
+        frequency_scale: Factor of every frequency.
 
     Shape:
         - x: ``(..., length, embedding_dim)``
@@ -92,7 +93,7 @@ class SinusoidalPositions(Module):
         self.base, self.shift = number("base", base), number("shift", shift)
         self.frequency_scale = number("frequency_scale", frequency_scale)
         self.scale, self.odd = number("scale", scale), odd
-        self.cos_first = bool(cos_first)
+        self.cos_first = boolean("cos_first", cos_first)
         pairs = frequencies(
             embedding_dim // axes,
             base=base,
@@ -143,6 +144,13 @@ class SinusoidalPositions(Module):
         *,
         offset: Any = 0,
     ) -> Float[np.ndarray, "*batch length embedding_dim"]:
+        """Return ``x`` plus the vectors of its positions.
+
+        Args:
+            x: Token vectors.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
+            offset: Number of preceding positions, for all rows or for each.
+        """
         x = vectors(x, self.embedding_dim)
         at = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)
         y = upcast(x)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import float_dtype, positive
+from .._check import boolean, float_dtype, positive
 from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
@@ -22,9 +22,9 @@ class T5Bias(Bias):
         num_heads: Number of heads. Positive.
         num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: Distance from which on all share a bucket. Greater than the number of
-            distances with their own bucket: ``num_buckets / 4``, or ``num_buckets / 2`` if
-            not ``bidirectional``.
+        max_distance: Distance from which on all distances share a bucket. Greater than the
+            number of distances with their own bucket: ``num_buckets / 4``, or ``num_buckets
+            / 2`` if not ``bidirectional``.
         bidirectional: Whether keys after the query have their own buckets: True in T5's
             encoder, False in its decoder.
         weight: Table to use, without a copy if its dtype and layout fit.
@@ -69,7 +69,10 @@ class T5Bias(Bias):
         )
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets = int(num_buckets)
-        self.max_distance, self.bidirectional = int(max_distance), bool(bidirectional)
+        self.max_distance, self.bidirectional = (
+            int(max_distance),
+            boolean("bidirectional", bidirectional),
+        )
         shape = (self.num_buckets, self.num_heads)
         if weight is None:
             self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)

@@ -102,6 +102,12 @@ class TableGroup(Module):
     def __call__(
         self, features: Features, per_sample_weights: Features | None = None
     ) -> dict[str, Float[np.ndarray, "..."]]:
+        """Return the vectors of each feature.
+
+        Args:
+            features: Ids of each feature.
+            per_sample_weights: Factor for the row of each id, for some features.
+        """
         vectors: dict[str, np.ndarray] = {}
         for lookup in self._lookups(features, per_sample_weights or {}):
             call = _Call.of(self.joined[lookup.key], lookup, copy=False)

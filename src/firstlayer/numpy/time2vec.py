@@ -66,6 +66,11 @@ class Time2Vec(Module):
     def __call__(
         self, times: Shaped[Any, "*shape"] | list[Any] | float
     ) -> Float[np.ndarray, "*shape embedding_dim"]:
+        """Return the features of each time.
+
+        Args:
+            times: Integers or reals of any shape.
+        """
         times = positions_array(times, name="times")
         weight, bias = self._upcast(times)
         features = time2vec(times, weight=weight, bias=bias)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Integer
 
 from .. import kernels
 from .._check import (
+    boolean,
     check_real,
     check_table,
     host_array,
@@ -45,11 +46,11 @@ class Embedding(Module):
     Args:
         num_embeddings: Number of rows; None is that of ``weight``.
         embedding_dim: Width of each row; None is that of ``weight``.
-        padding_idx: Id of padding; negative counts from the end. Its row is drawn as zero,
-            and lookups pass it no gradient. The tied head does.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups; :meth:`set_padding` writes another value.
         max_norm: Largest norm of a row in the output. The table itself changes only in
             :meth:`project`.
-        norm_type: The p of the p-norm that ``max_norm`` bounds.
+        norm_type: The p of the p-norm for ``max_norm``.
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
             the call.
         weight: Table to use, not copied if possible. Its padding row is kept.
@@ -102,7 +103,7 @@ class Embedding(Module):
         shape = not_negative("num_embeddings", rows), not_negative("embedding_dim", width)
         self.padding_idx = padding_index(padding_idx, shape[0])
         self.max_norm, self.norm_type = check_norm(max_norm, norm_type)
-        self.scale_grad_by_freq = bool(scale_grad_by_freq)
+        self.scale_grad_by_freq = boolean("scale_grad_by_freq", scale_grad_by_freq)
         if weight is None:
             self.weight = initial_table(shape, init=init, rng=rng, dtype=dtype)
             if self.padding_idx is not None:
@@ -199,6 +200,11 @@ class Embedding(Module):
         return check_table(self.stored_weight).shape[1]
 
     def __call__(self, ids: Ids) -> Float[np.ndarray, "*batch embedding_dim"]:
+        """Return the rows of the ids.
+
+        Args:
+            ids: Ids of any shape and any integer dtype.
+        """
         weight = check_table(self.stored_weight)
         if type(ids) is not np.ndarray or ids.dtype != np.int64:
             ids = ids_in_range(ids, weight.shape[0])

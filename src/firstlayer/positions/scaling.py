@@ -211,9 +211,8 @@ class YaRN(Scaling):
         for name in ("mscale", "mscale_all_dim"):
             _set_number(self, name, at_least=0.0, optional=True)
         _set_number(self, "attention", above=0.0, optional=True)
-        if not isinstance(self.truncate, bool | np.bool_):
-            raise TypeError(f"truncate must be a bool, got {type(self.truncate).__name__}")
-        object.__setattr__(self, "truncate", bool(self.truncate))
+        truncate = _check.boolean("truncate", self.truncate)
+        object.__setattr__(self, "truncate", truncate)
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
                 "mscale and mscale_all_dim must be given together, "

@@ -5,6 +5,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .._check import boolean
 from ..positions.alibi import alibi_bias, alibi_slopes
 from ._positions.arguments import Positions
 from ._positions.bias import Bias, PairBias
@@ -12,15 +13,15 @@ from ._tensors.dtypes import compute_dtype
 
 
 class AlibiBias(Bias):
-    """ALiBi attention bias, ``-slope * distance``. Has no parameters.
+    """Subtracts ``slope * distance`` from attention scores (ALiBi). Has no parameters.
 
     Args:
         num_heads: Number of heads, not necessarily a power of two; see
             :func:`firstlayer.positions.alibi.alibi_slopes`.
-        symmetric: ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``, for
-            causal decoders.
+        symmetric: Use ``-slope * |k - q|``, for encoders, instead of ``slope * (k - q)``,
+            for causal decoders.
         max_bias: Negated exponent of the smallest slope (``alibi_bias_max`` in MPT).
-        factor: Sequence length relative to training; divides the slopes.
+        factor: Ratio of the sequence length to the training length; divides the slopes.
 
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or floats
@@ -54,7 +55,7 @@ class AlibiBias(Bias):
         super().__init__()
         #: Slope of each head, float64.
         self.slopes = alibi_slopes(num_heads, max_bias=max_bias, factor=factor)
-        self.num_heads, self.symmetric = int(num_heads), bool(symmetric)
+        self.num_heads, self.symmetric = int(num_heads), boolean("symmetric", symmetric)
         self.max_bias, self.factor = float(max_bias), float(factor)
         self._build()
 

@@ -40,12 +40,14 @@ class EmbeddingBag(HostTableModule, TorchEmbeddingBag):
             the table once their gradient is accumulated. Under FSDP2 the table is scaled
             only if it is sharded by rows and looked up eagerly.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         sparse: Make the gradient of the table a coalesced sparse tensor.
         _weight: Table to use; its padding row is not changed.
         include_last_offset: Whether the last offset is the end of the last bag.
-        padding_idx: Id that is excluded from bags; negative counts from the end.
+        padding_idx: Id of padding, which is left out of every bag; negative counts from the
+            end.
         device: Device of the table.
         dtype: Dtype of the table.
         output_device: Device of the output of a table that stays in host memory; see

@@ -17,16 +17,16 @@ NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
 
 
 class FireBias(Bias):
-    """FIRE attention bias: a learned function of distance relative to query position.
+    """Adds a learned function of normalized distance to attention scores (FIRE).
 
     Args:
-        num_heads: Number of heads.
-        width: Number of hidden units of the network.
+        num_heads: Number of heads. Positive.
+        width: Number of hidden units of the network. Positive.
         c: Initial value of the parameter ``c``, the strength of the log compression of
             distances.
-        threshold: Minimum query position in the normalization, times the parameter
-            ``multiplier``.
-        eps: Added to the denominator for numerical stability.
+        threshold: Lower bound of query positions in the normalization, times the parameter
+            ``multiplier``. Positive.
+        eps: Added to the denominator. Positive.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import not_masked, one_of
+from .._check import boolean, not_masked, one_of
 from ..positions.fourier import (
     float64_fourier_phases,
     float64_fourier_tables,
@@ -25,7 +25,7 @@ from ._tensors.memory import is_recorded
 
 
 class FourierFeatures(PrecomputedBuffers):
-    """Fourier features: cosines and sines of coordinates. Has no parameters.
+    """Maps coordinates to cosines and sines of fixed frequencies. Has no parameters.
 
     Randomly drawn frequencies cannot be recomputed, so a state_dict contains them, as the
     int64 bits of ``matrix`` in the layer's extra state.
@@ -62,7 +62,7 @@ class FourierFeatures(PrecomputedBuffers):
         self.axes = self.matrix.shape[1]
         self.layout: Layout = layout
         one_of("layout", layout, LAYOUTS)
-        self.cos_first = cos_first
+        self.cos_first = boolean("cos_first", cos_first)
         self._build()
 
     @classmethod

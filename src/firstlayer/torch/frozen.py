@@ -57,8 +57,8 @@ class PartlyFrozenEmbedding(nn.Module):
         scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
         sparse: Make the gradient of ``trained_rows`` a coalesced sparse tensor.
         _weight: Initial table, copied; its padding row is not changed.
-        device: Device of the table.
-        dtype: Dtype of the table.
+        device: Device of the table; None is that of ``_weight``, if given.
+        dtype: Dtype of the table; None is that of ``_weight``, if given.
 
     Shape:
         - input: any shape, any integer dtype
@@ -100,8 +100,11 @@ class PartlyFrozenEmbedding(nn.Module):
         self.is_frozen = bool_mask(frozen, num_embeddings)
         if self.padding_idx is not None:
             self.is_frozen[self.padding_idx] = True
-        weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
-        weight = weight if _weight is None else _weight.to(weight)
+        if _weight is None:
+            shape = num_embeddings, embedding_dim
+            weight = torch.empty(shape, device=device, dtype=dtype)
+        else:
+            weight = _weight.to(device=device, dtype=dtype)
         trained, frozen_rows = self._split(weight)
         self.trained_rows = Parameter(trained)
         self.register_buffer("frozen_rows", frozen_rows)
@@ -141,8 +144,6 @@ class PartlyFrozenEmbedding(nn.Module):
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
             _weight=table,
-            device=table.device,
-            dtype=table.dtype,
         )
 
     @property

@@ -22,13 +22,13 @@ from ._tensors.dtypes import dtype_name, upcast
 
 
 class KerpleBias(Bias):
-    """KERPLE attention bias: a learned function of the distance ``d`` per head.
+    """Subtracts a learned function of distance from attention scores (KERPLE).
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of heads. Positive.
         form: ``"log"``, ``-r1 * ln(1 + r2 * d)``, or ``"power"``, ``-r1 * d ** r2``.
-        r1: Initial values, not copied if possible; None draws them as published.
-        r2: Initial values, in the same form as ``r1``.
+        r1: Factor of each head, not copied if possible; None draws it as published.
+        r2: Rate of the logarithm, or power, of each head; None draws it as published.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 

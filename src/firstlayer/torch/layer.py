@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.func import functional_call
 from torch.nn.functional import layer_norm as torch_layer_norm
 
-from .._check import not_negative, not_negative_number, positive, probability
+from .._check import boolean, not_negative, not_negative_number, positive, probability
 from ..embeddings.layer import add_embeddings, check_position, mask_rows, position_config
 from ..files.hf_embeddings import layer_from_hf
 from ..files.layer_configs import config_of
@@ -39,14 +39,15 @@ class EmbeddingLayer(nn.Module):
         num_embeddings: Number of ids.
         embedding_dim: Width of each vector.
         position: ``"learned"`` (needs ``max_positions``), ``"sinusoidal"``, None, or a
-            module that adds positions. Rotary, ALiBi and T5 act on attention instead.
+            layer that adds positions. Rotary, ALiBi and T5 act on attention instead.
         max_positions: Number of learned positions; only for ``"learned"``.
-        scale: Multiply token rows by √embedding_dim, as the original Transformer does.
+        scale: Multiply token rows by √embedding_dim, as in the original Transformer.
         segments: Number of segments (BERT's token types); None for no segments.
         layer_norm: Normalize the sum.
         norm_eps: Epsilon of the LayerNorm; BERT's is 1e-12.
         dropout: Probability of dropping an entry in training.
-        padding_idx: Id of padding; negative counts from the end.
+        padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
+            gets no gradient from lookups.
         zero_padding: Set the output at padding to zero, after dropout. Padding then has no
             effect on the gradient of any parameter.
         sparse: Make the gradient of the token table a coalesced sparse tensor.
@@ -99,7 +100,8 @@ class EmbeddingLayer(nn.Module):
         self.norm_eps = not_negative_number("norm_eps", norm_eps)
         probability("dropout", dropout)
         not_negative("num_embeddings", num_embeddings)
-        self.scale, self.zero_padding = bool(scale), bool(zero_padding)
+        self.scale = boolean("scale", scale)
+        self.zero_padding = boolean("zero_padding", zero_padding)
         factory = {"device": device, "dtype": as_torch_dtype(dtype)}
         empty = torch.empty(num_embeddings, embedding_dim, **factory)
         request_large_pages(empty)
@@ -114,7 +116,7 @@ class EmbeddingLayer(nn.Module):
             empty = torch.empty(positive("segments", segments), embedding_dim, **factory)
             self.segment = Embedding(segments, embedding_dim, _weight=empty)
         self.norm = None
-        if layer_norm:
+        if boolean("layer_norm", layer_norm):
             self.norm = nn.LayerNorm(embedding_dim, self.norm_eps, **factory)
         self.dropout = nn.Dropout(dropout)
         self._draw()
@@ -184,11 +186,13 @@ class EmbeddingLayer(nn.Module):
 
         Args:
             ids: Token ids; may be None if ``inputs_embeds`` is given.
-            positions: Position of each token.
+            positions: Position of each token. Ignored, like ``offset``, if the layer has no
+                positions.
             offset: Number of preceding positions, for all rows or for each.
             segments: Segment of each token; None is 0.
-            inputs_embeds: Precomputed token vectors; ``ids`` then only mark padding.
-            mask: False at padding; None derives it from the ids.
+            inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
+                padding.
+            mask: False at padding, for ``zero_padding``; None derives it from the ids.
         """
         plan = None if is_compiling() else self.__dict__.get("_plan")
         if plan is not None and positions is segments is inputs_embeds is mask is None:

@@ -36,16 +36,16 @@ from ._tensors.memory import array_of, is_plain_cpu, tensor_of
 
 
 class LearnedPositions(nn.Module):
-    """Adds to each vector the row of its position.
+    """Adds the table row of its position to each vector.
 
     Args:
         max_positions: Number of positions. A larger position raises a ValueError on the
             CPU, and gives NaN on other devices and in compiled code.
         embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
-        padding_idx: One of those rows, for padding. It starts at zero and gets no gradient.
-            RoBERTa's is 1, which position -1 reads.
-        scale: Factor of the added rows; x-transformers uses ``embedding_dim ** -0.5``.
+        padding_idx: One of those rows, for padding. It is zero in a new table and gets no
+            gradient from a lookup. In RoBERTa it is 1, the row of position -1.
+        scale: Factor of the added rows; x-transformers has ``embedding_dim ** -0.5``.
         weight: Table of ``max_positions + row_offset`` rows to use, not copied if device
             and dtype match. None draws one with standard deviation 0.02.
         device: Device of the table.
@@ -122,7 +122,7 @@ class LearnedPositions(nn.Module):
 
         Args:
             x: Token vectors.
-            positions: Position of each vector; None counts from ``offset``.
+            positions: Position of each vector; None is ``offset, offset + 1, …``.
             offset: Number of preceding positions, for all rows or for each.
         """
         check_vectors(x, self.embedding_dim)

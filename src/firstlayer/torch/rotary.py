@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._check import one_of, positive
+from .._check import boolean, one_of, positive
 from ..files.hf import rotary_from_hf
 from ..files.layer_configs import config_of
 from ..positions.axial import dinov3_axial_frequencies, pixtral_axial_frequencies
@@ -49,24 +49,24 @@ from ._tensors.memory import is_plain_cpu, is_recorded, kernel_eligible
 
 
 class RotaryPositions(PrecomputedBuffers):
-    """Rotary position embedding (RoPE) of queries or keys. Has no parameters.
+    """Rotates queries or keys by their positions (RoPE). Has no parameters.
 
     Args:
         head_dim: Size of the last axis of the input. Positive, and even unless
             ``rotary_dim`` is given.
-        base: Base of the frequencies (``rope_theta``).
+        base: Ratio of the slowest wavelength to the fastest (``rope_theta``).
         layout: Which features form a pair: ``"half"``, ``"interleaved"`` or
-            ``"interleaved_to_half"``. It must match the checkpoint; see
+            ``"interleaved_to_half"``. A checkpoint works with one layout only; see
             :func:`firstlayer.positions.rotary.rotate`.
-        scaling: Rule for long contexts, such as ``YaRN(factor=4.0,
-            original_length=4096)``; see :mod:`firstlayer.positions.scaling`.
+        scaling: Rule for long contexts, such as ``YaRN(factor=4.0, original_length=4096)``;
+            see :mod:`firstlayer.positions.scaling`.
         rotary_dim: Number of leading features to rotate; None is all.
-        sections: Number of pairs rotated by each coordinate (M-RoPE); None if a position
-            is a single number.
+        sections: Number of pairs rotated by each coordinate of a position (M-RoPE); None is
+            one coordinate.
         interleaved_sections: Assign pairs to coordinates round-robin (Qwen3-VL) instead of
-            in contiguous sections (Qwen2-VL).
-        frequencies: Precomputed frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
-            ``base``, ``scaling``, ``rotary_dim`` and ``sections``. For images, see
+            in contiguous runs (Qwen2-VL).
+        frequencies: Explicit frequencies, ``(pairs,)`` or ``(axes, pairs)``, instead of
+            ``base``, ``scaling``, ``rotary_dim`` and ``sections``; for images, those of
             :func:`firstlayer.positions.axial.qwen_axial_frequencies`.
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
@@ -130,7 +130,7 @@ class RotaryPositions(PrecomputedBuffers):
         self.axes = None if self.frequencies.ndim == 1 else len(self.frequencies)
         self.head_dim, self.base, self.rotary_dim = int(head_dim), float(base), rotary_dim
         self.sections = None if sections is None else [int(n) for n in sections]
-        self.interleaved_sections = bool(interleaved_sections)
+        self.interleaved_sections = boolean("interleaved_sections", interleaved_sections)
         self._frequencies_given = frequencies is not None
         self.layout: Layout = layout
         self._build()
@@ -215,7 +215,7 @@ class RotaryPositions(PrecomputedBuffers):
         Args:
             x: Queries or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, or one number per row.
+            offset: Number of preceding positions, for all rows or for each.
         """
         plan = None if is_compiling() else self.__dict__.get("_plan")
         if plan is not None and positions is None:

@@ -16,10 +16,10 @@ from ._tensors.dtypes import dtype_name, in_full_precision, upcast_together
 
 
 class ShawScores(nn.Module):
-    """Attention scores with a learned key vector per relative position (Shaw et al.).
+    """Computes scores with a learned key vector per relative position (Shaw et al. 2018).
 
     Args:
-        head_dim: Size of the last axis of queries and keys.
+        head_dim: Size of the last axis of queries and keys. Positive.
         max_left: Largest distance before the query with its own vector.
         max_right: Largest distance after the query with its own vector.
         weight: Initial table, not copied if possible. None draws it from a truncated

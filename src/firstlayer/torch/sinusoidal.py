@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._check import number, one_of, positive
+from .._check import boolean, number, one_of, positive
 from ..positions.ids import check_axes
 from ..positions.sinusoidal import (
     CONVENTIONS,
@@ -48,20 +48,20 @@ from ._tensors.memory import (
 
 
 class SinusoidalPositions(PrecomputedBuffers):
-    """Adds sinusoidal position encodings to vectors. Has no parameters.
+    """Adds the sines and cosines of its position to each vector. Has no parameters.
 
     Args:
         embedding_dim: Width of each vector. A multiple of ``axes``.
-        base: Base of the frequencies.
+        base: Ratio of the slowest wavelength to the fastest.
         layout: ``"interleaved"`` or ``"half"``; see
             :func:`firstlayer.positions.sinusoidal.encode`.
         shift: Subtracted from the denominator of the exponents, 0 or 1; see
             :func:`firstlayer.positions.sinusoidal.frequencies`.
-        cos_first: Cosine before sine.
-        scale: Factor of the encodings; MLX uses ``(2 / embedding_dim) ** 0.5``.
+        cos_first: Put cosines before sines.
+        scale: Factor of the added vectors; MLX has ``(2 / embedding_dim) ** 0.5``.
         odd: Last feature of an odd width: ``"sine"`` or ``"zero"``.
-        axes: Number of coordinates per position. Each gets an equal share of the features,
-            in order.
+        axes: Number of coordinates of a position. Each gets an equal share of the features,
+            in the order of the axes.
         frequency_scale: Factor of every frequency.
 
     Shape:
@@ -114,7 +114,7 @@ class SinusoidalPositions(PrecomputedBuffers):
         self.layout: Layout = layout
         self.base, self.shift = number("base", base), number("shift", shift)
         self.frequency_scale = number("frequency_scale", frequency_scale)
-        self.scale, self.cos_first = number("scale", scale), bool(cos_first)
+        self.scale, self.cos_first = number("scale", scale), boolean("cos_first", cos_first)
         self.odd: Odd = odd
         self._build()
 
@@ -162,7 +162,7 @@ class SinusoidalPositions(PrecomputedBuffers):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, or one number per row.
+            offset: Number of preceding positions, for all rows or for each.
         """
         check_vectors(x, self.embedding_dim)
         positions = positions_of(x, positions=positions, offset=offset, axes=self.axes)

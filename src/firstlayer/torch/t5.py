@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._check import positive
+from .._check import boolean, positive
 from ..files.layer_configs import config_of
 from ..positions.t5 import reach, t5_bias, t5_buckets
 from ._positions.arguments import Positions
@@ -16,17 +16,17 @@ from ._tensors.dtypes import dtype_name, upcast
 
 
 class T5Bias(Bias):
-    """T5's relative position bias.
+    """Adds a learned bias per bucket of distances to the attention scores.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of heads. Positive.
         num_buckets: Number of buckets: even and at least 4, or at least 2 if not
             ``bidirectional``.
-        max_distance: Distance from which on all distances share the last bucket. Greater
-            than the number of buckets that hold one distance: ``num_buckets // 4``, or
-            ``num_buckets // 2`` if not ``bidirectional``.
-        bidirectional: Distinguish keys after the query: True in T5's encoder, False in its
-            decoder.
+        max_distance: Distance from which on all distances share a bucket. Greater than the
+            number of distances with their own bucket: ``num_buckets / 4``, or ``num_buckets
+            / 2`` if not ``bidirectional``.
+        bidirectional: Whether keys after the query have their own buckets: True in T5's
+            encoder, False in its decoder.
         weight: Initial table, not copied if possible. None draws it from a truncated
             normal distribution with standard deviation 0.02.
         device: Device of the table.
@@ -68,7 +68,10 @@ class T5Bias(Bias):
         super().__init__()
         self.num_heads = positive("num_heads", num_heads)
         self.num_buckets = positive("num_buckets", num_buckets)
-        self.max_distance, self.bidirectional = max_distance, bool(bidirectional)
+        self.max_distance, self.bidirectional = (
+            max_distance,
+            boolean("bidirectional", bidirectional),
+        )
         shape = (self.num_buckets, self.num_heads)
         self.weight = parameter(weight, shape, device=device, dtype=dtype)
         self._build(self.weight.device)

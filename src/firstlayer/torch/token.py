@@ -30,12 +30,13 @@ class Embedding(HostTableModule, TorchEmbedding):
         num_embeddings: Number of rows, one for each id.
         embedding_dim: Width of each vector.
         padding_idx: Id of padding; negative counts from the end. Its row starts at zero and
-            gets no gradient from lookups. :meth:`set_padding` writes another value.
+            gets no gradient from lookups; :meth:`set_padding` writes another value.
         max_norm: Maximum norm of rows. Longer rows are scaled down in the output, and in
             the table once their gradient is accumulated. Under FSDP2 the table is scaled
             only if it is sharded by rows and looked up eagerly.
         norm_type: The p of the p-norm for ``max_norm``.
-        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs.
+        scale_grad_by_freq: Divide a row's gradient by the number of times its id occurs in
+            the call.
         sparse: Make the gradient of the table a coalesced sparse tensor.
         _weight: Table to use; its padding row is not changed.
         _freeze: Do not train the table.

@@ -124,7 +124,7 @@ class XPosRotary(PrecomputedBuffers):
         Args:
             x: Queries, or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, or one number per row.
+            offset: Number of preceding positions, for all rows or for each.
             keys: Whether ``x`` are keys, which are scaled inversely to queries.
         """
         axes = ("length",) if self.heads_axis != -2 else ("length", "heads")

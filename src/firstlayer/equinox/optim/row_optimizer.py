@@ -64,7 +64,7 @@ class RowOptimizer:
             function from the model to one. Arrays where it is False are not updated.
         max_missed_steps: Number of steps after which every row is caught up, in one pass
             over the tables within the compiled step.
-        **options: Other hyperparameters of the rule, under torch's names.
+        options: Other hyperparameters of the rule, under torch's names.
 
     Example:
         >>> from firstlayer.equinox import Embedding, optim

@@ -4,6 +4,7 @@ import os
 import threading
 import warnings
 
+from ..._check import positive
 from .cpus import available_cpus
 
 # Environment variables with the default number of threads; the first that is set counts.
@@ -25,15 +26,16 @@ def set_num_threads(n: int) -> None:
 
     Results do not depend on it: sums are taken in the same order.
 
+    Args:
+        n: Number of threads. Positive.
+
     Example:
         >>> before = get_num_threads()
         >>> set_num_threads(1); get_num_threads()
         1
         >>> set_num_threads(before)
     """
-    if n < 1:
-        raise ValueError(f"n must be positive, got {n}")
-    _setting.size = int(n)
+    _setting.size = positive("n", n)
 
 
 def get_num_threads() -> int:

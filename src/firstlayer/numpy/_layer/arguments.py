@@ -8,7 +8,7 @@ import numpy as np
 
 from ..._array import compute_dtype, is_real, repeating
 from ..._check import check_table, dtype_text, host_array, ids_in_range, integers
-from ...embeddings.layer import check_mask, check_segments, leading_shape
+from ...embeddings.layer import check_mask, check_segments, leading_shape, reject_mask
 from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
 from ...positions.learned import check_positions
@@ -212,7 +212,7 @@ def _segments(layer: Any, lead: tuple[int, ...], segments: Any) -> np.ndarray | 
 
 def _mask(layer: Any, ids: Any, lead: tuple[int, ...], mask: Any) -> np.ndarray | None:
     if not layer.zero_padding:
-        return None
+        return reject_mask(mask)
     if mask is None:
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")

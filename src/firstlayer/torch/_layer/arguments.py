@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._check import not_masked
-from ...embeddings.layer import check_mask, check_segments, leading_shape
+from ...embeddings.layer import check_mask, check_segments, leading_shape, reject_mask
 from .._positions.arguments import Offset, Positions, check_vectors
 from .._table.lookup import INDEX, as_index
 from .._tensors.dtypes import dtype_name
@@ -68,7 +68,7 @@ def check_arguments(
     lead = leading_shape(ids, inputs_embeds, has_positions=has_positions)
     if segments is not None or layer.segment is not None:
         segments = _segments(layer, lead, segments)
-    mask = _mask(layer, ids, lead, mask) if layer.zero_padding else None
+    mask = _mask(layer, ids, lead, mask)
     return LayerArguments(lead, ids, inputs_embeds, positions, offset, segments, mask)
 
 
@@ -132,7 +132,9 @@ def _segments(
 
 def _mask(
     layer: "EmbeddingLayer", ids: Tensor | None, lead: tuple[int, ...], mask: Any
-) -> Tensor:
+) -> Tensor | None:
+    if not layer.zero_padding:
+        return reject_mask(mask)
     if mask is None:
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")

@@ -122,7 +122,7 @@ class RowSGD(RowOptimizer):
     """SGD on rows. Equals ``torch.optim.SGD`` on dense gradients.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, momentum, dampening, weight_decay, nesterov, maximize, torch_options: See
             ``torch.optim.SGD``.
 
@@ -139,7 +139,7 @@ class RowAdagrad(RowOptimizer):
     """Adagrad on rows. Equals ``torch.optim.Adagrad`` on dense gradients.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
             ``torch.optim.Adagrad``.
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
@@ -171,7 +171,7 @@ class RowWiseAdagrad(RowAdagrad):
     torch's Adagrad.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
             ``torch.optim.Adagrad``.
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
@@ -191,7 +191,7 @@ class RowAdam(RowOptimizer):
     bias correction.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, betas, eps, amsgrad, maximize, torch_options: See ``torch.optim.Adam``.
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
@@ -208,7 +208,7 @@ class RowAdamW(RowOptimizer):
     """AdamW on rows. Equals ``torch.optim.AdamW`` on dense gradients.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, betas, eps, weight_decay, amsgrad, maximize, torch_options: See
             ``torch.optim.AdamW``.
 
@@ -225,7 +225,7 @@ class RowRMSprop(RowOptimizer):
     """RMSprop on rows. Equals ``torch.optim.RMSprop`` on dense gradients.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, alpha, eps, momentum, centered, maximize, torch_options: See
             ``torch.optim.RMSprop``.
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
@@ -246,7 +246,7 @@ class RowWiseRMSprop(RowRMSprop):
     torch's RMSprop.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, alpha, eps, maximize, torch_options: See ``torch.optim.RMSprop``.
         weight_decay: Weight decay, added to the gradient; 0 in exact mode.
 
@@ -266,11 +266,12 @@ class RowLion(RowOptimizer):
     """Lion on rows: updates weights by the sign of an average of gradients.
 
     Args:
-        params, mode, stochastic_rounding: See :class:`RowOptimizer`.
+        params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr: Learning rate.
         betas: Decay rates of the average: in the update, and in the stored state.
         weight_decay: Decoupled weight decay.
         maximize: Maximize instead of minimize.
+        torch_options: None, because torch has no Lion.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
