@@ -62,9 +62,10 @@ def update_rows(
         row_steps: For each row of the state, the step it is at; set to ``step``.
         step: Number of the step.
     """
-    numbers = _in_dtype(values, _compute_dtype(rows.weight))
-    is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
-    loop = _update_row_wise if is_row_wise else _update
+    number = _compute_dtype(rows.weight)
+    _add_methods(type(values))
+    numbers = type(values)(*map(number, values))
+    loop = _update_row_wise if _is_row_wise(rows) else _update
     arrays = bits_of(rows.weight), bits_of(gradient), rows.state
     run_on_rows(loop, rows, *arrays, numbers, has_state, row_steps, step)
 
@@ -79,15 +80,15 @@ def catch_up_rows(
         missed: Recorded steps.
         writes_state: Whether to change the state too, not only the weights.
     """
-    kind, dtype = missed.kind, _compute_dtype(rows.weight)
-    like = _in_dtype(kind(*missed.all_coefficients[:, 0]), dtype)
+    number = _compute_dtype(rows.weight)
+    like = _example(missed.kind, number)
     weight = bits_of(rows.weight)
     args = rows.from_step, rows.has_state, weight, rows.state, writes_state
     columns = missed.all_coefficients
-    if any(array.shape[1] != rows.weight.shape[1] for array in rows.state):
+    if _is_row_wise(rows):
         run_on_rows(_catch_up_row_wise, rows, *args, columns, like)
     elif missed.replays:
-        steps, step_like = missed.all_steps, _in_dtype(missed.step_values, dtype)
+        steps, step_like = missed.all_steps, _example(type(missed.step_values), number)
         run_on_rows(_replay, rows, *args, columns, like, steps, step_like)
     else:
         run_on_rows(_catch_up, rows, *args, columns, like)
@@ -115,10 +116,8 @@ def average_rows(
         coefficients: Averaged coefficients, one column per recorded event.
         kept: Factor of the average, one per recorded event.
     """
-    like = _in_dtype(kind(*coefficients[:, 0]), rows.weight.dtype)
-    is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     run_on_rows(
-        _average_row_wise if is_row_wise else _average,
+        _average_row_wise if _is_row_wise(rows) else _average,
         rows,
         rows.from_step,
         rows.has_state,
@@ -127,19 +126,25 @@ def average_rows(
         average,
         average_rows,
         coefficients,
-        like,
+        _example(kind, _compute_dtype(rows.weight)),
         kept,
     )
 
 
-def _compute_dtype(weight: np.ndarray) -> np.dtype:
-    return np.dtype(np.float64 if weight.dtype == np.float64 else np.float32)
+def _is_row_wise(rows: RowSlice) -> bool:
+    """Return whether the state has one number per row; its arrays have one shape."""
+    return bool(rows.state) and rows.state[0].shape[1] != rows.weight.shape[1]
 
 
-def _in_dtype(values: Any, dtype: np.dtype) -> Any:
-    """Return a named tuple with its numbers in a dtype, as kernels take it."""
-    _add_methods(type(values))
-    return type(values)(*map(dtype.type, values))
+def _compute_dtype(weight: np.ndarray) -> type[np.floating]:
+    return np.float64 if weight.dtype == np.float64 else np.float32
+
+
+@functools.cache
+def _example(kind: type, number: type[np.floating]) -> Any:
+    """Return a named tuple of zeros, which tells kernels the type of its numbers."""
+    _add_methods(kind)
+    return kind(*[number(0)] * len(kind._fields))  # pyright: ignore
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from torch.nn.functional import embedding as torch_embedding
 from ... import kernels
 from ..._check import out_of_range, padding_index
 from ...embeddings.row_gradient import RowGradient, sum_by_id
-from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
+from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import (
     OutOfRange,
     WrongType,
@@ -115,7 +115,7 @@ def _lookup(
             and weight.dtype not in HALF
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
-            and not _is_large(ids, weight)
+            and not (_is_large(ids, weight) and _is_eligible(ids, weight))
         ):
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
@@ -254,7 +254,7 @@ class _Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.options = options
-        rows = _gather(ids, weight)
+        rows = _gather(ids, weight, is_eligible=True)
         return upcast(rows) if upcast_output else rows
 
     @staticmethod
@@ -264,27 +264,35 @@ class _Lookup(torch.autograd.Function):
 
 
 def _is_large(ids: Tensor, weight: Tensor) -> bool:
-    """Return whether kernels should gather the rows. Sizes that are symbols are small."""
+    """Return whether kernels gather the rows faster. Sizes that are symbols are small."""
     if is_compiling() or weight.dim() != 2:
         return False
     size: Any = ids.numel() * weight.shape[1]
-    return (
-        type(size) is int
-        and size >= LARGE_OUTPUT
-        and kernel_eligible(weight)
-        and is_plain_cpu(ids)
-    )
+    return type(size) is int and size >= LARGE_OUTPUT
 
 
-def _gather(ids: Tensor, weight: Tensor) -> Tensor:
-    if not weight.is_contiguous() or not _is_large(ids, weight):
+def _is_eligible(ids: Tensor, weight: Tensor) -> bool:
+    """Return whether kernels may read the ids and the table."""
+    return weight.dtype in FLOATS and is_plain_cpu(weight, ids)
+
+
+def _gather(ids: Tensor, weight: Tensor, *, is_eligible: bool = False) -> Tensor:
+    """Return the rows of ids.
+
+    Args:
+        ids: Ids, int64 or int32.
+        weight: The table.
+        is_eligible: Whether kernels are known to be able to read both.
+    """
+    by_kernel = weight.is_contiguous() and _is_large(ids, weight)
+    if not by_kernel or not (is_eligible or _is_eligible(ids, weight)):
         return torch_embedding(ids, weight)
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
         rows = kernels.gather_rows(array_of_table(weight), flat)
     if rows is None:
         raise IndexError("index out of range in self")
-    return tensor_of(rows).view(*ids.shape, weight.shape[1])
+    return tensor_of(rows.reshape(*ids.shape, weight.shape[1]))
 
 
 def is_jagged(ids: Any) -> bool:
@@ -303,7 +311,7 @@ def _rows(
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
-    if kernel_eligible(weight) and is_plain_cpu(ids):
+    if _is_eligible(ids, weight):
         return _Lookup.apply(weight, ids, options, upcast_output)  # pyright: ignore
     if weight.dtype in HALF and not (options.sparse or is_recorded()):
         # On other devices torch sums in float32. Sparse gradients are coalesced later.
