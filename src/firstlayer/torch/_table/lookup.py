@@ -20,7 +20,7 @@ from torch.nn.functional import embedding as torch_embedding
 
 from ... import kernels
 from ..._check import out_of_range, padding_index
-from ...embeddings.row_gradient import RowGradient, sum_by_id
+from ...embeddings.row_gradient import IdGroups, RowGradient
 from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import (
     OutOfRange,
@@ -174,22 +174,29 @@ class LookupOptions(NamedTuple):
         return self.sparse or self.scale_grad_by_freq or self.dtype in HALF
 
     def gradient(
-        self, ids: Integer[Tensor, "*batch"], dy: Float[Tensor, "*batch embedding_dim"]
+        self,
+        ids: Integer[Tensor, "*batch"],
+        dy: Float[Tensor, "*batch embedding_dim"],
+        *,
+        groups: IdGroups | None = None,
     ) -> Tensor:
-        """Return the table's gradient."""
+        """Return the table's gradient.
+
+        Args:
+            ids: Ids of the lookup.
+            dy: Gradient of its output.
+            groups: The ids' groups, if they are known.
+        """
         small = (
             self.num_embeddings * dy.shape[-1] <= SMALL_TABLE and dy.numel() <= SMALL_TABLE
         )
         plain = small and not (self.sparse or self.scale_grad_by_freq)
         if plain or torch.is_grad_enabled() or not kernel_eligible(dy):
             return self._gradient_by_operators(ids, dy)
+        groups = IdGroups.of(array_of(ids)) if groups is None else groups
+        values = array_of(dy.contiguous())
         with threads_of_torch():
-            rows = sum_by_id(
-                array_of(ids),
-                array_of(dy.contiguous()),
-                skip=self.padding_idx,
-                mean=self.scale_grad_by_freq,
-            )
+            rows = groups.sum(values, skip=self.padding_idx, mean=self.scale_grad_by_freq)
         return self.to_tensor(rows)
 
     def to_tensor(self, rows: RowGradient) -> Tensor:
@@ -254,13 +261,22 @@ class _Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.options = options
-        rows = _gather(ids, weight, is_eligible=True)
+        ctx.groups = None
+        if not (weight.is_contiguous() and _is_large(ids, weight)):
+            rows = torch_embedding(ids, weight)
+        elif options.sparse:
+            # Needed in the backward, and the order in which row optimizers update rows.
+            ctx.groups = IdGroups.of(array_of(ids))
+            rows = _gather_by_kernel(ids, weight, ctx.groups.order)
+        else:
+            rows = _gather_by_kernel(ids, weight)
         return upcast(rows) if upcast_output else rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        return ctx.options.gradient(ids, grads[0]), None, None, None
+        gradient = ctx.options.gradient(ids, grads[0], groups=ctx.groups)
+        return gradient, None, None, None
 
 
 def _is_large(ids: Tensor, weight: Tensor) -> bool:
@@ -276,20 +292,19 @@ def _is_eligible(ids: Tensor, weight: Tensor) -> bool:
     return weight.dtype in FLOATS and is_plain_cpu(weight, ids)
 
 
-def _gather(ids: Tensor, weight: Tensor, *, is_eligible: bool = False) -> Tensor:
-    """Return the rows of ids.
-
-    Args:
-        ids: Ids, int64 or int32.
-        weight: The table.
-        is_eligible: Whether kernels are known to be able to read both.
-    """
+def _gather(ids: Tensor, weight: Tensor) -> Tensor:
     by_kernel = weight.is_contiguous() and _is_large(ids, weight)
-    if not by_kernel or not (is_eligible or _is_eligible(ids, weight)):
+    if not by_kernel or not _is_eligible(ids, weight):
         return torch_embedding(ids, weight)
+    return _gather_by_kernel(ids, weight)
+
+
+def _gather_by_kernel(
+    ids: Tensor, weight: Tensor, order: np.ndarray | None = None
+) -> Tensor:
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
-        rows = kernels.gather_rows(array_of_table(weight), flat)
+        rows = kernels.gather_rows(array_of_table(weight), flat, order=order)
     if rows is None:
         raise IndexError("index out of range in self")
     return tensor_of(rows.reshape(*ids.shape, weight.shape[1]))
