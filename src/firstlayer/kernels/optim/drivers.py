@@ -62,9 +62,7 @@ def update_rows(
         row_steps: For each row of the state, the step it is at; set to ``step``.
         step: Number of the step.
     """
-    number = _compute_dtype(rows.weight)
-    _add_methods(type(values))
-    numbers = type(values)(*map(number, values))
+    numbers = _in_dtype(values, _compute_dtype(rows.weight))
     loop = _update_row_wise if _is_row_wise(rows) else _update
     arrays = bits_of(rows.weight), bits_of(gradient), rows.state
     run_on_rows(loop, rows, *arrays, numbers, has_state, row_steps, step)
@@ -80,15 +78,15 @@ def catch_up_rows(
         missed: Recorded steps.
         writes_state: Whether to change the state too, not only the weights.
     """
-    number = _compute_dtype(rows.weight)
-    like = _example(missed.kind, number)
+    dtype = _compute_dtype(rows.weight)
+    like = _example(missed.kind, dtype)
     weight = bits_of(rows.weight)
     args = rows.from_step, rows.has_state, weight, rows.state, writes_state
     columns = missed.all_coefficients
     if _is_row_wise(rows):
         run_on_rows(_catch_up_row_wise, rows, *args, columns, like)
     elif missed.replays:
-        steps, step_like = missed.all_steps, _example(type(missed.step_values), number)
+        steps, step_like = missed.all_steps, _example(type(missed.step_values), dtype)
         run_on_rows(_replay, rows, *args, columns, like, steps, step_like)
     else:
         run_on_rows(_catch_up, rows, *args, columns, like)
@@ -136,15 +134,20 @@ def _is_row_wise(rows: RowSlice) -> bool:
     return bool(rows.state) and rows.state[0].shape[1] != rows.weight.shape[1]
 
 
-def _compute_dtype(weight: np.ndarray) -> type[np.floating]:
-    return np.float64 if weight.dtype == np.float64 else np.float32
+def _compute_dtype(weight: np.ndarray) -> np.dtype:
+    return np.dtype(np.float64 if weight.dtype == np.float64 else np.float32)
+
+
+def _in_dtype(values: Any, dtype: np.dtype) -> Any:
+    """Return a named tuple with its numbers in a dtype, as kernels take it."""
+    _add_methods(type(values))
+    return type(values)(*map(dtype.type, values))
 
 
 @functools.cache
-def _example(kind: type, number: type[np.floating]) -> Any:
+def _example(kind: Any, dtype: np.dtype) -> Any:
     """Return a named tuple of zeros, which tells kernels the type of its numbers."""
-    _add_methods(kind)
-    return kind(*[number(0)] * len(kind._fields))  # pyright: ignore
+    return _in_dtype(kind(*[0.0] * len(kind._fields)), dtype)
 
 
 @functools.cache
