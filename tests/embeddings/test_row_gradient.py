@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlayer.embeddings.row_gradient import RowGradient, sum_by_id
+from firstlayer.embeddings.row_gradient import IdGroups, RowGradient, sum_by_id
 from firstlayer.kernels import group_by_id
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
@@ -93,3 +93,19 @@ def test_dense_keeps_the_dtype_of_the_values():
     dense = RowGradient(np.array([2]), np.ones((1, 2))).dense(4)
     assert dense.dtype == np.float64
     np.testing.assert_array_equal(dense, [[0, 0], [0, 0], [1, 1], [0, 0]])
+
+
+def test_groups_sum_several_values_of_one_batch():
+    ids = np.array([[7, 3], [7, 5]], np.int32)
+    groups = IdGroups.of(ids)
+    assert groups.unique.tolist() == [3, 5, 7] and groups.order.tolist() == [1, 3, 0, 2]
+    for values in rng.standard_normal((2, 2, 2, 3)).astype(np.float32):
+        for skip, mean in ((None, False), (5, False), (None, True)):
+            got = groups.sum(values, skip=skip, mean=mean)
+            want = sum_by_id(ids, values, skip=skip, mean=mean)
+            np.testing.assert_array_equal(got.ids, want.ids)
+            np.testing.assert_array_equal(got.values, want.values)
+    want = (values[0, 0] + values[1, 0]) / 2
+    np.testing.assert_array_equal(groups.sum(values, mean=True).values[2], want)
+    with pytest.raises(IndexError, match="ids must not be negative, got -2"):
+        IdGroups.of(np.array([1, -2]))

@@ -86,6 +86,8 @@ def test_gather_equals_indexing(dtype, count, threads):
         out = np.ones_like(got)
         assert kernels.gather_rows(table, ids, out=out) is not None
         assert out.tobytes() == table[ids].tobytes()
+        got = kernels.gather_rows(table, ids, order=rng.permutation(count))
+        assert got is not None and got.tobytes() == table[ids].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,6 +117,8 @@ def test_gather_returns_none_if_an_id_is_out_of_range(bad, count):
     ids[-1] = bad
     for width in (4, 8):
         assert kernels.gather_rows(np.ones((100, width)), ids) is None
+        order = np.arange(count)[::-1].copy()
+        assert kernels.gather_rows(np.ones((100, width)), ids, order=order) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

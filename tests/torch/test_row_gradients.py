@@ -228,3 +228,18 @@ def test_compiled_sparse_gradients_of_half_precision_do_not_saturate():
 def test_torch_rounds_to_bfloat16_as_ml_dtypes_does():
     x = torch.tensor([3000.0])
     assert x.bfloat16().float().numpy() == np.float32(3000).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_lookups_by_kernels_have_the_bits_of_small_ones(sparse):
+    # 600 × 256 entries are gathered by kernels, 60 × 256 by torch.
+    layer = Embedding(50, 256, padding_idx=7, sparse=sparse)
+    ids, dy = torch.randint(0, 50, (10, 60)), torch.randn(10, 60, 256)
+    y = layer(ids)
+    assert torch.equal(y, torch.stack([layer(row) for row in ids]))
+    y.backward(dy)
+    want = reference_gradient(ids, dy, 50, skip=7)
+    assert torch.equal(layer.weight.grad.to_dense(), want)
+    ids[3, 5] = -1
+    with pytest.raises(IndexError, match=r"ids\[3, 5\] is -1, but num_embeddings is 50"):
+        layer(ids)

@@ -7,7 +7,7 @@ A batch of 4096 ids reads at most 4096 rows of a table of a million. Sums are fl
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
@@ -106,14 +106,44 @@ def sum_by_id(
         skip: Id that gets no gradient, such as the padding row.
         mean: Whether to divide each sum by the number of times its id occurs.
     """
-    flat = ids.reshape(-1).astype(np.int64, copy=False)
-    values = np.ascontiguousarray(values).reshape(flat.size, values.shape[-1])
-    order, bounds, unique = kernels.group_by_id(np.ascontiguousarray(flat))
-    starts, ends = bounds[:-1], bounds[1:]
-    if skip is not None:
-        kept = unique != skip
-        starts, ends, unique = starts[kept], ends[kept], unique[kept]
-    sums = kernels.sum_groups(values, order, starts, ends)
-    if mean:
-        sums /= (ends - starts)[:, None].astype(sums.dtype)
-    return RowGradient(unique, sums)
+    return IdGroups.of(ids).sum(values, skip=skip, mean=mean)
+
+
+@dataclass(frozen=True, eq=False)
+class IdGroups:
+    """Ids of a batch with equal ones together, in ascending order.
+
+    Args:
+        order: Places of the ids in the batch, group by group.
+        bounds: Where each group begins in ``order``, and the end of the last.
+        unique: Id of each group.
+    """
+
+    order: Int64[np.ndarray, " n"]
+    bounds: Int64[np.ndarray, " bounds"]
+    unique: Int64[np.ndarray, " groups"]
+
+    @classmethod
+    def of(cls, ids: Int[np.ndarray, "*batch"]) -> Self:
+        """Return the groups of ids in any shape. A negative id is an IndexError."""
+        flat = np.ascontiguousarray(ids.reshape(-1), np.int64)
+        return cls(*kernels.group_by_id(flat))
+
+    def sum(
+        self,
+        values: Float[np.ndarray, "*batch width"],
+        *,
+        skip: int | None = None,
+        mean: bool = False,
+    ) -> RowGradient:
+        """Return the sum of the values of each id; arguments as in :func:`sum_by_id`."""
+        order, bounds, unique = self.order, self.bounds, self.unique
+        values = np.ascontiguousarray(values).reshape(order.size, values.shape[-1])
+        starts, ends = bounds[:-1], bounds[1:]
+        if skip is not None:
+            kept = unique != skip
+            starts, ends, unique = starts[kept], ends[kept], unique[kept]
+        sums = kernels.sum_groups(values, order, starts, ends)
+        if mean:
+            sums /= (ends - starts)[:, None].astype(sums.dtype)
+        return RowGradient(unique, sums)

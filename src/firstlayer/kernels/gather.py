@@ -27,7 +27,11 @@ MIN_ROW_BYTES = 256
 
 
 def gather_rows(
-    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
+    weight: np.ndarray,
+    ids: np.ndarray,
+    *,
+    out: np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range.
 
@@ -35,23 +39,29 @@ def gather_rows(
         weight: Table.
         ids: Flat ids.
         out: Contiguous array of the result's shape and dtype to write to; None allocates.
+        order: Order in which the rows are copied. Ascending ids give each thread the rows
+            that it updates in a training step: a row that another core has read takes far
+            longer to write.
     """
     bits = bits_of(weight)
     if out is None:
         out = np.empty((ids.size, weight.shape[1]), bits.dtype)
     out = bits_of(out)
-    if ids.size <= FEW_IDS:
+    if ids.size <= FEW_IDS and order is None:
         return out.view(weight.dtype) if _check_and_copy(bits, ids, out) else None
     has_bad_id = np.zeros(1, np.int64)
+    order = ids[:0] if order is None else order
     row_bytes = max(1, out.strides[0])
     ahead = 1 + AHEAD_BYTES // row_bytes
     grain = grain_for(GRAIN, max(row_bytes, MIN_ROW_BYTES))
     if row_bytes % SHORT_LANES_BYTES == 0 and bits.flags.c_contiguous:
         # One kernel for every dtype.
-        args = bits.view(np.float32), ids, ahead, is_streamed(out), out.view(np.float32)
-        run(_copy_lanes, ids.size, *args, has_bad_id, grain=grain)
+        table, copies = bits.view(np.float32), out.view(np.float32)
+        args = table, ids, order, ahead, is_streamed(out), copies, has_bad_id
+        run(_copy_lanes, ids.size, *args, grain=grain)
     else:
-        run(_copy_rows, ids.size, bits, ids, ahead, out, has_bad_id, grain=grain)
+        args = bits, ids, order, ahead, out, has_bad_id
+        run(_copy_rows, ids.size, *args, grain=grain)
     return None if has_bad_id[0] else out.view(weight.dtype)
 
 
@@ -68,11 +78,14 @@ def _check_and_copy(weight, ids, out):
 
 
 @kernel(allocates=False)
-def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
+def _copy_rows(ticket, weight, ids, order, ahead, out, has_bad_id):
     num_embeddings, width = weight.shape
     for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            prefetch_row(weight, ids[min(i + ahead, hi - 1)])
+        for place in range(lo, hi):
+            i, later = place, min(place + ahead, hi - 1)
+            if order.size:
+                i, later = order[i], order[later]
+            prefetch_row(weight, ids[later])
             row = ids[i]
             if not is_row(row, num_embeddings):
                 # Every thread that writes here writes the same value.
@@ -83,12 +96,15 @@ def _copy_rows(ticket, weight, ids, ahead, out, has_bad_id):
 
 
 @kernel(allocates=False)
-def _copy_lanes(ticket, weight, ids, ahead, streams, out, has_bad_id):
+def _copy_lanes(ticket, weight, ids, order, ahead, streams, out, has_bad_id):
     num_embeddings, width = weight.shape
     lanes, block = short_zeros(np.float32(0)), SHORT_LANES_BYTES // 4
     for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            prefetch_row(weight, ids[min(i + ahead, hi - 1)])
+        for place in range(lo, hi):
+            i, later = place, min(place + ahead, hi - 1)
+            if order.size:
+                i, later = order[i], order[later]
+            prefetch_row(weight, ids[later])
             id_ = ids[i]
             if not is_row(id_, num_embeddings):
                 has_bad_id[0] = 1

@@ -16,7 +16,11 @@ from .quantized_rows import QuantizedRows
 
 
 def gather_rows(
-    weight: np.ndarray, ids: np.ndarray, *, out: np.ndarray | None = None
+    weight: np.ndarray,
+    ids: np.ndarray,
+    *,
+    out: np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Return ``weight[ids]`` for flat ids, or None if one of them is out of range."""
     ids = ids.copy()

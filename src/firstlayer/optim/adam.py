@@ -54,6 +54,7 @@ def interpolation() -> tuple[np.ndarray, np.ndarray]:
 
 
 POINTS, BASIS = interpolation()
+FROM_END = 1 - POINTS
 
 
 class AdamNumbers(NamedTuple):
@@ -136,6 +137,10 @@ class AdamMissedNumbers(NamedTuple):
     p11: Any
 
 
+# Row of the first moment's factor in the columns of coefficients.
+MEAN_FACTOR = AdamMissedNumbers._fields.index("mean_factor")
+
+
 class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
     """Missed steps of Adam."""
 
@@ -158,10 +163,11 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
         """Return the polynomial of the last missed step."""
         ratio = ops.sqrt(self.kept_square()) * step.unbias / self.root_scale
         # β₂ = 0 has no polynomial: it gets NaN, which is not accurate.
-        terms = step.size * self.mean_factor / (ratio * (1 - POINTS) + POINTS)
-        terms = ops.where(ops.isinf(terms), np.nan, terms)
-        terms = ops.where(self.mean_factor >= NEGLIGIBLE, terms, 0.0)
-        return ops.matmul(BASIS, terms)
+        ratio = ops.where(ratio == 0.0, np.nan, ratio)
+        is_negligible = self.mean_factor < NEGLIGIBLE
+        ratio = ops.where(is_negligible, 1.0, ratio)
+        size = ops.where(is_negligible, 0.0, step.size * self.mean_factor)
+        return ops.matmul(BASIS, size / (ratio * FROM_END + POINTS))
 
     def kept_square(self) -> Any:
         """Return the factor of the second moment that weights are divided by."""
@@ -171,7 +177,7 @@ class AdamCoefficients(AdamMissedNumbers, MissedCoefficients):
     def advance_columns(cls, columns: np.ndarray, step: Any) -> None:
         columns *= np.array(cls.factors(step))[:, None]
         # The first moments of rows last updated before these steps are negligible.
-        first = np.searchsorted(cls(*columns).mean_factor, NEGLIGIBLE)
+        first = columns[MEAN_FACTOR].searchsorted(NEGLIGIBLE)
         active = columns[:, first:]
         active[5:] += cls(*active).moved(np, step)
 

@@ -8,6 +8,7 @@ import pytest
 
 from firstlayer import kernels
 from firstlayer.kernels.runtime.compile import kernel
+from firstlayer.kernels.runtime.numba_abi import OFFER
 from firstlayer.kernels.runtime.pool import grain_for, pieces, run
 from firstlayer.kernels.runtime.threads import on_threads
 from tests.support.run_alone import run_alone
@@ -59,6 +60,29 @@ def test_helpers_process_items(threads):
         if threads == 1 or used > 1:
             break
     assert thread_of_item.all() and (used > 1) == (threads > 1)
+
+
+@kernel()
+def _write_parts(ticket, is_owner, rounds):
+    # The caller's ticket offers the kernel, those of helpers do not.
+    own = np.ones(1)
+    for lo, hi in pieces(ticket):
+        for i in range(lo, hi):
+            for _ in range(rounds):
+                own[0] = np.cos(own[0])
+            is_owner[i] = ticket[OFFER] if own[0] else 0
+
+
+def test_the_caller_takes_the_beginning_and_helpers_the_end():
+    is_owner = np.zeros(160, np.int64)
+    with on_threads(2):
+        for _ in range(200):
+            run(_write_parts, is_owner.size, is_owner, 1000, grain=1)
+            # Descending: ones, then zeros.
+            assert (is_owner[1:] <= is_owner[:-1]).all()
+            if not is_owner.all():
+                break
+    assert not is_owner.all()
 
 
 def test_a_range_shorter_than_two_grains_runs_on_one_thread():

@@ -63,8 +63,7 @@ def update_rows(
         step: Number of the step.
     """
     numbers = _in_dtype(values, _compute_dtype(rows.weight))
-    is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
-    loop = _update_row_wise if is_row_wise else _update
+    loop = _update_row_wise if _is_row_wise(rows) else _update
     arrays = bits_of(rows.weight), bits_of(gradient), rows.state
     run_on_rows(loop, rows, *arrays, numbers, has_state, row_steps, step)
 
@@ -79,15 +78,15 @@ def catch_up_rows(
         missed: Recorded steps.
         writes_state: Whether to change the state too, not only the weights.
     """
-    kind, dtype = missed.kind, _compute_dtype(rows.weight)
-    like = _in_dtype(kind(*missed.all_coefficients[:, 0]), dtype)
+    dtype = _compute_dtype(rows.weight)
+    like = _example(missed.kind, dtype)
     weight = bits_of(rows.weight)
     args = rows.from_step, rows.has_state, weight, rows.state, writes_state
     columns = missed.all_coefficients
-    if any(array.shape[1] != rows.weight.shape[1] for array in rows.state):
+    if _is_row_wise(rows):
         run_on_rows(_catch_up_row_wise, rows, *args, columns, like)
     elif missed.replays:
-        steps, step_like = missed.all_steps, _in_dtype(missed.step_values, dtype)
+        steps, step_like = missed.all_steps, _example(type(missed.step_values), dtype)
         run_on_rows(_replay, rows, *args, columns, like, steps, step_like)
     else:
         run_on_rows(_catch_up, rows, *args, columns, like)
@@ -115,10 +114,8 @@ def average_rows(
         coefficients: Averaged coefficients, one column per recorded event.
         kept: Factor of the average, one per recorded event.
     """
-    like = _in_dtype(kind(*coefficients[:, 0]), rows.weight.dtype)
-    is_row_wise = any(array.shape[1] != rows.weight.shape[1] for array in rows.state)
     run_on_rows(
-        _average_row_wise if is_row_wise else _average,
+        _average_row_wise if _is_row_wise(rows) else _average,
         rows,
         rows.from_step,
         rows.has_state,
@@ -127,9 +124,14 @@ def average_rows(
         average,
         average_rows,
         coefficients,
-        like,
+        _example(kind, _compute_dtype(rows.weight)),
         kept,
     )
+
+
+def _is_row_wise(rows: RowSlice) -> bool:
+    """Return whether the state has one number per row; its arrays have one shape."""
+    return bool(rows.state) and rows.state[0].shape[1] != rows.weight.shape[1]
 
 
 def _compute_dtype(weight: np.ndarray) -> np.dtype:
@@ -140,6 +142,12 @@ def _in_dtype(values: Any, dtype: np.dtype) -> Any:
     """Return a named tuple with its numbers in a dtype, as kernels take it."""
     _add_methods(type(values))
     return type(values)(*map(dtype.type, values))
+
+
+@functools.cache
+def _example(kind: Any, dtype: np.dtype) -> Any:
+    """Return a named tuple of zeros, which tells kernels the type of its numbers."""
+    return _in_dtype(kind(*[0.0] * len(kind._fields)), dtype)
 
 
 @functools.cache

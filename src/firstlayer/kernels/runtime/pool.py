@@ -16,10 +16,14 @@ Protocol:
     3. A helper that sees ``JOBS`` change adds itself to ``INSIDE``. If the job is ``OPEN``
        and one of its ``SEATS`` is free, the helper calls the same kernel with the same
        arguments. Then it leaves ``INSIDE``.
-    4. Owner and helpers claim pieces by adding to ``NEXT`` until the range is used up, and
-       add the length of each finished piece to ``DONE``. A helper that wakes late leaves
-       more pieces to the others. Pieces write to disjoint memory, so results do not depend
-       on which thread processes which.
+    4. Owner and helpers claim pieces by adding to ``CLAIMED`` until the range is used up,
+       and add the length of each finished piece to ``DONE``. A helper that wakes late
+       leaves more pieces to the others. The owner takes its pieces from the beginning of
+       the range and helpers from the end: in kernels that follow each other on the same
+       rows, a core then finds most of its rows in its own caches. Cores may have no cache
+       in common, and reading a line that another has written takes longer than from
+       memory. Pieces write to disjoint memory, so results do not depend on which thread
+       processes which.
     5. The owner waits until ``DONE`` is the whole range, clears ``OPEN``, waits until
        no helper is ``INSIDE``, clears ``BUSY`` and returns.
 
@@ -75,11 +79,11 @@ from .system import (
 from .threads import current_num_threads
 
 # Offsets into the block, a cache line each, after the kernel's arguments and ``BUSY``: the
-# next item to claim, the number of items done, whether there is a job, how many helpers are
-# inside, how many more may join, the number of jobs so far, how many helpers sleep, the
-# address of the worker, the owner's core,
-NEXT, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
-    BUSY + 64, BUSY + 10 * 64, 64
+# number of items claimed, how many of them by helpers, the number of items done, whether
+# there is a job, how many helpers are inside, how many more may join, the number of jobs so
+# far, how many helpers sleep, the address of the worker, the owner's core,
+CLAIMED, BY_HELPERS, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
+    BUSY + 64, BUSY + 11 * 64, 64
 )
 # and the mutex and the condition variable that helpers sleep on.
 MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 4 * 64, 64)
@@ -248,12 +252,15 @@ def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
         return
     if worker:
         _open_job(block, worker, helpers)
-    lo = atomic_add(block + NEXT, piece)
-    while lo < size:
+    first, last = np.int64(0), (size - 1) // piece * piece
+    while atomic_add(block + CLAIMED, piece) < size:
+        if worker:
+            lo, first = first, first + piece
+        else:
+            lo = last - atomic_add(block + BY_HELPERS, piece)
         hi = lo + piece if lo + piece < size else size
         yield lo, hi
         atomic_add(block + DONE, hi - lo)
-        lo = atomic_add(block + NEXT, piece)
     if worker:
         _close_job(block, size)
 
@@ -261,7 +268,8 @@ def _pieces(ticket) -> Iterator[tuple[Any, Any]]:
 @inlined
 def _open_job(block, worker, helpers):
     """Let helpers join."""
-    atomic_store(block + NEXT, 0)
+    atomic_store(block + CLAIMED, 0)
+    atomic_store(block + BY_HELPERS, 0)
     atomic_store(block + DONE, 0)
     atomic_store(block + SEATS, helpers)
     atomic_store(block + WORKER, worker)

@@ -81,12 +81,12 @@ def coalesce_gradient(parameter: Tensor) -> None:
 
 
 def _coalesced(grad: Tensor) -> Tensor:
-    ids = grad._indices()[0]
+    ids = grad._indices()
     # An empty tensor must not be exposed to NumPy: accumulation resizes it.
-    if ids.is_cpu and ids.numel():
-        ascends = kernels.ascends(array_of(ids))
+    if ids.is_cpu and ids.shape[1]:
+        ascends = kernels.ascends(array_of(ids)[0])
     else:
-        ascends = bool((ids[1:] > ids[:-1]).all())
+        ascends = bool((ids[0, 1:] > ids[0, :-1]).all())
     if ascends:
         return grad._coalesced_(True)
     if grad.is_cpu and grad.dtype in HALF:

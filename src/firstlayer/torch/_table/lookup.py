@@ -20,8 +20,8 @@ from torch.nn.functional import embedding as torch_embedding
 
 from ... import kernels
 from ..._check import out_of_range, padding_index
-from ...embeddings.row_gradient import RowGradient, sum_by_id
-from .._tensors.dtypes import HALF, compute_dtype, dtype_name, upcast
+from ...embeddings.row_gradient import IdGroups, RowGradient
+from .._tensors.dtypes import FLOATS, HALF, compute_dtype, dtype_name, upcast
 from .._tensors.errors import (
     OutOfRange,
     WrongType,
@@ -115,7 +115,7 @@ def _lookup(
             and weight.dtype not in HALF
             and ids.dtype in INDEX
             and not (sparse or scale_grad_by_freq)
-            and not _is_large(ids, weight)
+            and not (_is_large(ids, weight) and _is_eligible(ids, weight))
         ):
             return torch_embedding(ids, weight, padding_idx)
         padding_idx = checked_padding_idx(padding_idx, weight.shape[0])
@@ -174,22 +174,29 @@ class LookupOptions(NamedTuple):
         return self.sparse or self.scale_grad_by_freq or self.dtype in HALF
 
     def gradient(
-        self, ids: Integer[Tensor, "*batch"], dy: Float[Tensor, "*batch embedding_dim"]
+        self,
+        ids: Integer[Tensor, "*batch"],
+        dy: Float[Tensor, "*batch embedding_dim"],
+        *,
+        groups: IdGroups | None = None,
     ) -> Tensor:
-        """Return the table's gradient."""
+        """Return the table's gradient.
+
+        Args:
+            ids: Ids of the lookup.
+            dy: Gradient of its output.
+            groups: The ids' groups, if they are known.
+        """
         small = (
             self.num_embeddings * dy.shape[-1] <= SMALL_TABLE and dy.numel() <= SMALL_TABLE
         )
         plain = small and not (self.sparse or self.scale_grad_by_freq)
         if plain or torch.is_grad_enabled() or not kernel_eligible(dy):
             return self._gradient_by_operators(ids, dy)
+        groups = IdGroups.of(array_of(ids)) if groups is None else groups
+        values = array_of(dy.contiguous())
         with threads_of_torch():
-            rows = sum_by_id(
-                array_of(ids),
-                array_of(dy.contiguous()),
-                skip=self.padding_idx,
-                mean=self.scale_grad_by_freq,
-            )
+            rows = groups.sum(values, skip=self.padding_idx, mean=self.scale_grad_by_freq)
         return self.to_tensor(rows)
 
     def to_tensor(self, rows: RowGradient) -> Tensor:
@@ -254,37 +261,53 @@ class _Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.options = options
-        rows = _gather(ids, weight)
+        ctx.groups = None
+        if not (weight.is_contiguous() and _is_large(ids, weight)):
+            rows = torch_embedding(ids, weight)
+        elif options.sparse:
+            # Needed in the backward, and the order in which row optimizers update rows.
+            ctx.groups = IdGroups.of(array_of(ids))
+            rows = _gather_by_kernel(ids, weight, ctx.groups.order)
+        else:
+            rows = _gather_by_kernel(ids, weight)
         return upcast(rows) if upcast_output else rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        return ctx.options.gradient(ids, grads[0]), None, None, None
+        gradient = ctx.options.gradient(ids, grads[0], groups=ctx.groups)
+        return gradient, None, None, None
 
 
 def _is_large(ids: Tensor, weight: Tensor) -> bool:
-    """Return whether kernels should gather the rows. Sizes that are symbols are small."""
+    """Return whether kernels gather the rows faster. Sizes that are symbols are small."""
     if is_compiling() or weight.dim() != 2:
         return False
     size: Any = ids.numel() * weight.shape[1]
-    return (
-        type(size) is int
-        and size >= LARGE_OUTPUT
-        and kernel_eligible(weight)
-        and is_plain_cpu(ids)
-    )
+    return type(size) is int and size >= LARGE_OUTPUT
+
+
+def _is_eligible(ids: Tensor, weight: Tensor) -> bool:
+    """Return whether kernels may read the ids and the table."""
+    return weight.dtype in FLOATS and is_plain_cpu(weight, ids)
 
 
 def _gather(ids: Tensor, weight: Tensor) -> Tensor:
-    if not weight.is_contiguous() or not _is_large(ids, weight):
+    by_kernel = weight.is_contiguous() and _is_large(ids, weight)
+    if not by_kernel or not _is_eligible(ids, weight):
         return torch_embedding(ids, weight)
+    return _gather_by_kernel(ids, weight)
+
+
+def _gather_by_kernel(
+    ids: Tensor, weight: Tensor, order: np.ndarray | None = None
+) -> Tensor:
     flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
     with threads_of_torch():
-        rows = kernels.gather_rows(array_of_table(weight), flat)
+        rows = kernels.gather_rows(array_of_table(weight), flat, order=order)
     if rows is None:
         raise IndexError("index out of range in self")
-    return tensor_of(rows).view(*ids.shape, weight.shape[1])
+    return tensor_of(rows.reshape(*ids.shape, weight.shape[1]))
 
 
 def is_jagged(ids: Any) -> bool:
@@ -303,7 +326,7 @@ def _rows(
     if is_jagged(ids):
         rows = _rows(ids.values(), weight, options=options, upcast_output=upcast_output)
         return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
-    if kernel_eligible(weight) and is_plain_cpu(ids):
+    if _is_eligible(ids, weight):
         return _Lookup.apply(weight, ids, options, upcast_output)  # pyright: ignore
     if weight.dtype in HALF and not (options.sparse or is_recorded()):
         # On other devices torch sums in float32. Sparse gradients are coalesced later.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 from ... import kernels
 from ..._check import all_in_range, not_negative, one_of, out_of_range
@@ -25,6 +26,7 @@ from ...optim.rule import MODES, Mode, RowOptions, Rule
 from .._tensors.dtypes import dtype_name
 from .._tensors.errors import torch_errors
 from .._tensors.memory import threads_of_torch
+from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import shard_of
 from .._tensors.shard_tensor import check_whole_table
 from .model_hooks import add_hooks, warn_of_dense_gradient
@@ -166,7 +168,7 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # A gradient of our class takes microseconds to call each function otherwise.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_catch_up():
             tables, dense_groups = self._checked_gradients()
         # Torch's contexts are entered last: an interrupt in one would leave it in effect.
         with held_interrupts(), torch.no_grad(), threads_of_torch():
@@ -179,6 +181,21 @@ class RowOptimizer(torch.optim.Optimizer):
                     # state on the parameter.
                     increment_version(state.parameter)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients of all parameters, as torch's optimizers do.
+
+        Args:
+            set_to_none: Remove gradients instead of writing zeros to them.
+        """
+        if not set_to_none or is_compiling():
+            super().zero_grad(set_to_none)
+            return
+        # Torch's own records the call for profilers, which takes longer than all of this.
+        with without_catch_up():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def _step_table(
         self, state: State, ids: Any, gradient: Any, group: dict[str, Any]
