@@ -173,7 +173,7 @@ def _sum_of_products(like, fill, reach, numbers, row, place, multipliers, column
     return total
 
 
-@kernel(allocates=False)
+@kernel()
 def _xor_rows(
     ticket, full, numbers, documents, options, multipliers, columns, inverses, out
 ):
@@ -205,7 +205,7 @@ def _xor_rows(
                         column, at = column + 1, at + 1
 
 
-@kernel(allocates=False)
+@kernel()
 def _sum_rows(
     ticket, full, numbers, documents, options, multipliers, columns, inverses, out
 ):

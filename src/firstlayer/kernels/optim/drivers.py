@@ -310,7 +310,7 @@ def _mark(row, has_state, row_steps, step):
     row_steps[row] = step
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _update(
     ticket,
     weight_rows,
@@ -341,7 +341,7 @@ def _update(
             _mark(row, has_state, row_steps, step)
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _update_row_wise(
     ticket,
     weight_rows,
@@ -380,7 +380,7 @@ def _update_row_wise(
             _mark(row, has_state, row_steps, step)
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _catch_up(
     ticket,
     weight_rows,
@@ -421,7 +421,7 @@ def _catch_up(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _catch_up_row_wise(
     ticket,
     weight_rows,
@@ -448,7 +448,7 @@ def _catch_up_row_wise(
                 _store(state, row, 0, _caught_up(coefficients, zero, entries))
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _replay(
     ticket,
     weight_rows,
@@ -509,7 +509,7 @@ def _replay(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _average(
     ticket,
     weight_rows,
@@ -546,7 +546,7 @@ def _average(
                     average[arow, d] = share * average[arow, d] + new
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _average_row_wise(
     ticket,
     weight_rows,

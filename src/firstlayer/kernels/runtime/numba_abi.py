@@ -74,8 +74,22 @@ def compiled_function(kernel: Any, argument_types: tuple[Any, ...]) -> tuple[int
 
 
 def array_struct(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Return a view of an array's struct, with ``data`` and ``strides``."""
-    return context.make_array(array_type)(context, builder, array)
+    """Return the fields of an array's struct by name, such as ``data`` and ``strides``."""
+    return _Fields(builder, context.data_model_manager[array_type], array)
+
+
+class _Fields:
+    """Fields of a struct, each read when it is asked for.
+
+    Numba's own view of a struct copies it to memory first.
+    """
+
+    def __init__(self, builder: Any, model: Any, struct: Any) -> None:
+        self._builder, self._model, self._struct = builder, model, struct
+
+    def __getattr__(self, name: str) -> Any:
+        position = self._model.get_field_position(name)
+        return self._builder.extract_value(self._struct, position)
 
 
 def _offer(typingctx, ticket):
