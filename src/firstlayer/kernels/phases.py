@@ -120,7 +120,9 @@ def _feature_loop(interleaved: bool):
                         y[2 * i], y[2 * i + 1] = first[i], second[i]
                     if width > 2 * half:
                         # An odd width ends in an unpaired sine, or in zero.
-                        y[width - 1] = sin[half] if pairs > half else 0
+                        y[width - 1] = 0
+                        if pairs > half:
+                            y[width - 1] = sin[half]
                 else:
                     end = half if cos_first else pairs
                     for i in range(end):

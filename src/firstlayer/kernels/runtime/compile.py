@@ -50,7 +50,8 @@ def kernel(*, reorder: bool = False) -> Callable[[F], F]:
 
     It returns nothing or a number, and writes to arrays that are arguments. It creates no
     arrays, so its code does not count references; see
-    :mod:`firstlayer.kernels.runtime.scratch` for scratch memory.
+    :mod:`firstlayer.kernels.runtime.scratch` for scratch memory. Each of its variables has
+    one type, and indices of arrays are not negative.
 
     The code is cached on disk; see :mod:`firstlayer.kernels.runtime.cache`.
 

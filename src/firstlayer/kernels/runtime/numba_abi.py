@@ -40,6 +40,8 @@ KNOWN_VERSIONS = frozenset(f"0.{minor}" for minor in range(61, 69))
 #: join, and 1 if the kernel is to be offered to helpers.
 Ticket = tuple[int, int, int, int, int]
 BLOCK, SIZE, PIECE, HELPERS, OFFER = range(5)
+#: End of the name of a function that calls a kernel with stored arguments.
+WORKER_SUFFIX = ".helped"
 #: Bytes at the beginning of the shared memory that hold a kernel's arguments.
 ARGUMENT_BYTES = 4096
 #: Offset of the number that is 1 while a kernel uses the shared memory.
@@ -136,7 +138,9 @@ def _build_worker(builder: Any, stored: Any) -> Any:
     """Return a function of the block's address that calls the kernel being built."""
     kernel = builder.function
     worker = ir.Function(
-        builder.module, ir.FunctionType(ir.VoidType(), [I64]), name=f"{kernel.name}.helped"
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [I64]),
+        name=kernel.name + WORKER_SUFFIX,
     )
     worker.linkage = "internal"
     body = ir.IRBuilder(worker.append_basic_block())
