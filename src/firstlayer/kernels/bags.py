@@ -21,6 +21,7 @@ from .runtime.lanes import (
     zeros,
 )
 from .runtime.pool import grain_for, pieces, run
+from .runtime.scratch import free_row, is_allocated, scratch_row
 
 # Number of ids between the row that is read and the one that is prefetched.
 AHEAD = 16
@@ -138,7 +139,7 @@ def _sum_wide(
     ticket, table, num_rows, ids, bounds, weights, divisors, block, out, streams, has_bad_id
 ):
     width, end = out.shape[1], ids.size
-    flat, one = out.reshape(-1), type(weights[0])(1)
+    one = type(weights[0])(1)
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             first, last = bounds[bag], bounds[bag + 1]
@@ -167,9 +168,9 @@ def _sum_wide(
                         more = _added(more, table, row + b, weights, factor)
                 if divisors.size:
                     sums, more = sums / divisors[bag], more / divisors[bag]
-                store_or_stream(sums, flat, bag * width + a, streams)
+                store_or_stream(sums, out, bag * width + a, streams)
                 if is_pair:
-                    store_or_stream(more, flat, bag * width + b, streams)
+                    store_or_stream(more, out, bag * width + b, streams)
 
 
 @kernel()
@@ -177,8 +178,10 @@ def _sum_narrow(
     ticket, table, num_rows, ids, bounds, weights, divisors, block, out, streams, has_bad_id
 ):
     width = out.shape[1]
-    total = np.empty(width, weights.dtype)
     one = type(weights[0])(1)
+    total = scratch_row(width, one)
+    if not is_allocated(total):
+        raise MemoryError
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             for d in range(width):
@@ -194,12 +197,15 @@ def _sum_narrow(
             divisor = divisors[bag] if divisors.size else one
             for d in range(width):
                 out[bag, d] = downcast(total[d] / divisor, out[bag, d])
+    free_row(total)
 
 
 @kernel()
 def _max(ticket, table, ids, bounds, weights, out, indices, has_bad_id):
-    best = np.empty(table.shape[1], weights.dtype)
-    factor = type(best[0])(1)
+    factor = type(weights[0])(1)
+    best = scratch_row(table.shape[1], factor)
+    if not is_allocated(best):
+        raise MemoryError
     for lo, hi in pieces(ticket):
         for bag in range(lo, hi):
             first = bounds[bag]
@@ -222,6 +228,7 @@ def _max(ticket, table, ids, bounds, weights, out, indices, has_bad_id):
                     indices[bag, d] = indices[bag, d] if stays else i
             for d in range(best.size):
                 out[bag, d] = downcast(best[d], out[bag, d])
+    free_row(best)
 
 
 @kernel(reorder=True)

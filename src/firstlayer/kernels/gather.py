@@ -65,7 +65,7 @@ def gather_rows(
     return None if has_bad_id[0] else out.view(weight.dtype)
 
 
-@kernel(allocates=False)
+@kernel()
 def _check_and_copy(weight, ids, out):
     num_embeddings, width = weight.shape
     for i in range(ids.size):
@@ -77,7 +77,7 @@ def _check_and_copy(weight, ids, out):
     return True
 
 
-@kernel(allocates=False)
+@kernel()
 def _copy_rows(ticket, weight, ids, order, ahead, out, has_bad_id):
     num_embeddings, width = weight.shape
     for lo, hi in pieces(ticket):
@@ -95,7 +95,7 @@ def _copy_rows(ticket, weight, ids, order, ahead, out, has_bad_id):
                 out[i, d] = weight[row, d]
 
 
-@kernel(allocates=False)
+@kernel()
 def _copy_lanes(ticket, weight, ids, order, ahead, streams, out, has_bad_id):
     num_embeddings, width = weight.shape
     lanes, block = short_zeros(np.float32(0)), SHORT_LANES_BYTES // 4

@@ -70,7 +70,7 @@ def ascends(ids: np.ndarray) -> bool:
 
 # The kernels below write to arrays that Python allocated: a kernel that allocates takes
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
-@kernel(allocates=False)
+@kernel()
 def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
     """Group ids by sorting numbers of an id and its label; see :func:`group_by_id`.
 
@@ -132,7 +132,7 @@ def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
     return count
 
 
-@kernel(allocates=False)
+@kernel()
 def _group_large(ids, order, spare, bounds, unique, starts):
     """Group ids of up to 63 bits by sorting indices; arguments as in ``_group_pairs``."""
     used = np.int64(0)

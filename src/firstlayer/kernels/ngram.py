@@ -173,7 +173,7 @@ def _sum_of_products(like, fill, reach, numbers, row, place, multipliers, column
     return total
 
 
-@kernel(allocates=False)
+@kernel()
 def _xor_rows(
     ticket, full, numbers, documents, options, multipliers, columns, inverses, out
 ):
@@ -200,12 +200,12 @@ def _xor_rows(
                         store(rows, out, at)
                         column, at = column + COUNT, at + COUNT
                     while column < end:
-                        rows = _rows(x, real, zero, columns, inverses, is_small, column)
-                        store(rows, out, at)
+                        number = _rows(x, real, zero, columns, inverses, is_small, column)
+                        store(number, out, at)
                         column, at = column + 1, at + 1
 
 
-@kernel(allocates=False)
+@kernel()
 def _sum_rows(
     ticket, full, numbers, documents, options, multipliers, columns, inverses, out
 ):
@@ -227,15 +227,17 @@ def _sum_rows(
                     x = _sum_of_products(
                         zeros, fill, reach, numbers, row, place, multipliers, column
                     )
-                    real = as_float64(x)
-                    rows = _rows(x, real, zeros, columns, inverses, is_small, column)
+                    rows = _rows(
+                        x, as_float64(x), zeros, columns, inverses, is_small, column
+                    )
                     store(rows, out, at)
                     column, at = column + COUNT, at + COUNT
                 while column < num_columns:
-                    x = _sum_of_products(
+                    y = _sum_of_products(
                         zero, fill, reach, numbers, row, place, multipliers, column
                     )
-                    real = as_float64(x)
-                    rows = _rows(x, real, zero, columns, inverses, is_small, column)
-                    store(rows, out, at)
+                    number = _rows(
+                        y, as_float64(y), zero, columns, inverses, is_small, column
+                    )
+                    store(number, out, at)
                     column, at = column + 1, at + 1

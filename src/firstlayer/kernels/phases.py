@@ -8,6 +8,7 @@ import numpy as np
 
 from .runtime.compile import inlined, kernel
 from .runtime.pool import grain_for, pieces, run
+from .runtime.scratch import free_row, is_allocated, scratch_row
 
 # Three digits in base 256.
 LIMIT = 256**3
@@ -91,7 +92,7 @@ def _write_phases(cos, sin, position, tables):
             sin[i] = -sin[i]
 
 
-@kernel(allocates=False)
+@kernel()
 def _digit_phases(ticket, positions, tables, out):
     pairs = tables.shape[3]
     for lo, hi in pieces(ticket):
@@ -105,8 +106,10 @@ def _feature_loop(interleaved: bool):
     @kernel()
     def loop(ticket, positions, tables, cos_first, out):
         pairs, width = tables.shape[3], out.shape[1]
-        cos, sin = np.empty(pairs, tables.dtype), np.empty(pairs, tables.dtype)
-        half = width // 2
+        memory, half = scratch_row(2 * pairs, tables[0, 0, 0, 0]), width // 2
+        if not is_allocated(memory):
+            raise MemoryError
+        cos, sin = memory[:pairs], memory[pairs:]
         first, second = (cos, sin) if cos_first else (sin, cos)
         for lo, hi in pieces(ticket):
             for row in range(lo, hi):
@@ -117,7 +120,9 @@ def _feature_loop(interleaved: bool):
                         y[2 * i], y[2 * i + 1] = first[i], second[i]
                     if width > 2 * half:
                         # An odd width ends in an unpaired sine, or in zero.
-                        y[width - 1] = sin[half] if pairs > half else 0
+                        y[width - 1] = 0
+                        if pairs > half:
+                            y[width - 1] = sin[half]
                 else:
                     end = half if cos_first else pairs
                     for i in range(end):
@@ -126,6 +131,7 @@ def _feature_loop(interleaved: bool):
                         y[i] = second[i - end]
                     for i in range(half + pairs, width):
                         y[i] = 0
+        free_row(memory)
 
     return loop
 

@@ -47,6 +47,7 @@ from .runtime.encoded import (
 )
 from .runtime.lanes import is_streamed, store, store_or_stream
 from .runtime.pool import grain_for, pieces, run
+from .runtime.scratch import free_row, is_allocated, scratch_row
 
 # Number of ids between the row that is decoded and the one that is prefetched.
 AHEAD = 32
@@ -259,7 +260,9 @@ def _prefetch_ahead(rows, ids, i, end):
 @kernel()
 def _gather(ticket, rows, num_rows, ids, last, out, streams, has_bad_id):
     width = out.shape[1]
-    part = np.empty(GROUP, np.float32)
+    part = scratch_row(GROUP, np.float32(0))
+    if not is_allocated(part):
+        raise MemoryError
     for lo, hi in pieces(ticket):
         for i in range(lo, min(lo + AHEAD, hi)):
             _prefetch(rows, ids[i])
@@ -280,12 +283,16 @@ def _gather(ticket, rows, num_rows, ids, last, out, streams, has_bad_id):
                     store(lanes, part, 0)
                     for d in range(width - start):
                         out[i, start + d] = part[d]
+    free_row(part)
 
 
 @kernel()
 def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_bad_id):
     width = out.shape[1]
-    part, one = np.empty(GROUP, np.float32), np.float32(1)
+    one = np.float32(1)
+    part = scratch_row(GROUP, one)
+    if not is_allocated(part):
+        raise MemoryError
     for lo, hi in pieces(ticket):
         final = bounds[hi]
         for i in range(bounds[lo], min(bounds[lo] + AHEAD, final)):
@@ -340,3 +347,4 @@ def _sum(ticket, rows, num_rows, ids, bounds, weights, divisors, last, out, has_
                     store(total, part, 0)
                     for k in range(width - start):
                         out[bag, start + k] = part[k]
+    free_row(part)

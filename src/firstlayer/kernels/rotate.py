@@ -67,7 +67,7 @@ def rotate_pairs(
 
 def _loop(read_half: bool, write_half: bool):
     # One loop for each combination of layouts. Pairs that fill no lanes are done singly.
-    @kernel(allocates=False)
+    @kernel()
     def loop(ticket, x, phases, which, streams, out):
         pairs, width, zero = phases.shape[1] // 2, x.shape[1], phases.dtype.type(0)
         lanes, block = short_zeros(zero), SHORT_LANES_BYTES // phases.itemsize

@@ -58,7 +58,7 @@ def grain_of(table: np.ndarray) -> int:
     return grain_for(GRAIN, table.shape[1])
 
 
-@kernel(allocates=False)
+@kernel()
 def _upcast_rows(ticket, table, rows, out):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -68,7 +68,7 @@ def _upcast_rows(ticket, table, rows, out):
                 out[i, d] = upcast(table[row, d])
 
 
-@kernel(allocates=False)
+@kernel()
 def _store_rows(ticket, values, rows, table):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
@@ -86,7 +86,7 @@ def _hash(x):
     return x ^ (x >> np.uint32(16))
 
 
-@kernel(allocates=False)
+@kernel()
 def _store_rows_stochastically(ticket, bits, seed, noise_rows, rows, table):
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):

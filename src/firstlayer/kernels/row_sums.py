@@ -57,7 +57,7 @@ def sum_words(words: np.ndarray) -> np.ndarray:
     return sums
 
 
-@kernel(allocates=False)
+@kernel()
 def _sum_groups(ticket, values, order, starts, ends, sums):
     final = order.size - 1
     for lo, hi in pieces(ticket):
@@ -74,7 +74,7 @@ def _sum_groups(ticket, values, order, starts, ends, sums):
                     sums[group, d] += upcast(values[row, d])
 
 
-@kernel(allocates=False)
+@kernel()
 def _sum_runs(ticket, values, starts, into, zero):
     width, lanes = values.shape[1], zeros(zero)
     block = LANES_BYTES // values.itemsize
@@ -95,7 +95,7 @@ def _sum_runs(ticket, values, starts, into, zero):
                 store(rest, values, to + d)
 
 
-@kernel(allocates=False)
+@kernel()
 def _sum_words(ticket, words, sums):
     for lo, hi in pieces(ticket):
         for row in range(lo, hi):

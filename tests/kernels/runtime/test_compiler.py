@@ -30,11 +30,11 @@ class TestCompiler:
     x = np.array([1.5, -2.0, 3.25])
 
     def test_same_result_as_numba(self):
-        assert run(kernel(allocates=False)(square_sum), self.x) == 16.8125
+        assert run(kernel()(square_sum), self.x) == 16.8125
         assert run(njit(square_sum), self.x) == 16.8125
 
     def test_functions_of_kernels_have_no_machine_code(self):
-        compiled = kernel(allocates=False)(square_sum)
+        compiled = kernel()(square_sum)
         run(compiled, self.x)
         library = _squared.overloads[_squared.signatures[0]].library
         (name,) = (function.name for function in library.get_defined_functions())
@@ -46,7 +46,7 @@ class TestCompiler:
         def doubled(x, out):
             out[0] = 2 * x[0]
 
-        compiled = kernel(allocates=False)(doubled)
+        compiled = kernel()(doubled)
         assert run(compiled, self.x) == 3.0
         library = compiled.overloads[compiled.signatures[0]].library
         assert not isinstance(library, compiler._KernelLibrary)

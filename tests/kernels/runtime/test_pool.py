@@ -10,6 +10,7 @@ from firstlayer import kernels
 from firstlayer.kernels.runtime.compile import kernel
 from firstlayer.kernels.runtime.numba_abi import OFFER
 from firstlayer.kernels.runtime.pool import grain_for, pieces, run
+from firstlayer.kernels.runtime.scratch import free_row, scratch_row
 from firstlayer.kernels.runtime.threads import on_threads
 from tests.support.run_alone import run_alone
 
@@ -43,12 +44,14 @@ def test_eight_callers_at_once_get_correct_results(threads):
 @kernel()
 def _write_thread(ticket, thread_of_item, rounds):
     # Each thread allocates one number, whose address identifies it.
-    own = np.ones(1)
+    own = scratch_row(1, 1.0)
+    own[0] = 1
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             for _ in range(rounds):
                 own[0] = np.cos(own[0])
             thread_of_item[i] = own.ctypes.data
+    free_row(own)
 
 
 def test_helpers_process_items(threads):

@@ -174,7 +174,7 @@ def _gradient_at(
 # ``buffer_rows`` and ``position_indices`` have an entry for each row of ``dy``. A table and
 # its rows are both None or both arrays. Buffer rows below ``streamed_rows`` are streamed.
 # Each block assembles rows in its own row of ``scratch``.
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _backward_blocks(
     ticket,
     token_table,

@@ -161,7 +161,7 @@ def _num_blocks(num_tokens: int, accumulator_rows: int) -> int:
 
 # The kernels below write to arrays that Python allocated: a kernel that allocates takes
 # longer to compile, and an interrupt that is pending then becomes a SystemError.
-@kernel(allocates=False)
+@kernel()
 def _assign_buffer_rows(
     token_order,
     block_starts,
@@ -220,7 +220,7 @@ def _assign_buffer_rows(
     counts[0], counts[1] = row, count
 
 
-@kernel(allocates=False)
+@kernel()
 def _block_by_position(
     order_of_rows,
     bounds,

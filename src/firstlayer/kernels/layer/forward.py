@@ -205,7 +205,7 @@ def _output_at(like, row, d, mean, rstd, norm_weight, norm_bias):
     return value
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _write_rows(
     ticket,
     token_table,

@@ -318,7 +318,7 @@ def _mark(row, has_state, row_steps, step):
     row_steps[row] = step
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _update(
     ticket,
     weight_rows,
@@ -349,7 +349,7 @@ def _update(
             _mark(row, has_state, row_steps, step)
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _update_row_wise(
     ticket,
     weight_rows,
@@ -388,7 +388,7 @@ def _update_row_wise(
             _mark(row, has_state, row_steps, step)
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _catch_up(
     ticket,
     weight_rows,
@@ -429,7 +429,7 @@ def _catch_up(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _catch_up_row_wise(
     ticket,
     weight_rows,
@@ -456,7 +456,7 @@ def _catch_up_row_wise(
                 _store(state, row, 0, _caught_up(coefficients, zero, entries))
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _replay(
     ticket,
     weight_rows,
@@ -517,7 +517,7 @@ def _replay(
                     weight[wrow, d] = downcast(new[0], weight[wrow, d])
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _average(
     ticket,
     weight_rows,
@@ -554,7 +554,7 @@ def _average(
                     average[arow, d] = share * average[arow, d] + new
 
 
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _average_row_wise(
     ticket,
     weight_rows,

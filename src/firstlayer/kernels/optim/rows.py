@@ -51,7 +51,7 @@ def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
     row_steps[rows] = step
 
 
-@kernel(allocates=False)
+@kernel()
 def _stale_rows(ids, row_steps, step, rows):
     count = 0
     for row in ids:
@@ -61,7 +61,7 @@ def _stale_rows(ids, row_steps, step, rows):
     return count
 
 
-@kernel(allocates=False)
+@kernel()
 def _stale_range(lo, hi, row_steps, step, rows, from_step):
     count = 0
     for row in range(lo, hi):

@@ -40,22 +40,23 @@ njit: Any = numba.njit
 WITHOUT_WRAPPERS: Any = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
+    "_nrt": False,
     "pipeline_class": InternalCompiler,
 }
 
 
-def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]:
+def kernel(*, reorder: bool = False) -> Callable[[F], F]:
     """Compile a function to code that releases the GIL, at its first call.
 
-    It returns nothing or a number, and writes arrays to arguments: if Numba creates an
-    array while Ctrl-C is pending, the interrupt becomes a SystemError.
+    It returns nothing or a number, and writes to arrays that are arguments. It creates no
+    arrays, so its code does not count references; see
+    :mod:`firstlayer.kernels.runtime.scratch` for scratch memory. Each of its variables has
+    one type, and indices of arrays are not negative.
 
     The code is cached on disk; see :mod:`firstlayer.kernels.runtime.cache`.
 
     Args:
         reorder: Whether floating-point sums may be reordered for speed.
-        allocates: Whether the function creates arrays. If not, it needs no code that counts
-            references, and neither counts nor takes memory for each argument of a call.
     """
 
     def compile_(function: F) -> F:
@@ -65,17 +66,16 @@ def kernel(*, reorder: bool = False, allocates: bool = True) -> Callable[[F], F]
             "fastmath": REORDER if reorder else False,
             # Nothing calls kernels from C.
             "no_cfunc_wrapper": True,
-            "_nrt": allocates,
+            "_nrt": False,
+            "pipeline_class": KernelCompiler,
         }
-        if not allocates:
-            options["pipeline_class"] = KernelCompiler
         return cached(njit(**options)(function))
 
     return compile_
 
 
 def internal(function: F) -> F:
-    """Compile a function that only kernels call; it may return arrays."""
+    """Compile a function that only kernels call."""
     return njit(error_model="numpy", **WITHOUT_WRAPPERS)(function)
 
 

@@ -40,6 +40,8 @@ KNOWN_VERSIONS = frozenset(f"0.{minor}" for minor in range(61, 69))
 #: join, and 1 if the kernel is to be offered to helpers.
 Ticket = tuple[int, int, int, int, int]
 BLOCK, SIZE, PIECE, HELPERS, OFFER = range(5)
+#: End of the name of a function that calls a kernel with stored arguments.
+WORKER_SUFFIX = ".helped"
 #: Bytes at the beginning of the shared memory that hold a kernel's arguments.
 ARGUMENT_BYTES = 4096
 #: Offset of the number that is 1 while a kernel uses the shared memory.
@@ -74,8 +76,22 @@ def compiled_function(kernel: Any, argument_types: tuple[Any, ...]) -> tuple[int
 
 
 def array_struct(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Return a view of an array's struct, with ``data`` and ``strides``."""
-    return context.make_array(array_type)(context, builder, array)
+    """Return the fields of an array's struct by name, such as ``data`` and ``strides``."""
+    return _Fields(builder, context.data_model_manager[array_type], array)
+
+
+class _Fields:
+    """Fields of a struct, each read when it is asked for.
+
+    Numba's own view of a struct copies it to memory first.
+    """
+
+    def __init__(self, builder: Any, model: Any, struct: Any) -> None:
+        self._builder, self._model, self._struct = builder, model, struct
+
+    def __getattr__(self, name: str) -> Any:
+        position = self._model.get_field_position(name)
+        return self._builder.extract_value(self._struct, position)
 
 
 def _offer(typingctx, ticket):
@@ -122,7 +138,9 @@ def _build_worker(builder: Any, stored: Any) -> Any:
     """Return a function of the block's address that calls the kernel being built."""
     kernel = builder.function
     worker = ir.Function(
-        builder.module, ir.FunctionType(ir.VoidType(), [I64]), name=f"{kernel.name}.helped"
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [I64]),
+        name=kernel.name + WORKER_SUFFIX,
     )
     worker.linkage = "internal"
     body = ir.IRBuilder(worker.append_basic_block())

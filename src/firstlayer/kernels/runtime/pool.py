@@ -57,6 +57,7 @@ from typing import Any, TypeVarTuple
 
 import numpy as np
 
+from .affinity import current_core, move_off_core
 from .atomics import atomic_add, atomic_load, atomic_store, fence
 from .compile import inlined, internal, kernel
 from .numba_abi import (
@@ -70,8 +71,6 @@ from .numba_abi import (
 from .system import (
     condition_broadcast,
     condition_wait,
-    current_core,
-    move_off_core,
     mutex_lock,
     mutex_unlock,
     sleep_us,

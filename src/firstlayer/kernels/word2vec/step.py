@@ -98,7 +98,7 @@ def _copy_rows(table, copies, part):
 
 
 # Views of arrays would count references, and threads contend for the counters.
-@kernel(reorder=True, allocates=False)
+@kernel(reorder=True)
 def _train_parts(
     ticket,
     table,
@@ -147,7 +147,7 @@ def _train_parts(
             work.losses[part, 0], work.losses[part, 1] = total, count
 
 
-@kernel(allocates=False)
+@kernel()
 def _write_rows(ticket, table, copies, parts, max_sum):
     """Write copied rows back; a row of several parts gets the sum of their changes."""
     width, repeats, starts = table.shape[1], copies.repeats, copies.starts

@@ -100,7 +100,7 @@ def _prefetch_next(table, word_rows, copies, part, slot, mask, class_):
                 prefetch_row(table, np.int64(word_rows.rows[i]))
 
 
-@kernel(allocates=False)
+@kernel()
 def add_to_rows(ticket, table, work, word_rows, parts, classes, max_sum):
     """Add the changes of words to each of their rows.
 
