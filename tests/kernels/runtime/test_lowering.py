@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlayer.kernels.runtime.compile import kernel
+from firstlayer.kernels.runtime.compile import internal, kernel
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "uint64", "float32", "float64"]
 numbers = st.integers(-20, 20)
@@ -27,6 +27,32 @@ def test_a_range_is_pythons(start, stop, step):
     out = np.empty(50, np.int64)
     count = _write_range(start, stop, step, out)
     assert out[:count].tolist() == list(range(start, stop, step))
+
+
+@internal
+def _yield_pairs(count):
+    for i in range(count):
+        for j in range(i, -1, -2):
+            yield i, j
+
+
+@kernel()
+def _write_pairs(count, out):
+    place = 0
+    for i, j in _yield_pairs(count):
+        for k in range(3):
+            out[place, k] = 100 * i + 10 * j + k
+        place += 1
+    return place
+
+
+def test_a_generator_continues_its_ranges():
+    out = np.empty((20, 3), np.int64)
+    places = _write_pairs(5, out)
+    pairs = [(i, j) for i in range(5) for j in range(i, -1, -2)]
+    assert out[:places].tolist() == [
+        [100 * i + 10 * j + k for k in range(3)] for i, j in pairs
+    ]
 
 
 @kernel()

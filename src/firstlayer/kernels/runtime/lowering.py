@@ -55,7 +55,9 @@ class KernelLowering(Lower):
         self.builder.store(start, current)
         model = self.context.data_model_manager[RANGE]
         iterator = ir.Constant(model.get_value_type(), ir.Undefined)
-        for name, value in (("iter", current), ("stop", stop), ("step", step)):
+        # The count is not used, but a generator saves what both pointers point to.
+        fields = {"iter": current, "stop": stop, "step": step, "count": current}
+        for name, value in fields.items():
             position = model.get_field_position(name)
             iterator = self.builder.insert_value(iterator, value, position)
         return iterator
