@@ -68,8 +68,6 @@ def ascends(ids: np.ndarray) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
-# The kernels below write to arrays that Python allocated: a kernel that allocates takes
-# longer to compile, and an interrupt that is pending then becomes a SystemError.
 @kernel()
 def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
     """Group ids by sorting numbers of an id and its label; see :func:`group_by_id`.

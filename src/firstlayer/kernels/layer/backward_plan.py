@@ -159,8 +159,6 @@ def _num_blocks(num_tokens: int, accumulator_rows: int) -> int:
     return max(1, min(MAX_BLOCKS, num_tokens // share))
 
 
-# The kernels below write to arrays that Python allocated: a kernel that allocates takes
-# longer to compile, and an interrupt that is pending then becomes a SystemError.
 @kernel()
 def _assign_buffer_rows(
     token_order,

@@ -1,7 +1,8 @@
 """Scratch memory of a kernel, from malloc.
 
 An array that Numba allocates makes a kernel count references to all of its arrays, which
-doubles the time to compile it. A scratch row is not counted: the kernel frees it.
+doubles the time to compile it, and turns an interrupt that is pending into a SystemError. A
+scratch row is not counted: the kernel frees it.
 """
 
 from typing import Any
