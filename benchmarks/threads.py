@@ -41,18 +41,20 @@ def _lookup(table: np.ndarray, count: int, *, repeat: int = 1) -> Case:
     ahead, grain = 1 + AHEAD_BYTES // row_bytes, grain_for(GRAIN, row_bytes)
     bounds = [count * k // threads for k in range(threads + 1)]
     executor = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+    no_order = np.empty(0, np.int64)
 
     def pool(batch: int) -> np.ndarray:
         out, has_bad_id = np.empty((count, WIDTH), np.float32), np.zeros(1, np.int64)
-        run(_copy_rows, count, table, ids[batch], ahead, out, has_bad_id, grain=grain)
+        args = table, ids[batch], no_order, ahead, out, has_bad_id
+        run(_copy_rows, count, *args, grain=grain)
         return out
 
     def thread_pool_executor(batch: int) -> np.ndarray:
         out, has_bad_id = np.empty((count, WIDTH), np.float32), np.zeros(1, np.int64)
 
         def copy(lo: int, hi: int) -> None:
-            part = ids[batch][lo:hi]
-            _copy_rows(whole_range(hi - lo), table, part, ahead, out[lo:hi], has_bad_id)
+            args = table, ids[batch][lo:hi], no_order, ahead, out[lo:hi], has_bad_id
+            _copy_rows(whole_range(hi - lo), *args)
 
         # The calling thread takes the first share, as it does in our pool.
         shares = list(zip(bounds[:-1], bounds[1:], strict=True))

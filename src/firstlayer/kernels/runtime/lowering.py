@@ -64,7 +64,9 @@ class KernelLowering(Lower):
 
     def _next_in_range(self, iterator: Any, pair_type: Any) -> Any:
         """Return the next number, and whether it is in the range."""
-        builder, model = self.builder, self.context.data_model_manager[RANGE]
+        # Any: the declared methods lack parameters of llvmlite's.
+        builder: Any = self.builder
+        model = self.context.data_model_manager[RANGE]
         current, stop, step = (
             builder.extract_value(
                 self.loadvar(iterator.name), model.get_field_position(name)
@@ -128,16 +130,8 @@ class KernelLowering(Lower):
 
     def _pointer(self, array: Any, index: Any) -> Any:
         """Return the pointer to an entry."""
-        builder, array_type = self.builder, self.typeof(array.name)
-        index_type, value = self.typeof(index.name), self.loadvar(index.name)
-        is_tuple = isinstance(index_type, types.BaseTuple)
-        numbers = [
-            self.context.cast(
-                builder, builder.extract_value(value, axis) if is_tuple else value,
-                type_, types.int64,
-            )
-            for axis, type_ in enumerate(_index_types(index_type))
-        ]  # fmt: skip
+        builder: Any = self.builder
+        array_type, numbers = self.typeof(array.name), self._indices(index)
         struct = array_struct(self.context, builder, array_type, self.loadvar(array.name))
         if array_type.layout == "C":
             flat = numbers[0]
@@ -154,6 +148,18 @@ class KernelLowering(Lower):
             pointer = builder.gep(pointer, [step], inbounds=True)
         return builder.bitcast(pointer, struct.data.type)
 
+    def _indices(self, index: Any) -> list[Any]:
+        """Return one index or a tuple of them as int64."""
+        type_, value = self.typeof(index.name), self.loadvar(index.name)
+        values = [value]
+        if isinstance(type_, types.BaseTuple):
+            axes = range(len(_index_types(type_)))
+            values = [self.builder.extract_value(value, axis) for axis in axes]
+        return [
+            self.context.cast(self.builder, value, type_, types.int64)
+            for value, type_ in zip(values, _index_types(type_), strict=True)
+        ]
+
 
 def _index_types(index: Any) -> tuple[Any, ...]:
-    return tuple(index) if isinstance(index, types.BaseTuple) else (index,)
+    return tuple(getattr(index, "types", (index,)))
