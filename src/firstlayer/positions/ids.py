@@ -70,7 +70,8 @@ def from_mask(
     would have without padding.
 
     Args:
-        mask: True or 1 at tokens, False or 0 at padding.
+        mask: True or 1 at tokens, False or 0 at padding. Masks that are added to scores, 0
+            at tokens, are not of this kind.
         offset: Number of preceding tokens: a number, or an array of one per row.
         at_padding: Position of padding. -1 with a table whose ``row_offset`` is 2 gives
             the rows that OPT and RoBERTa use.
