@@ -114,7 +114,7 @@ def _move(ticket, points, bounds, ids, weights, rate, negatives, push, key, out)
             x, y = points[i, 0], points[i, 1]
             total, right, up = np.float32(0), np.float32(0), np.float32(0)
             for k in range(bounds[i], bounds[i + 1]):
-                j, weight = ids[k], weights[k]
+                j, weight = np.int64(ids[k]), weights[k]
                 dx, dy = points[j, 0] - x, points[j, 1] - y
                 pull = two * weight / (one + dx * dx + dy * dy)
                 right += pull * dx

@@ -81,9 +81,9 @@ def _store_rows(ticket, values, rows, table):
 @inlined
 def _hash(x):
     """Return 32 bits each of which depends on every bit of ``x`` (Murmur3's finalizer)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    y = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    z = (y ^ (y >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return z ^ (z >> np.uint32(16))
 
 
 @kernel()
@@ -98,5 +98,5 @@ def _store_rows_stochastically(ticket, bits, seed, noise_rows, rows, table):
                 x = bits[i, d]
                 # Noise would turn some NaNs into infinities; NaN becomes the quiet NaN.
                 is_nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                up = np.uint32(0x7FC0) if is_nan else np.uint32(x + noise) >> np.uint32(16)
-                table[row, d] = np.uint16(up)
+                up = np.uint16(np.uint32(x + noise) >> np.uint32(16))
+                table[row, d] = np.uint16(0x7FC0) if is_nan else up

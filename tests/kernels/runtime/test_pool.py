@@ -68,12 +68,14 @@ def test_helpers_process_items(threads):
 @kernel()
 def _write_parts(ticket, is_owner, rounds):
     # The caller's ticket offers the kernel, those of helpers do not.
-    own = np.ones(1)
+    own = scratch_row(1, 1.0)
+    own[0] = 1
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             for _ in range(rounds):
                 own[0] = np.cos(own[0])
             is_owner[i] = ticket[OFFER] if own[0] else 0
+    free_row(own)
 
 
 def test_the_caller_takes_the_beginning_and_helpers_the_end():

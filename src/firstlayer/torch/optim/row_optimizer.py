@@ -187,6 +187,16 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Args:
             set_to_none: Remove gradients instead of writing zeros to them.
+
+        Example:
+            >>> from firstlayer.torch import Embedding
+            >>> from firstlayer.torch.optim import RowSGD
+            >>> layer = Embedding(4, 2, sparse=True)
+            >>> optimizer = RowSGD(layer.parameters(), lr=0.1)
+            >>> layer(torch.tensor([3])).sum().backward()
+            >>> optimizer.zero_grad()
+            >>> layer.weight.grad is None
+            True
         """
         if not set_to_none or is_compiling():
             super().zero_grad(set_to_none)
