@@ -30,6 +30,7 @@ from firstlayer.optim import (
     RowSGD,
 )
 from firstlayer.optim.adam import interpolation
+from firstlayer.optim.table_state import TableState
 from tests.support.optim_cases import (
     OPTIONS,
     ROWS,
@@ -689,3 +690,25 @@ def test_invalid_arguments_of_reset_rows_raise():
         optimizer.reset_rows("weight", [0, 9])
     with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
         optimizer.reset_rows("w", [0])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_an_error_before_rows_are_updated_leaves_a_step_without_gradient(name, monkeypatch):
+    pair = Pair(name, {"lr": 0.1, "weight_decay": 0.05})
+    draw = draw_ids("uniform", pair.rng)
+    pair.step(draw())
+    y, pull = pair.layer.vjp(draw())
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableState, "_update_rows", fail)
+        with pytest.raises(MemoryError):
+            pair.ours.step(pull(y))
+    pair.weight.grad = torch.zeros_like(pair.weight)
+    pair.theirs.step()
+    for _ in range(3):
+        pair.step(draw())
+    pair.ours.flush()
+    assert_close(pair.layer.weight, pair.weight.detach(), 1e-9)

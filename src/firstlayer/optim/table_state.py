@@ -55,9 +55,6 @@ class TableState(StaleTable):
             is_noop = self.is_caught_up and self.rule.is_noop_without_gradient(options)
             is_lazy = self.rule.lazy
             self.step_count, self.event_count = step, self.event_count + 1
-            # First, before the threads that help kernels go to sleep.
-            for rows, part in _chunks(ids, gradient):
-                self._update_rows(table, rows, part, values)
             if ids is not None and (self.averages or not is_lazy and not is_noop):
                 self.missed.record(values, options, step, is_lazy=is_lazy)
                 for average in self.averages:
@@ -67,6 +64,8 @@ class TableState(StaleTable):
             else:
                 # No row becomes stale.
                 self.base_step = self.event_count
+            for rows, part in _chunks(ids, gradient):
+                self._update_rows(table, rows, part, values)
             if self.is_caught_up:
                 self._restart(options)
 
