@@ -565,16 +565,3 @@ def test_invalid_arguments_and_tables_raise():
     grad_of(layer.weight)._values().fill_(float("nan"))
     with pytest.raises(RuntimeError, match="norm of the gradients must be finite, got nan"):
         clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
-
-
-def test_zero_grad_removes_gradients_or_writes_zeros():
-    table, head = Embedding(5, 2, sparse=True), nn.Linear(2, 1)
-    optimizer = RowAdamW([*table.parameters(), *head.parameters()], lr=0.1)
-    for keeps in (False, True):
-        head(table(ids_of(3, 1))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not keeps)
-        for parameter in (table.weight, head.weight, head.bias):
-            grad = grad_of(parameter)
-            assert (grad is not None) == keeps
-            assert grad is None or not grad.to_dense().any()

@@ -274,10 +274,8 @@ class StoredEmbeddingBag(StoredEmbedding):
     ) -> None:
         super().__init__(rows, num_embeddings, embedding_dim, **options)
         one_of("mode", mode, MODES)
-        self.mode, self.include_last_offset = (
-            mode,
-            boolean("include_last_offset", include_last_offset),
-        )
+        self.mode = mode
+        self.include_last_offset = boolean("include_last_offset", include_last_offset)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

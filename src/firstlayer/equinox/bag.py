@@ -118,10 +118,8 @@ class EmbeddingBag(TableModule):
             key=key,
             sharding=sharding,
         )
-        self.mode, self.include_last_offset = (
-            mode,
-            boolean("include_last_offset", include_last_offset),
-        )
+        self.mode = mode
+        self.include_last_offset = boolean("include_last_offset", include_last_offset)
 
     @classmethod
     def from_store(cls, store: RowStore, **options: Any) -> Any:

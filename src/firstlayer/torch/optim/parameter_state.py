@@ -140,8 +140,8 @@ class ParameterState(TableState, AttachedState):
 
     def on_restored(self) -> None:
         """Publish the number of steps again, which is smaller than it was."""
-        if self._step_array is not None:
-            self._step_array[()] = self.step_count
+        if self._step_tensor is not None:
+            self._step_tensor.fill_(self.step_count)
 
     def resize_rows(self, kept: np.ndarray, num_rows: int, options: Options) -> None:
         """Follow a table whose rows were selected, reordered or added."""

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.compiler import is_compiling
 
 from ... import kernels
 from ..._check import all_in_range, not_negative, one_of, out_of_range
@@ -181,31 +180,6 @@ class RowOptimizer(torch.optim.Optimizer):
                     # state on the parameter.
                     increment_version(state.parameter)
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients of all parameters, as torch's optimizers do.
-
-        Args:
-            set_to_none: Remove gradients instead of writing zeros to them.
-
-        Example:
-            >>> from firstlayer.torch import Embedding
-            >>> from firstlayer.torch.optim import RowSGD
-            >>> layer = Embedding(4, 2, sparse=True)
-            >>> optimizer = RowSGD(layer.parameters(), lr=0.1)
-            >>> layer(torch.tensor([3])).sum().backward()
-            >>> optimizer.zero_grad()
-            >>> layer.weight.grad is None
-            True
-        """
-        if not set_to_none or is_compiling():
-            super().zero_grad(set_to_none)
-            return
-        # Torch's own records the call for profilers, which takes longer than all of this.
-        with without_catch_up():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
 
     def _step_table(
         self, state: State, ids: Any, gradient: Any, group: dict[str, Any]

@@ -55,8 +55,6 @@ class AttachedState:
         #: Tensors over the memory of the state's arrays, by name, and their addresses.
         self.tensors: dict[str, tuple[Tensor, int]] = {}
         self._step_tensor: Tensor | None = None
-        #: The memory of the tensor as an array, which takes less time to read and write.
-        self._step_array: Any = None
         #: Whether the user was told that the gradient of the table is dense.
         self.has_warned = False
         self.number = next(_numbers)
@@ -116,10 +114,9 @@ class AttachedState:
         step = self._step_tensor
         if step is None or step_count > EXACT_IN_FLOAT32:
             step = self._step_tensor = step_tensor(step_count)
-            self._step_array = step.numpy()
         else:
             # In place, as torch's optimizers do.
-            self._step_array[()] = step_count
+            step.fill_(step_count)
         state["step"] = step
 
     def is_published(self, state: dict[str, Any]) -> bool:
@@ -132,7 +129,7 @@ class AttachedState:
         if (
             step is None
             or state.get("step") is not step
-            or self._step_array != self.step_count
+            or step.item() != float(self.step_count)
         ):
             return False
         for name, (tensor, address) in self.tensors.items():
