@@ -42,8 +42,9 @@ def test_eight_callers_at_once_get_correct_results(threads):
 
 
 @kernel()
-def _write_thread(ticket, thread_of_item, rounds):
-    # Each thread allocates one number, whose address identifies it.
+def _write_thread(ticket, thread_of_item, is_owner, rounds):
+    # Each thread allocates one number, whose address identifies it. The caller's ticket
+    # offers the kernel, those of helpers do not.
     own = scratch_row(1, 1.0)
     own[0] = 1
     for lo, hi in pieces(ticket):
@@ -51,50 +52,45 @@ def _write_thread(ticket, thread_of_item, rounds):
             for _ in range(rounds):
                 own[0] = np.cos(own[0])
             thread_of_item[i] = own.ctypes.data
+            is_owner[i] = ticket[OFFER]
     free_row(own)
 
 
+def run_threads(size, *, rounds, grain):
+    """Return a number for the thread of each item, and whether it is the caller's."""
+    thread_of_item, is_owner = np.zeros((2, size), np.int64)
+    run(_write_thread, size, thread_of_item, is_owner, rounds, grain=grain)
+    return thread_of_item, is_owner
+
+
 def test_helpers_process_items(threads):
-    thread_of_item, used = np.zeros(8 * threads, np.int64), 0
+    thread_of_item, used = np.zeros(0), 0
     # The first calls may find the helper's code still being compiled.
     for _ in range(200):
-        run(_write_thread, thread_of_item.size, thread_of_item, 100_000, grain=1)
+        thread_of_item, _ = run_threads(8 * threads, rounds=100_000, grain=1)
         used = len(set(thread_of_item.tolist()))
         if threads == 1 or used > 1:
             break
     assert thread_of_item.all() and (used > 1) == (threads > 1)
 
 
-@kernel()
-def _write_parts(ticket, is_owner, rounds):
-    # The caller's ticket offers the kernel, those of helpers do not.
-    own = scratch_row(1, 1.0)
-    own[0] = 1
-    for lo, hi in pieces(ticket):
-        for i in range(lo, hi):
-            for _ in range(rounds):
-                own[0] = np.cos(own[0])
-            is_owner[i] = ticket[OFFER] if own[0] else 0
-    free_row(own)
-
-
 def test_the_caller_takes_the_beginning_and_helpers_the_end():
-    is_owner = np.zeros(160, np.int64)
+    is_owner = np.ones(1)
     with on_threads(2):
         for _ in range(200):
-            run(_write_parts, is_owner.size, is_owner, 1000, grain=1)
+            thread_of_item, is_owner = run_threads(160, rounds=1000, grain=1)
             # Descending: ones, then zeros.
             assert (is_owner[1:] <= is_owner[:-1]).all()
+            assert len(set(thread_of_item[is_owner == 1].tolist())) == 1
             if not is_owner.all():
                 break
     assert not is_owner.all()
 
 
 def test_a_range_shorter_than_two_grains_runs_on_one_thread():
-    thread_of_item = np.zeros(19, np.int64)
     with on_threads(2):
         for _ in range(20):
-            run(_write_thread, 19, thread_of_item, 10_000, grain=10)
+            thread_of_item, _ = run_threads(19, rounds=10_000, grain=10)
             assert len(set(thread_of_item.tolist())) == 1
 
 
@@ -229,13 +225,13 @@ def test_a_child_forked_while_the_pool_is_busy_shares_its_work():
         import numpy as np
         from firstlayer.kernels.runtime.pool import run
         from firstlayer.kernels.runtime.threads import on_threads
-        from tests.kernels.runtime.test_pool import _add, _write_thread
+        from tests.kernels.runtime.test_pool import _add, run_threads
 
         warnings.simplefilter("ignore")
         counts, stop = np.zeros(200_000, np.int64), threading.Event()
         # Compiled first: a fork during a compilation copies the compiler's lock.
         run(_add, counts.size, counts, 0, grain=7)
-        run(_write_thread, 1, np.zeros(1, np.int64), 1, grain=1)
+        run_threads(1, rounds=1, grain=1)
 
         def work():
             with on_threads(2):
@@ -248,10 +244,9 @@ def test_a_child_forked_while_the_pool_is_busy_shares_its_work():
         for _ in range(5):
             child = os.fork()
             if child == 0:
-                items = np.zeros(16, np.int64)
                 with on_threads(2):
                     for _ in range(200):
-                        run(_write_thread, items.size, items, 100_000, grain=1)
+                        items, _ = run_threads(16, rounds=100_000, grain=1)
                         if len(set(items.tolist())) == 2:
                             os._exit(0)
                 os._exit(1)
