@@ -5,6 +5,7 @@ Each scenario runs in its own process, because a failure is an abort or a deadlo
 
 import pytest
 
+import firstlayer
 from tests.support.run_alone import run_alone
 
 SETUP = """
@@ -115,3 +116,12 @@ def test_concurrent_callers_get_the_same_results_without_abort_or_hang(scenarios
 
 def test_kernels_compile_without_a_cache_folder():
     run_alone(NO_CACHE_FOLDER)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("n, error", [(1.5, TypeError), ("2", TypeError), (0, ValueError)])
+def test_the_number_of_threads_must_be_a_positive_integer(n, error):
+    before = firstlayer.get_num_threads()
+    with pytest.raises(error, match="^n must be"):
+        firstlayer.set_num_threads(n)
+    assert firstlayer.get_num_threads() == before
