@@ -1,5 +1,7 @@
 """Row gradients: sums by id, addition, conversion to dense."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -101,11 +103,12 @@ def test_groups_sum_several_values_of_one_batch():
     assert groups.unique.tolist() == [3, 5, 7] and groups.order.tolist() == [1, 3, 0, 2]
     for values in rng.standard_normal((2, 2, 2, 3)).astype(np.float32):
         sevens = values[0, 0] + values[1, 0]
-        for options, ids_, rows in (
+        cases: list[tuple[dict[str, Any], list[int], list[np.ndarray]]] = [
             ({}, [3, 5, 7], [values[0, 1], values[1, 1], sevens]),
             ({"skip": 5}, [3, 7], [values[0, 1], sevens]),
             ({"mean": True}, [3, 5, 7], [values[0, 1], values[1, 1], sevens / 2]),
-        ):
+        ]
+        for options, ids_, rows in cases:
             got = groups.sum(values, **options)
             assert got.ids.tolist() == ids_
             np.testing.assert_array_equal(got.values, rows)
