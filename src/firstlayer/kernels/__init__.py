@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .optim.drivers import average_rows as average_rows
     from .optim.drivers import catch_up_rows as catch_up_rows
     from .optim.drivers import update_rows as update_rows
-    from .optim.rows import mark_rows as mark_rows
     from .optim.rows import stale_range as stale_range
     from .optim.rows import stale_rows as stale_rows
     from .phases import digit_phases as digit_phases
@@ -63,7 +62,7 @@ _NAMES = {
     "mapped_rows": ("copy_rows_at", "locate_rows", "request_rows", "rows_missing"),
     "neighbor_map": ("move_points", "nearest_in"),
     "optim.drivers": ("average_rows", "catch_up_rows", "update_rows"),
-    "optim.rows": ("mark_rows", "stale_range", "stale_rows"),
+    "optim.rows": ("stale_range", "stale_rows"),
     "phases": ("digit_phases", "sinusoid_features"),
     "quantized": ("gather_quantized", "sum_quantized_bags"),
     "rotate": ("rotate_pairs",),

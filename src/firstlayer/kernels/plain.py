@@ -9,6 +9,7 @@ import ctypes
 
 import numpy as np
 
+from .group import ascends as ascends
 from .layer.backward_plan import BackwardPlan
 from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
@@ -64,11 +65,6 @@ def rows_missing(addresses: np.ndarray, row_bytes: int) -> bool:
 
 def request_rows(addresses: np.ndarray, row_bytes: int, *, wait: bool = False) -> None:
     """Do nothing: see :func:`rows_missing`."""
-
-
-def ascends(ids: np.ndarray) -> bool:
-    """Return whether each id is larger than the one before it."""
-    return bool((ids[1:] > ids[:-1]).all())
 
 
 def group_by_id(

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import io
 import itertools
+import pickle
 import shutil
 import sys
 import warnings
@@ -136,6 +137,17 @@ def test_without_a_writable_folder_kernels_are_compiled_with_one_warning(
     messages, compiled = use(folder)
     assert compiled and len(messages) == 1
     assert "no folder can hold the cache" in messages[0]
+
+
+def test_code_of_another_version_of_numba_is_replaced_without_a_warning(folder):
+    assert use(folder) == ([], True)
+    (index,) = files(folder, "nbi")
+    _, stamp, _ = cache._read(str(index))
+    # The name of a class that this version of Numba does not have.
+    data = pickle.dumps(("0.1", stamp, b"cnumba.core.types\nNoSuchType\n."))
+    index.write_bytes(cache._digest(data) + data)
+    assert use(folder) == ([], True)
+    assert use(folder) == ([], False)
 
 
 def test_a_changed_source_is_compiled_again(folder):

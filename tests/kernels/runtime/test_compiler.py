@@ -41,7 +41,7 @@ class TestCompiler:
         assert not library._codegen._engine.is_symbol_defined(name)
 
     def test_unknown_version_uses_numbas_compiler(self, monkeypatch):
-        monkeypatch.setattr(compiler, "is_known_version", lambda: False)
+        monkeypatch.setattr(compiler, "has_known_compiler", lambda: False)
 
         def doubled(x, out):
             out[0] = 2 * x[0]

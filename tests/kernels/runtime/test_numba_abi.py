@@ -1,7 +1,8 @@
 """The assumptions about Numba's internals hold for the installed version.
 
 If one of these fails after an upgrade, kernels run on one thread until ``numba_abi`` is
-adapted. If all pass, add the version to ``KNOWN_VERSIONS``.
+adapted. If all pass, add the version to ``KNOWN_VERSIONS``, and to ``COMPILER_VERSIONS`` if
+all tests of the kernels pass with it there.
 """
 
 import numba
@@ -53,6 +54,16 @@ def test_only_unknown_versions_run_the_call_check(is_known, monkeypatch):
     monkeypatch.setattr(numba_abi, "call_problem", lambda: calls.append(1))
     assert numba_abi.single_thread_reason() is None
     assert len(calls) == (0 if is_known else 1)
+
+
+@pytest.mark.parametrize(
+    "version, is_known, has_compiler",
+    [("0.61.2", True, False), ("0.66.0", True, True), ("0.99.1", False, False)],
+)
+def test_versions_of_numba(version, is_known, has_compiler, monkeypatch):
+    monkeypatch.setattr(numba, "__version__", version)
+    assert numba_abi.is_known_version() is is_known
+    assert numba_abi.has_known_compiler() is has_compiler
 
 
 # No cache folder, because cached kernels offer their work.

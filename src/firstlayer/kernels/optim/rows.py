@@ -46,11 +46,6 @@ def run_on_rows(
     run(loop, size, rows.weight_rows, rows.state_rows, *args, grain=grain)
 
 
-def mark_rows(rows: np.ndarray, row_steps: np.ndarray, step: int) -> None:
-    """Write ``step`` to ``row_steps`` for each of ``rows``, which are in range."""
-    row_steps[rows] = step
-
-
 @kernel()
 def _stale_rows(ids, row_steps, step, rows):
     count = 0

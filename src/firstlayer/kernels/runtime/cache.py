@@ -194,17 +194,19 @@ class _CheckedFiles(IndexDataCacheFile):
 
     def _load_index(self) -> dict[Any, str]:
         try:
-            version, stamp, overloads = _read(self._index_path)
+            version, stamp, pickled = _read(self._index_path)
         except FileNotFoundError:
             return {}
         except _Damaged as error:
             _warnings.warn_once(str(error))
             return {}
         is_current = version == self._version and stamp == self._source_stamp
-        return overloads if is_current else {}
+        # Another version of Numba may lack the classes of the types in it.
+        return pickle.loads(pickled) if is_current else {}
 
     def _save_index(self, overloads: dict[Any, str]) -> None:
-        self._write(self._index_path, (self._version, self._source_stamp, overloads))
+        content = self._version, self._source_stamp, self._dump(overloads)
+        self._write(self._index_path, content)
 
     def _load_data(self, name: str) -> Any:
         try:

@@ -12,7 +12,7 @@ well. Here a kernel is optimized once, in full, and functions that only kernels 
 machine code.
 
 The classes override methods of Numba's compiler, which are no public API. A version of
-Numba that is not in :data:`numba_abi.KNOWN_VERSIONS` uses its own compiler.
+Numba that is not in :data:`numba_abi.COMPILER_VERSIONS` uses its own compiler.
 """
 
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from numba.core.compiler_machinery import AnalysisPass, register_pass
 from numba.core.typed_passes import NativeLowering
 
 from .lowering import KernelLowering
-from .numba_abi import WORKER_SUFFIX, is_known_version
+from .numba_abi import WORKER_SUFFIX, has_known_compiler
 from .signatures import TypingContext
 
 # Passes for code that kernels do not contain: context managers, closures, comprehensions,
@@ -144,7 +144,7 @@ class InternalCompiler(Compiler):
 
     def define_pipelines(self) -> Any:
         pipelines = super().define_pipelines()
-        if not is_known_version():
+        if not has_known_compiler():
             return pipelines
         for pipeline in pipelines:
             pipeline.passes = [

@@ -35,6 +35,9 @@ from .system import HAS_POSIX_THREADS
 
 #: Versions of Numba whose call check has passed.
 KNOWN_VERSIONS = frozenset(f"0.{minor}" for minor in range(61, 69))
+#: Versions whose compiler :mod:`.compiler` changes. Older ones cannot exclude a function
+#: from optimization.
+COMPILER_VERSIONS = frozenset(f"0.{minor}" for minor in range(66, 69))
 
 #: Shared-memory address, size of the range, size of a piece, number of helpers that may
 #: join, and 1 if the kernel is to be offered to helpers.
@@ -179,7 +182,16 @@ call_worker: Any = intrinsic(_call_worker)
 
 def is_known_version() -> bool:
     """Return whether this version of Numba is one that Firstlayer was tested with."""
-    return numba.__version__.rpartition(".")[0] in KNOWN_VERSIONS
+    return _minor_version() in KNOWN_VERSIONS
+
+
+def has_known_compiler() -> bool:
+    """Return whether kernels may be compiled by a changed compiler of this Numba."""
+    return _minor_version() in COMPILER_VERSIONS
+
+
+def _minor_version() -> str:
+    return numba.__version__.rpartition(".")[0]
 
 
 def single_thread_reason() -> str | None:
