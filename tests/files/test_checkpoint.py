@@ -5,10 +5,13 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from firstlayer.analysis.inspect import inspect
 from firstlayer.files import checkpoint as reader
 from firstlayer.files.checkpoint import INDEX, open_checkpoint, role_of
+from firstlayer.vector_files.reading import read_rows
 
 rng = np.random.default_rng(0)
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int8]
@@ -159,3 +162,24 @@ def test_shapes_that_numpy_does_not_have_are_refused(shape, tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(ValueError, match="a tensor 'x' with a malformed entry"):
         open_checkpoint(path)
+
+
+def test_the_only_matrix_of_a_file_is_its_table(tmp_path):
+    layer = torch.nn.Embedding(5, 3)
+    rows = layer.weight.detach().numpy()
+    torch.save(layer.state_dict(), tmp_path / "a.pt")
+    save_file({"weight": rows, "bias": rows[0]}, tmp_path / "b.safetensors")
+    for path in (tmp_path / "a.pt", tmp_path / "b.safetensors"):
+        assert open_checkpoint(path).token_table().name == "weight"
+        assert read_rows(path).tolist() == rows.tolist()
+        (table,) = inspect(path).tables
+        assert (table.name, table.role, table.shape) == ("weight", None, (5, 3))
+
+
+@pytest.mark.rejects
+def test_several_matrices_or_another_table_are_no_token_table(tmp_path):
+    rows = np.ones((4, 2), np.float32)
+    for names in (("a", "b"), ("wpe.weight",), ("wpe.weight", "a")):
+        save_file(dict.fromkeys(names, rows), tmp_path / "a.safetensors")
+        with pytest.raises(ValueError, match="has no token table"):
+            open_checkpoint(tmp_path / "a.safetensors").token_table()

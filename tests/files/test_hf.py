@@ -222,10 +222,34 @@ def test_moonshine_and_hunyuan():
     moonshine = RotaryPositions.from_hf(transformers.MoonshineConfig())
     assert (moonshine.head_dim, moonshine.rotary_dim) == (36, 32)
     rope = {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 1e4}
-    config = transformers.HunYuanDenseV1Config(**HEADS, head_dim=32, rope_parameters=rope)
-    module = modeling(config).HunYuanDenseV1RotaryEmbedding(config)
+    # The released configs have these keys of YaRN, which have no effect.
+    unused = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5}
+    for given in (rope, {**rope, **unused}):
+        config = transformers.HunYuanDenseV1Config(
+            **HEADS, head_dim=32, rope_parameters=given
+        )
+        module = modeling(config).HunYuanDenseV1RotaryEmbedding(config)
+        layer = RotaryPositions.from_hf(config)
+        np.testing.assert_allclose(layer.frequencies, module.inv_freq.numpy(), rtol=1e-6)
+
+
+def test_llama_4_scout_divides_frequencies_without_blending():
+    rope = {"rope_type": "llama3", "factor": 16.0, "rope_theta": 500_000.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0, **ORIGINAL}
+    config = transformers.Llama4TextConfig(
+        **HEADS, head_dim=128, max_position_embeddings=65_536, rope_parameters=rope
+    )
+    module = modeling(config).Llama4TextRotaryEmbedding(config)
     layer = RotaryPositions.from_hf(config)
     np.testing.assert_allclose(layer.frequencies, module.inv_freq.numpy(), rtol=1e-6)
+    plain = 500_000.0 ** (-np.arange(0, 128, 2) / 128)
+    np.testing.assert_allclose(np.unique((plain / layer.frequencies).round(9)), [1, 16])
+
+
+def test_yarn_of_the_first_models_has_a_key_without_effect():
+    rope = {"rope_type": "yarn", "factor": 16.0, **ORIGINAL}
+    want = rotary_from_hf({**LLAMA, "rope_scaling": rope})
+    assert rotary_from_hf({**LLAMA, "rope_scaling": {**rope, "finetuned": True}}) == want
 
 
 def test_gpt_j_rotates_the_first_features_of_a_head():

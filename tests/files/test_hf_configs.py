@@ -1,5 +1,6 @@
 """Every default config of transformers 5.22.2 with rotary, against the module it builds."""
 
+import copy
 import functools
 import logging
 import re
@@ -8,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
-from firstlayer.files.hf import rope_layer_types
+from firstlayer.files.hf import rope_layer_types, rotary_from_hf
 from firstlayer.numpy.rotary import RotaryPositions
 from firstlayer.torch.hf import HFRotary, RotaryModule, replace_rotary
 from tests.support.hf_configs import rotary_class, rotary_configs
@@ -146,8 +148,9 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it():
         new = new[None] if None in new else {**rope, **new}
         given = {**config.to_dict(), "rope_parameters": new, "rotary_dim": None}
         given.pop("partial_rotary_factor", None)
-        config.rope_parameters = new
-        fresh = type(module)(config)
+        changed = copy.deepcopy(config)
+        changed.rope_parameters = new
+        fresh = type(module)(changed)
         for key in of_type:
             buffer = fresh.get_buffer("inv_freq" if key is None else f"{key}_inv_freq")
             try:
@@ -159,3 +162,71 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it():
             assert layer.frequencies.shape[-1] == len(buffer), name
             read[name] = 2 * len(buffer) < layer.head_dim
     assert read["phi"] and read["glm"] and not read["llama"] and len(read) > 120
+
+
+SIZES = ("head_dim", "kv_channels", "qk_rope_head_dim", "global_head_dim", "rotary_dim")
+
+
+def short_configs(config: Any) -> list[dict[str, Any]]:
+    """Return the dict of a config without sizes, with and without another width.
+
+    The last one has no share of rotated features and, as a file of version 4, the other
+    rope parameters beside ``rope_theta``.
+    """
+    full = copy.deepcopy(config.to_dict())
+    left_out = {*SIZES, "per_layer_config", "transformers_version"}
+    sizeless = {key: value for key, value in full.items() if key not in left_out}
+    wide = {**copy.deepcopy(sizeless), "hidden_size": 2 * full.get("hidden_size", 0)}
+    rope = full.get("rope_parameters") or {}
+    of_types = [value for value in rope.values() if isinstance(value, dict)]
+    if of_types or full["model_type"] in WITH_DEFAULT_PARAMETERS:
+        return [sizeless, wide]
+    old = {"partial_rotary_factor", "rotary_pct", "rope_parameters", "model_type"}
+    scaling = {key: rope[key] for key in rope.keys() - {"rope_theta", *old}}
+    version_4 = {
+        **{key: value for key, value in full.items() if key not in old},
+        "model_type": full["model_type"],
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": None if scaling in ({}, {"rope_type": "default"}) else scaling,
+    }
+    return [sizeless, wide, version_4]
+
+
+# Without rope parameters, these have default ones, which contain the share. No file of
+# version 4 has these models.
+WITH_DEFAULT_PARAMETERS = {
+    "moonshine_streaming",
+    "nemotron3_5_transcribe_asr_audio",
+    "nemotron3_5_transcribe_word_timestamp",
+}
+# The width of its heads is derived in a way of its own.
+DERIVED = {"zamba2"}
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+def test_a_short_dict_has_the_defaults_of_its_config():
+    counts = {"compared": 0, "refused": 0}
+    for config in configs():
+        if config.model_type in DERIVED or not config.model_type:
+            continue
+        for short in short_configs(config):
+            given = {k: v for k, v in copy.deepcopy(short).items() if k != "model_type"}
+            try:
+                completed = type(config)(**given)
+                types = rope_layer_types(completed)
+                want = {key: rotary_from_hf(completed, key) for key in types}
+            except (ValueError, StrictDataclassError):  # Sizes that do not fit.
+                continue
+            for key, options in want.items():
+                try:
+                    ours = rotary_from_hf(short, key)
+                except ValueError as error:
+                    assert "must have" in str(error), (config.model_type, key)
+                    counts["refused"] += 1
+                    continue
+                counts["compared"] += 1
+                assert ours.keys() == options.keys()
+                for name, value in options.items():
+                    equal = np.array_equal(ours[name], value)
+                    assert equal, (config.model_type, key, name, ours[name], value)
+    assert counts["compared"] > 500, counts

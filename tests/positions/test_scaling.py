@@ -402,7 +402,7 @@ def test_rejects_a_factor_below_one(rule, factor):
         (LongRoPE, {"length": -3}, "length must be positive, got -3"),
         (Llama3, {"original_length": -1}, "original_length must be positive, got -1"),
         (Llama3, {"low_factor": 0.0}, "low_factor must be finite and above 0, got 0.0"),
-        (Llama3, {"high_factor": 1.0}, "high_factor .* above low_factor 1, got 1.0"),
+        (Llama3, {"high_factor": 0.9}, "high_factor .* at least low_factor 1, got 0.9"),
         (Proportional, {"fraction": 1.5}, "fraction must be at most 1, got 1.5"),
         (Proportional, {"fraction": -0.1}, "fraction .* at least 0, got -0.1"),
     ],

@@ -103,13 +103,17 @@ class StoredTensor:
     opener: Opener | None = field(default=None, repr=False, compare=False)
 
     @property
-    def role(self) -> str | None:
-        """Role as an embedding table, as of :func:`role_of`, or None."""
+    def is_matrix(self) -> bool:
+        """Whether the tensor has rows of numbers."""
         # Matrices of int8 are quantized tables; other integers are ids.
         is_number = self.dtype in DTYPES and (self.dtype[0] in "FB" or self.dtype == "I8")
         # An empty table may declare any number of rows.
-        is_table = is_number and len(self.shape) == 2 and self.nbytes > 0
-        return role_of(self.name) if is_table else None
+        return is_number and len(self.shape) == 2 and self.nbytes > 0
+
+    @property
+    def role(self) -> str | None:
+        """Role as an embedding table, as of :func:`role_of`, or None."""
+        return role_of(self.name) if self.is_matrix else None
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -168,14 +172,21 @@ class Checkpoint:
     metadata: dict[str, str]
 
     def tables(self) -> list[StoredTensor]:
-        """Return the tensors that are embedding tables, largest first."""
+        """Return the tensors that are embedding tables, largest first.
+
+        If no name is that of a table, the only matrix is one, as in the state dict of a
+        single layer.
+        """
         tables = [tensor for tensor in self.tensors.values() if tensor.role]
+        if not tables:
+            matrices = [tensor for tensor in self.tensors.values() if tensor.is_matrix]
+            tables = matrices if len(matrices) == 1 else []
         return sorted(tables, key=lambda tensor: (-tensor.nbytes, tensor.name))
 
     def token_table(self) -> StoredTensor:
         """Return the token table; a checkpoint without one is a ValueError."""
         for tensor in self.tables():
-            if tensor.role == "token":
+            if tensor.role in ("token", None):
                 return tensor
         raise ValueError(f"{self.files[0]} has no token table")
 

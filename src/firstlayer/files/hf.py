@@ -38,6 +38,8 @@ _KEYS = {
     "yarn": (
         *("factor", _ORIGINAL_LENGTH, "beta_fast", "beta_slow", "truncate"),
         *("mscale", "mscale_all_dim", "attention_factor"),
+        # Of the first YaRN models. It has no effect in transformers.
+        "finetuned",
         # Ministral's. The second belongs to attention: see query_temperature.
         *("max_position_embeddings", "llama_4_scaling_beta"),
     ),
@@ -55,8 +57,9 @@ def rotary_from_hf(config: Any, layer_type: str | None = None) -> Config:
 
     Args:
         config: Config of a text model or an image tower: the dict of a ``config.json``, or
-            an object with ``to_dict``. Only the object has the defaults that a short file
-            leaves out.
+            an object with ``to_dict``. The size of a head and the share of it that is
+            rotated have the defaults of transformers in a dict without them. Other
+            defaults are those of the object only.
         layer_type: Layer type, if the config has rope parameters per layer type.
 
     With multi-head latent attention (``qk_rope_head_dim``) the layer is for the rotated
@@ -180,6 +183,8 @@ def _options(config: Config, layer_type: str | None) -> Config:
         w = images.image_frequencies(config.get("model_type"), head_dim, base=base)
         return {**options, "frequencies": w}
     partial = value("partial_rotary_factor", "rotary_pct")
+    if partial is None and config.get("rotary_dim") is None:
+        partial = models.DEFAULT_PARTIAL_FACTORS.get(str(config.get("model_type")))
     if partial is not None and not 0.0 < partial <= 1.0:
         raise ValueError(
             f"partial_rotary_factor must be above 0 and at most 1, got {partial}"
@@ -221,7 +226,7 @@ def _config_dict(config: Any) -> Config:
     kind = config.get("position_embeddings_type", "rotary")
     if "rotary_embedding_base" in config and kind != "rotary":
         raise ValueError(f"position_embeddings_type must be 'rotary', got {kind!r}")
-    return config
+    return {**models.DEFAULT_SIZES.get(model_type or "", {}), **config}
 
 
 def _dict_of(config: Config, name: str) -> Config:
@@ -319,7 +324,9 @@ def _named_head_dim(config: Config, layer_type: str | None) -> tuple[str, Any]:
         if isinstance(values, dict) and "head_dim" in values and at < len(types):
             if types[at] == layer_type:
                 return "head_dim", values["head_dim"]
-    if layer_type == "full_attention" and config.get("global_head_dim"):
+    # A config that transformers saved has the sizes of each layer instead.
+    is_global = layer_type == "full_attention" and "per_layer_config" not in config
+    if is_global and config.get("global_head_dim"):
         return "global_head_dim", config["global_head_dim"]
     for name in ("head_dim", "attention_head_dim", "kv_channels"):
         if config.get(name):
@@ -448,7 +455,7 @@ def _checked_rope_type(config: Config, rope: Config) -> str:
         )
     keys = {key for key, value in rope.items() if value is not None}
     if rope_type == "dynamic" and config.get("model_type") in models.CONSTANT_NTK:
-        keys.discard("alpha")
+        keys -= models.CONSTANT_NTK_KEYS
     unknown = sorted(keys.difference(_COMMON_KEYS, _KEYS[rope_type]), key=str)
     if unknown:
         raise ValueError(

@@ -96,6 +96,8 @@ UNSUPPORTED = {
 
 #: Models whose ``dynamic`` parameters may have a constant factor ``alpha``.
 CONSTANT_NTK = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
+#: Keys of these parameters. Only ``alpha`` has an effect.
+CONSTANT_NTK_KEYS = {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 #: Rotates by the negative angle.
 NEGATIVE = frozenset({"nanochat"})
@@ -136,3 +138,74 @@ WITHOUT_ROTARY_DIM = frozenset({"minimax_m3_vl_text"})
 
 #: Base of models that are older than the key for it.
 DEFAULT_BASES = {"codegen": 10_000.0, "gptj": 10_000.0, "llama": 10_000.0}
+
+#: Sizes that transformers does not derive from other keys, if the config has none.
+DEFAULT_SIZES = {
+    "codegen": {"rotary_dim": 64},
+    "gptj": {"rotary_dim": 64},
+    "jetmoe": {"kv_channels": 128},
+    **{
+        name: {"qk_rope_head_dim": size}
+        for size, names in {
+            32: "axk2 minicpm3",
+            64: """
+                axk1 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
+                glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash mistral4 youtu
+            """,
+        }.items()
+        for name in names.split()
+    },
+    **{
+        name: {"head_dim": size}
+        for size, names in {
+            64: """
+                gpt_oss muse_spark_text neomme neucodec openai_privacy_filter
+                qwen2_5_omni_dit voxtral_realtime_encoder xcodec2
+            """,
+            80: "timesfm2_5",
+            128: """
+                afmoe beam cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder
+                ernie4_5 flint glm glm4 helium higgs_audio_v2 hrm_text hy_v3 kolibri1
+                laguna llama4_text mellum minimax_m2 minimax_m3_vl_text ministral3
+                molmo2_text muse_glimmer_assistant muse_glimmer_text paddleocr_vl_text
+                pe_audio_encoder pe_audio_video_encoder pe_video_encoder
+                qwen2_5_omni_talker qwen3 qwen3_omni_moe_talker_code_predictor
+                qwen3_vl_text seed_oss solar_open step3p5 zaya
+            """,
+            192: "mimo_v2_flash",
+            256: """
+                gemma gemma2 gemma3_text gemma3n_text qwen3_5_moe_text qwen3_5_text
+                qwen3_next qwen4_exp_text t5_gemma_module t5gemma2_decoder t5gemma2_text
+                vaultgemma
+            """,
+        }.items()
+        for name in names.split()
+    },
+    **{
+        name: {"head_dim": 256, "global_head_dim": 512}
+        for name in (
+            *("diffusion_gemma_text", "embedding_gemma2_text"),
+            *("gemma4_text", "gemma4_unified_text"),
+        )
+    },
+}
+
+#: Share of a head that is rotated, if the config has none; for all other types it is 1.
+DEFAULT_PARTIAL_FACTORS = {
+    "bamba": 0.5,
+    "glm": 0.5,
+    "glm4": 0.5,
+    "glm4_moe": 0.5,
+    "glm4v_moe_text": 0.5,
+    "glmasr_encoder": 0.5,
+    "gpt_neox": 0.25,
+    "moonshine": 0.9,
+    "nemotron": 0.5,
+    "persimmon": 0.5,
+    "phi": 0.5,
+    "qwen3_5_moe_text": 0.25,
+    "qwen3_5_text": 0.25,
+    "qwen3_next": 0.25,
+    "recurrent_gemma": 0.5,
+    "stablelm": 0.25,
+}

@@ -21,7 +21,7 @@ from jaxtyping import Shaped
 
 from .._check import float_dtype
 from .atomic import Opener, opened_once, replacing
-from .checkpoint import read_header
+from .checkpoint import read_header, shortened
 
 Tensors = dict[str, Shaped[np.ndarray, "..."]]
 Path = str | os.PathLike[str]
@@ -121,7 +121,8 @@ def read(path: Path, *, opener: Opener | None = None) -> tuple[Tensors, dict[str
     for name, tensor in stored.items():
         if tensor.dtype not in CODES.values():
             raise ValueError(
-                f"{path} has a tensor {name!r} of dtype {tensor.dtype}, which no layer has"
+                f"{path} has a tensor {shortened(name)} of dtype "
+                f"{shortened(tensor.dtype)}, which no layer has"
             )
     return {name: tensor.read() for name, tensor in stored.items()}, config
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .checkpoint import open_regular
 
 #: Longest header, and longest word with its space.
 MAX_HEADER_BYTES, MAX_WORD_BYTES = 64, 4096
+#: A number in text, also one with a comma that readers of text refuse by name.
+_NUMBER = re.compile(rb"[-+]?(\.?\d[\d.,]*(e[-+]?\d+)?|nan|inf|infinity)", re.IGNORECASE)
 INDEX_MAGIC = b"firstlayer rows\1"
 #: Magic bytes, size and time of modification of the file, rows and width.
 INDEX_HEADER = struct.Struct("<16s4q")
@@ -55,7 +58,7 @@ def read_word2vec(path: Path) -> Word2VecRows:
             )
         if not rows or not width:
             raise ValueError(f"{path} must have rows, got {rows} of width {width}")
-        if _is_text(file.readline(MAX_WORD_BYTES + 32 * width), width):
+        if is_text_row(file.readline(MAX_WORD_BYTES + 32 * width), width):
             raise ValueError(
                 f"{path} is in word2vec's text format: rows are read in place from its "
                 "binary format only"
@@ -93,13 +96,20 @@ def _header(line: bytes, path: Path) -> tuple[int, int]:
     return rows, width
 
 
-def _is_text(line: bytes, width: int) -> bool:
-    """Return whether a line is a word and ``width`` numbers."""
+def is_text_row(line: bytes, width: int) -> bool:
+    """Return whether a line is a word, which may contain spaces, and numbers in text.
+
+    Args:
+        line: The line. A word that is missing has left its space.
+        width: Number of numbers.
+
+    Example:
+        >>> [is_text_row(line, 2) for line in (b"new york 1 nan", b" 1 2", b"king \\0 1")]
+        [True, True, False]
+    """
     fields = line.split()
-    try:
-        return len(fields) == width + 1 and all(float(x) < np.inf for x in fields[1:])
-    except ValueError:
-        return False
+    numbers = [field for field in fields[-width:] if _NUMBER.fullmatch(field)]
+    return len(numbers) == width and (len(fields) > width or line[:1].isspace())
 
 
 def _scan(data: mmap.mmap, start: int, rows: int, width: int, path: Path) -> np.ndarray:

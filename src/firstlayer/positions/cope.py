@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
-from .._array import cast, move_axis, namespace_of, take_last
+from .._array import cast, cast_like, move_axis, namespace_of, take_last
 from .._check import positive
 
 
@@ -114,8 +114,4 @@ def cope_bias(
     below, above = neighbors(positions, last=last)
     products = q @ move_axis(weight, -1, -2)
     low, high = take_last(products, below), take_last(products, above)
-    return low + (positions - cast(below, _name(positions))) * (high - low)
-
-
-def _name(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return low + (positions - cast_like(below, positions)) * (high - low)

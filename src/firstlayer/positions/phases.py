@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of, take_rows, trunc
+from .._array import (
+    cast,
+    cast_like,
+    compute_dtype,
+    is_real,
+    namespace_of,
+    take_rows,
+    trunc,
+)
 from .._check import number
 
 #: Positions must be smaller than this in size: three digits in base 256.
@@ -90,7 +98,7 @@ def digit_phases(
     real = xp.where(in_range, real, 0.0)
     # Towards zero, so that the fraction is below 1 in size and has the sign of the whole.
     whole = trunc(real)
-    fraction = cast(real - whole, str(tables.dtype).removeprefix("torch."))
+    fraction = cast_like(real - whole, tables)
     angle = fraction[..., None] * rates
     cos, sin = _multiply(
         *_integer_phases(cast(whole, "int32"), tables), xp.cos(angle), xp.sin(angle)

@@ -329,8 +329,8 @@ class Llama3(Scaling):
         original_length: Length the model was trained on.
         low_factor: Rotations within the original length below which a pair is fully
             interpolated.
-        high_factor: Rotations above which a pair is unchanged. Greater than
-            ``low_factor``.
+        high_factor: Rotations above which a pair is unchanged. At least ``low_factor``;
+            with the same number nothing is blended, as in Llama 4 Scout.
 
     Example:
         >>> rule = Llama3(factor=8.0, original_length=8192)
@@ -348,11 +348,13 @@ class Llama3(Scaling):
         _set_number(self, "factor", at_least=1.0)
         _set_integer(self, "original_length")
         _set_number(self, "low_factor", above=0.0)
-        _set_number(self, "high_factor", above=self.low_factor, bound="low_factor ")
+        _set_number(self, "high_factor", at_least=self.low_factor, bound="low_factor ")
 
     def inverse_frequencies(self, rotary_dim: int, *, base: float) -> Frequencies:
         plain = inverse_frequencies(rotary_dim, base=base)
         rotations = self.original_length * plain / (2.0 * math.pi)
+        if self.high_factor == self.low_factor:
+            return np.where(rotations < self.low_factor, plain / self.factor, plain)
         kept = (rotations - self.low_factor) / (self.high_factor - self.low_factor)
         kept = np.clip(kept, 0.0, 1.0)
         return plain * kept + plain / self.factor * (1.0 - kept)

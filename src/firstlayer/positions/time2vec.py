@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxtyping import Float, Shaped
 
-from .._array import cast, namespace_of
+from .._array import cast_like, namespace_of
 from .._check import positive
 
 
@@ -45,6 +45,5 @@ def time2vec(
         [[2.0, 1.0]]
     """
     xp = namespace_of(weight)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    angles = cast(times, dtype)[..., None] * weight + bias
+    angles = cast_like(times, weight)[..., None] * weight + bias
     return xp.concat([angles[..., :1], xp.sin(angles[..., 1:])], axis=-1)

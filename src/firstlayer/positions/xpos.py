@@ -32,7 +32,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int64, Shaped
 
-from .._array import cast, compute_dtype, is_real, namespace_of, take_rows, trunc
+from .._array import (
+    cast,
+    cast_like,
+    compute_dtype,
+    is_real,
+    namespace_of,
+    take_rows,
+    trunc,
+)
 from .._check import integer, positive_number
 from .frequencies import check_rotary_dim, inverse_frequencies
 from .phases import LIMIT, digit_phases, digit_tables, within_limit
@@ -282,7 +290,7 @@ def _scales(
     grows = (whole > 0) if keys else (whole < 0)
     scale = xp.where(grows[..., None], 1.0 / scale, scale)
     if fraction is not None:
-        fraction = cast(fraction, str(tables.dtype).removeprefix("torch."))
+        fraction = cast_like(fraction, tables)
         fraction = (-fraction if keys else fraction)[..., None]
         scale = scale * xp.exp(fraction * exponents * LOG_2)
     return xp.where(in_reach[..., None], scale, float("nan"))
