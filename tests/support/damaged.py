@@ -2,7 +2,6 @@
 
 import random
 import re
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from firstlayer.vector_files.table import Subwords
 from firstlayer.word_vectors.encode import encode
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
+from tests.support.traced_memory import peak_since, start_peak, tracing
 
 #: Exceptions that readers document.
 ALLOWED = (ValueError, OSError)
@@ -124,6 +124,24 @@ def _with_header_length(content: bytes, changed: bytes) -> bytes:
     return length.to_bytes(8, "little") + changed[8:]
 
 
+def open_damaged(read: Callable[[], Any]) -> tuple[str, int]:
+    """Call the reader of a damaged file in a traced block.
+
+    An error must be an expected one, with a message of one line.
+
+    Returns:
+        ``"read"`` or ``"refused"``, and the peak of the memory.
+    """
+    start, outcome = start_peak(), "read"
+    try:
+        read()
+    except ALLOWED as error:
+        outcome, text = "refused", str(error)
+        assert text.strip(), f"{type(error).__name__} without a message"
+        assert len(text) < 1500 and "\n" not in text, text[:300]
+    return outcome, peak_since(start)
+
+
 def open_damaged_files(folder: Path, count: int, *, seed: int = 0) -> dict[str, int]:
     """Open ``count`` damaged files; return how many were read and how many refused."""
     draw = random.Random(seed)
@@ -131,21 +149,14 @@ def open_damaged_files(folder: Path, count: int, *, seed: int = 0) -> dict[str, 
     originals = {path: path.read_bytes() for path in readers}
     counts = {"read": 0, "refused": 0, "peak MB": 0}
     paths = sorted(readers)
-    for number in range(count):
-        path = paths[number % len(paths)]
-        content = originals[path]
-        path.write_bytes(damage(content, draw))
-        tracemalloc.start()
-        try:
-            readers[path]()
-            counts["read"] += 1
-        except ALLOWED as error:
-            counts["refused"] += 1
-            assert str(error).strip(), f"{type(error).__name__} without a message"
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert peak < MAX_BYTES, f"{peak} bytes for {path.stat().st_size}"
-        counts["peak MB"] = max(counts["peak MB"], peak >> 20)
-        path.write_bytes(content)
+    with tracing():
+        for number in range(count):
+            path = paths[number % len(paths)]
+            content = originals[path]
+            path.write_bytes(damage(content, draw))
+            outcome, peak = open_damaged(readers[path])
+            counts[outcome] += 1
+            assert peak < MAX_BYTES, f"{peak} bytes for {path.stat().st_size}"
+            counts["peak MB"] = max(counts["peak MB"], peak >> 20)
+            path.write_bytes(content)
     return counts

@@ -3,7 +3,6 @@
 import json
 import random
 import struct
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from firstlayer.stores import MemoryStore, open_store
 from firstlayer.stores.formats import format_by_name
-from tests.support.damaged import ALLOWED, damage
+from tests.support.damaged import damage, open_damaged
 from tests.support.table_files import (
     gguf_bytes,
     gguf_string,
@@ -22,6 +21,7 @@ from tests.support.table_files import (
     write_safetensors,
     write_sharded,
 )
+from tests.support.traced_memory import tracing
 
 #: Memory above this and the size of the file is not accounted for; Python's table of names
 #: may grow by two megabytes at any time.
@@ -114,30 +114,21 @@ def open_damaged_tables(folder: Path, count: int, *, seed: int = 0) -> dict[str,
         read()
     counts = {"read": 0, "refused": 0, "peak KB": 0}
     paths = sorted(readers)
-    for number in range(count):
-        path = paths[number % len(paths)]
-        content = originals[path]
-        is_binary = path.suffix in (".gguf", ".rows") or draw.randrange(4) == 0
-        how = damage_binary if is_binary and draw.randrange(4) else damage
-        path.write_bytes(how(content, draw))
-        if path.name == "vectors.bin":
-            index.unlink(missing_ok=True)
-        tracemalloc.start()
-        try:
-            readers[path]()
-            counts["read"] += 1
-        except ALLOWED as error:
-            counts["refused"] += 1
-            text = str(error)
-            assert text.strip(), f"{type(error).__name__} without a message"
-            assert len(text) < 1500 and "\n" not in text, text[:300]
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        size = path.stat().st_size
-        assert peak < MAX_BYTES + 8 * size, f"{peak} bytes for {size}: {path}"
-        counts["peak KB"] = max(counts["peak KB"], peak >> 10)
-        path.write_bytes(content)
-        if path.name.startswith("vectors.bin"):
-            index.write_bytes(originals[index])
+    with tracing():
+        for number in range(count):
+            path = paths[number % len(paths)]
+            content = originals[path]
+            is_binary = path.suffix in (".gguf", ".rows") or draw.randrange(4) == 0
+            how = damage_binary if is_binary and draw.randrange(4) else damage
+            path.write_bytes(how(content, draw))
+            if path.name == "vectors.bin":
+                index.unlink(missing_ok=True)
+            outcome, peak = open_damaged(readers[path])
+            counts[outcome] += 1
+            size = path.stat().st_size
+            assert peak < MAX_BYTES + 8 * size, f"{peak} bytes for {size}: {path}"
+            counts["peak KB"] = max(counts["peak KB"], peak >> 10)
+            path.write_bytes(content)
+            if path.name.startswith("vectors.bin"):
+                index.write_bytes(originals[index])
     return counts

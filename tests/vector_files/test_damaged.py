@@ -1,7 +1,7 @@
 """Damaged files of every format: one sentence, no crash, bounded memory."""
 
 import random
-import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,9 @@ import pytest
 from firstlayer.word_vectors.encode import encode
 from firstlayer.word_vectors.neighbors import neighbors, parse
 from firstlayer.word_vectors.vectors import open_vectors
-from tests.support.damaged import ALLOWED, damage
+from tests.support.damaged import damage, open_damaged
 from tests.support.damaged_tables import MAX_BYTES, damage_binary
+from tests.support.traced_memory import tracing
 from tests.support.vector_files import (
     WORDS,
     fasttext_bytes,
@@ -62,23 +63,16 @@ def test_damaged_files_are_read_or_refused(files):
     for _, path in files:
         # Kernels and packages are loaded before memory is measured.
         use(path)
-    read = refused = 0
-    for number in range(COUNT):
-        file, path = files[number % len(files)]
-        content = file.read_bytes()
-        file.write_bytes((damage_binary if draw.randrange(2) else damage)(content, draw))
-        size = file.stat().st_size
-        tracemalloc.start()
-        try:
-            use(path)
-            read += 1
-        except ALLOWED as error:
-            refused += 1
-            text = str(error)
-            assert text.strip() and "\n" not in text and len(text) < 1500, text[:300]
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+    counts = {"read": 0, "refused": 0}
+    with tracing():
+        for number in range(COUNT):
+            file, path = files[number % len(files)]
+            content = file.read_bytes()
+            how = damage_binary if draw.randrange(2) else damage
+            file.write_bytes(how(content, draw))
+            size = file.stat().st_size
+            outcome, peak = open_damaged(partial(use, path))
+            counts[outcome] += 1
             file.write_bytes(content)
-        assert peak < MAX_BYTES + 50 * size, f"{peak} bytes for {size}: {file}"
-    assert read > 100 and refused > 200
+            assert peak < MAX_BYTES + 50 * size, f"{peak} bytes for {size}: {file}"
+    assert counts["read"] > 100 and counts["refused"] > 200

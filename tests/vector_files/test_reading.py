@@ -1,5 +1,6 @@
 """Tables with words are read from every format, bit for bit."""
 
+import codecs
 import gzip
 import json
 import os
@@ -101,6 +102,42 @@ def test_words_with_spaces_and_blank_lines_at_the_end(tmp_path):
     found = read_vectors(path)
     assert found.words == ["a", ". .", "\\xa0b\\xff"]
     assert found.weight.tolist() == [[1, 2], [3, 4], [-0.5, 6]]
+
+
+def test_a_byte_order_mark_is_not_part_of_a_word(tmp_path):
+    mark, want = codecs.BOM_UTF8, table()
+    lines = text_lines(want).encode()
+    header = f"{len(WORDS)} {want.shape[1]}\n".encode()
+    for name, content in {
+        "word2vec.txt": mark + header + lines,
+        "glove.txt": mark + lines,
+        "glove.txt.gz": gzip.compress(mark + lines),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        found = read_vectors(tmp_path / name)
+        assert found.words == WORDS and found.weight.tobytes() == want.tobytes(), name
+    np.save(tmp_path / "rows.npy", want)
+    (tmp_path / "rows.vocab.txt").write_bytes(mark + "\n".join(WORDS).encode())
+    assert read_vectors(tmp_path / "rows.npy").words == WORDS
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("line", [" 0.5 0.5", "king 0,5 0,5"])
+def test_text_with_a_bad_first_row_is_not_read_as_binary(line, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(f"9 2\n{line}\n" + "word 0.12345 0.12345\n" * 8)
+    for read in (read_vectors, read_rows):
+        with pytest.raises(ValueError, match="must have a word and 2 numbers in line 2"):
+            read(path)
+
+
+@pytest.mark.rejects
+def test_a_single_byte_and_a_device_are_refused(tmp_path):
+    (tmp_path / "one").write_bytes(b"\x80")
+    with pytest.raises(ValueError, match="one is not a file with vectors: expected"):
+        read_vectors(tmp_path / "one")
+    with pytest.raises(ValueError, match="/dev/null"):
+        read_vectors("/dev/null")
 
 
 def test_chunks_end_between_lines(tmp_path, monkeypatch):

@@ -52,6 +52,25 @@ def test_similarity_files_equal_gensim(tmp_path):
         with open(path, "a") as file:
             file.write("\n".join(lines).replace("\t", separator))
         assert evaluate(vectors, path).score == found.score
+    # The files of WordSim-353 and SimLex-999 as they were published.
+    wordsim = ["Word 1,Word 2,Human (mean)", *(line.replace("\t", ",") for line in lines)]
+    simlex = ["word1\tword2\tPOS\tSimLex999"]
+    simlex += [f"{a}\t{b}\tN\t{score}" for a, b, score in pairs]
+    # With the number of judgements after the score.
+    counted = [f"{a} {b} {score} 16" for a, b, score in pairs]
+    for rows in (wordsim, simlex, counted):
+        path.write_text("\r\n".join(rows), encoding="utf-8-sig")
+        assert evaluate(vectors, path).score == found.score
+        assert evaluate(vectors, path).total == 60
+
+
+def test_repeated_words_of_a_table_answer_nothing(tmp_path):
+    # "d" again is nearer to b - a + c than "d" itself.
+    rows = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1], [0.2, 1, 1], [0, 1, 1]], np.float32)
+    path = tmp_path / "questions.txt"
+    path.write_text("a b c d\n")
+    assert evaluate(Vectors(["a", "b", "c", "d", "e"], rows), path).score == 0
+    assert evaluate(Vectors(["a", "b", "c", "d", "d"], rows), path).score == 1
 
 
 def test_analogy_files_equal_gensim(tmp_path):
@@ -93,6 +112,7 @@ def test_bad_files_are_rejected(tmp_path):
         ": s\nw0 w1 w2\n": "must have four words in line 2, got 'w0 w1 w2'",
         "w0 no 1\nw1 w2 1\n": "words of at least 2 of 2 pairs of .*, got 1",
         "a b c d\n": "has the words of none of 1 analogies",
+        "w0,w1,nan,2\nw0,w1,inf,3\n": "must have two words and a score in line 2",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

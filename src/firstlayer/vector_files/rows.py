@@ -6,13 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files.checkpoint import CHUNK_BYTES, open_regular
+from ..files.checkpoint import (
+    CHUNK_BYTES,
+    checkpoint_in,
+    open_regular,
+    read_header,
+    tensor_names,
+)
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.npy import MAGIC as NPY_MAGIC
+from ..files.word2vec import is_text_row
 from ..stores import FileStore, open_store
+from ..stores.table_files import METADATA_KEY
 from .parquet import MAGIC as PARQUET_MAGIC
 from .reading import ZIP_MAGIC, is_npz, read_vectors
-from .text import MAX_LINE_BYTES, counts_in, is_row
+from .text import MAX_LINE_BYTES, counts_in
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,14 @@ class FileRows:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a folder, or a safetensors or torch file or an index."""
-    if path.is_dir() or path.name.endswith((".safetensors", ".index.json")):
+    """Return whether a path is a folder, or a safetensors or torch file or an index.
+
+    A file of one table that :meth:`firstlayer.stores.RowStore.convert` wrote is none.
+    """
+    if path.is_dir() or path.name.endswith(".index.json"):
         return True
+    if path.name.endswith(".safetensors"):
+        return not _is_store(path)
     with open_regular(path) as file:
         begin = file.read(16)
     if begin[8:9] == b"{" and not begin.startswith(PARQUET_MAGIC):
@@ -48,28 +61,39 @@ def is_checkpoint(path: Path) -> bool:
     return begin.startswith(ZIP_MAGIC) and not is_npz(path)
 
 
+def _is_store(path: Path) -> bool:
+    return path.name.endswith(".safetensors") and METADATA_KEY in read_header(path)[1]
+
+
 def open_in_place(path: Path, tensor: str | None = None) -> FileStore | None:
     """Return a store that reads rows in place, or None if the format does not allow it."""
-    if is_checkpoint(path):
-        return open_store(path, tensor)
+    if is_checkpoint(path) or _is_store(path):
+        return None if tensor is None and _is_scaled(path) else open_store(path, tensor)
     with open_regular(path) as file:
         first = file.readline(MAX_LINE_BYTES)
         counts = counts_in(first)
         is_binary = (
             counts is not None
             and min(counts) > 0
-            and not is_row(file.readline(MAX_LINE_BYTES), counts[1])
+            and not is_text_row(file.readline(MAX_LINE_BYTES), counts[1])
         )
     if is_binary or first.startswith((GGUF_MAGIC, NPY_MAGIC)):
         return open_store(path, tensor)
     return None
 
 
+def _is_scaled(path: Path) -> bool:
+    """Return whether words of a model2vec table share rows, or have factors."""
+    file = checkpoint_in(path) if path.is_dir() else path
+    names = tensor_names(file)
+    return "embeddings" in names and not {"mapping", "weights"}.isdisjoint(names)
+
+
 def open_rows(path: Path) -> FileRows:
     """Return the rows of a file that is not a checkpoint."""
     with open_regular(path) as file:
         begin = file.read(8)
-    if begin.startswith((GGUF_MAGIC, NPY_MAGIC)):
+    if begin.startswith((GGUF_MAGIC, NPY_MAGIC)) or _is_store(path):
         with open_store(path) as store:
             shape, format, nbytes = store.shape, store.format.name, store.nbytes
         return FileRows(path.name, shape, format, nbytes, [], lambda: _stored(path))

@@ -46,11 +46,10 @@ def number_of(field: bytes) -> np.float32 | None:
         return np.float32(float(field))
 
 
-def is_row(line: bytes, width: int | None = None) -> bool:
-    """Return whether a line is a word and ``width`` numbers, or any number of them."""
-    fields = line.split()[1:] if width is None else line.rsplit(None, width)[1:]
-    expected = max(1, len(fields)) if width is None else width
-    return len(fields) == expected and all(number_of(field) is not None for field in fields)
+def is_row(line: bytes) -> bool:
+    """Return whether a line is a word and any number of numbers."""
+    fields = line.split()[1:]
+    return bool(fields) and all(number_of(field) is not None for field in fields)
 
 
 def read_text(

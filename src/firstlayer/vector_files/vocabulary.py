@@ -6,6 +6,7 @@ GPT-2 and RoBERTa do. A ``.npy`` or TSV file may have a list of words of its own
 """
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def words_in_lines(content: bytes) -> list[str]:
         >>> words_in_lines("the\\nnaïve\\r\\n".encode())
         ['the', 'naïve']
     """
-    lines = content.split(b"\n")
+    lines = content.removeprefix(BOM_UTF8).split(b"\n")
     if not lines[-1]:
         lines.pop()
     return [decoded(line.removesuffix(b"\r")) for line in lines]

@@ -1,9 +1,9 @@
 """Evaluate word vectors on files of human similarity scores and of analogies.
 
 A similarity file has two words and a score per line, separated by tabs, commas or spaces
-(WordSim-353, SimLex-999). An analogy file has four words per line and section names after a
-colon (Google's ``questions-words.txt``). Lines with an unknown word are skipped, and
-counted.
+(WordSim-353), perhaps with the part of speech before the score (SimLex-999). An analogy
+file has four words per line and section names after a colon (Google's
+``questions-words.txt``). Lines with an unknown word are skipped, and counted.
 """
 
 import os
@@ -56,7 +56,9 @@ def evaluate(vectors: Vectors, path: str | os.PathLike[str]) -> Evaluation:
     name, lines = os.fspath(path), list(_numbered(read_lines(path)))
     if not lines:
         raise ValueError(f"{name} has no pairs and no analogies")
-    if lines[0][1].startswith(":") or len(lines[0][1].split()) == 4:
+    # The first line may name the columns.
+    last = lines[-1][1]
+    if lines[0][1].startswith(":") or (len(last.split()) == 4 and _pair(last) is None):
         return _analogies(vectors, lines, name)
     return _similarities(vectors, lines, name)
 
@@ -89,11 +91,10 @@ def _numbered(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
 def _similarities(vectors: Vectors, lines: list[tuple[int, str]], name: str) -> Evaluation:
     pairs: list[tuple[str, str, float]] = []
     for i, (number, line) in enumerate(lines):
-        fields = re.split(r"\t|,|;", line) if re.search(r"[\t,;]", line) else line.split()
-        score = _score(fields[2]) if len(fields) > 2 else None
-        if score is not None:
-            pairs.append((fields[0].strip(), fields[1].strip(), score))
-        elif i:  # The first line may name the columns.
+        pair = _pair(line)
+        if pair is not None:
+            pairs.append(pair)
+        elif i:
             raise ValueError(
                 f"{name} must have two words and a score in line {number}, got {line!r}"
             )
@@ -110,6 +111,20 @@ def _similarities(vectors: Vectors, lines: list[tuple[int, str]], name: str) -> 
     cosines = np.einsum("ij,ij->i", first, second, dtype=np.float64)
     score = spearman(cosines, np.array([score for *_, score in known]))
     return Evaluation(name, "spearman", score, len(known), len(pairs), {})
+
+
+def _pair(line: str) -> tuple[str, str, float] | None:
+    """Return the two words of a line and their score, or None if it has none.
+
+    Example:
+        >>> _pair("old,new,1.58"), _pair("old\\tnew\\tA\\t1.58"), _pair("a b c d")
+        (('old', 'new', 1.58), ('old', 'new', 1.58), None)
+    """
+    fields = re.split(r"\t|,|;", line) if re.search(r"[\t,;]", line) else line.split()
+    # The part of speech is one letter.
+    at = 3 if re.fullmatch(r"\s*[A-Za-z]\s*", "".join(fields[2:3])) else 2
+    score = _score(fields[at]) if len(fields) > at else None
+    return None if score is None else (fields[0].strip(), fields[1].strip(), score)
 
 
 def _score(text: str) -> float | None:
@@ -158,6 +173,7 @@ def _own_row(vectors: Vectors, word: str) -> int | None:
 def _answered(vectors: Vectors, questions: np.ndarray) -> np.ndarray:
     """Return whether each question is answered correctly."""
     unit = units(vectors.take(np.arange(len(vectors))))
+    unit[vectors.nameless] = 0
     if vectors.unknown is not None:
         unit[vectors.unknown] = 0
     right = np.empty(len(questions), bool)

@@ -115,7 +115,7 @@ def _neighbors(vectors: Vectors, unit: np.ndarray, terms: Terms, count: int) -> 
     if vectors.scale is not None:
         cosines *= np.sign(vectors.scale)
     excluded = rows if vectors.unknown is None else [*rows, vectors.unknown]
-    cosines[excluded] = -np.inf
+    cosines[[*excluded, *vectors.nameless]] = -np.inf
     cosines[np.isnan(cosines)] = -np.inf
     # argpartition avoids sorting the whole table.
     top = np.argpartition(-cosines, min(count, cosines.size - 1))[:count]

@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,7 @@ class Vectors:
 
     - the row of its own token; in tables of pieces, of the one that begins a word, such as
       ``▁king``;
+    - that of the same text in another Unicode normal form: ``é`` is one character or two;
     - that of ``king`` for ``King`` if the table has lower case only;
     - the mean of its pieces if a tokenizer splits it into several;
     - the mean of its character n-grams in tables that have them, such as fastText's.
@@ -120,6 +122,12 @@ class Vectors:
     def rows(self) -> dict[str, int]:
         """Number of each word; the first one if a word occurs twice."""
         return {word: i for i, word in reversed(list(enumerate(self.words)))}
+
+    @cached_property
+    def nameless(self) -> list[int]:
+        """Numbers that no word leads to: of ``""``, and of a word that occurs before."""
+        rows = self.rows
+        return [i for i, word in enumerate(self.words) if not word or rows[word] != i]
 
     @cached_property
     def mark(self) -> str:
@@ -201,9 +209,11 @@ class Vectors:
 
     def _own_number(self, word: str) -> int | None:
         """Return the number of the token that is this word, or None."""
-        spellings = [word]
+        # An accent may be a character of its own, in the table or in the query.
+        forms = [word, *(unicodedata.normalize(form, word) for form in ("NFC", "NFD"))]
+        spellings = list(dict.fromkeys(forms))
         if word != word.lower() and word not in self.rows and self.is_uncased:
-            spellings.append(word.lower())
+            spellings += [spelling.lower() for spelling in spellings]
         for spelling in spellings:
             # Without a mark, a piece continues a word.
             is_whole = not self.mark or spelling.startswith(self.mark)
