@@ -235,7 +235,7 @@ def test_memory_defaults_to_common_sizes():
     [
         ("0x8", 2, "a table must have rows and width, got '0x8'"),
         ("missing.safetensors", 1, "no file or folder missing.safetensors"),
-        ("10by20", 1, "no file or folder 10by20"),
+        ("1000", 1, "no file or folder 1000; a size is written as ROWSxWIDTH, such as "),
     ],
 )
 def test_memory_rejects_arguments_that_are_not_tables(argument, code, message):

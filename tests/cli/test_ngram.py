@@ -85,6 +85,15 @@ def test_a_model_of_bytes_has_no_tokenizer(blt):
     assert out["rows"] == {"None": ByteGroups(sizes=(2, 3), rows=97)([0x62, 0x65]).tolist()}
 
 
+def test_an_unknown_size_says_how_to_give_it(blt):
+    hint = "the config does not state the bytes of a row: give them by --row-bytes"
+    lines = stdout_of("ngram", blt).splitlines()
+    assert lines[1].split()[-1] == "unknown" and lines[-1] == hint
+    # 97 rows of 1000 bytes for each of two group sizes
+    lines = stdout_of("ngram", blt, "--row-bytes", 1000).splitlines()
+    assert lines[1].endswith("194 kB") and hint not in lines
+
+
 def test_collisions_and_pages_of_a_corpus(blt, tmp_path):
     text = "the cat sat on the mat and the rat sat on the cat"
     (tmp_path / "a.txt").write_text(text)

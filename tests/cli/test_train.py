@@ -387,7 +387,8 @@ def test_resume_rejects_a_different_text_and_options(folder, interrupt_at, monke
     assert error_message("train", "--resume", "a.txt").endswith("config.json is not JSON")
     stdout_of("train", "a.txt", *FAST, "--force")
     assert error_message("train", "--resume", "a.txt") == (
-        "vectors has no run to resume: training.safetensors is missing"
+        "vectors has no run to resume: training.safetensors is missing; a finished run "
+        "has it only after --keep-state"
     )
 
 

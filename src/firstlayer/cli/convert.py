@@ -84,6 +84,8 @@ def command(
     """
     if to is None:
         to = _kind(output)
+    if Path(os.path.realpath(output)) == Path(os.path.realpath(file)):
+        raise click.UsageError(f"OUTPUT must not be FILE, got {output!r} twice")
     if to == SAFETENSORS:
         if not output.endswith(".safetensors"):
             raise click.UsageError(f"OUTPUT must end in .safetensors, got {output!r}")
@@ -96,8 +98,6 @@ def command(
     for name, value in (("--format", format), ("--tensor", tensor)):
         if value is not None:
             raise click.UsageError(f"{name} needs a .safetensors OUTPUT, got {output!r}")
-    if Path(os.path.realpath(output)) == Path(os.path.realpath(file)):
-        raise click.UsageError(f"OUTPUT must not be FILE, got {output!r} twice")
     written = _write_words(file, output, to, force=force, quiet=quiet)
     _tell(written, to, quiet=quiet)
     text = f"{', '.join(written.files)}: {counted(written.rows, 'row')} of {written.width}"

@@ -157,8 +157,13 @@ def _tables(tables: tuple[str, ...]) -> Iterator[Table]:
                     f"a table must have rows and width, got {argument!r}"
                 )
             yield Table("", rows, width)
-        else:
+        elif os.path.lexists(argument):
             yield from _in_checkpoint(argument)
+        else:
+            raise FileNotFoundError(
+                f"no file or folder {argument}; a size is written as ROWSxWIDTH, "
+                "such as 250000x1024"
+            )
 
 
 def _in_checkpoint(path: str) -> Iterator[Table]:

@@ -71,6 +71,10 @@ def command(
     ]
     result: dict[str, Any] = {"tables": tables}
     lines = list(_tables(tables))
+    if row_bytes is None:
+        lines.append(
+            "the config does not state the bytes of a row: give them by --row-bytes"
+        )
     if text is not None:
         tokens, ids = _tokens(text, tokenizer)
         rows = {str(at): scheme(ids[None], layer=at)[0].tolist() for at in layers}
