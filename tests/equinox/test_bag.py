@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlayer.embeddings.bag import MODES
+from firstlayer.equinox import Table, TableGroup
 from firstlayer.equinox.bag import EmbeddingBag
 from firstlayer.numpy.bag import EmbeddingBag as NumpyBag
 from tests.equinox.test_token import bits, strict_jax
@@ -200,6 +201,27 @@ def test_invalid_traced_offsets_give_nan():
     with jax.enable_x64(True):
         for wrong in ([0, 3, 2**32 + 5], [2**32, 3, 5], [0, 3 - 2**32, 5]):
             assert np.isnan(call(jnp.array(wrong, "int64"))).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_offsets_of_every_dtype_are_compared_with_sizes_beyond_it(dtype):
+    layer, reference = pair(mode="sum")
+    # More ids than an offset of 8 or 16 bits can count.
+    size = 300 if dtype.endswith("8") else 70_000
+    ids, offsets = np.arange(size) % 7, np.array([0, 5, 5, 100], dtype)
+    wanted = reference(ids, offsets)
+    for call in (layer, eqx.filter_jit(layer)):
+        np.testing.assert_allclose(call(ids, jnp.asarray(offsets)), wanted, rtol=1e-4)
+    group = TableGroup({"a": Table(7, 3)}, key=KEY).with_parameters({
+        "tables.a.weight": TABLE
+    })
+    # The end of the last bag is the number of ids.
+    ends = np.array([0, 5, 5, 100], dtype)
+    got = group({"a": (jnp.asarray(ids[:100]), jnp.asarray(ends))})["a"]
+    wanted = NumpyBag(7, 3, mode="sum", weight=TABLE)(ids[:100], ends[:-1])
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    too_few = {"a": (jnp.asarray(ids), jnp.asarray(ends))}
+    assert np.isnan(eqx.filter_jit(group)(too_few)["a"]).all()
 
 
 @pytest.mark.rejects

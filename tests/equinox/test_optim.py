@@ -260,8 +260,8 @@ def test_steps_equal_those_of_the_dense_optimizer_in_float64(name):
         batches = IDS, TARGETS.astype("float64")
         want, exact_losses = trained_densely(dense, exact, batches, loss=loss)
     np.testing.assert_allclose(losses, exact_losses, rtol=2e-5, atol=1e-6)
-    # Dense updates in float32 differ from those in float64 by as much or more.
-    atol = 2e-5 if name == "RMSprop" else 5e-6
+    # Dense updates in float32 differ from those in float64 by as much, some CPUs' by more.
+    atol = {"RMSprop": 2e-5, "Adam, replayed": 1e-5}.get(name, 5e-6)
     assert_same_trees(optimizer.flush(model, state), want, atol=atol)
     assert int(state.step) == STEPS
     if state.missed is not None:

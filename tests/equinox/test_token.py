@@ -1,5 +1,6 @@
 import contextlib
 import io
+import re
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlayer.equinox.bag import EmbeddingBag
+from firstlayer.equinox.layer import EmbeddingLayer
+from firstlayer.equinox.learned import LearnedPositions
+from firstlayer.equinox.rows import touched
 from firstlayer.equinox.token import Embedding
 from firstlayer.numpy.bag import EmbeddingBag as NumpyEmbeddingBag
 from firstlayer.numpy.token import Embedding as NumpyEmbedding
@@ -204,6 +208,35 @@ def test_empty_table_rejects_every_id():
 
 
 # Initialization
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("shape", [(6, 4), (20, 4), (3, 10, 4)])
+def test_a_weight_of_another_number_of_rows_is_an_error(shape):
+    """Ids are checked against num_embeddings; a shorter table would repeat its last row."""
+    message = "^weight must have 2 axes and num_embeddings 10 rows, got shape "
+    message += re.escape(str(shape))
+    layers = {
+        "token": (build(), lambda layer: layer.weight, ([[1, 8]],)),
+        "bag": (EmbeddingBag(10, 4, key=KEY), lambda layer: layer.weight, ([[1, 8]],)),
+        "layer": (
+            EmbeddingLayer(10, 4, position=None, key=KEY),
+            lambda layer: layer.token.weight,
+            ([[1, 8]],),
+        ),
+        "positions": (
+            LearnedPositions(10, 4, key=KEY),
+            lambda layer: layer.table.weight,
+            (jnp.zeros((7, 4)),),
+        ),
+    }
+    for layer, where, arguments in layers.values():
+        other = eqx.tree_at(where, layer, jnp.ones(shape))
+        for call in (other, eqx.filter_jit(other)):
+            with pytest.raises(ValueError, match=message):
+                call(*map(jnp.asarray, arguments))
+    with pytest.raises(ValueError, match=message):
+        touched(eqx.tree_at(lambda layer: layer.weight, build(), jnp.ones(shape)), [1])
 
 
 def test_new_tables_have_the_requested_distribution():

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Integer, Real
 from .._check import FLOATS, dtype_text, host_array
 from ..embeddings import ragged
 from ..embeddings.bag import Mode, divide_or_zero, pool
+from ..embeddings.token import mask_out_of_range
 from ._ids import host_values, traced_integers
 from ._module import native
 
@@ -55,9 +56,9 @@ def bag_bounds(
         size: Number of ids.
         include_last: Whether the last offset is the end of the last bag.
     """
-    # Replaced before the cast to int32, which would turn 2 ** 32 into 0.
-    invalid = (offsets < 0) | (offsets > size)
-    offsets = jnp.where(invalid, size + 1, offsets).astype(jnp.int32)
+    # Checked before the cast to int32, which would turn 2 ** 32 into 0.
+    valid, offsets = mask_out_of_range(offsets, last=size)
+    offsets = jnp.where(valid, offsets, size + 1)
     if include_last:
         return offsets
     return jnp.concatenate([offsets, jnp.full((1,), size, jnp.int32)])

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int32, Integer
 
-from .._check import ids_in_range
+from .._check import ids_in_range, integers
 from ._module import is_on_host
 
 #: Largest number of rows whose numbers fit in int32.
@@ -91,6 +91,16 @@ def as_int32(ids: Integer[Array, "*batch"]) -> Int32[Array, "*batch"]:
         if ids.dtype.kind == "i":
             ids = jnp.maximum(ids, limits.min)
     return ids.astype(jnp.int32)
+
+
+def is_token(ids: Any, padding_idx: int | None) -> Bool[Array, "*batch"]:
+    """Return True where an id is not padding."""
+    ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)
+    if padding_idx is None:
+        return jnp.ones(ids.shape, bool)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(np.int32)  # padding_idx may not fit into int8
+    return jnp.asarray(ids != padding_idx)
 
 
 def mask_and(

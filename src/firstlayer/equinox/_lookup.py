@@ -102,6 +102,7 @@ def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> Ch
         weight: The table.
         options: Options of the lookup.
     """
+    _check_rows(weight, options)
     ids, valid, padding_idx = as_int32(argument.ids), None, options.padding_idx
     if not argument.in_range:
         valid, _ = mask_out_of_range(ids, last=options.num_embeddings - 1)
@@ -116,6 +117,19 @@ def check_ids(argument: IdsArgument, weight: Rows, options: LookupOptions) -> Ch
     if is_padding is not None:
         index, valid = jnp.where(is_padding, end - 1, index), valid | is_padding
     return CheckedIds(ids, index, valid, is_padding)
+
+
+def _check_rows(weight: Rows, options: LookupOptions) -> None:
+    """Raise ValueError unless a complete table has the rows that ids were checked for."""
+    if isinstance(weight, RowSubset | StoredRows):
+        return
+    rows, shape = options.num_embeddings, tuple(weight.shape)
+    # A sharded table may end in rows of zeros.
+    is_complete = shape[0] == rows or (options.shards is not None and shape[0] > rows)
+    if len(shape) != 2 or not is_complete:
+        raise ValueError(
+            f"weight must have 2 axes and num_embeddings {rows} rows, got shape {shape}"
+        )
 
 
 def gather_rows(

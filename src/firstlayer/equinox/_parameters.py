@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._array import compute_dtype
 from .._check import check_real, float_dtype, not_masked, one_of
+from ._module import native
 from ._row_shards import place_table
 
 Key = PRNGKeyArray | Any
@@ -58,8 +59,7 @@ def given_parameter(
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     check_real(array, name=name, whole=dtype is not None)
     if isinstance(array, np.ndarray):
-        # JAX rejects non-native byte order.
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        array = native(array)
     if sharding is not None:
         own = array.dtype if isinstance(array, jax.Array) else jnp.asarray(array[:0]).dtype
         return place_table(array, sharding, own if dtype is None else table_dtype(dtype))

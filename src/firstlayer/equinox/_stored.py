@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Real, UInt8
 
 from .._array import compute_dtype
-from .._check import boolean, check_real, float_dtype, integers, one_of, padding_index
+from .._check import boolean, check_real, float_dtype, one_of, padding_index
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ..files.layer_files import rows_not_saved
@@ -28,7 +28,7 @@ from ..stores.quantize import (
 )
 from ..stores.row_store import RowStore, check_store
 from ._bags import checked_offsets, checked_weights
-from ._ids import IdsArgument, host_values, ids_argument, traced_integers
+from ._ids import IdsArgument, host_values, ids_argument, is_token
 from ._lookup import LookupOptions, compiled_look_up, limit_norm
 from ._module import Module, compiled, native
 from ._parameters import Key
@@ -218,12 +218,7 @@ class StoredEmbedding(Module):
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch"]:
         """Return True where ``ids`` is a token and False where it is padding."""
-        ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)
-        if self.padding_idx is None:
-            return jnp.ones(ids.shape, bool)
-        if ids.dtype.itemsize < 4:
-            ids = ids.astype(np.int32)  # padding_idx may not fit into int8
-        return jnp.asarray(ids != self.padding_idx)
+        return is_token(ids, self.padding_idx)
 
     def config(self) -> dict[str, Any]:
         raise rows_not_saved(self.row_store)

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from .._array import axis_specs, compute_dtype
-from .._check import boolean, check_real, integers, not_masked, not_negative, padding_index
+from .._check import boolean, check_real, not_masked, not_negative, padding_index
 from ..embeddings.resize import Resized, resize_table
 from ..embeddings.token import check_norm, table_sizes
 from ..files.layer_configs import config_of
-from ._ids import IdsArgument, ids_argument, traced_integers
+from ._ids import IdsArgument, ids_argument, is_token
 from ._lookup import CheckedIds, LookupOptions, check_ids, limit_norm
 from ._module import Module, compiled, native, replace_fields
 from ._parameters import INITS, Init, Key, draw_parameter, given_parameter
@@ -257,12 +257,7 @@ class TableModule(Module):
             >>> layer.mask(jnp.array([[2, 1, 0]])).tolist()
             [[True, True, False]]
         """
-        ids = traced_integers(ids) if isinstance(ids, jax.Array) else integers(ids)
-        if self.padding_idx is None:
-            return jnp.ones(ids.shape, bool)
-        if ids.dtype.itemsize < 4:
-            ids = ids.astype(np.int32)  # padding_idx may not fit into int8
-        return jnp.asarray(ids != self.padding_idx)
+        return is_token(ids, self.padding_idx)
 
     @property
     def dtype(self) -> np.dtype:

@@ -1,7 +1,16 @@
 """The distinct ids of a batch, in an array of fixed size."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
+
+#: True of distinct ids, and of consecutive rows; lets XLA read and write rows in order.
+INDEX_HINTS: dict[str, Any] = {
+    "indices_are_sorted": True,
+    "unique_indices": True,
+    "wrap_negative_indices": False,
+}
 
 
 def unique_ids(ids: Int32[Array, " n"], *, end: int) -> Int32[Array, " rows"]:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Int64
 
-from .._check import host_array
 from ..embeddings.growing import GrowingArguments, InitialRows
 from ..embeddings.hashed import int64_bits
 from ..embeddings.id_map import Assigned, IdMap
@@ -206,12 +205,14 @@ def host_bits(ids: Ids) -> Int64[np.ndarray, "*batch"]:
             "ids must have values on the host, got traced ones; pass layer.rows(ids) or "
             "the rows of assign into the compiled function, and call layer.table(rows)"
         )
-    array = host_array(ids, name="ids")
-    if isinstance(ids, jax.Array) and array.dtype == np.uint32:
-        if array.shape[-1:] != (2,):
-            raise ValueError(
-                "ids of dtype uint32 must be pairs of low and high bits, (..., 2), "
-                f"got shape {array.shape}"
-            )
-        return np.ascontiguousarray(array).view(np.int64)[..., 0]
-    return int64_bits(array)
+    if not isinstance(ids, jax.Array):
+        return int64_bits(ids)
+    array = np.asarray(ids)
+    if array.dtype != np.uint32:
+        return int64_bits(array)
+    if array.shape[-1:] != (2,):
+        raise ValueError(
+            "ids of dtype uint32 must be pairs of low and high bits, (..., 2), "
+            f"got shape {array.shape}"
+        )
+    return np.ascontiguousarray(array).view(np.int64)[..., 0]

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from .._array import exact_integers
-from .._check import host_array, ids_in_range, not_negative
+from .._check import ids_in_range, not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
     FrequencyRows,
@@ -102,7 +102,7 @@ def _rows_by(rows: Any, ids: Ids, *, num_rows: int, **constants: Constant) -> An
         raise ValueError(f"a table must have fewer than 2**31 rows, got {num_rows}")
     if not isinstance(ids, jax.Array):
         arrays = {name: constant.array for name, constant in constants.items()}
-        return rows(int64_bits(host_array(ids, name="ids")), **arrays).astype(np.int32)
+        return rows(int64_bits(ids), **arrays).astype(np.int32)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.dtype == jnp.uint32 and ids.shape[-1:] != (2,):
@@ -289,7 +289,8 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
           ``(*batch, 2)``, see :func:`firstlayer.equinox.split_ids`
         - output: ``(*batch, embedding_dim)``, in the table's dtype
 
-    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is padding.
+    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is
+    padding: a frequent id has one row instead of ``hashes`` rows.
 
     Example:
         >>> embedding = FrequencyEmbedding([7, 2**40], 100, 8, key=jax.random.key(0))

@@ -69,15 +69,9 @@ from ._module import compiled, replace_fields
 from ._sharding import Spec, with_sharding
 from ._table import Ids, TableModule
 from ._table_rows import RowSubset
-from ._unique import unique_ids
+from ._unique import INDEX_HINTS, unique_ids
 
 AnyTable = TypeVar("AnyTable", bound=TableModule)
-# True of the ids of a RowSubset, which are not negative; lets XLA write rows in order.
-_INDEX_HINTS: dict[str, Any] = {
-    "indices_are_sorted": True,
-    "unique_indices": True,
-    "wrap_negative_indices": False,
-}
 
 
 class RowState(NamedTuple):
@@ -299,7 +293,7 @@ def _gather(leaf: Any, axis: int, *, ids: Int32[Array, " rows"]) -> Any:
 
     def run(leaf: Array, ids: Array) -> Array:
         rows = leaf.at[(*(slice(None),) * axis, ids)]
-        return rows.get(mode="fill", fill_value=0, **_INDEX_HINTS)
+        return rows.get(mode="fill", fill_value=0, **INDEX_HINTS)
 
     def default() -> Spec:
         specs = axis_specs(leaf)
@@ -314,7 +308,7 @@ def _scatter(leaf: Any, axis: int, new: Any, *, ids: Int32[Array, " rows"]) -> A
 
     def run(leaf: Array, new: Array, ids: Array) -> Array:
         rows = leaf.at[(*(slice(None),) * axis, ids)]
-        return rows.set(new.astype(leaf.dtype), mode="drop", **_INDEX_HINTS)
+        return rows.set(new.astype(leaf.dtype), mode="drop", **INDEX_HINTS)
 
     return with_sharding(
         run, leaf, new, ids, out_sharding=None, default=lambda: axis_specs(leaf)

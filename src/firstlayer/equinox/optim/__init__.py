@@ -1,4 +1,4 @@
-"""Row optimizers for JAX: train a table of a million rows at the cost of a batch.
+"""Row optimizers for JAX: a step updates the rows of the batch, not the whole table.
 
 A dense optimizer reads and writes the whole table in every step, because momentum and
 weight decay move rows without a gradient too. A row optimizer updates the rows of the
@@ -7,33 +7,33 @@ exact: every row that is read is what the dense optimizer would have computed fr
 gradients, schedules included. (:mod:`firstlayer.equinox.rows` is lazy instead: rows without
 a gradient do not move.)
 
->>> import equinox as eqx, jax, optax
->>> from firstlayer.equinox import Embedding, optim
->>> class Model(eqx.Module):
-...     embed: Embedding
-...     head: eqx.nn.Linear
->>> def loss(model, ids, targets):
-...     vectors = model.embed(ids).mean(axis=1)
-...     return ((jax.vmap(model.head)(vectors) - targets) ** 2).mean()
->>> schedule = optax.cosine_onecycle_schedule(100, peak_value=0.03)
->>> optimizer = optim.RowAdamW(schedule, tables=lambda model: model.embed)
->>> @eqx.filter_jit(donate="all-except-first")
-... def step(batch, model, state):
-...     ids, targets = batch
-...     rows = optimizer.gather(model, state, ids)
-...     value, grads = eqx.filter_value_and_grad(loss)(rows, ids, targets)
-...     model, state = optimizer.update(grads, state, rows)
-...     return model, state, value
->>> keys = jax.random.split(jax.random.key(0), 2)
->>> model = Model(Embedding(100, 8, key=keys[0]), eqx.nn.Linear(8, 1, key=keys[1]))
->>> model, state = optimizer.init(model)
->>> batch = jax.numpy.array([[3, 7, 7], [5, 3, 9]]), jax.numpy.ones((2, 1))
->>> losses = []
->>> for _ in range(30):
-...     model, state, value = step(batch, model, state)
-...     losses.append(float(value))
->>> losses[-1] < 0.5 * losses[0]
-True
+    >>> import equinox as eqx, jax, optax
+    >>> from firstlayer.equinox import Embedding, optim
+    >>> class Model(eqx.Module):
+    ...     embed: Embedding
+    ...     head: eqx.nn.Linear
+    >>> def loss(model, ids, targets):
+    ...     vectors = model.embed(ids).mean(axis=1)
+    ...     return ((jax.vmap(model.head)(vectors) - targets) ** 2).mean()
+    >>> schedule = optax.cosine_onecycle_schedule(100, peak_value=0.03)
+    >>> optimizer = optim.RowAdamW(schedule, tables=lambda model: model.embed)
+    >>> @eqx.filter_jit(donate="all-except-first")
+    ... def step(batch, model, state):
+    ...     ids, targets = batch
+    ...     rows = optimizer.gather(model, state, ids)
+    ...     value, grads = eqx.filter_value_and_grad(loss)(rows, ids, targets)
+    ...     model, state = optimizer.update(grads, state, rows)
+    ...     return model, state, value
+    >>> keys = jax.random.split(jax.random.key(0), 2)
+    >>> model = Model(Embedding(100, 8, key=keys[0]), eqx.nn.Linear(8, 1, key=keys[1]))
+    >>> model, state = optimizer.init(model)
+    >>> batch = jax.numpy.array([[3, 7, 7], [5, 3, 9]]), jax.numpy.ones((2, 1))
+    >>> losses = []
+    >>> for _ in range(30):
+    ...     model, state, value = step(batch, model, state)
+    ...     losses.append(float(value))
+    >>> losses[-1] < 0.5 * losses[0]
+    True
 
 **The tables are in the state.** ``init`` moves the tables from the model to the state,
 because rows there may be stale. Looking ids up in the model that ``init`` and ``update``
@@ -42,12 +42,12 @@ tables. ``gather(model, state, ids)`` returns a model that has the rows of these
 up, for training and for evaluation at the cost of a batch. ``flush(model, state)`` returns
 the complete model, for everything else:
 
->>> float(loss(optimizer.flush(model, state), *batch)) < losses[0]
-True
->>> model.embed([3])  # doctest: +IGNORE_EXCEPTION_DETAIL
-Traceback (most recent call last):
-...
-RuntimeError: this table of shape (100, 8) is in the optimizer state, where rows may be ...
+    >>> float(loss(optimizer.flush(model, state), *batch)) < losses[0]
+    True
+    >>> model.embed([3])  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    ...
+    RuntimeError: this table of shape (100, 8) is in the optimizer state, where ...
 
 **Gradients are ordinary trees** that have an array of rows in place of each table.
 ``optax.clip_by_global_norm(1.0).update(grads, None)`` clips the whole model, with the norm

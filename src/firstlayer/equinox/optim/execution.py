@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float64, Int32, PyTree
 
-from ..._array import compute_dtype
+from ..._array import compute_dtype, x64_enabled
 from ...optim.rule import TINY, ArrayOps, RowOptions, update_rows
 from .._module import upcast
 
@@ -34,7 +34,7 @@ class JaxOps(ArrayOps):
         """Return the product of two matrices.
 
         ``jnp.matmul`` names the dtype of its result. ``jax.vmap`` of a compiled function
-        reads that name outside of :func:`float64_enabled`, where it means float32.
+        reads that name outside of :func:`x64_enabled`, where it means float32.
         """
         return jax.lax.dot_general(jnp.asarray(a), b, (((1,), (0,)), ((), ())))
 
@@ -68,7 +68,7 @@ class Execution:
             step: Number of the step, from 1.
         """
         lr = self._lr(step - 1)
-        with float64_enabled():
+        with x64_enabled():
             options = self.options | {"lr": jnp.asarray(lr, jnp.float64)}
             return self.rule.step_values(jnp, options, jnp.asarray(step, jnp.float64))
 
@@ -79,7 +79,7 @@ class Execution:
 
     def caught_up_coefficients(self, step: Int32[Array, ""]) -> Any:
         """Return the coefficients of a row that is up to date after ``step``."""
-        with float64_enabled():
+        with x64_enabled():
             step = jnp.asarray(step, jnp.float64)
             return self.rule.caught_up_coefficients(jnp, self.options, step)
 
@@ -162,17 +162,9 @@ class Execution:
         return structure.unflatten(leaves), state
 
 
-def float64_enabled() -> Any:
-    """Return a context in which JAX computes in float64."""
-    library: Any = jax
-    # Before version 0.8 it was experimental.
-    place = library if hasattr(library, "enable_x64") else library.experimental
-    return place.enable_x64(True)
-
-
 def _rounded(kind: Any, numbers: Any, dtype: Any) -> Any:
     """Return float64 numbers, or arrays of them, as a named tuple in another dtype."""
-    with float64_enabled():
+    with x64_enabled():
         numbers = jnp.asarray(numbers, jnp.float64)
         # Arithmetic on float32 denormals is slow.
         return kind(*jnp.where(jnp.abs(numbers) < TINY, 0.0, numbers).astype(dtype))

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float64, Int32, UInt32
 
-from .execution import Execution, JaxOps, RowsAndState, float64_enabled
+from ..._array import x64_enabled
+from .execution import Execution, JaxOps, RowsAndState
 
 
 class MissedSteps(eqx.Module):
@@ -73,7 +74,7 @@ class MissedSteps(eqx.Module):
             step: Number of the step, from 1.
         """
         kind, column, steps = execution.coefficients_class, step - self.start, self.steps
-        with float64_enabled():
+        with x64_enabled():
             advanced = kind(*_from_bits(self.coefficients)).advance(JaxOps(), values)
             coefficients = _to_bits(jnp.stack(advanced))
         caught_up = execution.caught_up_coefficients(step)
@@ -118,7 +119,7 @@ class MissedSteps(eqx.Module):
         column = row_steps - self.start
         if self.steps is not None:
             column, rows = self._replay(execution, rows, column, has_state)
-        with float64_enabled():
+        with x64_enabled():
             own = _from_bits(self.coefficients)[:, column, None]
         return _where(row_steps < step, execution.catch_up(own, rows, has_state), rows)
 
@@ -135,7 +136,7 @@ class MissedSteps(eqx.Module):
             The recorded step that each row is at then, and the rows.
         """
         kind, steps = execution.coefficients_class, _from_bits(self.steps)
-        with float64_enabled():
+        with x64_enabled():
             is_accurate = kind(*_from_bits(self.coefficients)).is_accurate(jnp)
 
         def is_behind(column: Int32[Array, " n"]) -> Bool[Array, " n"]:
@@ -145,7 +146,7 @@ class MissedSteps(eqx.Module):
             carry: tuple[Int32[Array, " n"], RowsAndState],
         ) -> tuple[Int32[Array, " n"], RowsAndState]:
             column, (weight, *state) = carry
-            with float64_enabled():
+            with x64_enabled():
                 values = steps[:, column + 1, None]
             new = execution.update(values, weight, jnp.zeros_like(weight), tuple(state))
             behind = is_behind(column)
@@ -170,12 +171,12 @@ def _where(mask: Bool[Array, " n"], new: RowsAndState, old: RowsAndState) -> Row
 
 
 def _from_bits(bits: Any) -> Float64[Array, "*shape"]:
-    with float64_enabled():
+    with x64_enabled():
         return jax.lax.bitcast_convert_type(bits, jnp.float64)
 
 
 def _to_bits(numbers: Any) -> UInt32[Array, "*shape 2"]:
-    with float64_enabled():
+    with x64_enabled():
         return jax.lax.bitcast_convert_type(jnp.asarray(numbers, jnp.float64), jnp.uint32)
 
 

@@ -25,17 +25,12 @@ from .._row_shards import RowShards
 from .._sharding import with_specs
 from .._table import TableModule
 from .._table_rows import RowSubset
+from .._unique import INDEX_HINTS
 from .execution import Execution, RowsAndState
 from .missed_steps import MissedSteps, check_array
 
 # Rows per pass when every row is caught up: no temporary array is as large as the table.
 CHUNK = 1 << 12
-# True of the ids of a gather, and of those of a chunk; lets XLA read and write in order.
-_INDEX_HINTS: dict[str, Any] = {
-    "indices_are_sorted": True,
-    "unique_indices": True,
-    "wrap_negative_indices": False,
-}
 
 
 class DetachedTable(eqx.Module):
@@ -452,8 +447,8 @@ def _update_shards(
 
 
 def _gather(array: Array, ids: Int32[Array, " n"]) -> Array:
-    return array.at[ids].get(mode="fill", fill_value=0, **_INDEX_HINTS)
+    return array.at[ids].get(mode="fill", fill_value=0, **INDEX_HINTS)
 
 
 def _scatter(array: Array, ids: Int32[Array, " n"], rows: Array) -> Array:
-    return array.at[ids].set(rows.astype(array.dtype), mode="drop", **_INDEX_HINTS)
+    return array.at[ids].set(rows.astype(array.dtype), mode="drop", **INDEX_HINTS)
