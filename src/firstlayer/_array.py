@@ -41,6 +41,19 @@ def cast(x: Any, dtype: str) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
+def cast_like(x: Any, other: Any) -> Any:
+    """Return ``x`` in the dtype of ``other``, an array of the same library.
+
+    Example:
+        >>> import numpy as np
+        >>> cast_like(np.arange(2), np.ones(3, np.float32))
+        array([0., 1.], dtype=float32)
+    """
+    if namespace_of(x) is sys.modules.get("torch"):
+        return x.to(other.dtype)
+    return x if x.dtype == other.dtype else x.astype(other.dtype)
+
+
 def exact_integers(x: Any) -> AbstractContextManager[Any]:
     """Return a context in which the library of ``x`` computes with 64-bit integers.
 
@@ -51,12 +64,12 @@ def exact_integers(x: Any) -> AbstractContextManager[Any]:
         ...     (x * 4).tolist()
         [4398046511104]
     """
-    if namespace_of(x).__name__ != "jax.numpy":
-        return nullcontext()
-    jax = sys.modules["jax"]
-    # Before version 0.8 it was experimental.
-    is_new = hasattr(jax, "enable_x64")
-    return (jax if is_new else jax.experimental).enable_x64(True)
+    return x64_enabled() if namespace_of(x).__name__ == "jax.numpy" else nullcontext()
+
+
+def x64_enabled() -> AbstractContextManager[Any]:
+    """Return a context in which JAX computes with 64-bit numbers."""
+    return sys.modules["jax"].enable_x64(True)
 
 
 def float64_from_bits(bits: Any) -> Any:

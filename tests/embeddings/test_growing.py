@@ -19,7 +19,7 @@ import firstlayer.torch as ft
 import firstlayer.torch.optim
 from firstlayer.embeddings.growing import InitialRows
 from firstlayer.embeddings.hashed import splitmix64
-from firstlayer.optim import RowAdamW
+from firstlayer.optim import AveragedRows, RowAdamW
 from tests.support.growing import WIDTH, ReferenceTable
 from tests.support.optim_cases import OPTIONS, assert_close
 
@@ -99,6 +99,35 @@ def test_training_equals_a_dense_optimizer_that_never_reuses_a_row(
     assert_close(layer(np.array([*reference.map.rows])), want, 1e-6)
     assert evict is None or reference.count > 12
     assert not other.ids.size and not other.table.weight.any()
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+def test_averages_start_when_an_id_gets_its_row(mode, is_reloaded):
+    layer = fn.GrowingEmbedding(6, WIDTH, seed=4, dtype="float64")
+    optimizer = firstlayer.optim.RowAdam(layer, lr=0.1, betas=(0.8, 0.9), mode=mode)
+    averaged = AveragedRows(optimizer, decay=0.7)
+    (name,), expected = layer.parameters(), None
+    for step, (ids, goal) in enumerate(batches(40)):
+        if is_reloaded and step % 5 == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if is_reloaded and step % 7 == 6 and expected is not None:
+            state = averaged.state_dict()
+            averaged = AveragedRows(optimizer, decay=0.7)
+            averaged.load_state_dict(state)
+        before = layer.ids.copy()
+        y, pull = layer.vjp(ids)
+        if expected is not None:
+            is_new = np.zeros(7, bool)
+            is_new[1 : 1 + len(layer.ids)] = True
+            is_new[1 : 1 + len(before)] = layer.ids[: len(before)] != before
+            expected[is_new] = layer.table.weight[is_new]
+        optimizer.step(pull(y - goal))
+        if step % 3 == 2:
+            now = layer.table.weight.copy()
+            expected = now if expected is None else 0.7 * expected + 0.3 * now
+            averaged.update_parameters()
+            assert_close(averaged.average(name), expected, 1e-6)
 
 
 def step_in_numpy(layer, optimizer, ids, goal):
@@ -341,3 +370,29 @@ def test_states_and_ids_that_do_not_fit_raise():
         eqx.filter_jit(lambda layer, ids: layer(ids))(other, jnp.arange(2))
     with pytest.raises(ValueError, match=r"must be pairs .* got shape \(3,\)"):
         other.rows(jnp.arange(3, dtype=jnp.uint32))
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("front_end", [fn, ft])
+def test_new_ids_while_averages_replace_the_weights_change_nothing(front_end):
+    layer: Any = front_end.GrowingEmbedding(2, 3, evict="lru", seed=5)
+    optim = firstlayer.optim if front_end is fn else firstlayer.torch.optim
+    as_ids = np.array if front_end is fn else torch.tensor
+    if front_end is fn:
+        optimizer: Any = optim.RowAdamW(layer, lr=0.1)
+        y, pull = layer.vjp([8, 2**40])
+        optimizer.step(pull(y))
+    else:
+        layer.table.sparse = True
+        optimizer = optim.RowAdamW(layer, lr=0.1)
+        layer(as_ids([8, 2**40])).sum().backward()
+        optimizer.step()
+    averaged = optim.AveragedRows(optimizer, decay=0.5)
+    averaged.update_parameters()
+    look_up = layer.vjp if front_end is fn else layer
+    ids, before = as_ids([8, 2**40, -7]), [1, 2, 0]
+    with averaged.swapped():
+        look_up(as_ids([8]))
+        with pytest.raises(ValueError, match="rows must not be reset while averages"):
+            look_up(ids[1:])
+    assert layer.rows(ids).tolist() == before

@@ -189,6 +189,22 @@ def test_sums_and_products_are_those_of_the_rows():
     np.testing.assert_array_equal(product([16])[0], table[16 % 6] * table[6 + 16 // 6])
 
 
+@pytest.mark.parametrize("front_end", [fn, fe])
+def test_lists_without_ids_have_no_vectors(front_end):
+    key = {"key": jax.random.key(0)} if front_end is fe else {}
+    layers = (
+        front_end.HashedEmbedding(9, 4, importance_rows=3, **key),
+        front_end.FrequencyEmbedding([7], 9, 4, **key),
+        front_end.GrowingEmbedding(3, 4),
+    )
+    for layer in layers:
+        assert layer([]).shape == (0, 4) and layer([[], []]).shape == (2, 0, 4)
+        with pytest.raises(TypeError, match="^ids must be integers, got float64$"):
+            layer(np.zeros(0))
+    assert layers[-1].rows([]).shape == (0,)
+    assert fe.split_ids([]).shape == (0, 2)
+
+
 def test_importance_starts_at_one():
     plain = fn.HashedEmbedding(11, 4, hashes=3, rng=0)
     weighted = fn.HashedEmbedding(11, 4, hashes=3, rng=0, importance_rows=3)

@@ -405,15 +405,27 @@ def test_inputs_embeds_replace_the_lookup_and_are_scaled():
 # Dropout
 
 
-def test_dropout_has_its_probability_and_keeps_the_mean():
-    layer = EmbeddingLayer(5, 400, position=None, dropout=0.3, rng=0, dtype="float32")
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-7), ("float64", 4e-16)])
+def test_dropout_has_its_probability_and_keeps_the_mean(dtype, rtol):
+    layer = EmbeddingLayer(5, 400, position=None, dropout=0.3, rng=0, dtype=dtype)
     plain = layer(np.ones((50,), int))
     dropped = layer.train()(np.ones((50,), int))
     gone = dropped == 0
     assert gone.mean() == pytest.approx(0.3, abs=0.02)
-    np.testing.assert_allclose(dropped[~gone], plain[~gone] / 0.7, rtol=1e-6)
+    np.testing.assert_allclose(dropped[~gone], plain[~gone] / 0.7, rtol=rtol)
     assert not np.array_equal(dropped, layer(np.ones((50,), int)))
     np.testing.assert_array_equal(layer.eval()(np.ones((50,), int)), plain)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_dropout_drops_numbers_that_are_not_finite(value):
+    layer = EmbeddingLayer(5, 40, position=None, dropout=0.3, rng=0).train()
+    layer.token.weight[4] = value
+    y, pull = layer.vjp([[4]])
+    is_dropped = y[0, 0] == 0
+    assert is_dropped.any() and not np.isfinite(y[0, 0][~is_dropped]).any()
+    gradient = pull(np.full_like(y, value))["token.weight"].values[0]
+    assert (gradient[is_dropped] == 0).all()
 
 
 def test_dropout_of_one_drops_everything():

@@ -380,6 +380,11 @@ def test_invalid_arguments_raise_and_change_nothing():
         averaged.lookup("weight", [5])  # pyright: ignore
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 2\), got \(4, 2\)"):
         averaged.load_state_dict({"weight": np.zeros((4, 2)), "n_averaged": np.array(3)})
+    with pytest.raises(TypeError, match="weight must be real, got complex128"):
+        averaged.load_state_dict({
+            "weight": np.zeros((5, 2), complex),
+            "n_averaged": np.array(3),
+        })
     with pytest.raises(ValueError, match="state must have"):
         averaged.load_state_dict({"weight": np.zeros((5, 2))})
     assert averaged.n_averaged == 1
@@ -391,6 +396,39 @@ def test_invalid_arguments_raise_and_change_nothing():
         ours.load_state_dict({})
     with pytest.raises(ValueError, match="the parameter must be one of the optimizer's"):
         ours.average(torch.nn.Parameter(torch.zeros(5, 2)))
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("by_operators", [False, True])
+def test_lookups_of_averages_and_compiled_steps_refuse_ids_that_are_no_rows(
+    steps, by_operators
+):
+    layer = TorchEmbedding(5, 2, sparse=True)
+    optimizer, weight = TorchRowAdamW(layer), layer.weight
+    averaged = TorchAveragedRows(optimizer)
+    lookups = [lambda ids: averaged.lookup(weight, ids)]
+    if by_operators:
+        step = optimizer.row_step(weight)
+        lookups += [step.lookup, lambda ids: step(ids, torch.ones(*ids.shape, 2))]
+    for _ in range(steps):
+        layer(torch.tensor([3])).sum().backward()
+        optimizer.step()
+    averaged.update_parameters()
+    before = layer.weight.detach().clone()
+    # The numbers of a small unsigned dtype are rows, and not a mask.
+    rows = averaged.lookup(weight, torch.tensor([4, 1], dtype=torch.uint8))
+    assert torch.equal(rows, before[[4, 1]])
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    assert torch.equal(averaged.lookup(weight, none), before[none])
+    with pytest.raises(IndexError, match=r"ids\[1\] is -1, but num_embeddings is 5"):
+        averaged.lookup(weight, torch.tensor([3, -1]))
+    for ids in (torch.tensor([1.7]), torch.tensor([True, False])):
+        kind = str(ids.dtype).removeprefix("torch.")
+        for lookup in lookups:
+            with pytest.raises(TypeError, match=f"ids must be integers, got {kind}"):
+                lookup(ids)
+    assert torch.equal(layer.weight, before)
 
 
 def check_failed_update(averaged, lookups, *, error):
@@ -576,3 +614,19 @@ def test_a_table_is_not_resized_while_averages_replace_its_weights():
     theirs.resize_rows(table.weight, range(5), 2)
     assert averages[0].average("weight").shape == (7, 2)
     assert averages[1].average(table.weight).shape == (7, 2)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("steps", [0, 1])
+def test_rows_are_not_reset_while_averages_replace_their_weights(steps):
+    table = TorchEmbedding(5, 2, sparse=True)
+    optimizer = TorchRowAdamW(table)
+    for _ in range(steps):
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    averaged = TorchAveragedRows(optimizer)
+    averaged.update_parameters()
+    message = "rows must not be reset while averages replace the weights"
+    with averaged.swapped(), pytest.raises(ValueError, match=message):
+        optimizer.reset_rows(table.weight, [1])
+    optimizer.reset_rows(table.weight, [1])

@@ -16,6 +16,7 @@ from firstlayer.numpy import (
     Embedding,
     EmbeddingBag,
     EmbeddingLayer,
+    EngramGate,
     LearnedPositions,
     load,
     save,
@@ -453,8 +454,7 @@ def test_stale_rows_are_listed_once_and_not_marked_until_they_are_updated():
     rows, from_step = kernels.stale_rows(np.array([4, 1, 99, -1, 4, 0]), row_steps, 2**40)
     assert rows.tolist() == [1, 4] and from_step.tolist() == [3, 2]
     assert row_steps.tolist() == before
-    kernels.mark_rows(rows, row_steps, 2**40)
-    assert row_steps.tolist() == [2**40, 2**40, 2**40, 0, 2**40]
+    row_steps[rows] = 2**40
     rows, from_step = kernels.stale_range(2, 5, row_steps, 2**40)
     assert rows.tolist() == [3] and from_step.tolist() == [0] and row_steps[3] == 0
 
@@ -503,6 +503,12 @@ def test_invalid_options_raise():
         r"needs a table in bfloat16, got \['float32'\]",
         lambda: RowSGD(layer, stochastic_rounding=True),
     )
+    gate = EngramGate(6, 4, rng=0)
+    gate.projection = np.asfortranarray(gate.projection)
+    check_raises(
+        r"^projection must be C-contiguous to be trained, got strides \(4, 32\)$",
+        lambda: RowSGD(gate),
+    )
     layer.weight.flags.writeable = False
     check_raises(
         "weight must be writable to be trained, got it read-only", lambda: RowSGD(layer)
@@ -549,8 +555,8 @@ def test_invalid_gradients_raise_and_change_nothing():
     assert (layer.stored_weight == start).all()
     layer.resize(7)
     check_raises(
-        r"the table must stay \(5, 2\) in float32 as its state is, got \(7, 2\) in "
-        "float32; call resize_rows or make a new optimizer",
+        r"the table must stay \(5, 2\) as its state is, got \(7, 2\); call resize_rows or "
+        "make a new optimizer",
         lambda: optimizer.step({"weight": stale}),
     )
 
@@ -591,7 +597,9 @@ def test_invalid_state_raises_and_changes_nothing():
     assert optimizer.table_states["weight"] is layer.table_state
 
 
-@pytest.mark.parametrize("kept, new_rows", [(range(9), 3), (range(5), 0), ([7, 2, 5], 2)])
+@pytest.mark.parametrize(
+    "kept, new_rows", [(range(9), 3), (range(5), 0), ([7, 2, 5], 2), (range(0), 4)]
+)
 def test_optimizer_state_follows_rows_that_are_resized(kept, new_rows):
     rng = np.random.default_rng(0)
     table = rng.standard_normal((9, 2))
@@ -637,6 +645,8 @@ def test_invalid_arguments_of_resize_rows_raise():
         optimizer.resize_rows("weight", range(4), 1)
     with pytest.raises(IndexError, match=r"kept_ids\[2\] is 9, but the number of rows"):
         optimizer.resize_rows("weight", [0, 1, 9, 2])
+    with pytest.raises(TypeError, match="kept_ids must be integers, got bool"):
+        optimizer.resize_rows("weight", [True, True, False, True])
     with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
         optimizer.resize_rows("w", range(4))
 
@@ -670,6 +680,7 @@ def test_reset_rows_start_from_a_new_state_and_miss_no_steps(name, number):
     rows, values = np.array([7, 2, 5]), rng.standard_normal((3, 2))
     layer.stored_weight[rows] = values
     optimizer.reset_rows("weight", rows)
+    optimizer.reset_rows("weight", [])
     mean[rows] = values
     with torch.no_grad():
         twin[rows] = torch.from_numpy(values)
@@ -683,11 +694,24 @@ def test_reset_rows_start_from_a_new_state_and_miss_no_steps(name, number):
     assert_close(average.average("weight"), mean, tolerance)
 
 
+def test_the_state_follows_when_no_row_is_kept_or_reset():
+    layer = Embedding(0, 2)
+    optimizer = RowAdamW(layer, lr=0.5)
+    changes = layer.resize(3, init="zeros")
+    optimizer.resize_rows("weight", changes.kept, len(changes.added))
+    optimizer.reset_rows("weight", [])
+    y, pull = layer.vjp([2])
+    optimizer.step(pull(np.ones_like(y)))
+    assert_close(layer.weight, [[0.0, 0.0], [0.0, 0.0], [-0.5, -0.5]], 1e-6)
+
+
 @pytest.mark.rejects
 def test_invalid_arguments_of_reset_rows_raise():
     optimizer = RowAdamW(Embedding(9, 2, rng=0))
     with pytest.raises(IndexError, match=r"rows\[1\] is 9, but num_embeddings is 9"):
         optimizer.reset_rows("weight", [0, 9])
+    with pytest.raises(TypeError, match="rows must be integers, got bool"):
+        optimizer.reset_rows("weight", np.ones(9, bool))
     with pytest.raises(ValueError, match=r"name must be of a table, \['weight'\], got 'w'"):
         optimizer.reset_rows("w", [0])
 

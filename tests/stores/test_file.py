@@ -378,9 +378,12 @@ def test_arguments_are_checked(tmp_path):
     np.save(tmp_path / "f.npy", np.asfortranarray(random((5, 3))))
     with pytest.raises(ValueError, match="Fortran order"):
         open_store(tmp_path / "f.npy")
-    (tmp_path / "v.txt").write_text("2 2\nking 1 2\nqueen 3 4\n")
-    with pytest.raises(ValueError, match="word2vec's text format"):
-        open_store(tmp_path / "v.txt")
+    # Words with a space, without a letter, and numbers that are not finite.
+    for line in ("king 1 2", "new york 1 2", " 1 2", "king nan -inf", "king 1,5 2e-3"):
+        (tmp_path / "v.txt").write_text(f"9 2\n{line}\n" + "w 0.12345 0.12345\n" * 8)
+        with pytest.raises(ValueError, match="word2vec's text format"):
+            open_store(tmp_path / "v.txt")
+    assert not (tmp_path / "v.txt.rows").exists()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="device or pipe"):
         open_store(tmp_path / "pipe")

@@ -197,6 +197,35 @@ def test_state_dict_refers_to_a_commit(tmp_path):
             Embedding.from_store(other).load_state_dict({"weight.store": np.ones(3)})
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_training_continues_after_the_process_changes_its_folder(
+    tmp_path, monkeypatch, is_file
+):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    np.save("t.npy", table())
+    path = "t.npy" if is_file else "folder"
+    if is_file:
+        store = open_store(path, mode="r+")
+    else:
+        store = create_store(path, rows=table())
+    monkeypatch.chdir("other")
+    layer = Embedding.from_store(store)
+    optimizer = RowAdam(layer, lr=0.1)
+    train(layer, optimizer, range(5))
+    store.commit("five")
+    want = arrays_of(optimizer)
+    train(layer, optimizer, range(5, 9))
+    store.commit("nine")
+    store.return_to("five")
+    assert_same(arrays_of(optimizer), want)
+    store.close()
+    assert os.listdir() == []
+    with open_store(tmp_path / path, mode="r+") as store:
+        assert store.tags == ["five"]
+        assert_same(arrays_of(RowAdam(Embedding.from_store(store), lr=0.1)), want)
+
+
 def test_a_tag_that_is_not_kept_is_named(tmp_path):
     with create(tmp_path / "a") as store:
         layer = Embedding.from_store(store)

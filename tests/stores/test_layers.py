@@ -235,6 +235,14 @@ def test_logits_are_products_with_decoded_rows(front_end, monkeypatch):
         np.testing.assert_allclose(gradient, dx, rtol=1e-4, atol=1e-3)
 
 
+@in_every_front_end
+@pytest.mark.rejects
+def test_logits_of_integers_raise(front_end):
+    layer = FRONT_ENDS[front_end].Embedding.from_store(MemoryStore(TABLE))
+    with pytest.raises(TypeError, match="x must be real, got int32"):
+        layer.logits(as_input(front_end, np.ones((2, 40), np.int32)))
+
+
 # -------------------------------------------------------------------------- quantized
 
 

@@ -19,9 +19,15 @@ from firstlayer.torch import (
     AlibiBias,
     EmbeddingLayer,
     FireBias,
+    FrequencyEmbedding,
+    GrowingEmbedding,
+    HashedEmbedding,
     LearnedPositions,
+    QuotientRemainderEmbedding,
     RotaryPositions,
     SinusoidalPositions,
+    Table,
+    TableGroup,
 )
 from firstlayer.torch import functional as ours
 from firstlayer.torch.bag import EmbeddingBag
@@ -496,6 +502,35 @@ def test_lookups_ignore_the_default_device():
     for layer, a, b in zip(layers, got, want, strict=True):
         assert torch.equal(a, b) and layer.weight.is_cpu
     assert layers[1].weight.grad.is_cpu and layers[1].weight.grad[1].tolist() == [2] * 4
+
+
+def test_groups_and_combined_rows_ignore_the_default_device():
+    ids = torch.tensor([[1, 0, 2]])
+    tables = {
+        "user": Table(5, 4, mode=None, padding_idx=0),
+        "item": Table(5, 4),
+        "shop": Table(5, 4, mode="mean"),
+    }
+    group = TableGroup(tables)
+    features, weights = dict.fromkeys(tables, ids), {"item": torch.tensor([[3.0, 1, 2]])}
+    others = [
+        HashedEmbedding(9, 4, hashes=2, importance_rows=3),
+        QuotientRemainderEmbedding(9, 4, buckets=2),
+        FrequencyEmbedding([2, 7], 9, 4),
+        GrowingEmbedding(9, 4),
+    ]
+
+    def results():
+        return [*group(features, weights).values(), *(layer(ids) for layer in others)]
+
+    want = results()
+    with torch.device("meta"):
+        got = results()
+        torch.stack([y.sum() for y in got]).sum().backward()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    for parameter in nn.ModuleList([group, *others]).parameters():
+        assert parameter.grad.is_cpu and parameter.grad.any()
 
 
 def test_python_numbers_are_not_rounded_to_a_half_precision_default_dtype():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import firstlayer.torch.optim
 from firstlayer.torch import GrowingEmbedding
-from firstlayer.torch.optim import row_optimizer
+from firstlayer.torch.optim import AveragedRows, RowAdam, RowAdamW, row_optimizer
 from tests.support.growing import WIDTH, ReferenceTable
 from tests.support.optim_cases import OPTIONS, assert_close
 
@@ -110,6 +110,29 @@ def test_optimizers_of_torch_forget_the_state_of_lost_rows(make, sparse, name, o
             assert torch.equal(*dense)
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, RowAdamW])
+def test_a_closure_gives_rows_with_a_new_state(make, by_keyword):
+    layer = new_layer(5, sparse=make is RowAdamW)
+    options = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    reference = ReferenceTable("AdamW", options, layer.initial, 5, evict="lru", min_count=1)
+    optimizer = make(layer.parameters(), **options)
+    for ids, goal in batches(30):
+        places = reference.assign(ids)
+
+        def closure(ids=ids, goal=goal, places=places):
+            optimizer.zero_grad()
+            y = layer(torch.from_numpy(ids))
+            assert_close(y.detach(), reference.weight.detach()[places], 1e-6)
+            backward(y, goal)
+            return float(goal[0, 0])
+
+        loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+        assert loss == goal[0, 0]
+        reference.step(places, goal)
+    assert reference.count > 15
+
+
 def test_lazy_optimizers_forget_the_state_of_lost_rows():
     layer = new_layer(2)
     optimizer = firstlayer.torch.optim.RowAdam(layer.parameters(), lr=0.1, mode="lazy")
@@ -122,6 +145,38 @@ def test_lazy_optimizers_forget_the_state_of_lost_rows():
     # Row 1 belongs to 3, which had two gradients of one, and row 2 to 4, which had one.
     assert layer.rows(torch.tensor([3, 4])).tolist() == [1, 2]
     assert_close(state["exp_avg"][1:, 0], [0.19, 0.1], 1e-12)
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+def test_averages_start_when_an_id_gets_its_row(mode, is_reloaded):
+    layer = new_layer(6)
+    weight = layer.table.weight
+    optimizer = RowAdam(layer.parameters(), lr=0.1, betas=(0.8, 0.9), mode=mode)
+    averaged = AveragedRows(optimizer, decay=0.7)
+    expected = None
+    for step, (ids, goal) in enumerate(batches(40)):
+        if is_reloaded and step % 5 == 4:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if is_reloaded and step % 7 == 6 and expected is not None:
+            state = averaged.state_dict()
+            averaged = AveragedRows(optimizer, decay=0.7)
+            averaged.load_state_dict(state)
+        before = layer.ids.clone()
+        y = layer(torch.from_numpy(ids))
+        if expected is not None:
+            is_new = torch.zeros(7, dtype=torch.bool)
+            is_new[1 : 1 + len(layer.ids)] = True
+            is_new[1 : 1 + len(before)] = layer.ids[: len(before)] != before
+            expected[is_new] = weight.detach()[is_new]
+        backward(y, goal)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            now = weight.detach().clone()
+            expected = now if expected is None else 0.7 * expected + 0.3 * now
+            averaged.update_parameters()
+            assert_close(averaged.average(weight), expected, 1e-6)
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -1,6 +1,7 @@
 """Row optimizers for torch equal torch's own on dense gradients, at every step."""
 
 import copy
+import math
 from typing import Any
 
 import hypothesis.strategies as st
@@ -253,7 +254,7 @@ def test_closure_runs_with_gradients_enabled():
 
 
 def test_clip_grad_norm_equals_torch_for_sparse_and_dense_gradients():
-    for norm_type in (2.0, 1.0, float("inf")):
+    for norm_type in (2.0, 1.0, math.inf):
         model = two_layers(nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64))
         pair = Pair("AdamW", {"lr": 0.1}, model=model, ours=model)
         for _ in range(10):
@@ -271,6 +272,25 @@ def test_clip_grad_norm_equals_torch_for_sparse_and_dense_gradients():
             pair.theirs.step()
         pair.finish()
     assert clip_grad_norm_([], 1.0) == 0
+
+
+@pytest.mark.parametrize("norm_type", [1.5, math.inf])
+def test_clip_grad_norm_of_complex_gradients_equals_torch(norm_type):
+    pairs = [nn.Parameter(torch.zeros(3, dtype=torch.complex64)) for _ in range(2)]
+    for parameter in pairs:
+        parameter.grad = torch.tensor([3 + 4j, -2j, 1.0])
+    ours = clip_grad_norm_(pairs[0], 0.5, norm_type)
+    assert_close(ours, nn.utils.clip_grad_norm_(pairs[1], 0.5, norm_type), 1e-6)
+    assert_close(pairs[0].grad, pairs[1].grad, 1e-6)
+
+
+@pytest.mark.rejects
+def test_a_parameter_group_that_is_refused_is_not_added():
+    optimizer = RowAdamW(Embedding(5, 2, sparse=True), lr=0.1)
+    group = {"params": nn.Linear(2, 3).parameters(), "stochastic_rounding": True}
+    with pytest.raises(ValueError, match=r"needs a table in bfloat16, got \['float32'\]"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_clip_grad_norm_sums_repeated_ids_first():
@@ -491,7 +511,8 @@ def test_any_order_of_steps_and_reads_equals_the_dense_optimizer(events, case):
 def stale_row_message(row):
     return (
         f"row {row} has a gradient, but was not up to date when it was read; read it "
-        "through the parameter, not through an alias from before the last step"
+        "through the parameter, not through an alias from before the last step. Call "
+        "flush() before a step with a gradient that is older than the last step"
     )
 
 
@@ -530,6 +551,98 @@ def test_reading_a_stale_row_raises_at_the_step_and_changes_nothing():
     assert str(error.value) == stale_row_message(0)
     optimizer.flush()
     optimizer.step()
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_change_of_the_mode_of_a_group_takes_effect(by_kernels):
+    torch.manual_seed(0)
+    table = torch.randn(6, 2, dtype=torch.float64)
+    table = table if by_kernels else table.T.contiguous().T
+    layer = Embedding.from_pretrained(table, freeze=False, sparse=True)
+    twin = nn.Embedding.from_pretrained(table.clone(), freeze=False, sparse=True)
+    options = {"lr": 0.1, "betas": (0.8, 0.9)}
+    ours = RowAdam(layer.parameters(), **options)
+    exact = torch.optim.Adam(twin.parameters(), **options)
+    lazy = torch.optim.SparseAdam(twin.parameters(), **options)
+    lazy.state = exact.state
+    for step, ids in enumerate(([1, 2], [4], [2, 5], [0, 1], [3], [4, 0], [5], [1])):
+        is_lazy = 2 <= step < 5
+        ours.param_groups[0]["mode"] = "lazy" if is_lazy else "exact"
+        theirs, twin.sparse = (lazy, True) if is_lazy else (exact, False)
+        # The number of steps of SparseAdam is an int.
+        for state in exact.state.values():
+            state["step"] = (
+                int(state["step"]) if is_lazy else torch.tensor(float(state["step"]))
+            )
+        for model, optimizer in ((layer, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            model(ids_of(*ids)).square().sum().backward()
+            optimizer.step()
+        assert_close(layer.weight.detach(), twin.weight.detach(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_hooks_of_load_state_dict_change_what_is_loaded(dtype):
+    torch.manual_seed(0)
+    layer = Embedding(6, 2, sparse=True, dtype=dtype)
+    head = nn.Linear(2, 1, dtype=dtype)
+    optimizer = RowAdamW([layer.weight, *head.parameters()], lr=0.1)
+    head(layer(ids_of(1, 4))).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def before(_, state_dict):
+        changed = copy.deepcopy(state_dict)
+        for state in changed["state"].values():
+            state["exp_avg"] *= 3
+        return changed
+
+    def after(changed):
+        for state in changed.state.values():
+            state["exp_avg_sq"] *= 5
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+    optimizer.load_state_dict(saved)
+    for index, parameter in enumerate((layer.weight, *head.parameters())):
+        state, old = optimizer.state[parameter], saved["state"][index]
+        assert torch.equal(state["exp_avg"], 3 * old["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], 5 * old["exp_avg_sq"])
+    assert optimizer.state[layer.weight]["exp_avg"].dtype == max(
+        (dtype, torch.float32), key=lambda each: each.itemsize
+    )
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_table_cast_to_another_compute_dtype_needs_a_new_optimizer(by_kernels):
+    torch.manual_seed(0)
+    table = torch.randn(6, 2) if by_kernels else torch.randn(2, 6).T
+    layer = Embedding.from_pretrained(table, freeze=False, sparse=True)
+    twin = nn.Embedding.from_pretrained(table.clone(), freeze=False)
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    ours: Any = RowAdamW(layer.parameters(), **options)
+    theirs: Any = torch.optim.AdamW(twin.parameters(), **options)
+    for ids in ([1, 2], [4], [2, 5], [0, 1], [3]):
+        if ids == [2, 5]:
+            layer.double()
+            twin.double()
+            layer(ids_of(2)).sum().backward()
+            with pytest.raises(
+                ValueError,
+                match="the table must stay in float32 as its state is, got float64; "
+                "load its state dict into a new optimizer",
+            ):
+                ours.step()
+            saved = ours.state_dict(), theirs.state_dict()
+            ours, theirs = RowAdamW(layer.parameters()), torch.optim.AdamW([twin.weight])
+            for optimizer, state in zip((ours, theirs), saved, strict=True):
+                optimizer.load_state_dict(copy.deepcopy(state))
+        for model, optimizer in ((layer, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            model(ids_of(*ids)).square().sum().backward()
+            optimizer.step()
+    assert_close(layer.weight.detach(), twin.weight.detach(), 1e-6)
 
 
 @pytest.mark.rejects

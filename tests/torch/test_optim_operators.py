@@ -667,10 +667,13 @@ def test_reset_rows_start_from_a_new_state_and_miss_no_steps(
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         # Stale rows stay stale.
         weight[rows], run.twin[rows] = values, values
+    # Rows 0 to 2 were read before the reset and are updated after it.
+    run.layer(torch.arange(3))
     run.ours.reset_rows(weight, rows)
     for x in run.theirs.state[run.twin].values():
         if isinstance(x, torch.Tensor) and x.dim():
             x[rows] = options.get("initial_accumulator_value", 0.0)
+    run.step(torch.arange(3))
     for _ in range(20):
         run.step(torch.from_numpy(draw()))
     run.finish()
@@ -691,6 +694,10 @@ def test_resetting_rows_that_a_table_does_not_have_raises():
     optimizer = RowAdamW(layer.parameters(), lr=0.1)
     with pytest.raises(IndexError, match=r"rows\[1\] is 9, but num_embeddings is 9"):
         optimizer.reset_rows(layer.weight, [0, 9])
+    with pytest.raises(TypeError, match="rows must be integers, got bool"):
+        optimizer.reset_rows(layer.weight, torch.ones(9, dtype=torch.bool))
+    with pytest.raises(TypeError, match="rows must be integers, got float32"):
+        optimizer.reset_rows(layer.weight, torch.tensor([1.5]))
 
 
 def test_resized_layers_state_follows_in_compiled_steps_and_loaded_states():
@@ -719,6 +726,16 @@ def test_resized_layers_state_follows_in_compiled_steps_and_loaded_states():
     assert_close(got, torch.stack([0.9 * mean, 0 * mean]), 1e-12)
 
 
+def test_a_table_pruned_before_the_first_step_may_keep_any_row():
+    layer = Embedding.from_pretrained(torch.ones(9, 2), freeze=False, sparse=True)
+    optimizer = RowAdamW(layer.parameters(), lr=0.5, weight_decay=0.0)
+    layer.resize(2)
+    optimizer.resize_rows(layer.weight, [5, 8])
+    layer(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert_close(layer.weight.detach(), [[1.0, 1.0], [0.5, 0.5]], 1e-6)
+
+
 @pytest.mark.rejects
 def test_invalid_arguments_of_resize_rows_raise():
     layer = Embedding(9, 2, sparse=True)
@@ -730,6 +747,8 @@ def test_invalid_arguments_of_resize_rows_raise():
         optimizer.resize_rows(layer.weight, range(4), 1)
     with pytest.raises(IndexError, match=r"kept_ids\[2\] is 9, but the number of rows"):
         optimizer.resize_rows(layer.weight, [0, 1, 9, 2])
+    with pytest.raises(TypeError, match="kept_ids must be integers, got bool"):
+        optimizer.resize_rows(layer.weight, torch.tensor([True, True, False, True]))
     with pytest.raises(ValueError, match="new_rows must be at least 0, got -1"):
         optimizer.resize_rows(layer.weight, [0, 1, 2, 3, 4], -1)
     other = nn.Parameter(torch.ones(4, 2))

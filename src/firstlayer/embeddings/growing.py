@@ -15,6 +15,7 @@ Values are computed in float64 and rounded once.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int64
@@ -80,6 +81,20 @@ class InitialRows:
         """Return draws ``first``, ``first + 1``, … of each id, in [0, 1)."""
         bits = hash_bits(ids, seed=self.seed, first=first, count=count).view(np.uint64)
         return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def check_new_rows(
+    id_map: IdMap, ids: Int64[np.ndarray, "*batch"], state: Any | None
+) -> None:
+    """Raise an error if ids need new rows while averages replace the weights.
+
+    Args:
+        id_map: Map of the ids.
+        ids: Ids of a batch in training.
+        state: State of the table's row optimizer, or None.
+    """
+    if state is not None and state.is_swapped and not id_map.find(ids).all():
+        state.check_reset()
 
 
 class GrowingArguments:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .._array import cast, namespace_of
-from .._check import integer, not_negative, one_of, positive
+from .._check import integer, integers, not_negative, one_of, positive
 
 _MASK = 2**64 - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -204,7 +204,7 @@ class FrequencyRows:
     """Own rows for frequent ids, hashed rows for all others, in one table.
 
     The first rows belong to the frequent ids in the order given, the next ``num_rows`` are
-    hashed to. The last row is padding: a frequent id has one row and reads padding besides.
+    hashed to. The last row is padding, which fills the further columns of frequent ids.
 
     Args:
         num_frequent: Number of ids with a row of their own.
@@ -250,7 +250,7 @@ def sorted_frequent(ids: Any) -> tuple[np.ndarray, np.ndarray]:
     given = np.asarray(ids)
     if given.ndim != 1 or not given.size:
         raise ValueError(f"frequent_ids must be a list of ids, got shape {given.shape}")
-    array = int64_bits(given, name="frequent_ids")
+    array = int64_bits(ids, name="frequent_ids")
     order = np.argsort(array, kind="stable")
     ordered = array[order]
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -266,15 +266,14 @@ def in_given_order(frequent: np.ndarray, order: np.ndarray) -> np.ndarray:
     return ids
 
 
-def int64_bits(ids: np.ndarray, *, name: str = "ids") -> np.ndarray:
-    """Return integers of any dtype as int64; a uint64 beyond that keeps its bits.
+def int64_bits(ids: Any, *, name: str = "ids") -> np.ndarray:
+    """Return integers of any dtype, or lists, as int64; a larger uint64 keeps its bits.
 
     Example:
         >>> int64_bits(np.array([2**64 - 1], np.uint64))
         array([-1])
     """
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    ids = integers(ids, name=name)
     native = ids.astype(ids.dtype.newbyteorder("="), copy=False)
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64)
 
@@ -311,7 +310,7 @@ def split_ids(ids: Any) -> np.ndarray:
         >>> split_ids(np.array([2**40 + 5])).tolist()
         [[5, 256]]
     """
-    bits = int64_bits(np.asarray(ids)).view(np.uint64)
+    bits = int64_bits(ids).view(np.uint64)
     return np.stack([bits & np.uint64(2**32 - 1), bits >> np.uint64(32)], -1).astype(
         np.uint32
     )

@@ -59,21 +59,27 @@ def resize_table(
     table = np.empty((new, weight.shape[1]), weight.dtype)
     table[:old] = weight[:new]
     if new > old:
-        tokens = weight if padding_idx is None else np.delete(weight, padding_idx, axis=0)
-        table[old:] = _new_rows(new - old, tokens, init, np.random.default_rng(rng))
+        rng = np.random.default_rng(rng)
+        table[old:] = _new_rows(new - old, weight, init, rng, padding_idx=padding_idx)
     return table, Resized(range(min(old, new)), range(old, new), range(new, old))
 
 
 def _new_rows(
-    count: int, tokens: np.ndarray, init: Init | np.ndarray, rng: np.random.Generator
+    count: int,
+    weight: np.ndarray,
+    init: Init | np.ndarray,
+    rng: np.random.Generator,
+    *,
+    padding_idx: int | None,
 ) -> np.ndarray:
-    shape = (count, tokens.shape[1])
+    shape = (count, weight.shape[1])
     if isinstance(init, np.ndarray):
         if init.shape != shape:
             raise ValueError(f"init must have shape {shape}, got {init.shape}")
         return init
     if init not in ("mean", "gaussian"):
-        return initial_table(shape, init=init, rng=rng, dtype=tokens.dtype)
+        return initial_table(shape, init=init, rng=rng, dtype=weight.dtype)
+    tokens = weight if padding_idx is None else np.delete(weight, padding_idx, axis=0)
     if not len(tokens):
         raise ValueError(f"init must not be {init!r} for a table without rows")
     mean = tokens.mean(axis=0, dtype=np.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._array import cast, namespace_of, take_last
+from .._array import cast_like, namespace_of, take_last
 from .._check import integers
 
 #: The id that stands for no id.
@@ -172,9 +172,7 @@ def last_ids(full: Any, accepted: Any, *, span: int) -> Any:
     if isinstance(accepted, int):
         return full[..., accepted : accepted + span - 1]
     steps = like(np.arange(span - 1), full)
-    return take_last(
-        full, cast(accepted, str(full.dtype).split(".")[-1])[..., None] + steps
-    )
+    return take_last(full, cast_like(accepted, full)[..., None] + steps)
 
 
 def constant(values: np.ndarray, other: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from .._check import host_array, positions_array
-from ._module import Module, upcast
+from .._check import positions_array
+from ._module import Module, checked_gradient, upcast
 
 QPositions = Shaped[Any, "*#batch q_length"] | Sequence[Any]
 KPositions = Shaped[Any, "*#batch k_length"] | Sequence[Any]
@@ -65,10 +65,7 @@ def gradient_like(
     gradient: Float[Any, "..."], output: np.ndarray, *, name: str = "dbias"
 ) -> Float[np.ndarray, "..."]:
     """Return ``gradient`` upcast, or raise if it does not have the shape of ``output``."""
-    array = upcast(host_array(gradient, name="gradient"))
-    if array.shape != output.shape:
-        raise ValueError(f"{name} must have shape {output.shape}, got {array.shape}")
-    return array
+    return upcast(checked_gradient(gradient, output.shape, name=name))
 
 
 def sum_over_pairs(values: Float[np.ndarray, "*batch num_heads q k"]) -> np.ndarray:

@@ -164,6 +164,17 @@ def as_parameter(
     return np.ascontiguousarray(array, dtype=float_dtype(dtype))
 
 
+def checked_gradient(
+    gradient: Any, shape: tuple[int, ...], *, name: str = "dy"
+) -> np.ndarray:
+    """Return the gradient of an output of this shape as a real array, or raise."""
+    gradient = host_array(gradient, name=name)
+    check_real(gradient, name=name)
+    if gradient.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {gradient.shape}")
+    return native_byte_order(gradient)
+
+
 def native_byte_order(x: np.ndarray) -> np.ndarray:
     """Return ``x`` in this machine's byte order, which the kernels require."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))

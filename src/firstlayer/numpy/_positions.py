@@ -6,7 +6,7 @@ import numpy as np
 
 from .._check import dtype_text, host_array, is_float
 from ..positions.ids import check_axes, check_fit
-from ._module import native_byte_order, resolve_positions
+from ._module import checked_gradient, native_byte_order, resolve_positions
 
 
 def vectors(x: Any, embedding_dim: int, *, name: str = "x") -> np.ndarray:
@@ -42,7 +42,4 @@ def positions_of(
 
 def gradient_of(y: np.ndarray, dy: Any) -> np.ndarray:
     """Return ``dy`` as an array, or raise if it does not have the shape of ``y``."""
-    dy = host_array(dy, name="dy")
-    if dy.shape != y.shape:
-        raise ValueError(f"dy must have shape {y.shape}, got {dy.shape}")
-    return native_byte_order(dy)
+    return checked_gradient(dy, y.shape)

@@ -100,16 +100,6 @@ class StoredEmbedding(Embedding):
         """Return the output and a pullback that returns no gradient: rows are constants."""
         return self(ids), lambda dy: {}
 
-    def logits(
-        self, x: Float[Any, "*batch embedding_dim"]
-    ) -> Float[np.ndarray, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every row, reading some rows at a time."""
-        x = self._checked_input(x)
-        upcast_x, out = upcast(x), np.empty((*x.shape[:-1], self.num_embeddings), x.dtype)
-        for lo, hi, rows in self._chunks(upcast_x.dtype):
-            out[..., lo:hi] = upcast_x @ rows.T
-        return out
-
     def logits_vjp(
         self, x: Float[Any, "*batch embedding_dim"]
     ) -> tuple[np.ndarray, Callable[[np.ndarray], dict[str, np.ndarray]]]:
@@ -168,16 +158,7 @@ class StoredEmbedding(Embedding):
         if isinstance(name := state["row_store"], str):
             self.row_store = quantized_store(state["encoded"], state["_width"], name)
 
-    def _checked_input(self, x: Any) -> np.ndarray:
-        x = host_array(x, name="x")
-        if x.shape[-1:] != (self.embedding_dim,):
-            raise ValueError(
-                f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
-            )
-        return x
-
     def _chunks(self, dtype: Any) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the bounds and rows of some rows after the others."""
         step = max(1, CHUNK // max(1, self.embedding_dim))
         for lo in range(0, self.num_embeddings, step):
             hi = min(lo + step, self.num_embeddings)
@@ -261,7 +242,6 @@ def quantized_embedding(
 
 def quantize_embedding(embedding: Embedding, format: str) -> StoredEmbedding:
     """Return a layer with the rows of another, quantized."""
-    embedding.catch_up()
     table = embedding.weight
     encoded, report = quantize_table(table, format)
     layer = quantized_embedding(

@@ -14,7 +14,7 @@ from ..embeddings.bag import MODES, Mode, pool_ragged, table_gradient, weights_g
 from ..embeddings.init import Init, Seed
 from ..embeddings.ragged import Bags, flatten_bags
 from ..embeddings.token import clip_norms
-from ._module import upcast
+from ._module import checked_gradient, upcast
 from .token import Embedding
 
 
@@ -179,10 +179,9 @@ class EmbeddingBag(Embedding):
         return rows, replace(bags, ids=ids)
 
     def _checked_gradient(self, dy: Any, shape: tuple[int, ...]) -> np.ndarray:
-        d = host_array(dy, name="dy")
-        if d.shape != shape:
-            raise ValueError(f"dy must have shape {shape}, got {d.shape}")
-        return np.ascontiguousarray(d, dtype=compute_dtype(self.dtype))
+        return np.ascontiguousarray(
+            checked_gradient(dy, shape), dtype=compute_dtype(self.dtype)
+        )
 
 
 def _expand_gradient(gradient: np.ndarray, bags: Bags, *, like: np.ndarray) -> np.ndarray:

@@ -78,6 +78,8 @@ class StreamGate(Gate):
         hidden, memory, mask = self._checked(hidden, memory, mask)
         y = self(hidden, memory, mask=mask)
         h, e, weights = self._upcast(hidden.copy(), memory.copy())
+        # Copies: the caller may change the parameters before calling the pullback.
+        weights = self._weights_class(*(w if w is None else w.copy() for w in weights))
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = self._with_streams(gradient_like(dy, y, name="dy"))

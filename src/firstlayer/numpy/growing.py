@@ -6,9 +6,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int64, Integer
 
-from .._check import float_dtype, host_array
+from .._check import float_dtype
 from .._interrupts import held_interrupts
-from ..embeddings.growing import GrowingArguments, InitialRows, OwnedGradient
+from ..embeddings.growing import (
+    GrowingArguments,
+    InitialRows,
+    OwnedGradient,
+    check_new_rows,
+)
 from ..embeddings.hashed import int64_bits
 from ..embeddings.id_map import Assigned, IdMap
 from ..embeddings.row_gradient import RowGradient
@@ -126,6 +131,7 @@ class GrowingEmbedding(GrowingArguments, Module):
         return {"table.weight": self.table.parameters()["weight"]}
 
     def buffers(self) -> dict[str, np.ndarray]:
+        """Return the ids, their counts and the order of eviction, by name."""
         return {ID_MAP + name: array for name, array in self.id_map.state().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -142,9 +148,10 @@ class GrowingEmbedding(GrowingArguments, Module):
         return config_of(self, dtype=self.table.dtype.name)
 
     def _assign(self, ids: Ids) -> Assigned:
-        table = self.table
+        table, bits = self.table, _bits(ids)
+        check_new_rows(self.id_map, bits, table.optimizer_state)
         with held_interrupts():
-            assigned = self.id_map.assign(_bits(ids))
+            assigned = self.id_map.assign(bits)
             new_rows = assigned.new_rows
             if new_rows.size:
                 table.catch_up(new_rows)
@@ -155,4 +162,4 @@ class GrowingEmbedding(GrowingArguments, Module):
 
 
 def _bits(ids: Ids) -> Int64[np.ndarray, "*batch"]:
-    return int64_bits(host_array(ids, name="ids"))
+    return int64_bits(ids)

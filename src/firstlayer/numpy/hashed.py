@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer
 
-from .._check import host_array, ids_in_range, not_negative
+from .._check import ids_in_range, not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
     FrequencyRows,
@@ -22,7 +22,7 @@ from ..embeddings.hashed import (
 from ..embeddings.init import Init, Seed
 from ..embeddings.row_gradient import RowGradient
 from ..files.layer_configs import config_of
-from ._module import Module, upcast
+from ._module import Module, checked_gradient, upcast
 from .bag import EmbeddingBag
 from .token import Embedding
 
@@ -83,10 +83,7 @@ class CombinedRows(Module):
             y, pull_table = self._combined(rows, weights)
 
         def pull(dy: np.ndarray) -> dict[str, RowGradient]:
-            dy = host_array(dy, name="dy")
-            if dy.shape != (*shape, self.embedding_dim):
-                expected = (*shape, self.embedding_dim)
-                raise ValueError(f"dy must have shape {expected}, got {dy.shape}")
+            dy = checked_gradient(dy, (*shape, self.embedding_dim))
             gradients = pull_table(dy.reshape(y.shape))
             result = {"table.weight": gradients["weight"]}
             if pull_weights is not None:
@@ -192,10 +189,10 @@ class HashedEmbedding(HashedArguments, CombinedRows):
             self._importance = self.rows.importance(importance_rows)
 
     def _rows(self, ids: Ids) -> np.ndarray:
-        return self.rows(int64_bits(host_array(ids, name="ids")))
+        return self.rows(int64_bits(ids))
 
     def _importance_rows(self, ids: Ids) -> np.ndarray:
-        return self._importance(int64_bits(host_array(ids, name="ids")))[..., 0]
+        return self._importance(int64_bits(ids))[..., 0]
 
 
 class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
@@ -265,7 +262,8 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
         - ids: any shape, any integer dtype, or lists; negative ids too
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
-    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is padding.
+    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is
+    padding: a frequent id has one row instead of ``hashes`` rows.
 
     Example:
         >>> embedding = FrequencyEmbedding([7, 2**40], 100, 8, rng=0)
@@ -305,7 +303,7 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
         return in_given_order(self._frequent, self._order)
 
     def _rows(self, ids: Ids) -> np.ndarray:
-        bits = int64_bits(host_array(ids, name="ids"))
+        bits = int64_bits(ids)
         return self.rows(bits, frequent=self._frequent, order=self._order)
 
 

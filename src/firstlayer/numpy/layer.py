@@ -357,7 +357,7 @@ class EmbeddingLayer(Module):
         out, factors = np.empty(arguments.shape, dtype), None
         tables.forward(out, norm=self.norm, eps=self.norm_eps)
         if drops:
-            factors = _dropout_factors(out.shape, self.dropout, self.rng)
+            factors = _dropout_factors(out, self.dropout, self.rng)
             out = _drop(out, factors).astype(self.dtype, copy=False)
         if arguments.mask is not None:
             out = mask_rows(out, arguments.mask)
@@ -369,15 +369,15 @@ def _unit_when_scaled(shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
 
 
 def _dropout_factors(
-    shape: tuple[int, ...], probability: float, rng: np.random.Generator
+    x: np.ndarray, probability: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return 0 with this probability and ``1 / (1 - probability)`` otherwise."""
+    """Return 0 with this probability and ``1 / (1 - probability)`` otherwise, as ``x``."""
     if probability == 1.0:
-        return np.zeros(shape, np.float32)
-    kept = rng.random(shape, dtype=np.float32) >= probability
-    return kept * np.float32(1 / (1 - probability))
+        return np.zeros_like(x)
+    kept = rng.random(x.shape, dtype=np.float32) >= probability
+    return kept * x.dtype.type(1 / (1 - probability))
 
 
 def _drop(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     # Not a plain product: 0 · NaN is NaN.
-    return np.where(factors == 0, 0, x * factors).astype(x.dtype, copy=False)
+    return (np.where(factors == 0, 0, x) * factors).astype(x.dtype, copy=False)

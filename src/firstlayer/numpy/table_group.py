@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._array import compute_dtype
-from .._check import check_table, float_dtype, host_array
+from .._check import check_table, float_dtype
 from ..embeddings.bag import pool_ragged, table_gradient, weights_gradient
 from ..embeddings.init import Init, Seed, initial_table
 from ..embeddings.row_gradient import RowGradient
@@ -22,7 +22,7 @@ from ..embeddings.table_group import (
     joined_lookups,
 )
 from ..files.layer_configs import config_of
-from ._module import Module
+from ._module import Module, checked_gradient
 from .bag import EmbeddingBag
 
 Features = Mapping[str, Any]
@@ -253,9 +253,4 @@ class _Call:
 
 
 def _checked_gradient(dy: Any, part: FeatureBags) -> np.ndarray:
-    gradient = host_array(dy, name=f"dy[{part.feature!r}]")
-    if gradient.shape != part.shape:
-        raise ValueError(
-            f"dy[{part.feature!r}] must have shape {part.shape}, got {gradient.shape}"
-        )
-    return gradient
+    return checked_gradient(dy, part.shape, name=f"dy[{part.feature!r}]")

@@ -1,7 +1,7 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..stores.row_store import RowStore
 from ..stores.training import TrainingStore
 from ._bias import gradient_like
 from ._disk import layer_on_disk, refuse_copy
-from ._module import Module, as_parameter, native_byte_order, upcast
+from ._module import Module, as_parameter, checked_gradient, upcast
 
 if TYPE_CHECKING:
     from ..optim.table_state import TableState
@@ -238,11 +238,7 @@ class Embedding(Module):
         self, ids: Int[np.ndarray, "*batch"], dy: Float[Any, "*batch embedding_dim"]
     ) -> RowGradient:
         """Return the gradient of the table, given that of the rows looked up."""
-        dy = host_array(dy, name="dy")
-        if dy.shape != (*ids.shape, self.embedding_dim):
-            expected = (*ids.shape, self.embedding_dim)
-            raise ValueError(f"dy must have shape {expected}, got {dy.shape}")
-        dy = native_byte_order(dy)
+        dy = checked_gradient(dy, (*ids.shape, self.embedding_dim))
         return sum_by_id(ids, dy, skip=self.padding_idx, mean=self.scale_grad_by_freq)
 
     def logits(
@@ -263,14 +259,9 @@ class Embedding(Module):
             raise ValueError(
                 f"x must end in embedding_dim {self.embedding_dim}, got shape {x.shape}"
             )
-        upcast_x, weight = upcast(x), self.weight
-        out = np.empty((*x.shape[:-1], self.num_embeddings), x.dtype)
-        step = max(1, CHUNK // max(1, self.embedding_dim))
-        if weight.dtype == upcast_x.dtype:
-            step = max(1, self.num_embeddings)
-        for lo in range(0, self.num_embeddings, step):
-            rows = weight[lo : lo + step].astype(upcast_x.dtype, copy=False)
-            out[..., lo : lo + step] = upcast_x @ rows.T
+        upcast_x, out = upcast(x), np.empty((*x.shape[:-1], self.num_embeddings), x.dtype)
+        for lo, hi, rows in self._chunks(upcast_x.dtype):
+            out[..., lo:hi] = upcast_x @ rows.T
         return out
 
     def logits_vjp(
@@ -279,7 +270,7 @@ class Embedding(Module):
         """Return the logits and their pullback, to the gradients of ``x`` and the table.
 
         Every row takes part, the padding row included, so the gradient of the table is
-        dense.
+        dense. The table is not copied: call the pullback before it changes.
 
         Example:
             >>> layer = Embedding(weight=np.array([[1.0, 0.0], [0.0, 2.0]]))
@@ -428,6 +419,15 @@ class Embedding(Module):
         refuse_copy(self.store)
         self.catch_up()
         return {**self.__dict__, "table_state": None, "optimizer_state": None}
+
+    def _chunks(self, dtype: Any) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield all rows in ``dtype``, some at a time, with the bounds of their numbers."""
+        weight, step = self.weight, max(1, CHUNK // max(1, self.embedding_dim))
+        if weight.dtype == dtype:
+            step = max(1, len(weight))
+        for lo in range(0, len(weight), step):
+            hi = min(lo + step, len(weight))
+            yield lo, hi, weight[lo:hi].astype(dtype, copy=False)
 
     def _clipped(self, rows: np.ndarray, max_norm: float) -> np.ndarray:
         clipped = clip_norms(upcast(rows), max_norm=max_norm, norm_type=self.norm_type)

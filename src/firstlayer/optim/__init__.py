@@ -1,4 +1,4 @@
-"""Row optimizers: train a table of a million rows at the cost of a batch.
+"""Row optimizers: a step updates the rows of the batch, not the whole table.
 
 A batch reads a few thousand rows of a table, and only those have a gradient. A dense
 optimizer still updates the whole table, because momentum and weight decay move every row in

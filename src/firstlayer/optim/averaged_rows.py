@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int64
 
-from .._check import integers, number
+from .._check import check_real, integers, number
 from .._interrupts import held_interrupts
 from .row_average import RowAverage, refuse_swapped
 from .row_optimizer import RowOptimizer
@@ -169,11 +169,14 @@ class AveragedRows:
                 raise ValueError(
                     f"{name} must have shape {shape}, got {np.shape(state[name])}"
                 )
+            check_real(state[name], name=name)
         with held_interrupts():
             for name, average in self._in_memory.items():
                 self._state(name).catch_up()
                 average.values[...] = np.reshape(state[name], average.values.shape)
                 average.count = count
+                # Its rows may be reset before the next update.
+                self._state(name).attach_average(average)
 
     def _resize_rows(self, name: str, kept: Int64[np.ndarray, " kept"]) -> None:
         """Follow a table whose rows have changed; ``optimizer.resize_rows`` calls this.

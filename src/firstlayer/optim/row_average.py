@@ -153,8 +153,8 @@ class RowAverage:
                     new = update_rows(
                         ArrayOps(np), missed.rule, values, old[0], zero, old[1:]
                     )
-                for array, values in zip((weight, *state), new, strict=True):
-                    array[late] = values
+                for array, moved in zip((weight, *state), new, strict=True):
+                    array[late] = moved
         columns = self._coefficients[:, until][..., None].astype(average.dtype)
         kept = self._kept[until][:, None].astype(average.dtype)
         return kept * average + kind(*columns).catch_up(ArrayOps(np), weight, *state)[0]

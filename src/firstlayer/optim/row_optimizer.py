@@ -9,13 +9,12 @@ import numpy as np
 
 from .. import kernels
 from .._check import (
-    all_in_range,
     check_real,
+    ids_in_range,
     integers,
     not_masked,
     not_negative,
     one_of,
-    out_of_range,
 )
 from .._interrupts import held_interrupts
 from ..embeddings.row_gradient import RowGradient
@@ -24,7 +23,10 @@ from .saved_state import check_stored_step, checked_step
 from .table_state import TableState
 
 # Names in a layer's gradients that are inputs, not parameters.
-INPUTS = ("x", "inputs_embeds", "per_sample_weights")
+INPUTS = frozenset({
+    "x", "inputs_embeds", "per_sample_weights", "q", "k", "scores", "hidden", "memory",
+    "tokens",
+})  # fmt: skip
 
 P = ParamSpec("P")
 Constructor = Callable[Concatenate[Any, Any, P], None]
@@ -82,6 +84,10 @@ class RowOptimizer:
         for name, value in self._parameters.items():
             if not value.flags.writeable:
                 raise ValueError(f"{name} must be writable to be trained, got it read-only")
+            if name not in self._tables and not value.flags.c_contiguous:
+                # A step would change a copy of it.
+                rule = "must be C-contiguous to be trained"
+                raise ValueError(f"{name} {rule}, got strides {value.strides}")
         self.stochastic_rounding = options.stochastic_rounding
         if self.stochastic_rounding:
             check_rounding(value.dtype.name for value in self._parameters.values())
@@ -123,7 +129,7 @@ class RowOptimizer:
             [1.0, 1.0, 1.0, 0.5, 1.0]
         """
         own = {name: grad for name, grad in grads.items() if name in self.table_states}
-        unknown = sorted(grads.keys() - own.keys() - set(INPUTS))
+        unknown = sorted(grads.keys() - own.keys() - INPUTS)
         if unknown:
             raise ValueError(f"grads must be of {sorted(self.table_states)}, got {unknown}")
         steps = [self._checked_gradient(name, grad) for name, grad in own.items()]
@@ -172,8 +178,10 @@ class RowOptimizer:
         """
         self._check_table_name(name)
         state = self.table_states[name]
-        kept = integers(np.asarray(kept_ids), name="kept_ids").astype(np.int64).reshape(-1)
-        num_rows, owner = kept.size + not_negative("new_rows", new_rows), self._tables[name]
+        bound = "the number of rows before"
+        kept = ids_in_range(kept_ids, state.shape[0], name="kept_ids", bound=bound)
+        kept, owner = kept.reshape(-1), self._tables[name]
+        num_rows = kept.size + not_negative("new_rows", new_rows)
         # Not the property of the layer, which would catch up a table of another size.
         weight = state.table()
         if len(weight) != num_rows:
@@ -181,9 +189,6 @@ class RowOptimizer:
                 f"kept_ids and new_rows must add up to the {len(weight)} rows of the "
                 f"table, got {kept.size} + {new_rows}"
             )
-        if not all_in_range(kept, state.shape[0]):
-            bound = "the number of rows before"
-            raise out_of_range(kept, state.shape[0], name="kept_ids", bound=bound)
         with held_interrupts():
             state.resize_rows(kept, num_rows, self.options)
             self._parameters[name] = owner.stored_weight
@@ -210,10 +215,7 @@ class RowOptimizer:
         """
         self._check_table_name(name)
         state = self.table_states[name]
-        index = integers(np.asarray(rows), name="rows").astype(np.int64).reshape(-1)
-        if not all_in_range(index, state.shape[0]):
-            raise out_of_range(index, state.shape[0], name="rows", bound="num_embeddings")
-        state.reset_rows(index)
+        state.reset_rows(ids_in_range(rows, state.shape[0], name="rows").reshape(-1))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Bring every row up to date and return copies of the state's arrays.
@@ -245,6 +247,8 @@ class RowOptimizer:
             for name, table_state in self.table_states.items():
                 if loaded[name] is not table_state:
                     table_state.catch_up()
+                    for average in table_state.averages:
+                        loaded[name].attach_average(average)
             self.table_states |= loaded
             self._attach()
 

@@ -150,15 +150,15 @@ class StaleTable(TableEvents):
         """Return the smallest row of ``ids``, or of all, whose weight is stale, or None."""
         if not self.has_stale_weights:
             return None
-        step = self.event_count
-        if ids is None:
-            rows = kernels.stale_range(0, self.shape[0], self.row_steps, step)[0]
-        else:
-            rows = kernels.stale_rows(ids, self.row_steps, step)[0]
-        if not rows.size:
-            return None
-        # Some may have missed no step, only an update of an average.
-        rows = rows[self._is_stale(self.row_steps[rows])]
+        # Another thread may be catching rows up.
+        with self.lock:
+            step = self.event_count
+            if ids is None:
+                rows = kernels.stale_range(0, self.shape[0], self.row_steps, step)[0]
+            else:
+                rows = kernels.stale_rows(ids, self.row_steps, step)[0]
+            # Some may have missed no step, only an update of an average.
+            rows = rows[self._is_stale(self.row_steps[rows])]
         return int(rows[0]) if rows.size else None
 
     def _before_write(self, rows: np.ndarray | None) -> None:
@@ -207,7 +207,7 @@ class StaleTable(TableEvents):
             average.catch_up(stale, self.missed)
         kernels.catch_up_rows(stale, self.missed)
         self._store(weight, table, rows, rounding_seed=2 * self.step_count)
-        kernels.mark_rows(rows, self.row_steps, self.event_count)
+        self.row_steps[rows] = self.event_count
 
     def _stale_rows(
         self,
@@ -253,11 +253,15 @@ class StaleTable(TableEvents):
         fits = dtype == self._table_dtype or (
             is_float(dtype) and dtype.isnative and compute_dtype(dtype) == self.dtype.name
         )
-        if weight.shape != self.shape or not fits:
+        if weight.shape != self.shape:
             raise ValueError(
-                f"the table must stay {self.shape} in {self.dtype.name} as its state is, "
-                f"got {weight.shape} in {dtype.name}; call resize_rows or make a new "
-                "optimizer"
+                f"the table must stay {self.shape} as its state is, got {weight.shape}; "
+                "call resize_rows or make a new optimizer"
+            )
+        if not fits:
+            raise ValueError(
+                f"the table must stay in {self.dtype.name} as its state is, got "
+                f"{dtype.name}; load its state dict into a new optimizer"
             )
         if writable and not weight.flags.writeable:
             raise ValueError("the table must be writable to be trained, got it read-only")

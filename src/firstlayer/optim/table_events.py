@@ -57,6 +57,11 @@ class TableEvents:
         """
         return self.has_stale_weights or bool(self.averages) and not self.is_caught_up
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether an average is in the table, and its weights elsewhere."""
+        return any(average.is_swapped for average in self.averages)
+
     def attach_average(self, average: Any) -> None:
         """Catch an average up before rows are written, from now on.
 
@@ -73,6 +78,10 @@ class TableEvents:
     def check_resize(self) -> None:
         """Raise an error unless the rows of the table may be selected or added."""
         refuse_swapped(self.averages, "a table must not be resized")
+
+    def check_reset(self) -> None:
+        """Raise an error unless rows may get the state of a new table's rows."""
+        refuse_swapped(self.averages, "rows must not be reset")
 
     def _start_averages(self) -> None:
         for average in self.averages:

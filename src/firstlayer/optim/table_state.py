@@ -169,7 +169,8 @@ class TableState(StaleTable):
             rows: Rows that belong to something else from now on.
         """
         with held_interrupts(), self.lock:
-            refuse_swapped(self.averages, "rows must not be reset")
+            self.check_reset()
+            table = self._checked(self.table())
             self._check_arrays()
             self._before_write(rows)
             for name, array in self.state.items():
@@ -177,7 +178,7 @@ class TableState(StaleTable):
             self.has_state[rows] = False
             self.row_steps[rows] = self.event_count
             for average in self.averages:
-                average.values[rows] = self._checked(self.table())[rows]
+                average.values[rows] = table[rows]
 
     def check_step(
         self,

@@ -71,10 +71,11 @@ def create_store(
         [[0.0, 1.0], [1.0, 2.0]]
     """
     is_synced = one_of("sync", sync, SYNCS) == "full"
-    keep, folder = positive("keep", keep), Path(path)
+    # The process may change its folder while the store is open.
+    keep, folder = positive("keep", keep), Path(os.path.abspath(path))
     shape, dtype = _checked_shape(shape, rows), _checked_dtype(dtype, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, folder) as lock:
+    with _locked(folder, Path(path)) as lock:
         # Left by a creation that was killed.
         known = {LOCK, SPARE, WEIGHT}
         if others := sorted(set(os.listdir(folder)) - known):
@@ -89,7 +90,7 @@ def create_store(
             folder, store=uuid.uuid4().hex, arrays=(file,), is_synced=is_synced
         )
         arrays = {"weight": mapped}
-        return TrainingStore(folder, folder, journal, arrays, lock=lock, keep=keep)
+        return TrainingStore(Path(path), folder, journal, arrays, lock=lock, keep=keep)
 
 
 def open_training(
@@ -112,6 +113,7 @@ def open_training(
         weight = _listed(table, file, folder)
     elif tensor is not None:
         raise ValueError(f"tensor must be None for a training store, got {tensor!r}")
+    folder = Path(os.path.abspath(folder))
     with _locked(folder, path) as lock:
         if weight is not None and not segment_numbers(folder):
             journal = UndoJournal.create(

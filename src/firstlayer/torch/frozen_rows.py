@@ -24,11 +24,11 @@ from torch.optim.optimizer import (
 from ..embeddings.init import Init, Seed
 from ..embeddings.resize import Resized
 from ._table.grad_hook import GradHook, coalesce_gradient, install_grad_hook
-from ._table.max_norm import is_distributed
 from ._table.pretrained import table_tensor
 from ._tensors.errors import WrongType
 from ._tensors.memory import is_eager
 from ._tensors.row_parameter import RowParameter, without_catch_up
+from ._tensors.shard import is_distributed
 from .frozen import bool_mask
 from .optim.sparse_gradient import RowGradientTensor
 from .optim.table_state import catch_up

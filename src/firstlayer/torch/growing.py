@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._interrupts import held_interrupts
-from ..embeddings.growing import GrowingArguments, InitialRows
+from ..embeddings.growing import GrowingArguments, InitialRows, check_new_rows
 from ..embeddings.id_map import Assigned, IdMap
 from ..files.layer_configs import ID_MAP, config_of
 from ._table.lookup import as_index
@@ -27,10 +27,11 @@ from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.errors import check_tensor, torch_errors
 from ._tensors.memory import NUMPY_DTYPES, array_of, tensor_of
 from ._tensors.row_parameter import is_row_tensor, without_catch_up
+from .optim.row_optimizer import RowOptimizer
 from .optim.table_state import catch_up
 from .token import Embedding
 
-# Number of batches after which the lists of rows that were lost in each are merged.
+# Number of batches after which the lists of rows that were given in each are merged.
 MERGE = 64
 
 
@@ -104,8 +105,8 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
         shape = capacity + 1, embedding_dim
         zeros = torch.zeros(shape, device=device, dtype=as_torch_dtype(dtype))
         self.table = Embedding(*shape, sparse=sparse, _weight=zeros)
-        #: Rows that ids have lost and whose state in optimizers is not reset yet.
-        self._lost: list[np.ndarray] = []
+        #: Rows that ids were given and whose state in optimizers is not reset yet.
+        self._given: list[np.ndarray] = []
         _register(self)
 
     @property
@@ -167,6 +168,7 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
     def _assign(self, ids: Tensor) -> Assigned:
         bits, weight = _bits(ids), self.table.weight
         with held_interrupts(), torch_errors():
+            check_new_rows(self.id_map, bits, vars(weight).get("table_state"))
             assigned = self.id_map.assign(bits)
             if assigned.new_rows.size:
                 values = self.initial(assigned.new_ids)
@@ -185,10 +187,10 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
                 _fill_rows(weight.grad, assigned.evicted, 0.0)
         if is_row_tensor(weight):
             weight.table_state.reset_rows(assigned.new_rows)
-        elif assigned.evicted.size:
-            self._lost.append(assigned.evicted)
-            if len(self._lost) > MERGE:
-                self._lost = [np.unique(np.concatenate(self._lost))]
+        else:
+            self._given.append(assigned.new_rows)
+            if len(self._given) > MERGE:
+                self._given = [np.unique(np.concatenate(self._given))]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -215,7 +217,7 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
         if len(state) == len(self.id_map.state_names):
             try:
                 self.id_map.load_state(state)
-                self._lost.clear()
+                self._given.clear()
             except ValueError as error:
                 error_msgs.append(f"{prefix}{ID_MAP}*: {error}")
         args = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -265,18 +267,52 @@ def _register(layer: GrowingEmbedding) -> None:
 
 
 @_disable_dynamo
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Reset the optimizer's state for the rows that ids were given before the step.
+
+    Returns:
+        Arguments of the step with a closure that does the same for rows that it gives; None
+        for a step without a closure.
+    """
+    if not any(_group_of(layer, optimizer) for layer in list(_layers)):
+        return None
+    _reset_given(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def reset_after_closure() -> Any:
+        loss = closure()
+        _reset_given(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], reset_after_closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": reset_after_closure}
+
+
 @torch.no_grad()
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Reset the optimizer's state for the rows that ids have lost."""
+def _reset_given(optimizer: Any) -> None:
     for layer in list(_layers):
-        if not layer._lost:
+        group = _group_of(layer, optimizer)
+        if group is None or not layer._given:
             continue
-        weight = layer.table.weight
-        for group in optimizer.param_groups:
-            if any(parameter is weight for parameter in group["params"]):
-                rows = np.unique(np.concatenate(layer._lost))
-                _reset_state(optimizer.state.get(weight) or {}, group, rows, len(weight))
-                layer._lost.clear()
+        weight, rows = layer.table.weight, np.unique(np.concatenate(layer._given))
+        if isinstance(optimizer, RowOptimizer):
+            # Its averages start again, too.
+            optimizer.reset_rows(weight, torch.from_numpy(rows))
+        else:
+            _reset_state(optimizer.state.get(weight) or {}, group, rows, len(weight))
+        layer._given.clear()
+
+
+def _group_of(layer: GrowingEmbedding, optimizer: Any) -> dict[str, Any] | None:
+    """Return the parameter group of a layer's table, or None if it is not trained."""
+    weight = layer.table.weight
+    for group in optimizer.param_groups:
+        if any(parameter is weight for parameter in group["params"]):
+            return group
+    return None
 
 
 def _reset_state(

@@ -219,7 +219,8 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
         - ids: any shape, any integer dtype; negative ids too
         - output: ``(*ids.shape, embedding_dim)``, in the table's dtype
 
-    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is padding.
+    Row ``i`` of ``table.weight`` belongs to ``frequent_ids[i]``. The last row is
+    padding: a frequent id has one row instead of ``hashes`` rows.
 
     Example:
         >>> embedding = FrequencyEmbedding([7, 2**40], 100, 8)

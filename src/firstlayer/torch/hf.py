@@ -358,8 +358,8 @@ def _test_positions(rotary: RotaryModule) -> list[Tensor]:
     """Return position ids in the shapes that models use: 0 and 1 on each axis."""
     layer: Any = next(iter(rotary.layers.values()))
     if layer.axes is None:
-        return [torch.tensor([[0, 1]])]
-    units = torch.eye(layer.axes, dtype=torch.int64)
+        return [torch.tensor([[0, 1]], device="cpu")]
+    units = torch.eye(layer.axes, dtype=torch.int64, device="cpu")
     return [units, units[None]] if rotary._is_grid else [units[:, None]]
 
 

@@ -339,7 +339,7 @@ def _pool(bag: Any, lookup: JoinedLookup, weights: dict[str, Tensor]) -> dict[st
 def _padding_rows(lookup: JoinedLookup) -> Tensor:
     """Return the padding row of each part that shows it."""
     rows = [part.padding_row for part in lookup.parts if part.padding is not None]
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def _joined_weights(
@@ -351,7 +351,7 @@ def _joined_weights(
     return torch.cat([
         weights[part.feature].reshape(-1).to(dtype)
         if part.feature in weights
-        else torch.ones(part.ids.stop - part.ids.start, dtype=dtype)
+        else torch.ones(part.ids.stop - part.ids.start, dtype=dtype, device="cpu")
         for part in lookup.parts
     ])
 

@@ -1,6 +1,5 @@
 """Lookups, gradients and steps of tables whose rows are sharded."""
 
-import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from firstlayer.torch import Embedding
 from firstlayer.torch.optim import RowAdagrad, RowAdamW, RowSGD, clip_grad_norm_
 from firstlayer.torch.sharding import shard_columns, shard_rows, traffic
+from tests.support.traced_memory import peak_since, start_peak, tracing
 
 ROWS, WIDTH = 11, 4
 LAYOUTS = {"differ": None, "replicated": Replicate(), "scattered": Replicate()}
@@ -78,7 +78,11 @@ def test_lookup_equals_that_of_one_process(processes, size, options):
     grad = reference.weight.grad
     close: Any = {"rtol": 1e-2, "atol": 1e-2} if "dtype" in options else {}
     for (rows, whole, _, _), wanted in zip(results, want, strict=True):
-        assert torch.equal(rows, wanted)
+        if "max_norm" in options:
+            # Torch's powers depend on the place of a number in its tensor.
+            torch.testing.assert_close(rows, wanted, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(rows, wanted)
         torch.testing.assert_close(whole, grad.to_dense(), **close)
     if grad.is_sparse:
         # Owners have gradients of the rows that were looked up, and of no others.
@@ -275,17 +279,17 @@ def measure_memory(rank: Any, replicated: bool) -> Any:
     shard_rows(layer, rank.mesh, input_layouts=layout)
     optimizer = RowAdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
     generator = torch.Generator().manual_seed(0 if replicated else rank.rank)
-    for _ in range(3):
-        ids = torch.randint(0, 100_000, (64,), generator=generator)
-        largest = LargestTensor(layer.weight)
-        tracemalloc.start()
-        with largest:
-            layer(ids).square().sum().backward()
-            clip_grad_norm_(layer.parameters(), 1.0)
-        optimizer.step()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        optimizer.zero_grad()
+    with tracing():
+        for _ in range(3):
+            ids = torch.randint(0, 100_000, (64,), generator=generator)
+            largest = LargestTensor(layer.weight)
+            start = start_peak()
+            with largest:
+                layer(ids).square().sum().backward()
+                clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()
+            peak = peak_since(start)
+            optimizer.zero_grad()
     return largest.largest, peak
 
 

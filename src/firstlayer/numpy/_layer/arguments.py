@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._array import compute_dtype, is_real, repeating
-from ..._check import check_table, dtype_text, host_array, ids_in_range, integers
+from ..._check import check_table, dtype_text, host_array, ids_in_range
 from ...embeddings.layer import check_mask, check_segments, leading_shape, reject_mask
 from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
@@ -216,7 +216,7 @@ def _mask(layer: Any, ids: Any, lead: tuple[int, ...], mask: Any) -> np.ndarray 
     if mask is None:
         if ids is None:
             raise ValueError("zero_padding needs ids or a mask with inputs_embeds")
-        return layer.token.mask(integers(ids))
+        return layer.token.mask(ids)
     mask = host_array(mask, name="mask").copy()
     check_mask(dtype_text(mask.dtype), mask.shape, lead)
     return mask

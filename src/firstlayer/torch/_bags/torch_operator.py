@@ -44,8 +44,9 @@ def pool_by_torch(
     except RuntimeError as error:
         # Raises an error that names the id if one is out of range.
         checked_bags(ids, options.lookup_options(weight), options)
-        # Torch has one message for float32 and another one for float64.
-        if not any(words in str(error) for words in ("valid range", "Expected idx")):
+        # Torch's message depends on the dtype and on the CPU.
+        messages = "valid range", "Expected idx", "Expected i < index_size"
+        if not any(words in str(error) for words in messages):
             raise
         # Another thread has changed the ids again.
         raise OutOfRange(*changed_ids(len(weight)).args) from None

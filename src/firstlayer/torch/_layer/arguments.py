@@ -117,9 +117,7 @@ def _device_of(table: Any) -> torch.device:
     return table.device if getattr(table, "is_stored", False) else table.weight.device
 
 
-def _segments(
-    layer: "EmbeddingLayer", lead: tuple[int, ...], segments: Any
-) -> Tensor | None:
+def _segments(layer: "EmbeddingLayer", lead: tuple[int, ...], segments: Any) -> Tensor:
     if layer.segment is None:
         raise ValueError("segments were given, but the layer was made without them")
     if segments is None:

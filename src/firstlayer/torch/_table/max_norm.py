@@ -9,6 +9,7 @@ from torch import Tensor
 from ...embeddings.token import clip_norms
 from .._tensors.dtypes import compute_dtype, upcast
 from .._tensors.memory import is_eager
+from .._tensors.shard import is_distributed
 from .disk import before_write
 
 
@@ -81,8 +82,3 @@ def rows_with_gradient(weight: Tensor) -> Tensor | None:
     if grad is None or is_distributed():
         return None
     return grad.indices()[0] if grad.is_sparse else (grad != 0).any(dim=1)
-
-
-def is_distributed() -> bool:
-    """Return whether a process group is initialized."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -9,8 +9,9 @@ leaves the table as it is.
 are renormalized once their gradient is accumulated, before the optimizer steps. A tied
 head therefore uses the same weight from the forward to the end of the backward, and
 training gives the same result as with torch, which renormalizes in the forward. A padding
-row has no gradient, so only its lookups are renormalized. With a tied head, add up losses
-that share a graph and call backward once: a second backward would raise an error.
+row has no gradient, so only its lookups are renormalized; the same holds for rows whose
+gradient is zero, such as those that no maximum of a bag selects. With a tied head, add up
+losses that share a graph and call backward once: a second backward would raise an error.
 """
 
 from collections.abc import Generator
@@ -38,6 +39,7 @@ from .._tensors.errors import (
 )
 from .._tensors.memory import array_of, array_of_table, request_large_pages, tensor_of
 from .._tensors.row_parameter import without_catch_up
+from .._tensors.shard import is_distributed
 from ..optim.table_state import catch_up, caught_up_rows, reads_out_of_place
 from .disk import (
     before_write,
@@ -49,7 +51,6 @@ from .disk import (
 from .grad_hook import GradHook, coalesce_gradient, install_grad_hook
 from .lookup import as_index, checked_padding_idx
 from .max_norm import (
-    is_distributed,
     renormalize_rows,
     renormalize_shard,
     renormalized,

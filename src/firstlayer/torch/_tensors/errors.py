@@ -8,10 +8,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..._check import all_in_range, out_of_range
+from .dtypes import dtype_name
 from .memory import array_of, is_plain_cpu
 
 
@@ -85,13 +87,26 @@ def check_tensor(x: Any, *, name: str) -> None:
         raise WrongType(f"{name} must be a tensor, got {type(x).__name__}")
 
 
+def check_integers(x: Any, *, name: str) -> None:
+    """Raise WrongType unless ``x`` is a tensor of integers. Bools are a mask.
+
+    Example:
+        >>> check_integers(torch.tensor([True, False]), name="ids")
+        Traceback (most recent call last):
+        ...
+        firstlayer.torch._tensors.errors.WrongType: ids must be integers, got bool
+    """
+    check_tensor(x, name=name)
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise WrongType(f"{name} must be integers, got {dtype_name(x.dtype)}")
+
+
 def check_ids(
     ids: Tensor, num_embeddings: int, *, name: str = "ids", bound: str = "num_embeddings"
 ) -> None:
     """Raise OutOfRange if ids are out of range and their values can be read.
 
     Example:
-        >>> import torch
         >>> check_ids(torch.tensor([3, -1]), 5)
         Traceback (most recent call last):
         ...

@@ -253,6 +253,11 @@ class GridShard(TableShard):
         return list(self.shape)
 
 
+def is_distributed() -> bool:
+    """Return whether a process group is initialized."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def shard_of(parameter: Any) -> TableShard | None:
     """Return which part of a table a parameter has, or None if it has the whole."""
     return getattr(parameter, "table_shard", None)

@@ -1,4 +1,4 @@
-"""Row optimizers: train a table of a million rows at the cost of a batch.
+"""Row optimizers: a step updates the rows of the batch, not the whole table.
 
 Embeddings with ``sparse=True`` have sparse gradients, which most torch optimizers reject.
 Row optimizers accept them, together with dense gradients of other parameters.
@@ -29,7 +29,7 @@ would have computed. ``shape``, ``grad``, clipping and ``zero_grad`` cost nothin
   ``optimizer.flush()``, which brings the memory of every table up to date.
 - Lookups in evaluation (``layer.eval()``, without gradients) correct the rows that they
   return and do not write to the table. ``eval()`` itself does not touch it.
-- Functions of torch that never ask the class of their argument read memory as it is:
+- Functions of torch that do not check the class of their argument read memory as it is:
   copies by constructors (``torch.tensor(weight)``, ``asarray`` and ``as_tensor`` with
   another dtype, ``new_tensor``, values of sparse and nested tensors), ``to_dlpack``,
   another tensor's ``data = weight``, the collectives of ``torch.distributed``, functions
@@ -46,7 +46,7 @@ would have computed. ``shape``, ``grad``, clipping and ``zero_grad`` cost nothin
   may have read them.
 
 **Tied heads.** A tied output head gives every row a gradient, so every step updates every
-row. This is exact, but costs as much as a dense optimizer, and is said once in a warning. A
+row. This is exact, but costs as much as a dense optimizer, and a warning says so once. A
 sampled softmax through the table stays sparse and exact:
 
     >>> ids, targets = torch.tensor([3, 7, 3]), torch.tensor([7, 3, 9])

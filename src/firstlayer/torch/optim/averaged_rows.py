@@ -12,7 +12,7 @@ from ..._interrupts import held_interrupts
 from ...optim.averaged_rows import CHANGED, check_decay, check_optimizer, check_stored_count
 from ...optim.row_average import RowAverage, refuse_swapped
 from ...optim.saved_state import checked_step
-from .._tensors.errors import check_ids, torch_errors
+from .._tensors.errors import check_ids, check_integers, torch_errors
 from .._tensors.memory import array_of, tensor_of
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard_tensor import check_whole_table
@@ -120,15 +120,16 @@ class AveragedRows:
         """
         check_whole_table(table, "lookup", advice="call the layer inside swapped()")
         average, state = self._of(table), self._state(table)
+        check_integers(ids, name="ids")
+        check_ids(ids, table.shape[0])
         if state is None:
-            return self._tensor(table)[ids].to(table.dtype)
+            return self._tensor(table)[ids.long()].to(table.dtype)
         if isinstance(state, OperatorState):
-            check_ids(ids, state.shape[0])
             rows = state.averaged_rows(self._in_memory[table], ids)
         else:
             flat = np.ascontiguousarray(array_of(ids).reshape(-1), np.int64)
             rows = tensor_of(state.averaged_rows(average, flat))
-        return rows.reshape(*ids.shape, -1).to(table.dtype)
+        return rows.reshape(*ids.shape, table.shape[1]).to(table.dtype)
 
     @contextmanager
     def swapped(self) -> Generator[None]:
@@ -214,6 +215,15 @@ class AveragedRows:
                     state.catch_up()
                 average.tensor.copy_(values)
                 average.count = count
+                if state is not None:
+                    self._attach(state)
+
+    def _attach(self, state: State) -> None:
+        """Make the average of a table follow the rows that a new state of it resets."""
+        average = self._in_memory.get(state.parameter)
+        if average is not None and average.count:
+            average.move_to(state.parameter.device)
+            state.attach_average(average)
 
     def _resize_rows(self, parameter: Tensor, kept: Tensor) -> None:
         """Follow a table whose rows have changed; ``optimizer.resize_rows`` calls this.

@@ -64,7 +64,8 @@ def clip_grad_norm_(
         # A gradient without rows is zero, and the inf-norm of an empty tensor is an error.
         if part.numel():
             values.append(part)
-            norm = torch.linalg.vector_norm(part, p, dtype=compute_dtype(part.dtype))
+            dtype = None if part.is_complex() else compute_dtype(part.dtype)
+            norm = torch.linalg.vector_norm(part, p, dtype=dtype)
             (sharded[groups] if groups else norms).append(norm)
     for groups, parts in sharded.items():
         norms.append(_norm_over_ranks(parts, groups, p, device=devices[groups]))

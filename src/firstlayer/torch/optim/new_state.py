@@ -42,10 +42,12 @@ def current_state(
     """
     store = store_of(parameter)
     if store is not None:
-        return stored_state(parameter, rule, group, saved=saved, known=known, store=store)
+        return _stored_state(parameter, rule, group, saved=saved, known=known, store=store)
     if known is not None:
-        if not known.is_published(saved):
-            # The state was replaced; missed steps belong to the old one.
+        is_random = _rounds_at_random(parameter, group)
+        has_changed = (known.rule.lazy, known.stochastic_rounding) != (rule.lazy, is_random)
+        if has_changed or not known.is_published(saved):
+            # The mode or the state was changed; missed steps belong to the old one.
             known.catch_up()
             known = None
         elif by_kernels and isinstance(known, ParameterState):
@@ -53,12 +55,12 @@ def current_state(
         elif isinstance(known, OperatorState) and known.device == parameter.device:
             if not by_kernels:
                 return known
-    return new_state(
+    return _new_state(
         parameter, rule, group, saved=saved, known=known, by_kernels=by_kernels
     )
 
 
-def new_state(
+def _new_state(
     parameter: Tensor,
     rule: Rule,
     group: dict[str, Any],
@@ -69,14 +71,7 @@ def new_state(
 ) -> State:
     """Return a state of a table in memory.
 
-    Args:
-        parameter: Table.
-        rule: Update rule.
-        group: Parameter group of the table.
-        saved: The table's torch state.
-        known: State of the table until now, on another device or in another layout. Its
-            stale rows stay stale.
-        by_kernels: Whether kernels update the rows, and not operators.
+    ``known`` is on another device or in another layout. Its stale rows stay stale.
     """
     if parameter.dtype not in FLOATS or parameter.dim() != 2:
         raise ValueError(
@@ -112,7 +107,7 @@ def new_state(
     return state
 
 
-def stored_state(
+def _stored_state(
     parameter: Tensor,
     rule: Rule,
     group: dict[str, Any],
@@ -121,16 +116,7 @@ def stored_state(
     known: State | None,
     store: TrainingStore,
 ) -> ParameterState:
-    """Return the state of a table on disk, which continues from its store.
-
-    Args:
-        parameter: Table.
-        rule: Update rule.
-        group: Parameter group of the table.
-        saved: The table's torch state.
-        known: State of the table until now.
-        store: Store of the table.
-    """
+    """Return the state of a table on disk, which continues from its store."""
     arrays = saved_arrays(saved, parameter, rule, required=set(), owner="a table")
     if not isinstance(known, ParameterState) or not known.is_in_use or arrays:
         # Arrays of a table in memory, which are copied to the store.

@@ -127,7 +127,8 @@ class OperatorState(StaleTensors):
             rows: Rows, whose weights are as the caller has written them.
         """
         with held_interrupts(), self.lock, torch.no_grad():
-            refuse_swapped(self.averages, "rows must not be reset")
+            self.check_reset()
+            self.write_deferred()
             index = torch.as_tensor(rows, device=self.device)
             for name, x in self.state.items():
                 x.index_fill_(0, index, self._initial_state.get(name, 0.0))

@@ -177,11 +177,6 @@ class ParameterState(TableState, AttachedState):
             self.catch_up_deferred()
         super().check_step(*args, **options)
 
-    def first_stale(self, ids: np.ndarray | None = None) -> int | None:
-        # Another thread may be catching rows up.
-        with self.lock:
-            return super().first_stale(ids)
-
     def _catch_up(self, table: np.ndarray, ids: np.ndarray | None) -> None:
         with threads_of_torch():
             super()._catch_up(table, ids)

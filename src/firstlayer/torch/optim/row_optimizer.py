@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ... import kernels
-from ..._check import all_in_range, not_negative, one_of, out_of_range
+from ..._check import ids_in_range, not_negative, one_of
 from ..._interrupts import held_interrupts
+from ...optim.row_average import refuse_swapped
 from ...optim.row_optimizer import check_rounding
 from ...optim.rule import MODES, Mode, RowOptions, Rule
 from .._tensors.dtypes import dtype_name
 from .._tensors.errors import torch_errors
-from .._tensors.memory import threads_of_torch
+from .._tensors.memory import array_of, tensor_of, threads_of_torch
 from .._tensors.row_parameter import without_catch_up
 from .._tensors.shard import shard_of
 from .._tensors.shard_tensor import check_whole_table
@@ -139,11 +140,16 @@ class RowOptimizer(torch.optim.Optimizer):
             rule.check(options)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["stochastic_rounding"]:
+        try:
             with torch_errors():
-                check_rounding(dtype_name(p.dtype) for p in group["params"])
+                if group["stochastic_rounding"]:
+                    check_rounding(dtype_name(p.dtype) for p in group["params"])
+            for parameter in group["params"]:
+                check_whole_rows(parameter, rule)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         for parameter in group["params"]:
-            check_whole_rows(parameter, rule)
             is_sharded = shard_of(parameter) is not None and not parameter.is_meta
             if store_of(parameter) is None and not is_sharded:
                 detach(parameter)
@@ -153,7 +159,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._adopt_new(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
-        """Take a step; raise and change nothing if a row to update was read while stale.
+        """Take a step.
+
+        A row with a gradient that was stale when it was read is a RuntimeError, before
+        anything changes; see :mod:`firstlayer.torch.optim`.
 
         Ctrl-C during the step is raised when the step is done. After a KeyboardInterrupt,
         either nothing has changed or the step is complete and ``state[parameter]["step"]``
@@ -237,7 +246,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Bring every row up to date.
 
         Operations on a parameter do this themselves. Call it before code that reads the
-        memory of a parameter behind torch's back; see :mod:`firstlayer.torch.optim`.
+        memory of a parameter directly; see :mod:`firstlayer.torch.optim`.
 
         Example:
             >>> from firstlayer.torch import Embedding
@@ -270,20 +279,21 @@ class RowOptimizer(torch.optim.Optimizer):
             0.1
         """
         self._flush_in_memory()
-        return to_dtensors(super().state_dict(), self)
+        return to_dtensors(super().state_dict(), self._all_parameters())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this optimizer, or of torch's optimizer of that name.
 
         A state that does not fit the parameters raises a ValueError and changes nothing.
         """
-        state_dict = to_local(state_dict, self)
+        parameters = self._all_parameters()
+        state_dict = to_local(state_dict, parameters)
         check_tensors(state_dict)
-        check_stored_steps(state_dict, self._all_parameters(), self._table_states)
+        check_stored_steps(state_dict, parameters, self._table_states)
         with held_interrupts():
             self._flush_in_memory()
             replaced = self._table_states
-            super().load_state_dict(state_dict)
+            self._load_in_float32(state_dict)
             for parameter, state in replaced.items():
                 if state.stored is None:
                     detach(parameter)
@@ -293,9 +303,32 @@ class RowOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
-            restore_float32(state_dict, self._all_parameters(), self.state)
             for parameter in self._row_steps:
                 self.row_step(parameter)
+
+    def _load_in_float32(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as torch does, without rounding it to half precision.
+
+        The state is the one that pre-hooks return, and post-hooks may change it afterwards.
+        """
+        loaded = state_dict
+
+        def before(_: Any, given: dict[str, Any]) -> None:
+            nonlocal loaded
+            loaded = given
+
+        def after(_: Any) -> None:
+            restore_float32(loaded, self._all_parameters(), self.state)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def row_step(self, parameter: Tensor) -> RowStep:
         """Return a function that takes a step of one table in compiled code.
@@ -363,20 +396,17 @@ class RowOptimizer(torch.optim.Optimizer):
         group, saved = self._group_of(parameter), self.state.get(parameter) or {}
         arrays = {n: x for n, x in saved.items() if n != "step" and isinstance(x, Tensor)}
         known = self._table_states.get(parameter)
-        kept = torch.as_tensor(kept_ids, dtype=torch.int64, device="cpu").reshape(-1)
+        sizes = [len(x) for x in arrays.values()] if known is None else [known.shape[0]]
+        # A table without a state may have had any number of rows.
+        old_rows = min(sizes, default=torch.iinfo(torch.int64).max)
+        bound = "the number of rows before"
+        kept = _row_numbers(kept_ids, old_rows, name="kept_ids", bound=bound)
         num_rows = kept.numel() + not_negative("new_rows", new_rows)
         if parameter.shape[0] != num_rows:
             raise ValueError(
                 f"kept_ids and new_rows must add up to the {parameter.shape[0]} rows of "
                 f"the table, got {kept.numel()} + {new_rows}"
             )
-        old_rows = next((len(x) for x in arrays.values()), num_rows)
-        if known is not None:
-            old_rows = known.shape[0]
-        with torch_errors():
-            if kept.numel() and not all_in_range(kept.numpy(), old_rows):
-                bound = "the number of rows before"
-                raise out_of_range(kept.numpy(), old_rows, name="kept_ids", bound=bound)
         with held_interrupts(), torch.no_grad():
             if known is not None:
                 rows: Any = kept if isinstance(known, OperatorState) else kept.numpy()
@@ -393,7 +423,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self.row_step(parameter)
 
     def reset_rows(self, parameter: Tensor, rows: Sequence[int] | Tensor) -> None:
-        """Give rows of a table the state of new rows.
+        """Give rows of a table the state of new rows; averages start from their weights.
 
         Call it after rows were given new values that belong to something else, such as
         another id. :class:`firstlayer.torch.GrowingEmbedding` does so itself.
@@ -416,20 +446,22 @@ class RowOptimizer(torch.optim.Optimizer):
             [0.0, 0.0]
         """
         group, saved = self._group_of(parameter), self.state.get(parameter) or {}
-        index = torch.as_tensor(rows, dtype=torch.int64, device="cpu").reshape(-1)
-        with torch_errors():
-            if index.numel() and not all_in_range(index.numpy(), parameter.shape[0]):
-                size = parameter.shape[0]
-                raise out_of_range(index.numpy(), size, name="rows", bound="num_embeddings")
+        index = _row_numbers(rows, parameter.shape[0], name="rows")
         known = self._table_states.get(parameter)
+        averages = [averaged._in_memory.get(parameter) for averaged in self.averages]
+        averages = [average for average in averages if average is not None]
         with held_interrupts(), torch.no_grad(), torch_errors():
+            refuse_swapped(averages, "rows must not be reset")
             if known is not None:
                 known.reset_rows(index.numpy())
-                return
-            initial = self._new_rule(group).initial_state(group)
-            for name, x in saved.items():
-                if name != "step" and isinstance(x, Tensor):
-                    x.index_fill_(0, index.to(x.device), initial.get(name, 0.0))
+            else:
+                initial = self._new_rule(group).initial_state(group)
+                for name, x in saved.items():
+                    if name != "step" and isinstance(x, Tensor):
+                        x.index_fill_(0, index.to(x.device), initial.get(name, 0.0))
+            with without_catch_up():
+                for average in averages:
+                    average.reset_rows(index, parameter.detach())
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush_in_memory()
@@ -513,15 +545,33 @@ class RowOptimizer(torch.optim.Optimizer):
             # The new state has its missed steps.
             previous.base_step = previous.event_count
         self._table_states[parameter] = state
-        # Another optimizer of the parameter may have detached the state.
-        if not state.rule.lazy and vars(parameter).get("table_state") is not state:
-            state.attach()
+        if previous is not state:
+            for averaged in self.averages:
+                averaged._attach(state)
+        attached = vars(parameter).get("table_state")
+        if not state.rule.lazy:
+            # Another optimizer of the parameter may have detached the state.
+            if attached is not state:
+                state.attach()
+        elif attached is not None and attached is previous:
+            # The mode was exact before.
+            detach(parameter)
 
     def _step_dense(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters that are not tables with torch's optimizer."""
         if any(group["params"] for group in groups):
             self._dense.param_groups, self._dense.state = groups, self.state
             self._dense.step()
+
+
+def _row_numbers(
+    rows: Any, num_rows: int, *, name: str, bound: str = "num_embeddings"
+) -> Tensor:
+    """Return rows as a vector of int64 on the CPU, or raise unless a table has them."""
+    rows = array_of(rows.cpu()) if isinstance(rows, Tensor) else rows
+    with torch_errors():
+        numbers = ids_in_range(rows, num_rows, name=name, bound=bound).reshape(-1)
+    return tensor_of(numbers.copy())
 
 
 def trains_by_kernels(parameter: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from .._tensors.errors import WrongValue, check_ids
+from .._tensors.errors import WrongValue, check_ids, check_integers
 from .._tensors.row_parameter import WITHOUT_VALUES, without_catch_up
 from .operator_state import OperatorState
 from .row_tensors import RowTensors, StepTensors
@@ -74,6 +74,7 @@ class RowStep:
         values: Float[Tensor, "*batch embedding_dim"],
     ) -> None:
         """Take a step."""
+        check_integers(ids, name="ids")
         width = self._state.shape[1]
         if values.shape != (*ids.shape, width):
             raise WrongValue(
@@ -98,6 +99,7 @@ class RowStep:
         Compiled code computes the missed steps of the rows together with the lookup, and
         writes nothing. A negative id reads row 0.
         """
+        check_integers(ids, name="ids")
         index, numbers = ids.reshape(-1).long(), self._numbers
         with torch.no_grad(), without_catch_up():
             tensors = self._tensors()

@@ -107,11 +107,16 @@ def check_row_tensors(
         dtype: Compute dtype.
         device: Device of the state.
     """
-    if tuple(table.shape) != shape or compute_dtype(table.dtype) != dtype:
+    if tuple(table.shape) != shape:
         raise ValueError(
-            f"the table must stay {shape} in {dtype_name(dtype)} as its state is, got "
-            f"{tuple(table.shape)} in {dtype_name(table.dtype)}; call resize_rows or make "
-            "a new optimizer"
+            f"the table must stay {shape} as its state is, got {tuple(table.shape)}; call "
+            "resize_rows or make a new optimizer"
+        )
+    if compute_dtype(table.dtype) != dtype:
+        raise ValueError(
+            f"the table must stay in {dtype_name(dtype)} as its state is, got "
+            f"{dtype_name(table.dtype)}; load its state dict into a new "
+            "optimizer"
         )
     for name, x in state.items():
         if tuple(x.shape) != state_shape or x.dtype != dtype:

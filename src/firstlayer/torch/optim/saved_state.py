@@ -85,7 +85,7 @@ def check_stored_steps(
         parameters: Parameters of the optimizer, in order.
         states: States of those that are tables.
     """
-    for number, parameter in zip(_numbers(state_dict), parameters, strict=False):
+    for number, parameter in zip(parameter_numbers(state_dict), parameters, strict=False):
         saved, state = state_dict["state"].get(number), states.get(parameter)
         if saved and saved.keys() == {"step"} and state is not None:
             if state.stored is not None:
@@ -104,13 +104,13 @@ def restore_float32(
         parameters: Parameters of the optimizer, in order.
         states: Their states, which are changed.
     """
-    for number, parameter in zip(_numbers(state_dict), parameters, strict=True):
+    for number, parameter in zip(parameter_numbers(state_dict), parameters, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if parameter.dtype in HALF and isinstance(value, Tensor):
                 device = "cpu" if name == "step" else parameter.device
                 states[parameter][name] = value.to(device, copy=True)
 
 
-def _numbers(state_dict: dict[str, Any]) -> list[int]:
+def parameter_numbers(state_dict: dict[str, Any]) -> list[int]:
     """Return the numbers of the parameters of a saved state, in order."""
     return [i for group in state_dict["param_groups"] for i in group["params"]]

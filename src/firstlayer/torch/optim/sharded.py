@@ -4,7 +4,7 @@
 would get it from a step on gradients of zeros, which are as large as the tables.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +12,35 @@ from torch import Tensor
 
 from ...optim.rule import Rule
 from .._tensors.shard import TableShard, shard_of
+from .saved_state import parameter_numbers
 
 
-def to_dtensors(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+def to_dtensors(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Return a state dict of an optimizer in which arrays of shards are DTensors.
 
     Args:
         state_dict: State dict with this rank's arrays.
-        optimizer: The optimizer.
+        parameters: Parameters of the optimizer, in order.
     """
 
     def convert(shard: TableShard, name: str, array: Tensor) -> Tensor:
         return shard.to_dtensor(array)
 
-    return _convert(state_dict, optimizer, convert)
+    return _convert(state_dict, parameters, convert)
 
 
-def to_local(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+def to_local(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Return a state dict of an optimizer in which arrays of shards are this rank's.
 
     Args:
         state_dict: State dict with DTensors, or with the arrays of whole tables.
-        optimizer: The optimizer.
+        parameters: Parameters of the optimizer, in order.
     """
 
     def convert(shard: TableShard, name: str, array: Tensor) -> Tensor:
         return shard.to_local(array, name=name)
 
-    return _convert(state_dict, optimizer, convert)
+    return _convert(state_dict, parameters, convert)
 
 
 def check_whole_rows(parameter: Tensor, rule: Rule) -> None:
@@ -97,16 +98,12 @@ def create_dense_state(optimizer: Any, dense: torch.optim.Optimizer) -> None:
 
 def _convert(
     state_dict: dict[str, Any],
-    optimizer: Any,
+    parameters: Sequence[Tensor],
     convert: Callable[[TableShard, str, Tensor], Tensor],
 ) -> dict[str, Any]:
     """Return a copy of a state dict in which arrays of shards are converted."""
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shards = {
-        number: shard_of(parameter)
-        for number, parameter in zip(numbers, parameters, strict=False)
-    }
+    numbers = parameter_numbers(state_dict)
+    shards = dict(zip(numbers, map(shard_of, parameters), strict=False))
     if not any(shard is not None for shard in shards.values()):
         return state_dict
     states = {}

@@ -388,7 +388,8 @@ def stale_row_message(row: int) -> str:
     """Return the message of an error about a row that was read while stale."""
     return (
         f"row {row} has a gradient, but was not up to date when it was read; read it "
-        "through the parameter, not through an alias from before the last step"
+        "through the parameter, not through an alias from before the last step. Call "
+        "flush() before a step with a gradient that is older than the last step"
     )
 
 

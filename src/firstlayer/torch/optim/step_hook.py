@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._tensors.shard import is_distributed
 
 # Module state: a hook that torch calls before the step of every optimizer. It is installed
 # with the first row optimizer of a process that is part of a process group.
@@ -12,8 +13,7 @@ _step_hooks: list[Any] = []
 
 def install_step_hook() -> None:
     """Install the hook if this process is part of a process group."""
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if in_group and not _step_hooks:
+    if is_distributed() and not _step_hooks:
         _step_hooks.append(register_optimizer_step_pre_hook(_check_not_sharded))
 
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .._tensors.dtypes import upcast
 from .._tensors.errors import torch_errors
 from .._tensors.memory import array_of
+from .._tensors.shard import is_distributed
 from .new_state import State
 from .operator_state import OperatorState
 from .row_operators import sum_by_id
@@ -20,13 +20,15 @@ def table_gradient(state: State, grad: Tensor, options: dict[str, Any]) -> tuple
     """Return the ids and values of a gradient; ids are None if it is dense.
 
     They are tensors for an OperatorState, and arrays otherwise. Raises an error unless a
-    step with them can run to its end.
+    step with them can run to its end, or if a row was read while stale. In distributed
+    runs, stale rows catch up instead.
 
     Args:
         state: State of the table.
         grad: Gradient of the table.
         options: Options of the rule in this step.
     """
+    ids: Any
     if isinstance(state, OperatorState):
         ids, values = _summed(grad) if grad.is_sparse else (None, grad)
     elif grad.is_sparse:
@@ -37,14 +39,7 @@ def table_gradient(state: State, grad: Tensor, options: dict[str, Any]) -> tuple
         ids, values = None, array_of(grad.contiguous())
     with torch_errors():
         state.check_step(ids, values, options=options, ids_name="grad.indices()[0]")  # pyright: ignore
-    _check_read(state, ids)
-    return ids, values
-
-
-def _check_read(state: State, ids: Any) -> None:
-    """Raise if a row was read while stale; in distributed runs, catch up instead."""
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if in_group and state.has_stale_weights:
+    if is_distributed() and state.has_stale_weights:
         # Other processes may have read these rows.
         if isinstance(state, OperatorState):
             state.catch_up_rows(ids)
@@ -53,6 +48,7 @@ def _check_read(state: State, ids: Any) -> None:
     row = state.first_stale(ids)
     if row is not None:
         raise RuntimeError(stale_row_message(row))
+    return ids, values
 
 
 def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:

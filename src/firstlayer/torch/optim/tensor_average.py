@@ -70,6 +70,16 @@ class TensorAverage(RowAverage):
         new = table[kept.numel() :].to(self.tensor)
         self.tensor = torch.cat([old, new])
 
+    def reset_rows(self, rows: Tensor, table: Tensor) -> None:
+        """Start the averages of rows from their weights.
+
+        Args:
+            rows: Rows that belong to something else from now on.
+            table: The table.
+        """
+        values = table.index_select(0, rows.to(table.device))
+        self.tensor.index_copy_(0, rows.to(self.tensor.device), values.to(self.tensor))
+
     def caught_up(
         self,
         average: Tensor,

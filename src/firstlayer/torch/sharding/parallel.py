@@ -247,7 +247,7 @@ class ShardedRows(ParallelStyle):
 def sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are parts of tables.
 
-    Other wrappers must leave them alone: ``fully_shard(model, ignored_params=...)``.
+    Other wrappers must ignore them: ``fully_shard(model, ignored_params=...)``.
 
     Args:
         module: Any module.
