@@ -1,5 +1,7 @@
 """Griffe extension for the reference: docstrings as Markdown, constructors of optimizers.
 
+Methods that all layers of a front end inherit are shown once, in ``AnyLayer``.
+
 Docstrings use roles such as ``:class:`Name```, which Markdown does not know, and the
 heading ``Example:``, which griffe calls ``Examples:``. The constructors of row optimizers
 have signatures that are made at run time, which griffe does not see in the source.
@@ -25,7 +27,14 @@ class Docstrings(griffe.Extension):
     """Rewrites each docstring before it is rendered, and signatures of optimizers."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Give row optimizers the signatures that they have at run time."""
+        """Move methods of all layers, and give row optimizers their signatures."""
+        for front_end in ("numpy", "equinox"):
+            module = pkg[f"{front_end}._module"]
+            base, shared = module["Module"], griffe.Class("AnyLayer")
+            module.set_member("AnyLayer", shared)
+            for name in [name for name in base.members if not name.startswith("_")]:
+                shared.set_member(name, base[name])
+                base.del_member(name)
         for name in set(optim.__all__) - {"AveragedRows", "RowOptimizer"}:
             for module in ("optim", "torch.optim", "equinox.optim"):
                 found = pkg[f"{module}.{name}"]

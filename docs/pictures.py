@@ -250,6 +250,48 @@ def _box(axes: "Axes", x: float, y: float, numbers: Any, color: str) -> None:
         axes.text(x, at, f"{number:g}", ha="center", va="center")
 
 
+# Places in a model, and the layers that act there; the first two are one EmbeddingLayer.
+PLACES = {
+    "rows of a table": (
+        BLUE,
+        ("Embedding", "HashedEmbedding", "GrowingEmbedding", "EmbeddingBag", "TableGroup"),
+    ),
+    "+ positions": (ORANGE, ("LearnedPositions", "SinusoidalPositions")),
+    "+ n-gram memory": (PINK, ("NgramEmbedding", "with EngramGate,", "ShortConvGate …")),
+    "queries and keys": (GREEN, ("RotaryPositions", "XPosRotary")),
+    "attention scores": (
+        GREEN,
+        ("AlibiBias", "T5Bias", "KerpleBias", "FireBias", "CopeBias", "ShawScores …"),
+    ),
+    "logits": (BLUE, ("layer.logits(x)", "(tied head)")),
+}
+
+
+def layers() -> "Figure":
+    """Draw where in a transformer each layer acts."""
+    from matplotlib.patches import FancyArrowPatch, Rectangle
+
+    figure = _figure(2.7)
+    axes = figure.subplots()
+    axes.text(-0.6, 0, "ids", ha="right", va="center")
+    for x, (place, (color, names)) in enumerate(PLACES.items()):
+        axes.add_patch(Rectangle((x - 0.43, -0.3), 0.86, 0.6, fill=False, edgecolor=color))
+        axes.text(x, 0, place, ha="center", va="center", fontsize=8.5)
+        arrow: Any = {"arrowstyle": "-|>", "mutation_scale": 9, "color": GREY, "lw": 0.8}
+        arrow |= {"shrinkA": 0, "shrinkB": 0}
+        axes.add_patch(FancyArrowPatch((x - 0.57, 0), (x - 0.43, 0), **arrow))
+        for line, name in enumerate(names):
+            y = -0.65 - 0.34 * line
+            axes.text(x, y, name, ha="center", va="center", fontsize=8, color=color)
+    for first, last, name in (0, 1, "EmbeddingLayer"), (3, 4, "attention, in every block"):
+        left, right = first - 0.43, last + 0.43
+        axes.plot([left, left, right, right], [0.4, 0.5, 0.5, 0.4], color=GREY, lw=0.8)
+        axes.text((left + right) / 2, 0.7, name, ha="center", va="center", fontsize=9)
+    axes.set(xlim=(-0.9, 5.5), ylim=(-2.5, 0.9))
+    axes.axis("off")
+    return figure
+
+
 def lookups() -> "Figure":
     """Draw the times in ``lookups.json``, the output of ``firstlayer bench --json``."""
     found = json.loads((FOLDER / "lookups.json").read_text())
@@ -322,6 +364,7 @@ PICTURES: dict[str, Callable[[], "Figure"]] = {
     "large_positions": large_positions,
     "missed_steps": missed_steps,
     "bags": bags,
+    "layers": layers,
     "lookups": lookups,
     "positions": positions,
 }

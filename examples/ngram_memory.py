@@ -7,8 +7,8 @@ the hidden states. The table is a training store: its rows are read from a file,
 there by a row optimizer, and after a crash the file returns to the last commit. A step
 touches only the rows of its batch, so the table may be as large as the disk allows.
 
-The models take turns, step by step, so that other load on the machine slows both. Files
-that neither has seen are held out. On one core, with 100 seconds for each model::
+Steps of the two models are interleaved, so that other load on the machine slows both. Some
+files are held out from training. On one core, with 100 seconds for each model::
 
     seed 0: 478,976 parameters, 160× in the table
       without memory: 470 steps of 213 ms, held out 1.672 nats per byte
