@@ -306,7 +306,7 @@ def test_tensors_that_are_not_floats_are_refused(dtype, code, tmp_path):
         write(tmp_path / "a", {"x": np.ones(2, dtype)}, {})
     metadata = {"firstlayer": GOOD}
     safetensors.numpy.save_file({"x": np.ones(2, dtype)}, tmp_path / "a", metadata=metadata)
-    with pytest.raises(ValueError, match=f"a tensor 'x' of dtype {code}, which no layer"):
+    with pytest.raises(ValueError, match=f"a tensor 'x' of dtype '{code}', which no layer"):
         read(tmp_path / "a")
 
 
