@@ -36,6 +36,10 @@ MAX_NAME_IN_ERROR = 120
 CHUNK_BYTES = 1 << 23
 #: Linux reads at most 2 GB at a time.
 MAX_READ_BYTES = 1 << 30
+#: How zip archives begin, those of ``torch.save`` among them.
+ZIP_MAGIC = b"PK\x03\x04"
+#: How files of torch before 1.6 begin: a pickled magic number.
+OLD_TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
 #: What a folder is searched for, in this order: an index of shards, or a single file.
@@ -359,8 +363,7 @@ def _torch_tensors(
 
 def is_torch(begin: bytes) -> bool:
     """Return whether ``torch.save`` may have written a file, by its first bytes."""
-    # A zip archive, or the magic number of torch before 1.6 in a pickle.
-    return begin.startswith((b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9"))
+    return begin.startswith((ZIP_MAGIC, OLD_TORCH_MAGIC))
 
 
 def _shards(

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from .checkpoint import OLD_TORCH_MAGIC
 from .pickles import COMMON, Record, read_pickle
 
-#: How files of torch before 1.6 begin: a pickled magic number.
-OLD_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 #: What :mod:`zipfile` raises for damaged archives, besides ValueError.
 ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -80,7 +79,7 @@ def read_torch(file: BinaryIO, *, size: int, source: str) -> dict[str, TorchTens
         size: Its size; every tensor is checked against it.
         source: Name of the file in errors.
     """
-    if file.read(len(OLD_MAGIC)) == OLD_MAGIC:
+    if file.read(len(OLD_TORCH_MAGIC)) == OLD_TORCH_MAGIC:
         raise ValueError(
             f"{source} is in the format of torch before 1.6: load it with torch and save "
             "it again"

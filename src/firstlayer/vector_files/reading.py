@@ -13,12 +13,19 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..files.atomic import Opener
-from ..files.checkpoint import Checkpoint, checkpoint_in, open_checkpoint, open_regular
+from ..files.checkpoint import (
+    OLD_TORCH_MAGIC,
+    ZIP_MAGIC,
+    Checkpoint,
+    checkpoint_in,
+    open_checkpoint,
+    open_regular,
+)
 from ..files.gguf import MAGIC as GGUF_MAGIC
 from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
 from ..files.safetensors import KEY
-from ..files.torch_pickle import OLD_MAGIC, ZIP_ERRORS
+from ..files.torch_pickle import ZIP_ERRORS
 from ..files.word2vec import is_text_row
 from ..stores import open_store
 from ..stores.table_files import METADATA_KEY
@@ -44,7 +51,6 @@ from .vocabulary import (
 )
 
 GZIP_MAGIC = b"\x1f\x8b"
-ZIP_MAGIC = b"PK\x03\x04"
 #: The opcode and version that begin a pickle.
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 GGUF_TOKENS = "tokenizer.ggml.tokens"
@@ -89,11 +95,11 @@ def read_vectors(path: str | os.PathLike[str], *, need_words: bool = True) -> Ve
         return read_fasttext(place)
     if begin.startswith(ZIP_MAGIC) and is_npz(place):
         return read_npz(place, need_words=need_words)
-    if begin.startswith(PICKLES) and not begin.startswith(OLD_MAGIC):
+    if begin.startswith(PICKLES) and not begin.startswith(OLD_TORCH_MAGIC):
         return read_gensim(place)
     if (
         begin[8:9] == b"{"
-        or begin.startswith((ZIP_MAGIC, OLD_MAGIC))
+        or begin.startswith((ZIP_MAGIC, OLD_TORCH_MAGIC))
         or place.name.endswith(".index.json")
     ):
         return read_one_save(

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..files.checkpoint import (
     CHUNK_BYTES,
+    ZIP_MAGIC,
     checkpoint_in,
     open_regular,
     read_header,
@@ -19,7 +20,7 @@ from ..files.word2vec import is_text_row
 from ..stores import FileStore, open_store
 from ..stores.table_files import METADATA_KEY
 from .parquet import MAGIC as PARQUET_MAGIC
-from .reading import ZIP_MAGIC, is_npz, read_vectors
+from .reading import is_npz, read_vectors
 from .text import MAX_LINE_BYTES, counts_in
 
 
