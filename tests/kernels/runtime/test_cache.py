@@ -4,7 +4,6 @@ import errno
 import gc
 import importlib.util
 import io
-import itertools
 import pickle
 import shutil
 import sys
@@ -26,7 +25,7 @@ def double(x):
     for i in range(x.size):
         x[i] *= 2
 """
-_numbers = itertools.count()
+NAME = "kernels_of_the_cache_tests"
 
 
 @pytest.fixture
@@ -34,15 +33,16 @@ def folder(tmp_path, monkeypatch):
     """A module with one kernel and an empty cache folder."""
     (tmp_path / "kernels.py").write_text(SOURCE)
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    # Numba imports the module of a kernel that it reads from the cache; see use().
+    monkeypatch.setitem(sys.modules, NAME, None)
     return tmp_path
 
 
 def use(folder, dtype="float64"):
     """Use the kernel as a new process would; return warnings and whether it compiled."""
-    name = f"kernels_{next(_numbers)}"
-    spec = importlib.util.spec_from_file_location(name, folder / "kernels.py")
+    spec = importlib.util.spec_from_file_location(NAME, folder / "kernels.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
     cache._warnings.has_warned = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
