@@ -89,6 +89,7 @@ def test_row_optimizers_forget_the_state_of_lost_rows(name, evict, execution, mo
             *(torch.optim.Adagrad, False, "Adagrad"),
             {"lr": 0.1, "initial_accumulator_value": 0.2},
         ),
+        (torch.optim.Rprop, False, "Rprop", {"lr": 0.05, "etas": (0.6, 1.3)}),
     ],
 )
 def test_optimizers_of_torch_forget_the_state_of_lost_rows(make, sparse, name, options):

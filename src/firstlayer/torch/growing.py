@@ -320,6 +320,13 @@ def _reset_state(
 ) -> None:
     for name, x in state.items():
         if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows:
-            is_sum = name == "sum" and "initial_accumulator_value" in group
-            initial = group["initial_accumulator_value"] if is_sum else 0.0
-            _fill_rows(x, rows, initial)
+            _fill_rows(x, rows, _initial_value(name, group))
+
+
+def _initial_value(name: str, group: dict[str, Any]) -> Any:
+    """Return the value that torch's optimizers give to all of a new state tensor."""
+    if name == "sum":
+        return group.get("initial_accumulator_value", 0.0)
+    if name == "step_size" and "etas" in group:  # Rprop
+        return group["lr"]
+    return 0.0
