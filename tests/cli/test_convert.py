@@ -116,4 +116,6 @@ def test_a_checkpoint_is_not_replaced_by_its_own_table(tmp_path):
     for output in (path, tmp_path / "link.safetensors"):
         message = error_message("convert", path, output, "--force", code=2)
         assert "OUTPUT must not be FILE, got" in message
+    message = error_message("convert", tmp_path, path, "--force", code=2)
+    assert f"OUTPUT must not replace a file of FILE, got '{path}'" in message
     assert path.read_bytes() == before

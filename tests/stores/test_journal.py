@@ -325,7 +325,9 @@ def test_a_closed_store_refuses_writes(path):
     store = open_store(path, mode="r+")
     store.close()
     store.close()
-    for call in (store.before_write, store.commit, store.flush):
+    # A row written to the mapped file now would be neither committed nor undone.
+    calls = store.before_write, store.commit, store.flush, lambda: store.array
+    for call in calls:
         with pytest.raises(ValueError, match="is closed"):
             call()
 

@@ -86,6 +86,10 @@ def command(
         to = _kind(output)
     if Path(os.path.realpath(output)) == Path(os.path.realpath(file)):
         raise click.UsageError(f"OUTPUT must not be FILE, got {output!r} twice")
+    if os.path.exists(output) and Path(os.path.realpath(output)).is_relative_to(
+        os.path.realpath(file)
+    ):
+        raise click.UsageError(f"OUTPUT must not replace a file of FILE, got {output!r}")
     if to == SAFETENSORS:
         if not output.endswith(".safetensors"):
             raise click.UsageError(f"OUTPUT must end in .safetensors, got {output!r}")

@@ -117,6 +117,7 @@ class TrainingStore(RowStore):
     @property
     def array(self) -> Float[np.ndarray, "rows width"]:
         """Table, a writable array over the mapped file."""
+        self._check_open()
         return self._mapped["weight"].array
 
     @property
