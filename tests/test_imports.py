@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.run_alone import run_alone
@@ -107,6 +108,22 @@ def test_a_front_end_does_not_load_the_others(front_end):
     others = {f"firstlayer.{other}" for other in FRONT_ENDS.keys() - {front_end}}
     assert f"firstlayer.{front_end}" in loaded and not loaded & others
     assert not third_party(loaded) & (FRAMEWORKS - FRONT_ENDS[front_end])
+
+
+def test_torch_layers_do_not_load_the_compiler(tmp_path):
+    """``torch.compile``'s modules take as long to import as torch itself."""
+    path = tmp_path / "table.npy"
+    np.save(path, np.ones((5, 8), np.float32))
+    loaded = imported_by(f"""
+        import torch
+        from firstlayer import stores, torch as layers
+        layer = layers.EmbeddingLayer(5, 8, max_positions=4, layer_norm=True, sparse=True)
+        x = layer(torch.tensor([[1, 2]]))
+        layers.RotaryPositions(8)(x[:, None]).sum().backward()
+        layers.AlibiBias(2).bias(range(3), range(3))
+        layers.Embedding.from_store(stores.open_store({str(path)!r}))(torch.tensor([4]))
+    """)
+    assert "firstlayer.torch._table.stored" in loaded and "torch._dynamo" not in loaded
 
 
 def test_numba_loads_with_the_first_kernel_call():

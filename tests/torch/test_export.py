@@ -32,6 +32,7 @@ from firstlayer.torch import (
     XPosRotary,
     replace_rotary,
 )
+from firstlayer.torch._tensors.buffers import constant_result
 
 pytestmark = [
     # Shapes are checked in Python, which a trace cannot record.
@@ -421,3 +422,14 @@ def test_ids_and_positions_out_of_range_in_exported_graphs():
             program(ids, x, inputs[2])
         with pytest.raises(Exception, match="indices element out of data bounds, idx=20"):
             graph(ids=ids, x=x, positions=inputs[2])
+
+
+def test_constant_results_have_the_mark_of_torch():
+    def constant() -> int:
+        return 1
+
+    def reference() -> int:
+        return 1
+
+    marks = vars(torch.compiler.assume_constant_result(reference))
+    assert marks and vars(constant_result(constant)) == marks

@@ -154,7 +154,7 @@ class StoredEmbedding(Embedding):
         check_tensor(ids, name="ids")
         encoded = self.encoded
         if encoded is None or is_plain_cpu(ids, encoded):
-            rows: Tensor = _read_rows(self, as_index(ids))
+            rows: Tensor = read_on_host(self, as_index(ids))
         else:
             # Torch counts negative ids from the end; the new id is out of range.
             index = as_index(ids)
@@ -293,7 +293,13 @@ class StoredEmbeddingBag(StoredEmbedding, EmbeddingBag):
         )
 
 
-def _read_on_host(layer: StoredEmbedding, ids: Tensor) -> Tensor:
+def read_on_host(layer: StoredEmbedding, ids: Tensor) -> Tensor:
+    """Return the rows that the store reads, on the device of the ids."""
+    if torch.compiler.is_dynamo_compiling():
+        # Here: the module imports the compiler, which takes as long as importing torch.
+        from .graph_break import read_between_graphs
+
+        return read_between_graphs(layer, ids)
     with torch_errors(), threads_of_torch():
         rows = layer.row_store.read(array_of(ids.cpu()))
     return tensor_of(rows).to(ids.device)
@@ -319,10 +325,6 @@ def _sum_bags(
             bags.ids, bags.bounds, weights=bags.weights, divisors=divisors
         )
     return tensor_of(sums)
-
-
-# Compiled code calls it between two graphs.
-_read_rows: Any = torch.compiler.disable(_read_on_host)  # pyright: ignore
 
 
 class _Logits(torch.autograd.Function):

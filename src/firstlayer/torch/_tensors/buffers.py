@@ -23,6 +23,16 @@ from ...files.layer_configs import config_of
 from .memory import is_recorded
 
 
+def constant_result(function: Any) -> Any:
+    """Return a function whose result is a constant for ``torch.compile``.
+
+    The same as ``torch.compiler.assume_constant_result``, which imports the compiler: that
+    takes as long as the import of torch.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 class PrecomputedBuffers(nn.Module):
     """Base class of layers with precomputed tables, one buffer for each of ``_tables``."""
 
@@ -89,7 +99,7 @@ class PrecomputedBuffers(nn.Module):
         integers = torch.int32 if dtype is torch.float32 else torch.int64
         return self._integers(name, device, integers).view(dtype)
 
-    @torch.compiler.assume_constant_result
+    @constant_result
     def _constant(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a table of floats that does not depend on the buffers."""
         return _constant_tensor(self._tables()[name], dtype)
@@ -99,7 +109,7 @@ class PrecomputedBuffers(nn.Module):
         tables, rates = self._constant64(0), self._constant64(1)
         return tables.to(device), rates.to(device)
 
-    @torch.compiler.assume_constant_result
+    @constant_result
     def _constant64(self, number: int) -> Tensor:
         return _constant_tensor(self._float64_constants()[number], torch.float64)
 
