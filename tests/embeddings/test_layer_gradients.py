@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from firstlayer import kernels
+from firstlayer.embeddings.layer import empty_statistics
 from firstlayer.embeddings.layer_gradients import layer_gradients
 from firstlayer.embeddings.row_gradient import RowGradient
 from firstlayer.kernels.layer import backward
@@ -39,16 +40,36 @@ class Case:
         self.norm_weight = rng.standard_normal(width).astype(dtype) if has_norm else None
         self.dy = rng.standard_normal((tokens, width)).astype(dtype)
         self.mask = rng.random(tokens) < 0.8
+        self.forward()
 
     def gradients(self, **options: Any) -> Any:
-        pairs: list[Any] = list(zip(self.tables, self.rows, strict=True))
-        token, *added = pairs
-        position, segment = (
-            pair if k in self.used else None for k, pair in enumerate(added, POSITION)
-        )
-        norm = None if self.norm_weight is None else (self.norm_weight, 0.1)
+        token, position, segment = self.pairs()
+        norm = None
+        if self.norm_weight is not None:
+            norm = self.norm_weight, self.statistics
         options = {"scale": 1.5, "norm": norm, "dy": self.dy, **options}
         return layer_gradients(token, position=position, segment=segment, **options)
+
+    def forward(self) -> None:
+        """Compute the statistics that the backward needs."""
+        self.statistics = empty_statistics(len(self.dy), self.dtype == np.float64)
+        if self.norm_weight is None:
+            return
+        token, position, segment = self.pairs()
+        kernels.layer_forward(
+            token,
+            position=position,
+            segment=segment,
+            scale=1.5,
+            norm=(self.norm_weight, np.zeros_like(self.norm_weight), 0.1),
+            out=np.empty_like(self.dy),
+            statistics=self.statistics,
+        )
+
+    def pairs(self) -> list[Any]:
+        """Return each table with the rows that are read, or None if it is not used."""
+        pairs = zip(self.tables, self.rows, strict=True)
+        return [pair if k in self.used else None for k, pair in enumerate(pairs)]
 
     def autograd(self, *, padding=(None, None), mask=None):
         tables = [torch.from_numpy(t.astype(float)).requires_grad_() for t in self.tables]
@@ -136,6 +157,7 @@ def test_short_rows_of_added_tables_are_repeated(threads):
     # 24 rows do not divide 1000 tokens.
     short = np.random.default_rng(1).permutation(40)[:24], np.array([2])
     case.rows[1:] = [np.resize(rows, 1000) for rows in short]
+    case.forward()
     tables, norm = case.autograd(mask=case.mask)
     case.rows[1:] = short
     got = case.gradients(mask=case.mask)
@@ -228,3 +250,22 @@ def test_fewer_ids_than_gradient_rows_raise():
     case.rows[TOKEN] = case.rows[TOKEN][:999]
     with pytest.raises(ValueError, match="an id for each of 1000 rows, got 999"):
         case.gradients()
+
+
+@pytest.mark.rejects
+def test_fewer_statistics_than_gradient_rows_raise():
+    case = Case(np.float32, tables=(TOKEN,), has_norm=True)
+    case.statistics = case.statistics[:7]
+    with pytest.raises(ValueError, match="a row for each of 1000 tokens, got 7"):
+        case.gradients()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_forward_fills_the_mean_and_inverse_deviation_of_each_row(dtype, threads):
+    case = Case(dtype, tables=(TOKEN, POSITION, SEGMENT), has_norm=True)
+    x: Any = 0
+    for factor, (table, rows) in zip((1.5, 1, 1), case.pairs(), strict=True):
+        x = x + factor * table.astype(float)[rows]
+    expected = np.stack([x.mean(axis=1), 1 / np.sqrt(x.var(axis=1) + 0.1)], axis=1)
+    tolerance = 1e-13 if dtype == np.float64 else 1e-5
+    np.testing.assert_allclose(case.statistics, expected, atol=tolerance)

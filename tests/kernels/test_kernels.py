@@ -286,13 +286,18 @@ def test_kernels_free_what_they_allocate(threads):
     width, num_calls = 5000, 200
     table = rng.standard_normal((50, width), dtype=np.float32)
     ids, out = rng.integers(0, 50, 40), np.empty((40, width), np.float32)
-    norm = (table[0], table[1], 1e-5)
+    norm, statistics = (table[0], table[1], 1e-5), np.empty((40, 2), np.float32)
 
     def calls():
         kernels.layer_forward(
-            (table, ids), position=(table, ids), scale=2.0, norm=norm, out=out
+            (table, ids),
+            position=(table, ids),
+            scale=2.0,
+            norm=norm,
+            out=out,
+            statistics=statistics,
         )
-        layer_gradients((table, ids), scale=2.0, norm=norm[1:], dy=out)
+        layer_gradients((table, ids), scale=2.0, norm=(table[0], statistics), dy=out)
         kernels.gather_rows(table, ids)
 
     calls()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from firstlayer import kernels
+from firstlayer.embeddings.layer import empty_statistics
 from firstlayer.embeddings.layer_gradients import layer_gradients
 from firstlayer.embeddings.row_gradient import RowGradient
 from firstlayer.kernels import plain
@@ -171,9 +172,9 @@ def test_the_complete_layer(dtype, norm, monkeypatch):
     rows = [rng.integers(0, 9, 12), np.arange(4), np.array([0, 1, 1])]
     token, position, segment = zip(tables, rows, strict=True)
     weight, bias = random(6, dtype), random(6, dtype)
-    results = []
+    results, statistics = [], empty_statistics(12, dtype == np.float64)
     for module in (kernels, plain):
-        out = np.empty((12, 6), dtype)
+        out, statistics = np.empty((12, 6), dtype), statistics.copy()
         assert module.layer_forward(
             token,
             position=position,
@@ -181,9 +182,11 @@ def test_the_complete_layer(dtype, norm, monkeypatch):
             scale=2.0,
             norm=(weight, bias, 1e-3) if norm else None,
             out=out,
+            statistics=statistics,
         )
-        results.append(out)
-    assert_same(*results[::-1])
+        results.append((out, statistics))
+    for mine, other in zip(*results[::-1], strict=True):
+        assert_same(mine, other)
     out = np.empty((1, 6), dtype)
     bad = tables[0], np.array([9])
     assert not plain.layer_forward(bad, scale=1.0, norm=None, out=out)
@@ -196,7 +199,7 @@ def test_the_complete_layer(dtype, norm, monkeypatch):
             position=position,
             segment=segment,
             scale=2.0,
-            norm=(weight, 1e-3) if norm else None,
+            norm=(weight, statistics) if norm else None,
             dy=dy,
             by_id=by_id,
             token_padding=int(rows[0][1]),

@@ -8,6 +8,7 @@ of the original Transformer, and without the norm that of GPT-2. Only token rows
 
 from typing import Any
 
+import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from .._array import namespace_of
@@ -139,6 +140,18 @@ def add_embeddings(
     for other in others:
         total = total + other
     return total
+
+
+def empty_statistics(num_tokens: int, is_double: bool) -> Float[np.ndarray, "num_tokens 2"]:
+    """Return memory for the mean of each row before the norm, and one over its deviation.
+
+    Kernels fill it in the forward and read it in the backward.
+
+    Args:
+        num_tokens: Number of rows.
+        is_double: Whether the compute dtype is float64.
+    """
+    return np.empty((num_tokens, 2), np.float64 if is_double else np.float32)
 
 
 def normalize_rows(

@@ -43,7 +43,7 @@ def layer_gradients(
     position: TableRows | None = None,
     segment: TableRows | None = None,
     scale: float,
-    norm: tuple[np.ndarray, float] | None,
+    norm: tuple[np.ndarray, np.ndarray] | None,
     dy: Float[np.ndarray, "tokens embedding_dim"],
     by_id: bool = True,
     token_padding: int | None = None,
@@ -58,7 +58,7 @@ def layer_gradients(
             than tokens is repeated.
         segment: Segment table and the row of each token, or None. Repeated too.
         scale: Factor of token rows.
-        norm: Weight and epsilon of the LayerNorm, or None.
+        norm: Weight of the LayerNorm, and the statistics that the forward filled, or None.
         dy: Gradient of the output.
         by_id: Whether the gradient of token rows is summed by id.
         token_padding: Row of the token table that gets no gradient, or None.

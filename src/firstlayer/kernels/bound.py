@@ -47,7 +47,7 @@ class BoundForward:
     ) -> None:
         number = np.float64 if token_table.dtype == np.float64 else np.float32
         norm_weight, norm_bias, eps = norm or (None, None, 0.0)
-        width, varying, rows = token_table.shape[1], ["ids", "out"], None
+        width, varying, rows = token_table.shape[1], ["ids", "out", "statistics"], None
         if position_table is not None:
             rows, varying = np.arange(len(position_table)), [*varying, "position_rows"]
         # All rows of positions in order. A call reads some of them.
@@ -66,12 +66,20 @@ class BoundForward:
             norm_bias=None if norm_bias is None else bits_of(norm_bias),
             scale=number(scale),
             eps=number(eps),
+            statistics=np.empty((1, 2), number),
             streams=False,
             out=bits_of(np.empty((1, width), token_table.dtype)),
             has_bad_id=FLAG,
         )
 
-    def __call__(self, ids: int, out: int, size: int, rows: range | None) -> int:
+    def __call__(
+        self,
+        ids: int,
+        out: int,
+        size: int,
+        rows: range | None,
+        statistics: np.ndarray | None = None,
+    ) -> int:
         """Write output rows on the calling thread.
 
         Args:
@@ -80,13 +88,22 @@ class BoundForward:
             size: Number of ids.
             rows: Rows of positions, repeated if they are fewer than ids; None without
                 positions.
+            statistics: As in :func:`firstlayer.kernels.layer_forward`.
         """
+        at = (0, 0) if statistics is None else (statistics.ctypes.data, size)
         if rows is None:
-            return self._call(0, size, 0, 0, 0, ids, size, out, size)
+            return self._call(0, size, 0, 0, 0, ids, size, out, size, *at)
         first = self._first + 8 * rows.start
-        return self._call(0, size, 0, 0, 0, ids, size, out, size, first, len(rows))
+        return self._call(0, size, 0, 0, 0, ids, size, out, size, *at, first, len(rows))
 
-    def on_threads(self, ids: int, out: int, size: int, rows: range | None) -> int:
+    def on_threads(
+        self,
+        ids: int,
+        out: int,
+        size: int,
+        rows: range | None,
+        statistics: np.ndarray | None = None,
+    ) -> int:
         """Write output rows on as many threads as their number allows.
 
         Args:
@@ -94,10 +111,12 @@ class BoundForward:
             out: Address of the output.
             size: Number of ids.
             rows: Rows of positions.
+            statistics: Statistics of rows.
         """
         ticket: Ticket = ticket_for(size, self._grain)
+        at = (0, 0) if statistics is None else (statistics.ctypes.data, size)
         where = () if rows is None else (self._first + 8 * rows.start, len(rows))
-        return self._call(*ticket, ids, size, out, size, *where)
+        return self._call(*ticket, ids, size, out, size, *at, *where)
 
 
 class BoundRotation:

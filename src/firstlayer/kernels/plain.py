@@ -276,6 +276,7 @@ def layer_forward(
     scale: float,
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
+    statistics: np.ndarray | None = None,
 ) -> bool:
     """Write the layer's output to ``out``, and return whether every row is in range."""
     check_sizes(token, position, segment, num_tokens=len(out), width=out.shape[1])
@@ -289,7 +290,11 @@ def layer_forward(
     value = _sum_of_tables(token, position, segment, scale=scale, dtype=dtype)
     if norm is not None:
         weight, bias, eps = norm
-        value = _normalized(value, eps)[0] * weight.astype(dtype) + bias.astype(dtype)
+        mean, rstd = _row_statistics(value, eps)
+        if statistics is not None:
+            statistics[:] = np.hstack([mean, rstd])
+        value = _normalized(value, mean, rstd)
+        value = value * weight.astype(dtype) + bias.astype(dtype)
     out[:] = value.astype(out.dtype)
     return True
 
@@ -337,7 +342,7 @@ def layer_backward(
     position: TableRows | None = None,
     segment: TableRows | None = None,
     scale: float,
-    norm: tuple[np.ndarray, float] | None,
+    norm: tuple[np.ndarray, np.ndarray] | None,
     dy: np.ndarray,
     plan: BackwardPlan,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -348,7 +353,8 @@ def layer_backward(
     dx = dy[tokens].astype(dtype)
     if norm is not None:
         value = _sum_of_tables(token, position, segment, scale=scale, dtype=dtype)[tokens]
-        normalized, rstd = _normalized(value, norm[1])
+        mean, rstd = np.split(norm[1][tokens], 2, axis=1)
+        normalized = _normalized(value, mean, rstd)
         shared[0], shared[1] = (dx * normalized).sum(axis=0), dx.sum(axis=0)
         dx = dx * norm[0].astype(dtype)
         along = (dx * normalized).mean(axis=1, keepdims=True)
@@ -391,13 +397,17 @@ def _sum_of_tables(
     return value
 
 
-def _normalized(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row with mean 0 and variance 1, and the inverse standard deviations."""
-    centered = x - x.mean(axis=1, keepdims=True)
-    variance = (centered * centered).mean(axis=1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rstd = 1 / np.sqrt(variance + x.dtype.type(eps))
-        return centered * rstd, rstd
+def _row_statistics(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each row, and one over its standard deviation."""
+    mean = x.mean(axis=1, keepdims=True)
+    variance = np.square(x - mean).mean(axis=1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return mean, 1 / np.sqrt(variance + x.dtype.type(eps))
+
+
+def _normalized(x: np.ndarray, mean: np.ndarray, rstd: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return (x - mean) * rstd
 
 
 def parse_text_rows(

@@ -1,6 +1,7 @@
 """The complete layer on NumPy: ids in, position-aware vectors out."""
 
 import copy
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from .._array import compute_dtype
 from .._check import boolean, float_dtype, not_negative_number, positive, probability
 from ..embeddings.init import Init, Seed, normal
-from ..embeddings.layer import mask_rows
+from ..embeddings.layer import empty_statistics, mask_rows
 from ..files.hf_embeddings import Arrays, layer_from_hf
 from ..files.layer_configs import config_of
 from ..positions.learned import small_normal
@@ -222,9 +223,12 @@ class EmbeddingLayer(Module):
             mask=mask,
         )
         tables = arguments.read_tables()
-        y, dropout_factors = self._output(arguments, tables)
-        saved = arguments.saved_for_backward(tables)
-        norm = None if self.norm is None else (self.norm[0].copy(), self.norm_eps)
+        saved, norm, statistics = arguments.saved_for_backward(tables), None, None
+        if self.norm is not None:
+            num_tokens = math.prod(arguments.shape[:-1])
+            statistics = empty_statistics(num_tokens, self.dtype == np.float64)
+            norm = self.norm[0].copy(), statistics
+        y, dropout_factors = self._output(arguments, tables, statistics)
 
         def pull(dy: Any) -> dict[str, Any]:
             dy = gradient_of(y, dy).astype(compute_dtype(y.dtype), copy=False)
@@ -349,13 +353,16 @@ class EmbeddingLayer(Module):
         return {name: value for name, value in vars(self).items() if name != "_plan"}
 
     def _output(
-        self, arguments: LayerArguments, tables: LayerTables
+        self,
+        arguments: LayerArguments,
+        tables: LayerTables,
+        statistics: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the output and the factors of dropout, or None without dropout."""
         drops = self.training and self.dropout
         dtype = compute_dtype(self.dtype) if drops else self.dtype
         out, factors = np.empty(arguments.shape, dtype), None
-        tables.forward(out, norm=self.norm, eps=self.norm_eps)
+        tables.forward(out, norm=self.norm, eps=self.norm_eps, statistics=statistics)
         if drops:
             factors = _dropout_factors(out, self.dropout, self.rng)
             out = _drop(out, factors).astype(self.dtype, copy=False)

@@ -30,11 +30,11 @@ from .forward import (
     AHEAD,
     GRAIN,
     TableRows,
-    assemble_row,
     check_sizes,
     flat,
     flat_norm,
     flat_pair,
+    sum_at,
 )
 
 # Buffers from this size on use streaming stores for final gradient rows. Partial rows are
@@ -48,7 +48,7 @@ def layer_backward(
     position: TableRows | None = None,
     segment: TableRows | None = None,
     scale: float,
-    norm: tuple[np.ndarray, float] | None,
+    norm: tuple[np.ndarray, np.ndarray] | None,
     dy: np.ndarray,
     plan: BackwardPlan,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,7 +60,7 @@ def layer_backward(
         position: As in the forward.
         segment: As in the forward.
         scale: As in the forward.
-        norm: Weight and epsilon of the LayerNorm, or None.
+        norm: Weight of the LayerNorm, and the statistics of the forward, or None.
         dy: Gradient of the output, ``(tokens, embedding_dim)``.
         plan: Result of :func:`firstlayer.kernels.plan_backward` for the same tokens.
 
@@ -73,6 +73,12 @@ def layer_backward(
     num_tokens, width = dy.shape
     check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
     compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
+    norm_weight, statistics = norm or (None, None)
+    if statistics is not None and len(statistics) != num_tokens:
+        raise ValueError(
+            f"statistics must have a row for each of {num_tokens} tokens, "
+            f"got {len(statistics)}"
+        )
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
     buffer = np.empty((plan.partial_starts[-1], width), compute_dtype)
@@ -87,9 +93,9 @@ def layer_backward(
         *flat_pair(token),
         *flat_pair(position),
         *flat_pair(segment),
-        None if norm is None else flat_norm(norm[0], width),
+        flat_norm(norm_weight, width),
+        statistics,
         compute_dtype(scale),
-        compute_dtype(0.0 if norm is None else norm[1]),
         flat(dy),
         plan.token_order,
         plan.block_starts,
@@ -114,48 +120,60 @@ def _sum_over_blocks(blocks: np.ndarray) -> np.ndarray:
 
 
 @inlined
-def _centered_at(like, d, row, mean, dy, dy_at, weight):
-    """Return the centered row at ``d``, and the gradient of the normalized row.
-
-    Both are lanes or one number, like ``like``.
-    """
-    return load(like, row, d) - mean, load(like, dy, dy_at + d) * load(like, weight, d)
-
-
-@inlined
-def _norm_statistics(row, mean, eps, dy, dy_at, weight, buffer, buffer_at, streams):
-    """Return one over the standard deviation of ``row``, and two means.
+def _center_row(
+    row,
+    token,
+    token_at,
+    position,
+    position_at,
+    segment,
+    segment_at,
+    scale,
+    mean,
+    dy,
+    dy_at,
+    next_at,
+    weight,
+    buffer,
+    buffer_at,
+    streams,
+):
+    """Write the centered sum of the tables' rows to ``row``, and return two means.
 
     They are the mean of the normalized row's gradient, and that of its product with the
-    centered row, divided by the variance. The buffer row that will be written is
-    prefetched unless it is streamed.
+    centered row. The next row of ``dy`` is prefetched, and the buffer row that will be
+    written unless it is streamed.
     """
     width, zero = row.size, type(mean)(0)
     block = SHORT_LANES_BYTES // row.itemsize
-    # Short lanes: three sums of long lanes would take all registers.
-    whole, squares = width - width % block, short_zeros(zero)
-    sums, products = squares, squares
-    square_rest, rest, product_rest = zero, zero, zero
+    whole, sums = width - width % block, short_zeros(zero)
+    products, rest, product_rest = sums, zero, zero
     for d in range(0, whole, block):
+        prefetch_lanes(sums, dy, next_at + d)
         if not streams:
             prefetch_target(sums, buffer, buffer_at + d)
-        centered, grad = _centered_at(sums, d, row, mean, dy, dy_at, weight)
-        squares, sums = squares + centered * centered, sums + grad
-        products = products + centered * grad
+        part = sum_at(
+            sums, d, token, token_at, position, position_at, segment, segment_at, scale
+        )
+        centered = part - mean
+        store(centered, row, d)
+        grad = load(sums, dy, dy_at + d) * load(sums, weight, d)
+        sums, products = sums + grad, products + centered * grad
     for d in range(whole, width):
-        number, one = _centered_at(rest, d, row, mean, dy, dy_at, weight)
-        square_rest, rest = square_rest + number * number, rest + one
-        product_rest = product_rest + number * one
+        number = sum_at(
+            rest, d, token, token_at, position, position_at, segment, segment_at, scale
+        )
+        number = number - mean
+        row[d] = number
+        one = load(rest, dy, dy_at + d) * load(rest, weight, d)
+        rest, product_rest = rest + one, product_rest + number * one
     count = type(mean)(width)
-    variance = (total(squares) + square_rest) / count + eps
-    rstd = type(mean)(1) / np.sqrt(variance)
-    product = (total(products) + product_rest) / count
-    return rstd, (total(sums) + rest) / count, product * rstd * rstd
+    return (total(sums) + rest) / count, (total(products) + product_rest) / count
 
 
 @inlined
 def _gradient_at(
-    like, d, row, mean, rstd, grad_mean, dot_mean, dy, dy_at, weight, shared_sums, block_at
+    like, d, row, rstd, grad_mean, dot_mean, dy, dy_at, weight, shared_sums, block_at
 ):
     """Add to the norm's gradients at ``d``, and return that of the assembled row.
 
@@ -163,7 +181,7 @@ def _gradient_at(
     """
     grad = load(like, dy, dy_at + d)
     if weight is not None:
-        centered = load(like, row, d) - mean
+        centered = load(like, row, d)
         add_to(grad * (centered * rstd), shared_sums, block_at + d)
         add_to(grad, shared_sums, block_at + row.size + d)
         grad = (grad * load(like, weight, d) - grad_mean - centered * dot_mean) * rstd
@@ -184,8 +202,8 @@ def _backward_blocks(
     segment_table,
     segment_rows,
     weight,
+    statistics,
     scale,
-    eps,
     dy,
     token_order,
     block_starts,
@@ -212,14 +230,15 @@ def _backward_blocks(
                 dy_at, next_at, buffer_row = i * width, next_ * width, buffer_rows[i]
                 adds, streams = buffer_row < -1, 0 <= buffer_row < streamed_rows
                 buffer_at = (-2 - buffer_row if adds else buffer_row) * width
-                mean, rstd, grad_mean, dot_mean = zero, zero, zero, zero
+                rstd, grad_mean, dot_mean = zero, zero, zero
                 if weight is not None:
                     position, segment = 0, 0
                     if position_table is not None:
                         position = position_rows[i % position_rows.size]
                     if segment_rows is not None:
                         segment = segment_rows[i % segment_rows.size]
-                    mean = assemble_row(
+                    rstd = statistics[i, 1]
+                    grad_mean, product_mean = _center_row(
                         row,
                         token_table,
                         ids[i] * width,
@@ -228,21 +247,16 @@ def _backward_blocks(
                         segment_table,
                         segment * width,
                         scale,
-                        dy,
-                        next_at,
-                        False,
-                    )
-                    rstd, grad_mean, dot_mean = _norm_statistics(
-                        row,
-                        mean,
-                        eps,
+                        statistics[i, 0],
                         dy,
                         dy_at,
+                        next_at,
                         weight,
                         buffer,
                         buffer_at,
                         streams,
                     )
+                    dot_mean = product_mean * rstd * rstd
                 later, segment_at = 0, 0
                 if weight is not None:
                     later = ids[token_order[min(k + AHEAD, final)]] * width
@@ -262,7 +276,6 @@ def _backward_blocks(
                         lanes,
                         d,
                         row,
-                        mean,
                         rstd,
                         grad_mean,
                         dot_mean,
@@ -287,7 +300,6 @@ def _backward_blocks(
                         zero,
                         d,
                         row,
-                        mean,
                         rstd,
                         grad_mean,
                         dot_mean,

@@ -40,6 +40,7 @@ def layer_forward(
     scale: float,
     norm: tuple[np.ndarray, np.ndarray, float] | None,
     out: np.ndarray,
+    statistics: np.ndarray | None = None,
 ) -> bool:
     """Write the layer's output rows to ``out``, and return whether every row is in range.
 
@@ -52,11 +53,20 @@ def layer_forward(
         scale: Factor of token rows.
         norm: Weight, bias and epsilon of a LayerNorm, or None.
         out: Output, ``(rows, embedding_dim)``.
+        statistics: Array ``(rows, 2)`` in the compute dtype that gets the mean of each row
+            before the norm, and one over its standard deviation, for the backward.
     """
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     compute_dtype = np.float64 if out.dtype == np.float64 else np.float32
     num_tokens, width = out.shape
     check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
+    if statistics is None:
+        statistics = np.empty((0, 2), compute_dtype)
+    elif len(statistics) != num_tokens:
+        raise ValueError(
+            f"statistics must have a row for each of {num_tokens} tokens, "
+            f"got {len(statistics)}"
+        )
     return write_rows(
         *flat_pair(token),
         *flat_pair(position),
@@ -65,6 +75,7 @@ def layer_forward(
         flat_norm(norm_bias, width),
         compute_dtype(scale),
         compute_dtype(eps),
+        statistics,
         out=out,
     )
 
@@ -73,7 +84,7 @@ def write_rows(*args: Any, out: np.ndarray) -> bool:
     """Write the layer's output rows, from arguments as the kernel takes them, unchecked.
 
     Args:
-        args: Arguments of the kernel, from the token table to epsilon.
+        args: Arguments of the kernel, from the token table to the statistics.
         out: As in :func:`layer_forward`.
     """
     has_bad_id, (num_tokens, width) = np.zeros(1, np.int64), out.shape
@@ -130,7 +141,7 @@ def flat(array: np.ndarray | None) -> np.ndarray | None:
 # In the functions below ``token``, ``position`` and ``segment`` are tables, and names that
 # end in ``_at`` are flat indices of a row's first entry.
 @inlined
-def _sum_at(like, d, token, token_at, position, position_at, segment, segment_at, scale):
+def sum_at(like, d, token, token_at, position, position_at, segment, segment_at, scale):
     """Return the sum of the tables at ``d``, as lanes or one number like ``like``."""
     value = load(like, token, token_at + d) * scale
     if position is not None:
@@ -141,7 +152,7 @@ def _sum_at(like, d, token, token_at, position, position_at, segment, segment_at
 
 
 @inlined
-def assemble_row(
+def _assemble_row(
     row,
     token,
     token_at,
@@ -150,30 +161,28 @@ def assemble_row(
     segment,
     segment_at,
     scale,
-    later,
-    later_at,
-    writes_later,
+    out,
+    next_at,
+    streams,
 ):
     """Write the sum of the tables' rows to ``row``, and return its mean.
 
-    The row of ``later`` at ``later_at`` is prefetched, to be written if ``writes_later``,
-    else to be read. It need not exist.
+    The row of ``out`` at ``next_at``, which need not exist, is prefetched to be written,
+    unless rows are streamed.
     """
     width, zero = row.size, type(scale)(0)
     block = LANES_BYTES // row.itemsize
     whole, sums, rest = width - width % block, zeros(zero), zero
     for d in range(0, whole, block):
-        if writes_later:
-            prefetch_target(sums, later, later_at + d)
-        else:
-            prefetch_lanes(sums, later, later_at + d)
-        part = _sum_at(
+        if not streams:
+            prefetch_target(sums, out, next_at + d)
+        part = sum_at(
             sums, d, token, token_at, position, position_at, segment, segment_at, scale
         )
         store(part, row, d)
         sums = sums + part
     for d in range(whole, width):
-        row[d] = _sum_at(
+        row[d] = sum_at(
             rest, d, token, token_at, position, position_at, segment, segment_at, scale
         )
         rest = rest + row[d]
@@ -181,7 +190,7 @@ def assemble_row(
 
 
 @inlined
-def inverse_std(row, mean, eps):
+def _inverse_std(row, mean, eps):
     """Return one over the standard deviation of ``row``, given its mean."""
     # Every number has the type of eps: an int would turn float32 into float64.
     block = LANES_BYTES // row.itemsize
@@ -218,6 +227,7 @@ def _write_rows(
     norm_bias,
     scale,
     eps,
+    statistics,
     streams,
     out,
     has_bad_id,
@@ -244,7 +254,7 @@ def _write_rows(
                 has_bad_id[0] = 1
                 continue
             rstd, start = zero, i * width
-            mean = assemble_row(
+            mean = _assemble_row(
                 row,
                 token_table,
                 token * width,
@@ -253,13 +263,14 @@ def _write_rows(
                 segment_table,
                 segment * width,
                 scale,
-                # The next row, or if rows are streamed one that does no harm.
                 out,
-                0 if streams else start + width,
-                not streams,
+                start + width,
+                streams,
             )
             if norm_weight is not None:
-                rstd = inverse_std(row, mean, eps)
+                rstd = _inverse_std(row, mean, eps)
+                if statistics.size:
+                    statistics[i, 0], statistics[i, 1] = mean, rstd
             later = ids[min(i + AHEAD, hi - 1)] * width
             for d in range(0, whole, block):
                 prefetch_lanes(lanes, token_table, later + d)

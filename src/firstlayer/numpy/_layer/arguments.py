@@ -67,14 +67,18 @@ class LayerArguments:
         )
 
     def gradients(
-        self, tables: LayerTables, dy: np.ndarray, *, norm: tuple[np.ndarray, float] | None
+        self,
+        tables: LayerTables,
+        dy: np.ndarray,
+        *,
+        norm: tuple[np.ndarray, np.ndarray] | None,
     ) -> dict[str, Any]:
         """Return all gradients by name, given that of the output before zeroing.
 
         Args:
             tables: Tables returned by :meth:`saved_for_backward`.
             dy: Gradient, in the compute dtype. Masked tokens pass none on, even if NaN.
-            norm: Weight and epsilon of the norm during the call, or None.
+            norm: Weight of the norm during the call, and its statistics, or None.
         """
         token, position, segment, scale = tables
         by_table = layer_gradients(

@@ -64,6 +64,7 @@ class LayerTables(NamedTuple):
         *,
         norm: Norm | None,
         eps: float,
+        statistics: np.ndarray | None = None,
     ) -> None:
         """Write the sums of rows to ``out``, normalized if there is a norm."""
         if not out.size:
@@ -75,6 +76,7 @@ class LayerTables(NamedTuple):
             scale=self.scale,
             norm=norm and (*norm, eps),
             out=out.reshape(-1, out.shape[-1]),
+            statistics=statistics,
         )
         if not in_range:
             # The arguments were checked against the tables, and then copied.

@@ -1,7 +1,8 @@
 """The complete layer on the kernels, eager on the CPU: forward and backward.
 
 The forward computes each output row once and writes it once. The backward computes it
-again, instead of saving several arrays of the output's size. A gradient that is batched or
+again, instead of saving several arrays of the output's size; only the statistics of each
+row are saved. A gradient that is batched or
 itself differentiated is computed by plain operators.
 """
 
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from ... import kernels
 from ..._check import all_in_range
-from ...embeddings.layer import add_embeddings, normalize_rows, normalize_rows_backward
+from ...embeddings.layer import (
+    add_embeddings,
+    empty_statistics,
+    normalize_rows,
+    normalize_rows_backward,
+)
 from ...embeddings.layer_gradients import layer_gradients
 from ...embeddings.row_gradient import RowGradient
 from .._table.lookup import LookupOptions, lookup
@@ -113,7 +119,7 @@ def fused_layer(
 
 
 def recorded_layer(
-    forward: Callable[[LayerTensors[Any]], Tensor],
+    forward: Callable[[LayerTensors[Any], np.ndarray | None], Tensor],
     tensors: LayerTensors[Tensor],
     options: LayerOptions,
     *,
@@ -122,7 +128,7 @@ def recorded_layer(
     """Return the layer's output with its gradient, with less overhead.
 
     Args:
-        forward: Computes the output.
+        forward: Computes the output from tensors, and fills the statistics of its rows.
         tensors: Tensors of the call, of which at least one needs a gradient. None may be a
             wrapper of ``torch.func``.
         options: Options of the call.
@@ -138,19 +144,23 @@ class _FusedLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         options: LayerOptions,
-        forward: Callable[[LayerTensors[Any]], Tensor],
+        forward: Callable[[LayerTensors[Any], np.ndarray | None], Tensor],
         position_rows: range | None,
         *args: Tensor | None,
     ) -> Tensor:
         ctx.options, ctx.position_rows, ctx.unsaved = options, position_rows, {}
+        ctx.statistics = None
         tensors: LayerTensors[Any] = LayerTensors(*args)
         saved = tensors
         if tensors.norm_weight is None:
             # The backward reads only the shapes of the tables, so they may change before.
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
+        else:
+            is_double = options.dtype is torch.float64
+            ctx.statistics = empty_statistics(tensors.token_rows.numel(), is_double)
         ctx.save_for_backward(*saved)
-        return forward(tensors)
+        return forward(tensors, ctx.statistics)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -162,11 +172,14 @@ class _FusedLayer(torch.autograd.Function):
             tensors = tensors._replace(position_rows=rows)
         needed = LayerTensors(*ctx.needs_input_grad[3:])
         dy = grads[0].reshape(-1, grads[0].shape[-1])
-        by_kernels = kernel_eligible(dy) and not torch.is_grad_enabled()
-        backward = _backward_by_kernels if by_kernels else _backward_by_operators
         # The rows read here were read, and up to date, in the forward.
         with without_catch_up():
-            gradients = backward(tensors, options, dy=dy, needed=needed)
+            if kernel_eligible(dy) and not torch.is_grad_enabled():
+                gradients = _backward_by_kernels(
+                    tensors, options, dy=dy, needed=needed, statistics=ctx.statistics
+                )
+            else:
+                gradients = _backward_by_operators(tensors, options, dy=dy, needed=needed)
         return None, None, None, *gradients
 
 
@@ -191,6 +204,7 @@ def _tables_without_values(
 
 def _forward(
     tensors: LayerTensors[Tensor],
+    statistics: np.ndarray | None = None,
     *,
     options: LayerOptions,
     lead: tuple[int, ...],
@@ -211,6 +225,7 @@ def _forward(
             scale=options.scale,
             norm=norm,
             out=array_of(out).reshape(-1, width),
+            statistics=statistics,
         )
     if not in_range:
         raise _out_of_range(tensors)
@@ -236,6 +251,7 @@ def _backward_by_kernels(
     *,
     dy: Tensor,
     needed: LayerTensors[bool],
+    statistics: np.ndarray | None,
 ) -> LayerTensors[Tensor | None]:
     arrays, token, position = _arrays(tensors), options.token, options.position
     with threads_of_torch():
@@ -244,7 +260,7 @@ def _backward_by_kernels(
             position=_pair(arrays.position_table, arrays.position_rows),
             segment=_pair(arrays.segment_table, arrays.segment_rows),
             scale=options.scale,
-            norm=None if arrays.norm_weight is None else (arrays.norm_weight, options.eps),
+            norm=None if statistics is None else (arrays.norm_weight, statistics),
             dy=array_of(dy.contiguous()),
             by_id=token is not None,
             token_padding=None if token is None else token.padding_idx,

@@ -10,6 +10,7 @@ import math
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
@@ -134,23 +135,30 @@ class CallPlan:
     def _record(self, ids: Tensor, rows: range | None, parameters: list[Any]) -> Tensor:
         token, position, norm_weight, norm_bias = parameters
         return recorded_layer(
-            lambda tensors: self._write(ids, ids.shape, ids.numel(), rows),
+            lambda tensors, statistics: self._write(
+                ids, ids.shape, ids.numel(), rows, statistics
+            ),
             LayerTensors(token, ids, position, None, None, None, norm_weight, norm_bias),
             self._options,
             position_rows=rows,
         )
 
     def _write(
-        self, ids: Tensor, lead: torch.Size, size: int, rows: range | None
+        self,
+        ids: Tensor,
+        lead: torch.Size,
+        size: int,
+        rows: range | None,
+        statistics: np.ndarray | None = None,
     ) -> Tensor:
         """Return the output for ids of this shape and number, with these position rows."""
         out = torch.empty((*lead, self._width), dtype=self._dtype, device=_CPU)
         numbers = ids.data_ptr(), out.data_ptr(), size
         if size * self._width < ONE_THREAD_NUMBERS:
-            flag = self._forward(*numbers, rows)
+            flag = self._forward(*numbers, rows, statistics)
         else:
             with threads_of_torch():
-                flag = self._forward.on_threads(*numbers, rows)
+                flag = self._forward.on_threads(*numbers, rows, statistics)
         if flag > 0:
             raise out_of_range_error(ids, self._num_embeddings)
         if flag < 0:
