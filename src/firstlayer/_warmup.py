@@ -130,6 +130,8 @@ def _steps(dtype: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for rule, options in RULES:
         name = " ".join([dtype, rule, *options])
         yield name, lambda rule=rule, options=options: _train(dtype, rule, options)
+    if dtype == "float32":
+        yield "rows of tables in JAX", _copy_rows
 
 
 def _ids(size: int = 8) -> np.ndarray:
@@ -147,6 +149,14 @@ def _lookup(dtype: str) -> None:
             number = np.float64 if dtype == "float64" else np.float32
             values = np.asarray(grad.values, number)
             kernels.store_rows(values, np.zeros_like(layer.weight), grad.ids, noise=None)
+
+
+def _copy_rows() -> None:
+    if kernels.can_bind():
+        from .kernels import row_copies
+
+        row_copies.read_rows_function()
+        row_copies.write_rows_function()
 
 
 def _bag(dtype: str, mode: Any) -> None:

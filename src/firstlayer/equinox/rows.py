@@ -66,6 +66,7 @@ from .._array import axis_specs
 from ._ids import IdsArgument, host_values
 from ._lookup import LookupOptions, check_ids
 from ._module import compiled, replace_fields
+from ._row_copies import read_rows, write_rows
 from ._sharding import Spec, with_sharding
 from ._table import Ids, TableModule
 from ._table_rows import RowSubset
@@ -292,6 +293,8 @@ def _gather(leaf: Any, axis: int, *, ids: Int32[Array, " rows"]) -> Any:
         return leaf
 
     def run(leaf: Array, ids: Array) -> Array:
+        if axis == 0:
+            return read_rows(leaf, ids)
         rows = leaf.at[(*(slice(None),) * axis, ids)]
         return rows.get(mode="fill", fill_value=0, **INDEX_HINTS)
 
@@ -307,6 +310,8 @@ def _scatter(leaf: Any, axis: int, new: Any, *, ids: Int32[Array, " rows"]) -> A
         return new
 
     def run(leaf: Array, new: Array, ids: Array) -> Array:
+        if axis == 0:
+            return write_rows(leaf, ids, new)
         rows = leaf.at[(*(slice(None),) * axis, ids)]
         return rows.set(new.astype(leaf.dtype), mode="drop", **INDEX_HINTS)
 

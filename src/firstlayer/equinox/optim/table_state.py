@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ..._array import axis_specs, compute_dtype
 from .._module import compiled, upcast
+from .._row_copies import read_rows, write_rows
 from .._row_shards import RowShards
 from .._sharding import with_specs
 from .._table import TableModule
 from .._table_rows import RowSubset
-from .._unique import INDEX_HINTS
 from .execution import Execution, RowsAndState
 from .missed_steps import MissedSteps, check_array
 
@@ -274,13 +274,13 @@ class TableState(eqx.Module):
         state = [zeros + value for value in execution.initial_state.values()]
         steps = jnp.zeros(ids.size, jnp.int32) + step
         arrays = {
-            name: _scatter(self.arrays[name], ids, rows)
+            name: write_rows(self.arrays[name], ids, rows)
             for name, rows in zip(execution.initial_state, state, strict=True)
         }
         return self._replace(
-            _scatter(self.weight, ids, values),
+            write_rows(self.weight, ids, values),
             arrays,
-            _scatter(self.row_steps, ids, steps),
+            write_rows(self.row_steps, ids, steps),
             self.caught_up,
         )
 
@@ -324,11 +324,11 @@ class RowRange(NamedTuple):
             step: Number of steps taken.
         """
         table = self.table
-        weight = upcast(_gather(table.weight, index))
-        rows = weight, *(_gather(array, index) for array in table._state(execution))
+        weight = upcast(read_rows(table.weight, index))
+        rows = weight, *(read_rows(array, index) for array in table._state(execution))
         if missed is None:
             return rows
-        last, count = _gather(table.row_steps, index), len(table.row_steps)
+        last, count = read_rows(table.row_steps, index), len(table.row_steps)
         is_row = (index >= 0) & (index < jnp.minimum(self.end, count))
         at = jnp.where(is_row, jnp.maximum(last, table.caught_up), step)
         return missed.catch_up(execution, rows, at, last >= 0, step)
@@ -359,12 +359,12 @@ class RowRange(NamedTuple):
         weight, gradient = upcast(subset.values), upcast(gradient)
         new = execution.update(values, weight, gradient, tuple(state))
         # The maximum is the new step, but makes the write depend on the read.
-        row_steps = jnp.maximum(_gather(table.row_steps, index), step + 1)
+        row_steps = jnp.maximum(read_rows(table.row_steps, index), step + 1)
         return self.write(
             execution,
             index,
             new,
-            row_steps=_scatter(table.row_steps, index, row_steps),
+            row_steps=write_rows(table.row_steps, index, row_steps),
             caught_up=table.caught_up if missed is not None else step + 1,
         )
 
@@ -380,11 +380,11 @@ class RowRange(NamedTuple):
         """Return the table with rows and their state written to it."""
         table, (weight, *state) = self.table, rows
         arrays = {
-            name: _scatter(table.arrays[name], index, own)
+            name: write_rows(table.arrays[name], index, own)
             for name, own in zip(execution.initial_state, state, strict=True)
         }
         return table._replace(
-            _scatter(table.weight, index, weight), arrays, row_steps, caught_up
+            write_rows(table.weight, index, weight), arrays, row_steps, caught_up
         )
 
     def catch_up(
@@ -444,11 +444,3 @@ def _update_shards(
     in_specs = (specs, *[PartitionSpec()] * len(args))
     mapped = shards.map(run, in_specs=in_specs, out_specs=specs)
     return with_specs(mapped, table, *args, specs=table._specs())
-
-
-def _gather(array: Array, ids: Int32[Array, " n"]) -> Array:
-    return array.at[ids].get(mode="fill", fill_value=0, **INDEX_HINTS)
-
-
-def _scatter(array: Array, ids: Int32[Array, " n"], rows: Array) -> Array:
-    return array.at[ids].set(rows.astype(array.dtype), mode="drop", **INDEX_HINTS)

@@ -139,14 +139,21 @@ def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...
     status = builder.call(target, passed)
     has_failed = builder.icmp_signed("!=", status, status.type(0))
     builder.ret(builder.select(has_failed, I64(-1), builder.load(flag)))
-    # Not Numba's code generator, whose optimizations take ten times as long.
-    target = llvm.Target.from_default_triple().create_target_machine(opt=1, jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), target)
-    engine.finalize_object()
+    code, engine = machine_code(function)
     prototype = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * count)
-    entry = prototype(engine.get_function_address(function.name))
+    entry = prototype(code)
     entry.engine = engine  # pyright: ignore  # keeps the code
     return entry
+
+
+def machine_code(function: ir.Function) -> tuple[int, Any]:
+    """Return the address of a small LLVM function, and the object that keeps its code."""
+    # Not Numba's code generator, whose optimizations take ten times as long.
+    target = llvm.Target.from_default_triple().create_target_machine(opt=1, jit=True)
+    module = llvm.parse_assembly(str(function.module))
+    engine = llvm.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    return engine.get_function_address(function.name), engine
 
 
 def _converted(builder: Any, word: Any, type_: Any) -> Any:
