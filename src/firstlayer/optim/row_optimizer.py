@@ -75,6 +75,9 @@ class RowOptimizer:
     """
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
+        if not hasattr(layer, "embeddings"):
+            got = type(layer).__name__
+            raise TypeError(f"layer must be a layer of firstlayer.numpy, got {got}")
         kernels.require_compiler(type(self).__name__)
         self.mode = one_of("mode", options.mode, MODES)
         self.rule = options.rule_class(lazy=self.mode == "lazy")
