@@ -65,6 +65,17 @@ def test_numpy_optimizers_take_one_layer():
 
 
 @pytest.mark.rejects
+def test_gradients_must_have_names():
+    layer = Embedding(5, 2)
+    vectors, pull = layer.vjp([3])
+    optimizer = firstlayer.optim.RowSGD(layer, lr=0.1)
+    for wrong, name in (pull(vectors)["weight"], "RowGradient"), (vectors, "ndarray"):
+        want = f"^grads must be the gradients by name of pull\\(dy\\), got {name}$"
+        with pytest.raises(TypeError, match=want):
+            optimizer.step(wrong)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.rejects
 def test_unknown_options_raise():
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
         firstlayer.optim.RowSGD(Embedding(5, 2), momentun=0.9)  # pyright: ignore

@@ -131,6 +131,9 @@ class RowOptimizer:
             >>> layer.weight.ravel().tolist()
             [1.0, 1.0, 1.0, 0.5, 1.0]
         """
+        if not isinstance(grads, Mapping):
+            got = type(grads).__name__
+            raise TypeError(f"grads must be the gradients by name of pull(dy), got {got}")
         own = {name: grad for name, grad in grads.items() if name in self.table_states}
         unknown = sorted(grads.keys() - own.keys() - INPUTS)
         if unknown:
