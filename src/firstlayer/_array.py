@@ -11,8 +11,12 @@ from types import ModuleType
 from typing import Any
 
 
-def namespace_of(x: Any) -> ModuleType:
+def namespace_of(x: Any, *, name: str = "x") -> ModuleType:
     """Return the array namespace of ``x``: ``numpy``, ``jax.numpy`` or ``torch``.
+
+    Args:
+        x: An array.
+        name: Its name in the error.
 
     Example:
         >>> import numpy as np
@@ -24,7 +28,7 @@ def namespace_of(x: Any) -> ModuleType:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return torch
-    raise TypeError(f"expected a NumPy, JAX or torch array, got {type(x).__name__}")
+    raise TypeError(f"{name} must be a NumPy, JAX or torch array, got {type(x).__name__}")
 
 
 def cast(x: Any, dtype: str) -> Any:

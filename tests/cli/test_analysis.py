@@ -165,7 +165,9 @@ def test_bench_names_missing_libraries(monkeypatch):
 @pytest.mark.rejects
 def test_bench_rejects_a_table_without_rows():
     done = run("bench", "--rows=0")
-    assert done.exit_code == 2 and "0 is not in the range x>=1" in done.stderr
+    assert done.exit_code == 2
+    want = "--rows must be an integer of at least 1, got 0 (see firstlayer bench --help)"
+    assert done.stderr == f"firstlayer: {want}\n"
 
 
 # firstlayer memory

@@ -116,10 +116,27 @@ def test_wrong_usage_exits_with_2_and_a_one_line_message():
     assert error_message("trian", code=2) == want
     assert error_message("xyz", code=2) == "no command 'xyz' (see firstlayer --help)"
     assert error_message("inspect", code=2) == (
-        "Missing argument 'PATH'. (see firstlayer inspect --help)"
+        "Missing argument 'PATH' (see firstlayer inspect --help)"
     )
     assert "--nonsense" in error_message("train", "--nonsense", code=2)
-    assert "'zero' is not" in error_message("train", "--dim", "zero", code=2)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize(
+    "option, want",
+    [
+        ("--dim=zero", "--dim must be an integer of at least 1, got 'zero'"),
+        ("--dim=0", "--dim must be an integer of at least 1, got 0"),
+        ("--seed=1.5", "--seed must be an integer of at least 0, got '1.5'"),
+        ("--window=17", "--window must be an integer from 1 to 16, got 17"),
+        ("--lr=0", "--lr must be a number above 0, got 0.0"),
+        ("--lr=nan", "--lr must be a number above 0, got nan"),
+        ("--lr=inf", "--lr must be a number above 0, got inf"),
+    ],
+)
+def test_numbers_out_of_range_are_named_with_their_rule(option, want):
+    message = error_message("train", option, code=2)
+    assert message == f"{want} (see firstlayer train --help)"
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_tied_or_not(tmp_path):
 
     assert tied({"tie_word_embeddings": True})[0] is True
     assert tied({"tie_word_embeddings": False})[0] is False
-    assert tied({}) == (None, "no head is stored, and no config says")
+    assert tied({}) == (None, "no head is stored, and no config says whether it is tied")
     # Stored tensors override the config.
     head = "lm_head.weight"
     assert tied({"tie_word_embeddings": False}, **{head: table})[0] is True
@@ -368,7 +368,10 @@ WRONG = {
     "float": ({**entry(4, 4), "data_offsets": [0.0, 64.0]}, "with a malformed entry"),
     "none": (None, "'wte.weight' with a malformed entry"),
     "no dtype": ({"shape": [4, 4], "data_offsets": [0, 64]}, "with a malformed entry"),
-    "odd dtype": (entry(4, 4, dtype="F4"), "has no embedding table, but wte.weight"),
+    "odd dtype": (
+        entry(4, 4, dtype="F4"),
+        "bad.safetensors has no embedding table among its tensors wte.weight",
+    ),
 }
 
 

@@ -354,7 +354,12 @@ def test_constructor_rejects_invalid_arguments():
 
     rejects("^position='learned' needs max_positions, got None", position="learned")
     rejects("^max_positions is for position='learned', got 4 with None", max_positions=4)
-    rejects("^position must be 'learned' or 'sinusoidal', got 'rotary'", position="rotary")
+    rejects(
+        "^position must be 'learned', 'sinusoidal', None or a layer that adds positions, "
+        "got 'rotary': use None with layers that act on attention, such as "
+        "RotaryPositions$",
+        position="rotary",
+    )
     rejects("^position must be 'learned', 'sinusoi", TypeError, position=AlibiBias(2))
     rejects("^position must have embedding_dim 6, got 8", position=SinusoidalPositions(8))
     rejects("^zero_padding needs padding_idx, got None", zero_padding=True)

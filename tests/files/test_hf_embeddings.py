@@ -315,3 +315,6 @@ def test_every_front_end_raises_the_same_errors(front_end, tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="no file .*config.json"):
         LAYERS[front_end].from_hf(tmp_path)
+    want = "^no folder bert-base-uncased: from_hf does not download checkpoints$"
+    with pytest.raises(FileNotFoundError, match=want):
+        LAYERS[front_end].from_hf("bert-base-uncased")

@@ -362,6 +362,8 @@ def test_bad_arguments_are_refused(front_end):
         module.NgramEmbedding(SaltedNgram(rows=50), small)
     with pytest.raises(TypeError, match="a given table takes no other options"):
         module.NgramEmbedding(SaltedNgram(rows=5), small, dtype="float16")
+    with pytest.raises(TypeError, match="^scheme must be an n-gram scheme, .*, got int$"):
+        module.NgramEmbedding(50, 3, **key)
     with pytest.raises(ValueError, match="combine must be 'concat' or 'sum', got 'mean'"):
         module.NgramEmbedding(SaltedNgram(rows=50), 3, combine="mean", **key)
     layer = module.EngramGate(5, 4, streams=2, **key)

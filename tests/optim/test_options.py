@@ -56,6 +56,26 @@ def test_constructors_apply_their_defaults(name):
 
 
 @pytest.mark.rejects
+def test_numpy_optimizers_take_one_layer():
+    layer = Embedding(5, 2)
+    for wrong, name in ([layer], "list"), (layer.weight, "ndarray"):
+        want = f"^layer must be a layer of firstlayer.numpy, got {name}$"
+        with pytest.raises(TypeError, match=want):
+            firstlayer.optim.RowSGD(wrong)
+
+
+@pytest.mark.rejects
+def test_gradients_must_have_names():
+    layer = Embedding(5, 2)
+    vectors, pull = layer.vjp([3])
+    optimizer = firstlayer.optim.RowSGD(layer, lr=0.1)
+    for wrong, name in (pull(vectors)["weight"], "RowGradient"), (vectors, "ndarray"):
+        want = f"^grads must be the gradients by name of pull\\(dy\\), got {name}$"
+        with pytest.raises(TypeError, match=want):
+            optimizer.step(wrong)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.rejects
 def test_unknown_options_raise():
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
         firstlayer.optim.RowSGD(Embedding(5, 2), momentun=0.9)  # pyright: ignore

@@ -277,5 +277,7 @@ def test_from_grid_rejects_an_empty_side():
 
 @pytest.mark.rejects
 def test_from_mask_rejects_lists():
-    with pytest.raises(TypeError, match="NumPy, JAX or torch array, got list"):
+    with pytest.raises(
+        TypeError, match="^mask must be a NumPy, JAX or torch array, got list$"
+    ):
         positions.from_mask([[1, 0]])

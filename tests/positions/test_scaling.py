@@ -433,8 +433,12 @@ def test_at_length_rejects_zero(rule):
 def test_scaling_from_rejects_unknown_rules_and_fields():
     with pytest.raises(ValueError, match="rule must be 'Linear', .* got 'Cubic'"):
         scaling_from({"rule": "Cubic"})
-    with pytest.raises(ValueError, match="got 'None'"):
-        scaling_from({"factor": 2.0})
+    want = (
+        r"^scaling must have the key 'rule', got \['factor', 'rope_type'\]: "
+        r"RotaryPositions.from_hf reads the rope_parameters of a config$"
+    )
+    with pytest.raises(ValueError, match=want):
+        scaling_from({"rope_type": "yarn", "factor": 2.0})
     with pytest.raises(
         ValueError, match=r"Linear must have only \['factor'\], got \['beta'\]"
     ):

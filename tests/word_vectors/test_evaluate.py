@@ -119,4 +119,5 @@ def test_bad_files_are_rejected(tmp_path):
             evaluate(table(), path)
     path.write_text("w0 w1 w2\n")
     (tmp_path / "v.txt").write_text("w0 1 2\nw1 2 1\n")
-    assert "of 0 pairs" in error_message("evaluate", tmp_path / "v.txt", path)
+    message = error_message("evaluate", tmp_path / "v.txt", path)
+    assert message == f"{path} must have two words and a score in line 1, got 'w0 w1 w2'"

@@ -108,7 +108,7 @@ def test_finished_run_is_trained_on_another_text(folder):
 def test_runs_that_cannot_be_trained_further_are_rejected(folder):
     train(["a.txt"], "v", recipe=options())
     before = file_contents(folder)
-    want = "v has no state to train further from: it was trained without keep_state"
+    want = "v has no state to train further from: it was trained without --keep-state"
     with pytest.raises(FileNotFoundError, match=want):
         train(["a.txt"], "v", more=MoreEpochs(2))
     train(["a.txt"], "w", recipe=options(keep_state=True))
@@ -194,7 +194,7 @@ def test_damaged_rows_of_ngrams_are_rejected(folder):
     with pytest.raises(ValueError, match="rows of n-grams of width 12, got .12, 10"):
         open_vectors("v")
     save_file({"ngrams": np.zeros((10, 12), np.float32)}, path)
-    with pytest.raises(ValueError, match="was not saved by Firstlayer"):
+    with pytest.raises(ValueError, match="has no config in its metadata"):
         open_vectors("v")
 
 

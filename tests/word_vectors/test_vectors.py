@@ -53,6 +53,10 @@ def test_the_piece_that_begins_a_word_is_preferred(prepend):
     assert "zebra" not in vectors
     with pytest.raises(KeyError, match="'zebra' is not in the table"):
         vectors["zebra"]
+    with pytest.raises(
+        TypeError, match="^word must be a string or a list of strings, got 3"
+    ):
+        vectors[3]  # pyright: ignore[reportArgumentType]
     found = similarities(vectors, ["king", "knights", "red"])
     assert found.notes == ["knights is the mean of ▁k nights"]
     a, b = rows[2], rows[6]

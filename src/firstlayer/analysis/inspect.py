@@ -134,7 +134,7 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
 def _report_of_rows(path: Path, names: Sequence[str]) -> Report:
     """Return the report of a file with one table."""
     if names:
-        raise ValueError(f"{path} has one table without a name, but a name is {names[0]!r}")
+        raise ValueError(f"{path} has one table without a name, but names has {names[0]!r}")
     rows = open_rows(path)
     tokens = {row: word for row, word in enumerate(rows.words) if word}
     return Report(
@@ -174,8 +174,10 @@ def _selected(checkpoint: Checkpoint, names: Sequence[str]) -> list[StoredTensor
     if not names:
         if tables := checkpoint.tables():
             return tables
-        some = ", ".join(sorted(checkpoint.tensors)[:3]) or "no tensors"
-        raise ValueError(f"{checkpoint.files[0]} has no embedding table, but {some}")
+        names = sorted(checkpoint.tensors)
+        some = ", ".join(names[:3] + ["…"] * (len(names) > 3))
+        among = f" among its tensors {some}" if names else ""
+        raise ValueError(f"{checkpoint.files[0]} has no embedding table{among}")
     for name in names:
         if name not in checkpoint.tensors:
             raise ValueError(f"{checkpoint.files[0]} has no tensor {name!r}")
@@ -247,7 +249,7 @@ def _tied(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[bool | None, 
             return True, f"{head.name} is stored too, with the same bits"
         return False, f"{head.name} differs from {token.name}"
     if is_tied is None:
-        return None, "no head is stored, and no config says"
+        return None, "no head is stored, and no config says whether it is tied"
     if is_tied:
         return True, "no head is stored, and the config says tie_word_embeddings"
     return False, "no head is stored, and the config says not to tie"

@@ -91,7 +91,7 @@ def message(error: Exception) -> str:
         case click.Abort():
             text = "interrupted"
         case click.UsageError(ctx=click.Context() as ctx):
-            text = f"{error.format_message()} (see {ctx.command_path} --help)"
+            text = f"{error.format_message().rstrip('.')} (see {ctx.command_path} --help)"
         case click.ClickException():
             text = error.format_message()
         case ModuleNotFoundError(name=str(name)) if name in EXTRAS:

@@ -30,8 +30,60 @@ MIN_BAR, MAX_BAR = 8, 40
 MAX_FORM = 30
 #: Space and hyphen at which a line is not broken.
 NO_BREAK, NO_BREAK_HYPHEN = "\u00a0", "\u2011"
+
+
+class Number(click.ParamType):
+    """Type of an option that is a number within limits.
+
+    Args:
+        kind: ``int`` or ``float``.
+        minimum: Smallest number.
+        maximum: Largest number.
+        above: Number that all are larger than, instead of ``minimum``.
+
+    Example:
+        >>> Number(int, 1, 16).rule, Number(float, above=0).rule
+        ('an integer from 1 to 16', 'a number above 0')
+    """
+
+    name = "n"
+
+    def __init__(
+        self,
+        kind: type[int] | type[float],
+        minimum: float = -math.inf,
+        maximum: float = math.inf,
+        *,
+        above: float = -math.inf,
+    ) -> None:
+        self.kind = kind
+        self.minimum, self.maximum, self.above = minimum, maximum, above
+        noun = "an integer" if kind is int else "a number"
+        if math.isfinite(above):
+            self.rule = f"{noun} above {above}"
+        elif math.isinf(maximum):
+            self.rule = f"{noun} of at least {minimum}"
+        else:
+            self.rule = f"{noun} from {minimum} to {maximum}"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float:
+        """Return the number, or raise a UsageError that names the option."""
+        option = param.opts[-1] if param is not None else "value"
+        try:
+            number = self.kind(value)
+        except ValueError:
+            raise click.UsageError(
+                f"{option} must be {self.rule}, got {value!r}", ctx
+            ) from None
+        if not (self.minimum <= number <= self.maximum and self.above < number < math.inf):
+            raise click.UsageError(f"{option} must be {self.rule}, got {number}", ctx)
+        return number
+
+
 #: Type of options that count something.
-COUNT = click.IntRange(min=1)
+COUNT = Number(int, 1)
 
 
 def value_option(name: str, default: Any, help: str, **settings: Any) -> Decorator:
@@ -39,12 +91,12 @@ def value_option(name: str, default: Any, help: str, **settings: Any) -> Decorat
     return click.option(name, default=default, show_default=True, help=help, **settings)
 
 
-seed_option = value_option("--seed", 0, "Seed of all random draws.", type=click.IntRange(0))
+seed_option = value_option("--seed", 0, "Seed of all random draws.", type=Number(int, 0))
 force_option = click.option("--force", is_flag=True, help="Replace existing output.")
 
 
 class HelpfulCommand(click.Command):
-    """Command whose help calls a number N, and leaves out limits such as ``x>=1``.
+    """Command whose help has sections, and breaks no line within a name or default.
 
     Args:
         sections: Names of options by heading, separated by spaces. The heading of all
@@ -61,8 +113,7 @@ class HelpfulCommand(click.Command):
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx)
             if isinstance(option, click.Option) and record is not None:
-                form = re.sub(r"(INTEGER|FLOAT) RANGE$", "N", record[0])
-                records[str(option.name)] = form, record[1]
+                records[str(option.name)] = record
         width = min(MAX_FORM, max(len(form) for form, _ in records.values()))
         # Two spaces before the option, and two after it.
         room = formatter.width - width - 4
@@ -74,18 +125,17 @@ class HelpfulCommand(click.Command):
             with formatter.section(heading):
                 # The descriptions of all sections are aligned.
                 formatter.write_dl([
-                    (form.ljust(width), _shortened(does, room)) for form, does in rows
+                    (form.ljust(width), _unbroken(does, room)) for form, does in rows
                 ])
         plain = {ord(NO_BREAK): " ", ord(NO_BREAK_HYPHEN): "-"}
         formatter.buffer = [text.translate(plain) for text in formatter.buffer]
 
 
-def _shortened(does: str, room: int) -> str:
-    """Return a description without limits, and with names and its default unbroken.
+def _unbroken(does: str, room: int) -> str:
+    """Return a description with names and its default unbroken.
 
     A default that is longer than a line of ``room`` columns is broken at spaces.
     """
-    does = re.sub(r"; x>=?[\d.]+(?=\])|  \[x>=?[\d.]+\]", "", does)
     does = re.sub(r"(?<=\w)-(?=\w)", NO_BREAK_HYPHEN, does)
     return re.sub(
         r"\[default: .{1,24}\]$",

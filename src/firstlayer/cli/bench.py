@@ -30,21 +30,21 @@ firstlayer bench --plot lookups.png
 @cli_command(examples=EXAMPLES)
 @click.option(
     "--rows",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     help="Number of rows; may be repeated.  [default: 1000, 10000, 100000, 400000]",
 )
 @click.option(
     "--batch",
     "batches",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     help="Sequences per lookup; may be repeated.  [default: 1, 16, 64, 256]",
 )
 @click.option(
     "--width",
     "widths",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     help="Width of each row; may be repeated.  [default: 64, 256, 1024]",
 )
@@ -65,7 +65,7 @@ def command(
 ) -> None:
     """Time lookups of float32 rows.
 
-    Of rows, batch and width one varies at a time, while the others have their middle
+    Rows, batch and width vary one at a time, while the others have their middle
     values. The plot shows how the time grows with each.
 
     Prints the speed of each library in million tokens per second and, in parentheses, the

@@ -28,6 +28,8 @@ firstlayer convert glove.6B.300d.txt glove    a folder, which opens faster
 firstlayer convert vectors vectors.bin        for gensim
 firstlayer convert vectors vectors.tsv        for TensorBoard's projector
 """
+#: Row formats that can be written.
+FORMATS = ("float32", "float16", "bfloat16", "int8", "int4", "fp8", "fp8_block")
 #: Copied from :mod:`firstlayer.vector_files.writing`, so that help needs no import.
 KINDS = ("folder", "word2vec", "word2vec-binary", "glove", "tsv", "npy", "parquet")
 SAFETENSORS = "safetensors"
@@ -44,6 +46,7 @@ SAFETENSORS = "safetensors"
 @click.option(
     "--format",
     metavar="NAME",
+    type=click.Choice(FORMATS),
     help="Rows of a .safetensors file: float32, float16, bfloat16, int8, int4, fp8 or "
     "fp8_block.  [default: as in FILE]",
 )

@@ -11,6 +11,7 @@ import click
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
 from ._output import (
     COUNT,
+    Number,
     amount,
     cli_command,
     columns,
@@ -66,14 +67,12 @@ firstlayer memory --plot memory.png
     f"[default: {', '.join(DEFAULT_OPTIMIZERS)}]",
 )
 @value_option("--tokens", 4096, "Ids per batch.", type=COUNT)
-@value_option(
-    "--head-dim", 64, "Head width, for rotary positions.", type=click.IntRange(min=2)
-)
+@value_option("--head-dim", 64, "Head width, for rotary positions.", type=Number(int, 2))
 @value_option(
     "--allow",
     2.0,
     "Largest memory to use for measuring.",
-    type=click.FloatRange(min=0.0),
+    type=Number(float, 0),
     metavar="GB",
 )
 @picture_option(*FORMATS)

@@ -2,7 +2,7 @@
 
 import click
 
-from ._output import cli_command, columns, emit, say
+from ._output import COUNT, cli_command, columns, emit, say
 
 EXAMPLES = """
 firstlayer neighbors vectors TypeError lock
@@ -18,7 +18,7 @@ firstlayer neighbors glove.6B.50d.txt whale -n 5 --json
 @click.option(
     "-n",
     "--count",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=10,
     show_default=True,
     help="Number of neighbors.",

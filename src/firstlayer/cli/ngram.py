@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._output import amount, cli_command, columns, emit, progress
+from ._output import COUNT, amount, cli_command, columns, emit, progress
 
 if TYPE_CHECKING:
     from ..analysis.ngram import Table, Usage
@@ -33,7 +33,7 @@ firstlayer ngram config.json --row-bytes 264
 )
 @click.option(
     "--row-bytes",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Bytes of a row.  [default: those of the released format]",
 )

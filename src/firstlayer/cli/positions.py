@@ -8,7 +8,9 @@ import click
 from ..analysis import SCHEMES
 from ._figures import FORMATS, checked_picture, picture_option, write_picture
 from ._output import (
+    COUNT,
     InterruptedCommand,
+    Number,
     cli_command,
     columns,
     emit,
@@ -28,7 +30,6 @@ firstlayer positions book.txt --plot report.html
 firstlayer positions *.md --scheme rotary --scheme alibi --length 256
 cat logs | firstlayer positions - --quick --json
 """
-Count = click.IntRange(min=1)
 
 
 @cli_command(examples=EXAMPLES)
@@ -41,20 +42,20 @@ Count = click.IntRange(min=1)
     help="Scheme; may be repeated.  [default: all]",
 )
 @click.option("--quick", is_flag=True, help="Smaller model, six schemes, two seeds.")
-@click.option("--length", type=Count, help="Training length in bytes.  [default: 128]")
-@click.option("--steps", type=Count, help="Training steps.  [default: 600]")
-@click.option("--layers", type=Count, help="Number of layers.  [default: 3]")
-@click.option("--width", type=Count, help="Width of the model.  [default: 96]")
-@click.option("--heads", type=Count, help="Number of heads.  [default: 4]")
-@click.option("--batch", type=Count, help="Sequences per step.  [default: 16]")
+@click.option("--length", type=COUNT, help="Training length in bytes.  [default: 128]")
+@click.option("--steps", type=COUNT, help="Training steps.  [default: 600]")
+@click.option("--layers", type=COUNT, help="Number of layers.  [default: 3]")
+@click.option("--width", type=COUNT, help="Width of the model.  [default: 96]")
+@click.option("--heads", type=COUNT, help="Number of heads.  [default: 4]")
+@click.option("--batch", type=COUNT, help="Sequences per step.  [default: 16]")
 @click.option(
     "--stretch",
     "stretches",
-    type=click.FloatRange(min=1.0),
+    type=Number(float, 1),
     multiple=True,
     help="Test at this multiple of the length; may be repeated.  [default: 1 to 8]",
 )
-@click.option("--seeds", type=Count, help="Models per scheme.  [default: 3]")
+@click.option("--seeds", type=COUNT, help="Models per scheme.  [default: 3]")
 @seed_option
 @picture_option(*FORMATS, "html")
 @force_option

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from ._output import (
     COUNT,
     InterruptedCommand,
+    Number,
     check_output_folder,
     cli_command,
     columns,
@@ -69,7 +70,7 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
     "Whole words, or byte-pair encoding (about three times slower).",
     type=click.Choice(["words", "bpe"]),
 )
-@value_option("--vocab", 30_000, "Largest vocabulary size.", type=click.IntRange(min=2))
+@value_option("--vocab", 30_000, "Largest vocabulary size.", type=Number(int, 2))
 @value_option("--min-count", 5, "Least number of occurrences of a word.", type=COUNT)
 @click.option("--lower", is_flag=True, help="Lowercase the text.")
 @click.option(
@@ -83,14 +84,14 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
     0,
     "Passes that join words often found together, such as new_york; each pass may double "
     "the length of phrases.",
-    type=click.IntRange(min=0),
+    type=Number(int, 0),
     metavar="PASSES",
 )
 @value_option(
     "--phrase-threshold",
     10.0,
     "Least score of a phrase, as in gensim; a lower one joins more.",
-    type=click.FloatRange(min=0),
+    type=Number(float, 0),
 )
 @value_option("--encoding", "utf-8", "Encoding of FILES.", metavar="NAME")
 @click.option(
@@ -107,46 +108,49 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 )
 @value_option("--dim", 128, "Width of each vector.", type=COUNT)
 @value_option(
-    "--window", 5, "Largest distance of a context word.", type=click.IntRange(1, 16)
+    "--window",
+    5,
+    "Largest distance of a context word, at most 16.",
+    type=Number(int, 1, 16),
 )
 @value_option(
     "--negatives",
     5,
-    "Negatives per center word, shared by its context words.",
-    type=click.IntRange(1, 1000),
+    "Negatives per center word, shared by its context words; at most 1000.",
+    type=Number(int, 1, 1000),
 )
 @value_option(
     "--sample",
     1e-3,
     "Subsample words above this frequency.",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(float, above=0),
 )
 @value_option("--epochs", 5, "Number of passes over the text.", type=COUNT)
 @click.option(
     "--lr",
     help="Initial learning rate; it decays linearly.  [default: 0.05, 0.3 for cbow]",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(float, above=0),
 )
 @value_option(
     "--buckets",
     0,
     "Rows of character n-grams, which give vectors to unseen words; 0 for none "
     "(fastText has 2,000,000).",
-    type=click.IntRange(min=0),
+    type=Number(int, 0),
 )
 @value_option("--min-n", 3, "Shortest n-gram, with the brackets of <word>.", type=COUNT)
-@value_option("--max-n", 6, "Longest n-gram.", type=click.IntRange(1, 64))
+@value_option("--max-n", 6, "Longest n-gram, at most 64.", type=Number(int, 1, 64))
 @value_option("--batch", 512, "Center words trained in parallel.", type=COUNT)
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Number of threads; the result does not depend on it.  [default: all cores]",
 )
 @value_option(
     "--save-every",
     5.0,
     "Minutes between saves, from which a killed run resumes.",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(float, above=0),
     metavar="MINUTES",
 )
 @click.option(

@@ -98,7 +98,12 @@ def position_config(
             f"with {position!r}"
         )
     if isinstance(position, str):
-        one_of("position", position, ("learned", "sinusoidal"))
+        if position != "sinusoidal":
+            raise ValueError(
+                "position must be 'learned', 'sinusoidal', None or a layer that adds "
+                f"positions, got {position!r}: use None with layers that act on "
+                "attention, such as RotaryPositions"
+            )
         return "SinusoidalPositions", {"embedding_dim": embedding_dim}
     if isinstance(position, dict):
         known = ("LearnedPositions", "SinusoidalPositions")

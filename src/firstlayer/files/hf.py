@@ -214,7 +214,10 @@ def _config_dict(config: Any) -> Config:
         config = config.to_dict()
     if not isinstance(config, dict):
         name = type(config).__name__
-        raise TypeError(f"config must be a dict or have to_dict, got {name}")
+        raise TypeError(
+            "config must be a dict, such as the content of a config.json, or have to_dict, "
+            f"got {name}"
+        )
     model_type = config.get("model_type")
     if not isinstance(model_type, str | None):
         raise TypeError(f"model_type must be a string, got {type(model_type).__name__}")

@@ -153,6 +153,9 @@ def read_embedding_checkpoint(folder: str | os.PathLike[str]) -> EmbeddingCheckp
         folder: Folder of the checkpoint. A model of an unknown family is a ValueError that
             names the alternatives.
     """
+    if not Path(folder).is_dir():
+        where = os.fspath(folder)
+        raise FileNotFoundError(f"no folder {where}: from_hf does not download checkpoints")
     path = Path(folder) / "config.json"
     config = Config(read_json_object(path), os.fspath(path))
     family, config, prefixes = _family(config)

@@ -162,7 +162,8 @@ def config_in(metadata: dict[str, str], path: Path) -> dict[str, Any]:
     text = metadata.get(KEY, metadata.get(OLD_KEY))
     if text is None:
         raise ValueError(
-            f"{path} was not saved by Firstlayer; safetensors.numpy.load_file reads its "
+            f"{path} has no config in its metadata, so it was not written by save: "
+            "Embedding.from_pretrained reads a table, safetensors.numpy.load_file all "
             "tensors"
         )
     # Parsed JSON can take thirty times the memory of its text.

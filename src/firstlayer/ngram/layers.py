@@ -256,6 +256,9 @@ class NgramArguments:
             options: Arguments of a new table, or of the layer of a store.
         """
         one_of("combine", combine, ("concat", "sum"))
+        if not isinstance(scheme, Scheme):
+            got = type(scheme).__name__
+            raise TypeError(f"scheme must be an n-gram scheme, such as Engram, got {got}")
         rows = scheme.layout(layer).rows
         if hasattr(table, "num_embeddings"):
             if options:

@@ -75,6 +75,9 @@ class RowOptimizer:
     """
 
     def __init__(self, layer: Any, options: RowOptions) -> None:
+        if not hasattr(layer, "embeddings"):
+            got = type(layer).__name__
+            raise TypeError(f"layer must be a layer of firstlayer.numpy, got {got}")
         kernels.require_compiler(type(self).__name__)
         self.mode = one_of("mode", options.mode, MODES)
         self.rule = options.rule_class(lazy=self.mode == "lazy")
@@ -128,6 +131,9 @@ class RowOptimizer:
             >>> layer.weight.ravel().tolist()
             [1.0, 1.0, 1.0, 0.5, 1.0]
         """
+        if not isinstance(grads, Mapping):
+            got = type(grads).__name__
+            raise TypeError(f"grads must be the gradients by name of pull(dy), got {got}")
         own = {name: grad for name, grad in grads.items() if name in self.table_states}
         unknown = sorted(grads.keys() - own.keys() - INPUTS)
         if unknown:

@@ -80,7 +80,7 @@ def from_mask(
         >>> from_mask(np.array([[0, 0, 1, 1], [1, 1, 1, 0]])).tolist()
         [[0, 0, 0, 1], [0, 1, 2, 0]]
     """
-    xp = namespace_of(mask)
+    xp = namespace_of(mask, name="mask")
     is_token = mask != 0
     count = xp.cumsum(cast(is_token, "int32"), axis=-1)
     return xp.where(is_token, from_offset(count - 1, offset), at_padding)
@@ -97,7 +97,7 @@ def from_documents(documents: Shaped[Any, "*batch length"]) -> Shaped[Any, "*bat
         >>> from_documents(np.array([7, 7, 7, 2, 2, 9])).tolist()
         [0, 1, 2, 0, 1, 0]
     """
-    xp = namespace_of(documents)
+    xp = namespace_of(documents, name="documents")
     steps = xp.cumsum(cast(xp.ones_like(documents), "int32"), axis=-1) - 1
     previous = xp.concat([documents[..., :1], documents[..., :-1]], axis=-1)
     return steps - running_max(xp.where(documents != previous, steps, 0))

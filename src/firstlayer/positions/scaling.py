@@ -408,7 +408,12 @@ def scaling_from(value: Scaling | dict[str, Any] | None) -> Scaling | None:
             f"scaling must be a rule, a dict or None, got {type(value).__name__}"
         )
     rules = {rule.__name__: rule for rule in RULES}
-    rule = rules[one_of("rule", str(value.get("rule")), tuple(rules))]
+    if "rule" not in value:
+        raise ValueError(
+            f"scaling must have the key 'rule', got {sorted(map(str, value))}: "
+            "RotaryPositions.from_hf reads the rope_parameters of a config"
+        )
+    rule = rules[one_of("rule", str(value["rule"]), tuple(rules))]
     known = {field.name for field in fields(rule)}
     unknown = sorted(value.keys() - known - {"rule"})
     if unknown:

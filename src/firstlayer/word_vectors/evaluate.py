@@ -98,6 +98,11 @@ def _similarities(vectors: Vectors, lines: list[tuple[int, str]], name: str) -> 
             raise ValueError(
                 f"{name} must have two words and a score in line {number}, got {line!r}"
             )
+    if not pairs:
+        number, line = lines[0]
+        raise ValueError(
+            f"{name} must have two words and a score in line {number}, got {line!r}"
+        )
     known = [(a, b, score) for a, b, score in pairs if a in vectors and b in vectors]
     if len(known) < 2:
         raise ValueError(

@@ -352,7 +352,8 @@ def _saved(
         if more is None:
             raise
         raise FileNotFoundError(
-            f"{name} has no state to train further from: it was trained without keep_state"
+            f"{name} has no state to train further from: it was trained without "
+            "--keep-state"
         ) from None
     config = folders.read_config(folder, opener=opener)
     about = config.get(KEY, config.get(OLD_KEY))

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,12 +108,15 @@ class Vectors:
 
         An unknown word is a KeyError.
         """
+        is_one = isinstance(word, str)
+        words = list(word) if isinstance(word, Iterable) and not is_one else [word]
+        if not all(isinstance(one, str) for one in words):
+            raise TypeError(f"word must be a string or a list of strings, got {word!r}")
         try:
-            if isinstance(word, str):
-                return self.find(word).vector
-            return np.stack([self.find(one).vector for one in word])
+            found = [self.find(one).vector for one in words]
         except UnknownWordError as error:
             raise KeyError(str(error)) from None
+        return found[0] if is_one else np.stack(found)
 
     def __repr__(self) -> str:
         return f"Vectors({len(self.words):,} words × {self.weight.shape[1]})"
