@@ -111,7 +111,8 @@ class Vectors:
         try:
             if isinstance(word, str):
                 return self.find(word).vector
-            return np.stack([self.find(one).vector for one in word])
+            rows = [self.find(one).vector for one in word]
+            return np.stack(rows) if rows else self.take([])
         except UnknownWordError as error:
             raise KeyError(str(error)) from None
 
