@@ -1,6 +1,8 @@
 """Attention biases in the Equinox front end: formulas, gradients, position dtypes."""
 
 import math
+import re
+from operator import attrgetter
 from typing import Any
 
 import equinox as eqx
@@ -13,10 +15,14 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from firstlayer.equinox.alibi import AlibiBias
+from firstlayer.equinox.cope import CopeBias
 from firstlayer.equinox.fire import FireBias
+from firstlayer.equinox.gates import EngramGate, NgramAverage, ShortConvGate
 from firstlayer.equinox.kerple import KerpleBias
 from firstlayer.equinox.shaw import ShawScores
 from firstlayer.equinox.t5 import T5Bias
+from firstlayer.equinox.time2vec import Time2Vec
+from firstlayer.equinox.transformer_xl import TransformerXLScores
 from tests.support.jax_round_trips import built, fast_compilation, key
 
 Q = np.array([[0, 7, 40], [900, 3, 12]])
@@ -240,6 +246,64 @@ WRONG = {
 def test_invalid_arguments_are_an_error(message):
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
+
+
+def scores(layer):
+    x = jnp.ones((layer.num_heads, 3, layer.head_dim))
+    return layer.scores(x, x)
+
+
+X, LENGTH = jnp.ones((3, 6)), range(3)
+#: Layers with the parameters, and a call that reads all of them.
+CALLS = {
+    "t5": (LAYERS["t5"], lambda layer: layer.bias(LENGTH, LENGTH)),
+    "kerple": (LAYERS["kerple"], lambda layer: layer.bias(LENGTH, LENGTH)),
+    "fire": (LAYERS["fire"], lambda layer: layer.bias(LENGTH, LENGTH)),
+    "shaw": (SHAW, lambda layer: layer.scores(X, X, LENGTH, LENGTH)),
+    "cope": (
+        CopeBias(6, max_positions=5, weight=np.ones((5, 6))),
+        lambda layer: layer.bias(X, jnp.ones((3, 4))),
+    ),
+    "xl": (
+        built(lambda key: TransformerXLScores(2, 4, embedding_dim=6, key=key)),
+        scores,
+    ),
+    "time2vec": (
+        Time2Vec(3, weight=np.ones(3), bias=np.ones(3)),
+        lambda layer: layer(LENGTH),
+    ),
+    "engram": (
+        built(lambda key: EngramGate(5, 6, streams=None, key=key)),
+        lambda layer: layer(X, jnp.ones((3, 5))),
+    ),
+    "short_conv": (
+        built(lambda key: ShortConvGate(5, 6, bias=True, key=key)),
+        lambda layer: layer(X, jnp.ones((3, 5))),
+    ),
+    "average": (
+        built(lambda key: NgramAverage(2, 3, 6, key=key)),
+        lambda layer: layer(X, jnp.ones((3, 6))),
+    ),
+}
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("case", CALLS)
+def test_parameters_replaced_by_others_of_another_shape_are_an_error(case):
+    """They would be broadcast, or read out of range, where JAX repeats the last row."""
+    layer, call = CALLS[case]
+    for name, value in layer.parameters().items():
+        shapes = {
+            (*value.shape[:axis], size, *value.shape[axis + 1 :])
+            for axis, own in enumerate(value.shape)
+            for size in (1, own - 1, own + 1)
+            if size not in (0, own)
+        }
+        for shape in {*shapes, (1, *value.shape), (2, *value.shape)}:
+            other = eqx.tree_at(attrgetter(name), layer, jnp.ones(shape))
+            message = f"{name} must have shape {value.shape}, got {shape}"
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                eqx.filter_eval_shape(call, other)
 
 
 # Parameters

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hashed": (fn.HashedEmbedding(9, 8, importance_rows=3, **OPTIONS), (IDS,)),
     "quotient": (fn.QuotientRemainderEmbedding(9, 8, **OPTIONS), (IDS,)),
     "frequent": (fn.FrequencyEmbedding([2, 3], 9, 8, **OPTIONS), (IDS,)),
+    "concat": (
+        fn.HashedEmbedding(9, 8, combine="concat", importance_rows=3, **OPTIONS),
+        (IDS,),
+    ),
+    "halves": (fn.QuotientRemainderEmbedding(9, 8, combine="concat", **OPTIONS), (IDS,)),
     "ngram": (fn.NgramEmbedding(SaltedNgram(rows=20), 4, **OPTIONS), (IDS,)),
     "engram": (fn.EngramGate(6, 8, eps=1e-3, **OPTIONS), (X, MEMORY)),
     "short_conv": (fn.ShortConvGate(6, 8, bias=True, **OPTIONS), (X, MEMORY)),
@@ -120,6 +125,49 @@ def test_row_optimizers_take_the_gradients_of_every_layer(case):
     _, pull = layer.vjp(*args)
     RowSGD(layer, lr=0.5).step(pull(dy))
     assert_same(dict(arrays(layer)), wanted)
+
+
+#: Axis of the length in each argument; None if it has none. Ids have it at the end.
+LENGTHS: dict[str, tuple[int | None, ...]] = {
+    **{name: (-2, -1) for name in ("learned", "between", "sinusoidal", "rotary", "xpos")},
+    **{name: (-2, -2) for name in ("engram", "short_conv", "average", "cope")},
+    **{"shaw": (-2, None, 0, None), "xl": (-2, None), "bag": (-1, None, -1)},
+}
+#: Cases without a batch.
+FLAT: dict[str, tuple[int | None, ...]] = {
+    **{name: (0, None) for name in ("t5", "kerple", "fire")},
+    **{"time2vec": (0,), "fourier": (0,), "max": (0, None, 0)},
+}
+
+
+@pytest.mark.parametrize("axis", ["batch", "length"])
+@pytest.mark.parametrize("name", CASES)
+def test_empty_batches_and_sequences_have_zero_gradients(name, axis):
+    layer, args = CASES[name]
+    axes = FLAT.get(name) or LENGTHS.get(name, (-1,))
+    if axis == "batch" and name not in FLAT:
+        axes = tuple(0 if np.ndim(arg) > 1 else None for arg in args)
+    cut = [
+        arg if at is None else arg.take([], axis=at)
+        for arg, at in zip(args, axes, strict=True)
+    ]
+    if name == "max":
+        cut[1] = np.array([0, 0])  # two bags of no ids
+    y, pull = layer.vjp(*cut)
+    assert y.shape == layer(*cut).shape and y.ndim == layer(*args).ndim
+    assert not y.any()
+    for n, gradient in dense(pull(np.ones(y.shape))).items():
+        assert not gradient.any(), n
+        if n in layer.parameters():
+            assert gradient.shape[1:] == np.atleast_1d(layer.parameters()[n]).shape[1:]
+
+
+@pytest.mark.parametrize("rows, width, count", [(0, 4, 2), (4, 0, 2), (4, 3, 0), (0, 0, 0)])
+def test_logits_of_empty_tables_and_inputs_have_gradients(rows, width, count):
+    logits, pull = fn.Embedding(rows, width).logits_vjp(np.ones((5, count, width)))
+    gradients = pull(np.ones(logits.shape))
+    assert gradients["weight"].shape == (rows, width) and not gradients["weight"].any()
+    assert gradients["x"].shape == (5, count, width) and not gradients["x"].any()
 
 
 @pytest.mark.rejects

@@ -54,7 +54,7 @@ def test_from_mask_positions_do_not_depend_on_the_side_of_padding():
         np.testing.assert_array_equal(got[left : left + 5], np.arange(5))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float32"])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64"])
 def test_from_mask_of_any_dtype_counts_beyond_its_range(dtype):
     got = positions.from_mask(np.ones((1, 400), dtype))
     np.testing.assert_array_equal(got[0], np.arange(400))
@@ -218,7 +218,7 @@ def test_from_offset_rejects_lists_and_none(offset):
     )
     for call in (
         lambda: positions.from_offset(np.arange(3), offset),
-        lambda: positions.from_mask(np.ones((2, 3)), offset=offset),
+        lambda: positions.from_mask(np.ones((2, 3), int), offset=offset),
     ):
         with pytest.raises(TypeError, match=want):
             call()
@@ -273,6 +273,18 @@ def test_randomised_rejects_bad_sizes():
 def test_from_grid_rejects_an_empty_side():
     with pytest.raises(ValueError, match="sizes must be positive, got 0"):
         positions.from_grid((3, 0))
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_from_mask_rejects_masks_that_may_be_added_to_scores(library, dtype):
+    added = LIBRARIES[library](np.array([[0.0, 0.0, -np.inf]], dtype))
+    with pytest.raises(
+        TypeError, match=f"bools or integers, got .*{dtype}: pass mask == 0"
+    ):
+        positions.from_mask(added)
+    assert positions.from_mask(added == 0).tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.rejects

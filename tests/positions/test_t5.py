@@ -262,6 +262,16 @@ def test_the_result_is_rounded_to_dtype_once():
     assert layer.bias([0], [1], dtype="float64").dtype == np.float64
 
 
+@pytest.mark.parametrize("layer_dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32", "float64"])
+def test_real_positions_give_the_same_dtype_and_bits_as_integers(layer_dtype, dtype):
+    layer = T5Bias(2, dtype=layer_dtype, rng=0)
+    want = layer.bias([0, 7], range(50), dtype=dtype)
+    got = layer.bias([0.0, 7.0], range(50), dtype=dtype)
+    assert got.dtype == want.dtype == (dtype or layer_dtype)
+    assert got.tobytes() == want.tobytes()
+
+
 def test_pullback_uses_the_positions_of_the_forward():
     layer, q = T5Bias(2, rng=0), np.arange(40)
     bias, pullback = layer.vjp(q, q)

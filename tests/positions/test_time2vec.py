@@ -172,6 +172,20 @@ def test_jax_layer_under_jit_vmap_and_grad():
     assert gradient.weight.all() and gradient.bias.all()
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32", "int8"])
+@pytest.mark.parametrize("layer_dtype", ["float32", "bfloat16"])
+def test_jax_does_not_truncate_whole_times_on_the_host(dtype, layer_dtype):
+    """Milliseconds since 1970 need 41 bits."""
+    times = np.array([np.iinfo(dtype).max - 7, 5], dtype)
+    times = times.clip(max=1_700_000_000_000).astype(dtype)
+    options = {"weight": [1.0, 1e-12], "bias": [0.5, 0.25], "dtype": layer_dtype}
+    want = Time2Vec(2, **options)(times)
+    got = firstlayer.equinox.Time2Vec(2, **options)(times)
+    assert got.dtype == layer_dtype
+    np.testing.assert_array_equal(np.asarray(got)[:, 0], want[:, 0])
+    np.testing.assert_allclose(*(np.float64(y[:, 1]) for y in (got, want)), rtol=1e-6)
+
+
 # ----------------------------------------------------------------------------- layer
 
 

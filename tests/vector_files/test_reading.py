@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import ByteLevelBPETokenizer
 
+from firstlayer.stores import open_store
 from firstlayer.vector_files.reading import read_rows, read_vectors
 from firstlayer.word_vectors.vectors import open_vectors
 from tests.support.vector_files import (
@@ -129,6 +130,34 @@ def test_text_with_a_bad_first_row_is_not_read_as_binary(line, tmp_path):
     for read in (read_vectors, read_rows):
         with pytest.raises(ValueError, match="must have a word and 2 numbers in line 2"):
             read(path)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("layout", ["text", "blank line", "binary", "without line feeds"])
+def test_counts_that_do_not_fit_the_rows_are_refused(layout, tmp_path):
+    """Fewer counts than there are rows, or text that is read as binary, gave wrong rows."""
+    rows = np.random.default_rng(2).standard_normal((4, 6)).astype(np.float32)
+    if layout in ("text", "blank line"):
+        lines = [f"w{i} {' '.join(map(str, row))}\n".encode() for i, row in enumerate(rows)]
+    else:
+        end = b"\n" * (layout == "binary")
+        lines = [b"w%d " % i + row.tobytes() + end for i, row in enumerate(rows)]
+    body, path = b"".join(lines), tmp_path / "vectors"
+    if layout == "blank line":
+        body = b"\n" + body
+    readers = [read_vectors, read_rows]
+    if layout.startswith(("binary", "without")):
+        readers.append(open_store)
+    # Text with fewer numbers than a line has is that of words with spaces.
+    for width in range(6 if layout == "text" else 1, 9):
+        for count in range(1, 6):
+            path.write_bytes(b"%d %d\n" % (count, width) + body)
+            if (count, width) == (4, 6) and layout != "blank line":
+                assert all(len(read(path)) == 4 for read in (read_rows, *readers[2:]))
+                continue
+            for read in readers:
+                with pytest.raises(ValueError, match="declares|truncated|cut short"):
+                    read(path)
 
 
 @pytest.mark.rejects

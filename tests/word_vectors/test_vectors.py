@@ -147,6 +147,11 @@ def test_repeated_words_and_rows_without_a_word_are_no_neighbors():
     assert [one.word for one in found] == ["prince", "queen"]
 
 
+def test_no_words_have_no_rows():
+    vectors = Vectors(["a", "b"], np.eye(2, 3, dtype=np.float32))
+    assert vectors[[]].shape == (0, 3) and vectors[[]].dtype == vectors[["a"]].dtype
+
+
 def test_clustered_tables_use_their_mapping():
     rows = rng.standard_normal((2, 4)).astype(np.float32)
     scale = np.array([1, 2, -0.5], np.float32)

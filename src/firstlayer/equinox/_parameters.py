@@ -66,6 +66,22 @@ def given_parameter(
     return jnp.asarray(array, None if dtype is None else table_dtype(dtype))
 
 
+def check_parameters(layer: Any, **shapes: tuple[int, ...]) -> None:
+    """Raise unless the parameters of a layer have these shapes.
+
+    Called within a compiled function, where it costs nothing: a parameter may have been
+    replaced by ``eqx.tree_at``, and would be broadcast or read out of range.
+
+    Args:
+        layer: The layer.
+        **shapes: Shape of each parameter, by the name of its field.
+    """
+    for name, shape in shapes.items():
+        found = tuple(np.shape(getattr(layer, name)))
+        if found != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {found}")
+
+
 def draw_parameter(
     shape: tuple[int, ...], *, init: Init, key: Key | None, dtype: Any
 ) -> Float[Array, "..."]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from .._check import FLOATS, dtype_text, host_array, positive
 from ..positions.cope import check_cope_shapes, check_max_positions, cope_bias
 from ._module import Module, compiled, native, upcast_together
-from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._parameters import Init, Key, check_parameters, draw_parameter, given_parameter
 
 
 class CopeBias(Module):
@@ -100,6 +100,7 @@ class CopeBias(Module):
 
 @compiled
 def _bias(layer: CopeBias, q: Array, scores: Array) -> Float[Array, "*lead k_length"]:
+    check_parameters(layer, weight=(layer.max_positions, layer.head_dim))
     q_upcast, upcast, weight = upcast_together(q, scores, layer.weight)
     with jax.default_matmul_precision("highest"):
         return cope_bias(q_upcast, upcast, weight=weight).astype(scores.dtype)

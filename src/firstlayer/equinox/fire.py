@@ -13,7 +13,7 @@ from .._check import number, positive, positive_number
 from ..positions.fire import fire_bias, normalized_distances
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._module import compiled, upcast
-from ._parameters import Key, draw_parameter, table_dtype
+from ._parameters import Key, check_parameters, draw_parameter, table_dtype
 from ._positions import Positions
 
 NETWORK = ("hidden_weight", "hidden_bias", "head_weight", "head_bias")
@@ -108,6 +108,16 @@ class FireBias(Bias):
 
 @partial(compiled, static_argnums=2)
 def _bias(layer: FireBias, pair: Pair, dtype: np.dtype) -> Array:
+    heads, width = layer.num_heads, layer.width
+    check_parameters(
+        layer,
+        c=(),
+        multiplier=(),
+        hidden_weight=(width,),
+        hidden_bias=(width,),
+        head_weight=(heads, width),
+        head_bias=(heads,),
+    )
     values = {name: upcast(value) for name, value in layer.parameters().items()}
     threshold = values["multiplier"] * layer.threshold
     share = normalized_distances(

@@ -26,7 +26,7 @@ from ..ngram.layers import (
     check_shapes,
 )
 from ._module import Module, upcast_together
-from ._parameters import Key, draw_parameter, table_dtype
+from ._parameters import Key, check_parameters, draw_parameter, table_dtype
 
 
 class Gate(GateArguments, Module):
@@ -51,7 +51,9 @@ class Gate(GateArguments, Module):
     def _check(
         self, hidden: Any, memory: Any, mask: Any = None, *, name: str = "hidden"
     ) -> None:
-        """Raise unless the arguments of a call fit together."""
+        """Raise unless the parameters and the arguments of a call fit together."""
+        specs = self.options.parameters().items()
+        check_parameters(self, **{name: spec.shape for name, spec in specs})
         check_real(hidden, name=name, whole=False)
         check_real(memory, name="memory", whole=False)
         check_shapes(hidden, memory, mask, options=self.options, name=name)

@@ -12,7 +12,7 @@ from .._check import one_of, positive
 from ..positions.kerple import FORMS, MINIMUM, Form, kerple_bias, kerple_limited
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._module import compiled, replace_fields, upcast
-from ._parameters import Key, draw_parameter, given_parameter, table_dtype
+from ._parameters import Key, check_parameters, draw_parameter, given_parameter, table_dtype
 from ._positions import Positions
 
 
@@ -103,5 +103,6 @@ class KerpleBias(Bias):
 
 @partial(compiled, static_argnums=2)
 def _bias(layer: KerpleBias, pair: Pair, dtype: np.dtype) -> Array:
+    check_parameters(layer, r1=(layer.num_heads,), r2=(layer.num_heads,))
     r1, r2 = upcast(layer.r1), upcast(layer.r2)
     return kerple_bias(*upcast_pair(pair), r1=r1, r2=r2, form=layer.form).astype(dtype)

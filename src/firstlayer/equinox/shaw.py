@@ -11,7 +11,7 @@ from .._check import not_negative, positive
 from ..positions.shaw import shaw_scores
 from ._bias import Pair, checked_pair, upcast_pair
 from ._module import Module, compiled, upcast_together
-from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._parameters import Init, Key, check_parameters, draw_parameter, given_parameter
 from ._positions import Positions, checked_vectors
 
 
@@ -106,6 +106,8 @@ class ShawScores(Module):
 
 @compiled
 def _scores(layer: ShawScores, q: Array, k: Array, pair: Pair) -> Array:
+    rows = layer.max_left + layer.max_right + 1
+    check_parameters(layer, weight=(rows, layer.head_dim))
     q_positions, k_positions = upcast_pair(pair)
     q_upcast, k_upcast, weight = upcast_together(q, k, layer.weight)
     with jax.default_matmul_precision("highest"):

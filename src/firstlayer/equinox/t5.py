@@ -13,7 +13,14 @@ from ..positions.t5 import t5_bias, t5_buckets
 from ._bias import Bias, Pair, checked_pair, upcast_pair
 from ._constant import Constant
 from ._module import compiled, upcast
-from ._parameters import Init, Key, draw_parameter, given_parameter, table_dtype
+from ._parameters import (
+    Init,
+    Key,
+    check_parameters,
+    draw_parameter,
+    given_parameter,
+    table_dtype,
+)
 from ._positions import Positions
 
 
@@ -99,6 +106,7 @@ class T5Bias(Bias):
 
 @partial(compiled, static_argnums=2)
 def _bias(layer: T5Bias, pair: Pair, dtype: np.dtype) -> Array:
+    check_parameters(layer, weight=(layer.num_buckets, layer.num_heads))
     bias = t5_bias(
         *upcast_pair(pair),
         weight=upcast(layer.weight),

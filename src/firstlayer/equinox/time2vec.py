@@ -1,17 +1,19 @@
 """Time2Vec for Equinox."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from .._array import is_real
+from .._array import compute_dtype, is_real
 from .._check import same_dtype
 from ..positions.time2vec import check_width, time2vec
 from ._module import Module, compiled
-from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._parameters import Init, Key, check_parameters, draw_parameter, given_parameter
 from ._positions import Positions, as_positions
 
 
@@ -78,18 +80,24 @@ class Time2Vec(Module):
             times: Integers or reals of any shape.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        return _features(self, as_positions(times, name="times"))
+        array = as_positions(times, name="times")
+        dtype = None if is_real(array) else self.weight.dtype
+        if dtype is not None and not isinstance(array, jax.Array):
+            # JAX would truncate 64-bit integers to 32 bits.
+            array = array.astype(compute_dtype(dtype))
+        return _features(self, array, dtype)
 
     def parameters(self) -> dict[str, Float[Array, "..."]]:
         return {"weight": self.weight, "bias": self.bias}
 
 
-@compiled
+@partial(compiled, static_argnums=2)
 def _features(
-    layer: Time2Vec, times: Shaped[Array, "*shape"]
+    layer: Time2Vec, times: Shaped[Array, "*shape"], dtype: np.dtype | None
 ) -> Float[Array, "*shape embedding_dim"]:
+    check_parameters(layer, weight=(layer.embedding_dim,), bias=(layer.embedding_dim,))
     is_float64 = jnp.float64 in (times.dtype, layer.weight.dtype)
     compute = jnp.float64 if is_float64 else jnp.float32
     weight, bias = layer.weight.astype(compute), layer.bias.astype(compute)
-    dtype = times.dtype if is_real(times) else layer.weight.dtype
-    return time2vec(times, weight=weight, bias=bias).astype(dtype)
+    features = time2vec(times, weight=weight, bias=bias)
+    return features.astype(times.dtype if dtype is None else dtype)

@@ -22,7 +22,7 @@ from ..positions.transformer_xl import (
 from ..positions.turns import float64_phases
 from ._constant import Constant
 from ._module import Module, compiled, upcast_together
-from ._parameters import Init, Key, draw_parameter, given_parameter
+from ._parameters import Init, Key, check_parameters, draw_parameter, given_parameter
 from ._positions import check_reach, checked_vectors
 
 
@@ -193,6 +193,13 @@ class TransformerXLScores(Module):
 def _scores(
     layer: TransformerXLScores, q: Array, k: Array, largest: Int32[Array, ""]
 ) -> Float[Array, "*lead num_heads q_length k_length"]:
+    heads, head_dim = layer.num_heads, layer.head_dim
+    check_parameters(
+        layer,
+        weight=(heads * head_dim, layer.embedding_dim),
+        u=(heads, head_dim),
+        v=(heads, head_dim),
+    )
     q_upcast, k_upcast, weight, u, v = upcast_together(q, k, *layer.parameters().values())
     count = distance_range(q.shape[-2], k.shape[-2], None)[1]
     with jax.default_matmul_precision("highest"):

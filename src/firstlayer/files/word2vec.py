@@ -112,6 +112,23 @@ def is_text_row(line: bytes, width: int) -> bool:
     return len(numbers) == width and (len(fields) > width or line[:1].isspace())
 
 
+def check_end(left: int, rows: int, width: int, *, name: str) -> None:
+    """Raise if more than a line end follows the rows that a header declares.
+
+    Text whose first row does not fit its header would otherwise be read as binary rows.
+
+    Args:
+        left: Number of bytes after the last row.
+        rows: Number of rows that the header declares.
+        width: Width that the header declares.
+        name: Name of the file.
+    """
+    if left > 2:
+        raise ValueError(
+            f"{name} declares {rows} rows of {width} numbers, but {left} bytes follow them"
+        )
+
+
 def _scan(data: mmap.mmap, start: int, rows: int, width: int, path: Path) -> np.ndarray:
     """Return the offset of the numbers of each row."""
     if hasattr(mmap, "MADV_SEQUENTIAL"):
@@ -124,6 +141,7 @@ def _scan(data: mmap.mmap, start: int, rows: int, width: int, path: Path) -> np.
         if space < 0 or start > size:
             raise ValueError(f"{path} is cut short: it has {row} of {rows} rows")
         offsets[row] = space + 1
+    check_end(size - start, rows, width, name=str(path))
     return offsets
 
 

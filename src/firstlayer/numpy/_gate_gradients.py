@@ -46,7 +46,7 @@ def engram_pullback(
     dhidden = d + dscore * (scale * key * factor - score * hidden * root_h**2 / dim)
     dkey = dscore * (hidden * scale * factor - score * key * root_k**2 / dim)
     dvalue = (alpha * added).sum(-2)
-    dprojected = np.concatenate([dkey.reshape(*lead, -1), dvalue], -1)
+    dprojected = np.concatenate([dkey.reshape(*lead, streams * dim), dvalue], -1)
     dscale = sum_to(dscore * hidden * key * factor, scale.shape)
     return {
         "hidden": dhidden,
@@ -88,7 +88,7 @@ def short_conv_pullback(
         part = (..., slice(j * dilation, j * dilation + length), slice(None), slice(None))
         dwindow[part] += dmixed * weights.conv[..., j]
         dconv[..., j] = sum_to(dmixed * window[part], dconv.shape[:-1])
-    dnormalized = gates.masked(dwindow[..., -length:, :, :], mask, axes=2)
+    dnormalized = gates.masked(dwindow[..., (kernel - 1) * dilation :, :, :], mask, axes=2)
     dgated, dconv_norm = _rms_pullback(gated, weights.conv_norm, conv_eps, dnormalized)
     dgated = gates.masked(dgated + added, mask, axes=2)
     dvalue = (alpha * dgated).sum(-2)

@@ -103,7 +103,8 @@ class CombinedRows(Module):
         if self.combine == "multiply":
             y = wide[:, 0] * wide[:, 1]
         else:
-            y = (wide if factors is None else wide * factors).reshape(len(rows), -1)
+            y = wide if factors is None else wide * factors
+            y = y.reshape(len(rows), self.embedding_dim)
 
         def pull(dy: np.ndarray) -> dict[str, Any]:
             d = upcast(dy)

@@ -142,4 +142,4 @@ class NgramEmbedding(NgramArguments, Module):
     def _combined(self, vectors: np.ndarray) -> np.ndarray:
         if self.combine == "sum":
             return upcast(vectors).sum(-2).astype(vectors.dtype, copy=False)
-        return vectors.reshape(*vectors.shape[:-2], -1)
+        return vectors.reshape(*vectors.shape[:-2], self.embedding_dim)

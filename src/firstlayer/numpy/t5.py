@@ -12,7 +12,7 @@ from ..embeddings.init import Init, Seed, initial_table
 from ..files.layer_configs import config_of
 from ..positions.t5 import clipped_index, reach, relative_positions, t5_bias, t5_buckets
 from ._bias import Bias, KPositions, QPositions, checked_pair, gradient_like
-from ._module import as_parameter
+from ._module import as_parameter, upcast
 
 
 class T5Bias(Bias):
@@ -82,15 +82,15 @@ class T5Bias(Bias):
     def bias(
         self, q_positions: QPositions, k_positions: KPositions, *, dtype: Any = None
     ) -> Float[np.ndarray, "*batch num_heads q_length k_length"]:
-        q_positions, k_positions = checked_pair(q_positions, k_positions)
-        weight = self.weight if dtype is None else self.weight.astype(float_dtype(dtype))
-        return t5_bias(
-            q_positions,
-            k_positions,
-            weight=weight,
+        dtype = self.weight.dtype if dtype is None else float_dtype(dtype)
+        out = t5_bias(
+            *checked_pair(q_positions, k_positions),
+            # NumPy has no NaN of bfloat16: with one, the result would be float64.
+            weight=upcast(self.weight),
             buckets=self.buckets,
             bidirectional=self.bidirectional,
         )
+        return out.astype(dtype, copy=False)
 
     def vjp(
         self, q_positions: QPositions, k_positions: KPositions

@@ -1,5 +1,6 @@
 """Token embeddings on NumPy: rows of a table by id."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -283,7 +284,9 @@ class Embedding(Module):
 
         def pull(dlogits: np.ndarray) -> dict[str, np.ndarray]:
             upcast_x, d = upcast(x), gradient_like(dlogits, logits, name="dlogits")
-            dweight = d.reshape(-1, d.shape[-1]).T @ upcast_x.reshape(-1, x.shape[-1])
+            count = math.prod(x.shape[:-1])
+            by_row = d.reshape(count, d.shape[-1]).T
+            dweight = by_row @ upcast_x.reshape(count, x.shape[-1])
             dx = d @ self.weight.astype(upcast_x.dtype, copy=False)
             return {"x": dx.astype(x.dtype, copy=False), "weight": dweight}
 

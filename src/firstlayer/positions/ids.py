@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int, Shaped
 
-from .._array import cast, namespace_of, running_max
+from .._array import cast, is_real, namespace_of, running_max
 from .._check import integers, not_negative, positive
 
 # Integer offsets must be smaller than this in size, so that positions fit in 64 bits.
@@ -70,8 +70,8 @@ def from_mask(
     would have without padding.
 
     Args:
-        mask: True or 1 at tokens, False or 0 at padding. Masks that are added to scores, 0
-            at tokens, are not of this kind.
+        mask: Bools or integers: True or 1 at tokens, False or 0 at padding. Reals are a
+            TypeError, because 0 is a token in a mask that is added to scores.
         offset: Number of preceding tokens: a number, or an array of one per row.
         at_padding: Position of padding. -1 with a table whose ``row_offset`` is 2 gives
             the rows that OPT and RoBERTa use.
@@ -81,6 +81,11 @@ def from_mask(
         [[0, 0, 0, 1], [0, 1, 2, 0]]
     """
     xp = namespace_of(mask, name="mask")
+    if is_real(mask):
+        raise TypeError(
+            f"mask must be bools or integers, got {mask.dtype}: pass mask == 0 if it is "
+            "added to scores, else mask != 0"
+        )
     is_token = mask != 0
     count = xp.cumsum(cast(is_token, "int32"), axis=-1)
     return xp.where(is_token, from_offset(count - 1, offset), at_padding)

@@ -26,7 +26,7 @@ from ..files.gguf import read_gguf_strings
 from ..files.npy import MAGIC as NPY_MAGIC
 from ..files.safetensors import KEY
 from ..files.torch_pickle import ZIP_ERRORS
-from ..files.word2vec import is_text_row
+from ..files.word2vec import check_end, is_text_row
 from ..stores import open_store
 from ..stores.table_files import METADATA_KEY
 from .arrays import read_npy, read_npz
@@ -329,4 +329,5 @@ def _binary(data: bytes, rows: int, width: int, *, name: str) -> VectorTable:
         words.append(decoded(data[place:space].lstrip(b"\n")))
         flat[row * row_bytes : (row + 1) * row_bytes] = data[space + 1 : end]
         place = end
+    check_end(len(data) - place, rows, width, name=name)
     return VectorTable(words, weight)

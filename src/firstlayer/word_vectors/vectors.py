@@ -116,7 +116,9 @@ class Vectors:
             found = [self.find(one).vector for one in words]
         except UnknownWordError as error:
             raise KeyError(str(error)) from None
-        return found[0] if is_one else np.stack(found)
+        if is_one:
+            return found[0]
+        return np.stack(found) if found else self.take([])
 
     def __repr__(self) -> str:
         return f"Vectors({len(self.words):,} words × {self.weight.shape[1]})"
