@@ -61,7 +61,9 @@ def resize_table(
     if new > old:
         rng = np.random.default_rng(rng)
         table[old:] = _new_rows(new - old, weight, init, rng, padding_idx=padding_idx)
-    return table, Resized(range(min(old, new)), range(old, new), range(new, old))
+    # Empty ranges begin and end at the same id.
+    added, dropped = range(old, max(old, new)), range(new, max(old, new))
+    return table, Resized(range(min(old, new)), added, dropped)
 
 
 def _new_rows(
