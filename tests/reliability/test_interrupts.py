@@ -13,6 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from firstlayer import kernels
 from firstlayer._interrupts import held_interrupts
 from firstlayer.embeddings.id_map import IdMap
+from firstlayer.kernels import row_copies
 from firstlayer.kernels.ngram import ngram_rows
 from firstlayer.numpy import EmbeddingLayer
 from firstlayer.optim import (
@@ -276,6 +277,9 @@ def run_every_kernel() -> None:
     kernels.sum_groups(table, order, bounds[:-1], bounds[1:])
     kernels.max_bags(table, ids[:5], np.array([0, 5]))
     kernels.dot_bags(table, ids[:5], np.array([0, 5]), others=table[:1])
+    # Programs of XLA call these two.
+    row_copies.read_rows_function()
+    row_copies.write_rows_function()
     options = {"num_tokens": 3, "skip": None, "shared_rows": 2}
     kernels.plan_backward(np.array([7, 3, 7]), None, tokens=ids[:3], **options)
     kernels.store_rows(np.ones((2, 4), "f4"), np.ones((9, 4), "f4"), ids[:2], noise=None)
