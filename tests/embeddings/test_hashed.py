@@ -25,6 +25,7 @@ from firstlayer.embeddings.hashed import (
 )
 from firstlayer.torch.optim import RowAdamW
 from tests.support.gradients import central_difference
+from tests.support.torch_round_trips import ROUND_TRIPS, built
 
 MASK, GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
 IDS = [0, 1, -1, 5, 2**31, 2**40 + 5, 2**63 - 1, -(2**63), 123_456_789_012_345]
@@ -257,6 +258,25 @@ def test_torch_layers_compile_copy_and_pickle():
     half = copy.deepcopy(layer).half()
     assert half.frequent_ids.tolist() == [5, 2**40]
     torch.testing.assert_close(half(ids[:, :2]), layer(ids[:, :2]).half(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("round_trip", [name for name in ROUND_TRIPS if name != "reset"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ft.FrequencyEmbedding([5, -(2**40), 3], 40, 4, hashes=3, seed=2),
+        lambda: ft.HashedEmbedding(40, 4, hashes=3, importance_rows=7, seed=2),
+        lambda: ft.QuotientRemainderEmbedding(90, 4, buckets=7, combine="concat"),
+    ],
+)
+def test_torch_layers_read_the_same_rows_after_moves_and_loads(round_trip, build):
+    ids = torch.tensor([[5, 2**40, 3], [-7, 5, 0]])
+    if isinstance(build(), ft.QuotientRemainderEmbedding):
+        ids = ids.remainder(90)
+    layer = ROUND_TRIPS[round_trip](build)
+    torch.testing.assert_close(layer(ids).float(), built(build)(ids))
+    if isinstance(layer, ft.FrequencyEmbedding):
+        assert layer.frequent_ids.tolist() == [5, -(2**40), 3]
 
 
 @pytest.mark.parametrize("front_end", [fn, ft, fe])

@@ -442,6 +442,55 @@ def test_linear_head_tied_to_an_nn_embedding():
     pair.finish()
 
 
+def table_with_strides(is_contiguous):
+    table = Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
+    if not is_contiguous:
+        table.weight.data = table.weight.data.t().contiguous().t()
+    return table
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("name, options", ONE_OF_EACH)
+def test_lookups_with_dense_gradients_may_leave_rows_unread(name, options, is_contiguous):
+    pair = Pair(name, options, model=table_with_strides(is_contiguous))
+    for step in range(41):
+        pair.model.sparse = step % 3 == 0
+        pair.step(torch.randint(0, ROWS, (4,)), tolerance=1e-6)
+        assert grad_of(pair.model.weight).is_sparse == pair.model.sparse
+    # Sparse gradients are added to a dense one that was set to zero.
+    pair.model.sparse = True
+    for layer, optimizer in ((pair.model, pair.ours), (pair.twin, pair.theirs)):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            layer(ids_of(step, step + 1)).square().sum().backward()
+            optimizer.step()
+            assert not grad_of(layer.weight).is_sparse
+    pair.finish(1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of a table:UserWarning")
+@pytest.mark.rejects
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_dense_gradient_of_a_stale_row_raises_and_changes_nothing(is_contiguous, dtype):
+    layer = table_with_strides(is_contiguous).to(dtype)
+    optimizer = RowAdamW(layer, lr=0.1)
+    layer(ids_of(3, 17)).sum().backward()
+    optimizer.step()
+    gradient = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    gradient[[3, 9]] = torch.tensor([[1.0], [torch.nan]], dtype=dtype)
+    layer(ids_of(3))
+    layer.weight.grad = gradient
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    assert str(error.value) == stale_row_message(9)
+    assert optimizer.state[layer.weight]["step"] == 1
+    gradient[9] = 0
+    optimizer.step()
+    assert layer.weight.isfinite().all()
+
+
 def test_stale_rows_read_by_other_processes_catch_up(monkeypatch):
     torch.manual_seed(0)
     layer = Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)

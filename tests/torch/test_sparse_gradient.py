@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
 from firstlayer.torch._tensors.memory import tensor_of
-from firstlayer.torch.optim import RowAdamW
+from firstlayer.torch.optim import RowAdamW, RowSGD
 from firstlayer.torch.optim.sparse_gradient import RowGradientTensor, rows_of
 from tests.support.run_alone import run_alone
 from tests.support.torch_tables import DTYPES, ids_of
@@ -154,6 +154,39 @@ def test_every_layer_with_a_table_has_gradients_that_torch_clips(layer, ids):
     assert parameter.grad.is_sparse and want > 1
     assert clip_grad_norm_(layer.parameters(), 1.0) == want
     torch.testing.assert_close(parameter.grad.to_dense().norm(), torch.tensor(1.0))
+
+
+@given(
+    batches=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), max_size=3),
+            st.sampled_from(["kept", "zeroed", "dropped"]),
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    make=st.sampled_from([Embedding, EmbeddingBag, nn.Embedding, nn.EmbeddingBag]),
+)
+def test_gradients_accumulate_after_steps_with_and_without_rows(batches, make):
+    is_bag = issubclass(make, nn.EmbeddingBag)
+    options: dict[str, Any] = {"padding_idx": 0}
+    options |= {"dtype": torch.float64} | ({"mode": "sum"} if is_bag else {})
+    offsets = [ids_of(0)] if is_bag else []
+    rows = make(3, 2, sparse=True, **options)
+    theirs = nn.EmbeddingBag if is_bag else nn.Embedding
+    dense = theirs(3, 2, _weight=rows.weight.detach().clone(), **options)
+    settings: Any = {"lr": 0.3, "momentum": 0.5, "dampening": 0.2}
+    models = (
+        (rows, RowSGD(rows, **settings)),
+        (dense, torch.optim.SGD(dense.parameters(), **settings)),
+    )
+    for ids, grads in batches:
+        for layer, optimizer in models:
+            layer(ids_of(*ids), *offsets).sum().backward()
+            optimizer.step()
+            if grads != "kept":
+                optimizer.zero_grad(set_to_none=grads == "dropped")
+    torch.testing.assert_close(rows.weight.detach(), dense.weight.detach())
 
 
 def test_gradients_of_torch_layers_given_to_a_row_optimizer_are_clipped():
@@ -308,7 +341,7 @@ TWO_PROCESSES = """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.utils import clip_grad_norm_
     from firstlayer.torch import Embedding, FrozenRowsEmbedding
-    from firstlayer.torch.optim import RowAdamW
+    from firstlayer.torch.optim import RowAdamW, RowSGD
 
     init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 """

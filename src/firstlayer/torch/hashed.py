@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ..embeddings.hashed import (
 )
 from ..files.layer_configs import config_of
 from ._table.lookup import as_index
+from ._tensors.buffers import PrecomputedBuffers
 from ._tensors.dtypes import as_torch_dtype, dtype_name
 from ._tensors.errors import check_ids, check_tensor, torch_errors
 from .bag import EmbeddingBag
@@ -202,7 +204,7 @@ class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
         return self.rows(ids)
 
 
-class FrequencyEmbedding(HashedArguments, CombinedRows):
+class FrequencyEmbedding(HashedArguments, CombinedRows, PrecomputedBuffers):
     """Rows of their own for frequent ids, sums of hashed rows for all other 64-bit ids.
 
     Args:
@@ -227,9 +229,6 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
         >>> bool((embedding(torch.tensor([2**40])) == embedding.table.weight[1]).all())
         True
     """
-
-    _frequent: Tensor
-    _order: Tensor
 
     def __init__(
         self,
@@ -259,23 +258,32 @@ class FrequencyEmbedding(HashedArguments, CombinedRows):
             device=device,
             dtype=as_torch_dtype(dtype),
         )
-        # Not on the meta device, which would lose the values when a layer is loaded.
-        device = None if str(device) == "meta" else device
-        for name, array in (("_frequent", frequent), ("_order", order)):
-            tensor = torch.as_tensor(array, device=device)
-            self.register_buffer(name, tensor, persistent=False)
+        self._sorted = {"frequent": frequent, "order": order}
+        self._build(None if device is None else torch.device(device))
 
     @property
     def frequent_ids(self) -> Integer[Tensor, " frequent"]:
         """Ids with a row of their own, in the order of their rows."""
-        return torch.empty_like(self._frequent).scatter_(0, self._order, self._frequent)
+        frequent, order = self._of_frequent(self.table.weight.device)
+        return torch.empty_like(frequent).scatter_(0, order, frequent)
 
     def extra_repr(self) -> str:
         frequent = self.rows.num_frequent
         return f"{frequent} frequent ids, {self.num_rows}, {self.embedding_dim}"
 
     def _rows(self, ids: Tensor) -> Tensor:
-        return self.rows(ids, frequent=self._frequent, order=self._order)
+        frequent, order = self._of_frequent(ids.device)
+        return self.rows(ids, frequent=frequent, order=order)
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        return self._sorted
+
+    def _of_frequent(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the frequent ids in ascending order, and the row of each."""
+        frequent, order = (
+            self._integers(name, device, torch.int64) for name in self._sorted
+        )
+        return frequent, order
 
 
 def _table(

@@ -25,6 +25,10 @@ def rows_of(grad: Tensor) -> RowGradient:
     ids, values = grad._indices(), grad._values().contiguous()
     if ids.shape[0] != 1:
         raise ValueError(f"a row gradient has one sparse axis, got {ids.shape[0]}")
+    if not ids.shape[1]:
+        # The next accumulation resizes an empty gradient in place, which tensors that
+        # NumPy has seen do not allow.
+        ids, values = ids.clone(), values.clone()
     index = np.ascontiguousarray(array_of(ids)[0])
     if grad.is_coalesced():
         return RowGradient(index, array_of(values))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._tensors.dtypes import upcast
 from .._tensors.errors import torch_errors
-from .._tensors.memory import array_of
+from .._tensors.memory import array_of, is_plain_cpu
 from .._tensors.shard import is_distributed
 from .new_state import State
 from .operator_state import OperatorState
@@ -45,10 +45,24 @@ def table_gradient(state: State, grad: Tensor, options: dict[str, Any]) -> tuple
             state.catch_up_rows(ids)
         else:
             state.catch_up(ids)
-    row = state.first_stale(ids)
+    row = state.first_stale(_nonzero_rows(state, values) if ids is None else ids)
     if row is not None:
         raise RuntimeError(stale_row_message(row))
     return ids, values
+
+
+def _nonzero_rows(state: State, values: Any) -> Any:
+    """Return the rows of a dense gradient that are not zero, or None for all.
+
+    Lookups with a dense gradient read only some rows, and the others may be stale.
+    """
+    if not state.has_stale_weights:
+        return None
+    if isinstance(values, Tensor):
+        # Their number would have to be read from another device.
+        is_on_host = is_plain_cpu(values)
+        return (values != 0).any(dim=1).nonzero().flatten() if is_on_host else None
+    return np.flatnonzero((values != 0).any(axis=1))
 
 
 def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
