@@ -18,13 +18,13 @@ from .._check import (
     positions_in_reach,
 )
 from ..positions.fourier import (
+    coordinate_parts,
     float64_fourier_phases,
-    fourier_phases,
     fourier_tables,
     gaussian_matrix,
     octave_matrix,
 )
-from ..positions.phases import LIMIT
+from ..positions.phases import LIMIT, digit_phases, multiply
 from ..positions.sinusoidal import LAYOUTS, Layout, encode
 from ._ids import host_values
 from ._module import Module, compiled, is_concrete, native, upcast
@@ -155,7 +155,7 @@ def _features(
         matrix = jax.lax.bitcast_convert_type(layer.matrix_bits, jnp.float64)
         cos, sin = float64_fourier_phases(x, matrix)
     else:
-        cos, sin = fourier_phases(x, _from_bits(layer.bits), _from_bits(layer.rate_bits))
+        cos, sin = _phases(x, _from_bits(layer.bits), _from_bits(layer.rate_bits))
     return encode(
         cos,
         sin,
@@ -163,6 +163,25 @@ def _features(
         layout=layer.layout,
         cos_first=layer.cos_first,
     ).astype(points.dtype)
+
+
+def _phases(
+    x: Float[Array, "*batch axes"],
+    tables: Float[Array, "parts 2 3 256 pairs"],
+    rates: Float[Array, "parts pairs"],
+) -> tuple[Float[Array, "*batch pairs"], Float[Array, "*batch pairs"]]:
+    """Return :func:`firstlayer.positions.fourier.fourier_phases` by a loop over parts.
+
+    Without the loop XLA fuses the products of all parts and computes each of them twice for
+    the next: 8 axes take minutes to compile.
+    """
+
+    def add_part(phase: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[Any, None]:
+        return multiply(*phase, *digit_phases(*part)), None
+
+    parts = coordinate_parts(x, tables.shape[0]), tables, rates
+    first = digit_phases(*(array[0] for array in parts))
+    return jax.lax.scan(add_part, first, tuple(array[1:] for array in parts))[0]
 
 
 def _to_bits(x: Float[np.ndarray, "*shape"]) -> Int32[Array, "*bits"]:

@@ -92,12 +92,27 @@ def fourier_phases(
         >>> bool(np.allclose([cos, sin], [[0], [1]], atol=1e-6))
         True
     """
+    parts = coordinate_parts(coordinates, tables.shape[0])
+    return axial_digit_phases(parts, tables, rates)
+
+
+def coordinate_parts(
+    coordinates: Float[Any, "*batch axes"], count: int
+) -> Float[Any, "parts *batch"]:
+    """Return coordinates as the parts that have tables of their own.
+
+    Args:
+        coordinates: Reals.
+        count: Number of tables: one for each axis, or for its whole part and its fraction.
+
+    Example:
+        >>> coordinate_parts(np.array([[0.5, 2.0]]), 4).tolist()
+        [[0.0], [2.0], [32768.0], [0.0]]
+    """
     xp = namespace_of(coordinates)
     real = cast(coordinates, compute_dtype(coordinates.dtype))
     parts = move_axis(real, -1, 0)
-    if tables.shape[0] > parts.shape[0]:
-        parts = xp.concat(split_fraction(parts))
-    return axial_digit_phases(parts, tables, rates)
+    return xp.concat(split_fraction(parts)) if count > parts.shape[0] else parts
 
 
 def float64_fourier_phases(

@@ -100,7 +100,7 @@ def digit_phases(
     whole = trunc(real)
     fraction = cast_like(real - whole, tables)
     angle = fraction[..., None] * rates
-    cos, sin = _multiply(
+    cos, sin = multiply(
         *_integer_phases(cast(whole, "int32"), tables), xp.cos(angle), xp.sin(angle)
     )
     return nan_outside(in_range, cos, sin)
@@ -128,7 +128,7 @@ def axial_digit_phases(
     cos, sin = digit_phases(positions[0], tables[0], rates[0])
     for axis in range(1, tables.shape[0]):
         other = digit_phases(positions[axis], tables[axis], rates[axis])
-        cos, sin = _multiply(cos, sin, *other)
+        cos, sin = multiply(cos, sin, *other)
     return cos, sin
 
 
@@ -206,7 +206,7 @@ def axial_phases(
     cos, sin = phases(positions[0], tables[:, 0], rates[:, 0])
     for axis in range(1, tables.shape[1]):
         other = phases(positions[axis], tables[:, axis], rates[:, axis])
-        cos, sin = _multiply(cos, sin, *other)
+        cos, sin = multiply(cos, sin, *other)
     return cos, sin
 
 
@@ -279,9 +279,20 @@ def _integer_phases(positions: Any, tables: Any) -> tuple[Any, Any]:
     cos, sin = (take_rows(tables[part, 0], size % 256) for part in (0, 1))
     for place, digit in ((1, size // 256 % 256), (2, size // 65536)):
         phase = (take_rows(tables[part, place], digit) for part in (0, 1))
-        cos, sin = _multiply(cos, sin, *phase)
+        cos, sin = multiply(cos, sin, *phase)
     return nan_outside(in_range, cos, xp.where((safe < 0)[..., None], -sin, sin))
 
 
-def _multiply(cos: Any, sin: Any, c: Any, s: Any) -> tuple[Any, Any]:
+def multiply(
+    cos: Float[Any, "*seq pairs"],
+    sin: Float[Any, "*seq pairs"],
+    c: Float[Any, "*seq pairs"],
+    s: Float[Any, "*seq pairs"],
+) -> tuple[Float[Any, "*seq pairs"], Float[Any, "*seq pairs"]]:
+    """Return the cosine and the sine of the sum of two angles.
+
+    Example:
+        >>> multiply(0.0, 1.0, 0.0, 1.0)
+        (-1.0, 0.0)
+    """
     return cos * c - sin * s, sin * c + cos * s
