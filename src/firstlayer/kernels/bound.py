@@ -10,6 +10,7 @@ Calls return 0, or 1 if an id was out of range, or -1 if memory could not be all
 
 import ctypes
 from array import array
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class BoundForward:
                 positions.
             statistics: As in :func:`firstlayer.kernels.layer_forward`.
         """
-        at = (0, 0) if statistics is None else (statistics.ctypes.data, size)
+        at = (0, 0) if statistics is None else (_address(statistics), size)
         if rows is None:
             return self._call(0, size, 0, 0, 0, ids, size, out, size, *at)
         first = self._first + 8 * rows.start
@@ -114,7 +115,7 @@ class BoundForward:
             statistics: Statistics of rows.
         """
         ticket: Ticket = ticket_for(size, self._grain)
-        at = (0, 0) if statistics is None else (statistics.ctypes.data, size)
+        at = (0, 0) if statistics is None else (_address(statistics), size)
         where = () if rows is None else (self._first + 8 * rows.start, len(rows))
         return self._call(*ticket, ids, size, out, size, *at, *where)
 
@@ -228,6 +229,11 @@ class BoundBags:
             counts.buffer_info()[0], len(counts),
             out, size,
         )  # fmt: skip
+
+
+def _address(array: Any) -> int:
+    """Return the address of an array that is not empty, faster than NumPy does."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))
 
 
 def _scratch_type(features: int) -> type[ctypes.Structure]:

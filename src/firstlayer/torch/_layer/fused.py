@@ -149,18 +149,18 @@ class _FusedLayer(torch.autograd.Function):
         *args: Tensor | None,
     ) -> Tensor:
         ctx.options, ctx.position_rows, ctx.unsaved = options, position_rows, {}
-        ctx.statistics = None
         tensors: LayerTensors[Any] = LayerTensors(*args)
-        saved = tensors
+        saved, statistics = tensors, None
         if tensors.norm_weight is None:
             # The backward reads only the shapes of the tables, so they may change before.
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
         else:
             is_double = options.dtype is torch.float64
-            ctx.statistics = empty_statistics(tensors.token_rows.numel(), is_double)
+            statistics = empty_statistics(tensors.token_rows.numel(), is_double)
+        ctx.statistics = statistics
         ctx.save_for_backward(*saved)
-        return forward(tensors, ctx.statistics)
+        return forward(tensors, statistics)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -254,13 +254,16 @@ def _backward_by_kernels(
     statistics: np.ndarray | None,
 ) -> LayerTensors[Tensor | None]:
     arrays, token, position = _arrays(tensors), options.token, options.position
+    norm = None
+    if arrays.norm_weight is not None and statistics is not None:
+        norm = arrays.norm_weight, statistics
     with threads_of_torch():
         gradients = layer_gradients(
             (arrays.token_table, arrays.token_rows.reshape(-1)),
             position=_pair(arrays.position_table, arrays.position_rows),
             segment=_pair(arrays.segment_table, arrays.segment_rows),
             scale=options.scale,
-            norm=None if statistics is None else (arrays.norm_weight, statistics),
+            norm=norm,
             dy=array_of(dy.contiguous()),
             by_id=token is not None,
             token_padding=None if token is None else token.padding_idx,
