@@ -564,7 +564,11 @@ def test_logits_use_the_token_table():
     [
         ({}, ValueError, "position='learned' needs max_positions, got None"),
         ({"position": None, "max_positions": 4}, ValueError, "got 4 with None"),
-        ({"position": "rotary"}, ValueError, "'learned' or 'sinusoidal', got 'rotary'"),
+        (
+            {"position": "rotary"},
+            ValueError,
+            "'learned', 'sinusoidal', None or a layer that adds positions, got 'rotary'",
+        ),
         (
             {"position": AlibiBias(2)},
             TypeError,

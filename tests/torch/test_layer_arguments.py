@@ -19,7 +19,11 @@ from tests.support.torch_round_trips import plain_operators
     [
         ({}, ValueError, "position='learned' needs max_positions, got None"),
         ({"position": None, "max_positions": 4}, ValueError, "got 4 with None"),
-        ({"position": "rotary"}, ValueError, "'learned' or 'sinusoidal', got 'rotary'"),
+        (
+            {"position": "rotary"},
+            ValueError,
+            "'learned', 'sinusoidal', None or a layer that adds positions, got 'rotary'",
+        ),
         ({"position": AlibiBias(2)}, TypeError, "that adds positions, got AlibiBias"),
         (
             {"position": {"class": "os"}},
