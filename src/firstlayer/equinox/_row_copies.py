@@ -108,14 +108,13 @@ def _has_registered() -> bool:
     if not kernels.can_bind():
         return False
     from ..kernels import row_copies
-    from ..kernels.runtime.xla import capsule
 
     try:
         for name, address in (
             (_READ, row_copies.read_rows_function()),
             (_WRITE, row_copies.write_rows_function()),
         ):
-            jax.ffi.register_ffi_target(name, capsule(address), platform="cpu")
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(
             f"JAX {jax.__version__} does not accept Firstlayer's kernels, so rows are "

@@ -8,7 +8,6 @@ The layout of the frame is that of ``xla/ffi/api/c_api.h``. XLA asks a function 
 version that it was written for, and refuses one that it does not support.
 """
 
-import ctypes
 import functools
 from typing import Any
 
@@ -118,10 +117,3 @@ def _array_words(buffer: _Struct, array: Any) -> list[Any]:
     for size in shape:
         count = builder.mul(count, size)
     return [I64(0), I64(0), count, item, buffer.load(_DATA, I64), *shape, *strides]
-
-
-def capsule(address: int) -> Any:
-    """Return an address as a Python object, as ``jax.ffi.register_ffi_target`` takes it."""
-    make = ctypes.pythonapi.PyCapsule_New
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-    return make(address, None, None)
