@@ -61,8 +61,8 @@ def _nonzero_rows(state: State, values: Any) -> Any:
     if isinstance(values, Tensor):
         # Their number would have to be read from another device.
         is_on_host = is_plain_cpu(values)
-        return (values != 0).any(dim=1).nonzero().flatten() if is_on_host else None
-    return np.flatnonzero((values != 0).any(axis=1))
+        return values.any(dim=1).nonzero().flatten() if is_on_host else None
+    return np.flatnonzero(values.any(axis=1))
 
 
 def _summed(grad: Tensor) -> tuple[Tensor, Tensor]:
