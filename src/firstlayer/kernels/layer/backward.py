@@ -71,14 +71,16 @@ def layer_backward(
           and bias, then of the segment table
     """
     num_tokens, width = dy.shape
-    check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
-    compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
     norm_weight, statistics = norm or (None, None)
-    if statistics is not None and len(statistics) != num_tokens:
-        raise ValueError(
-            f"statistics must have a row for each of {num_tokens} tokens, "
-            f"got {len(statistics)}"
-        )
+    check_sizes(
+        token,
+        position,
+        segment,
+        num_tokens=num_tokens,
+        width=width,
+        statistics=statistics,
+    )
+    compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
     buffer = np.empty((plan.partial_starts[-1], width), compute_dtype)

@@ -59,14 +59,16 @@ def layer_forward(
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     compute_dtype = np.float64 if out.dtype == np.float64 else np.float32
     num_tokens, width = out.shape
-    check_sizes(token, position, segment, num_tokens=num_tokens, width=width)
+    check_sizes(
+        token,
+        position,
+        segment,
+        num_tokens=num_tokens,
+        width=width,
+        statistics=statistics,
+    )
     if statistics is None:
         statistics = np.empty((0, 2), compute_dtype)
-    elif len(statistics) != num_tokens:
-        raise ValueError(
-            f"statistics must have a row for each of {num_tokens} tokens, "
-            f"got {len(statistics)}"
-        )
     return write_rows(
         *flat_pair(token),
         *flat_pair(position),
@@ -100,8 +102,14 @@ def check_sizes(
     *,
     num_tokens: int,
     width: int,
+    statistics: np.ndarray | None = None,
 ) -> None:
     """Raise a ValueError unless the tables have this width, and each token has a row."""
+    if statistics is not None and len(statistics) != num_tokens:
+        raise ValueError(
+            f"statistics must have a row for each of {num_tokens} tokens, "
+            f"got {len(statistics)}"
+        )
     for name, pair in (("token", token), ("position", position), ("segment", segment)):
         if pair is None:
             continue
