@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from firstlayer import kernels
+from firstlayer._array import compute_dtype
 from firstlayer.embeddings.layer import empty_statistics
 from firstlayer.embeddings.layer_gradients import layer_gradients
 from firstlayer.embeddings.row_gradient import RowGradient
@@ -52,7 +53,9 @@ class Case:
 
     def forward(self) -> None:
         """Compute the statistics that the backward needs."""
-        self.statistics = empty_statistics(len(self.dy), self.dtype == np.float64)
+        self.statistics = empty_statistics(
+            len(self.dy), compute_dtype(np.dtype(self.dtype))
+        )
         if self.norm_weight is None:
             return
         token, position, segment = self.pairs()
@@ -95,9 +98,8 @@ class Case:
         return [table.grad for table in tables], [parameter.grad for parameter in norm]
 
     def assert_close(self, got, expected):
-        compute_dtype = np.float64 if self.dtype == np.float64 else np.float32
-        assert got.dtype == compute_dtype
-        tolerance = 1e-11 if compute_dtype == np.float64 else 2e-4
+        assert got.dtype == compute_dtype(np.dtype(self.dtype))
+        tolerance = 1e-11 if got.dtype == np.float64 else 2e-4
         np.testing.assert_allclose(got, expected.numpy(), atol=tolerance)
 
 

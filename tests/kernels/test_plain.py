@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from firstlayer import kernels
+from firstlayer._array import compute_dtype
 from firstlayer.embeddings.layer import empty_statistics
 from firstlayer.embeddings.layer_gradients import layer_gradients
 from firstlayer.embeddings.row_gradient import RowGradient
@@ -172,7 +173,7 @@ def test_the_complete_layer(dtype, norm, monkeypatch):
     rows = [rng.integers(0, 9, 12), np.arange(4), np.array([0, 1, 1])]
     token, position, segment = zip(tables, rows, strict=True)
     weight, bias = random(6, dtype), random(6, dtype)
-    results, statistics = [], empty_statistics(12, dtype == np.float64)
+    results, statistics = [], empty_statistics(12, compute_dtype(np.dtype(dtype)))
     for module in (kernels, plain):
         out, statistics = np.empty((12, 6), dtype), statistics.copy()
         assert module.layer_forward(

@@ -147,16 +147,17 @@ def add_embeddings(
     return total
 
 
-def empty_statistics(num_tokens: int, is_double: bool) -> Float[np.ndarray, "num_tokens 2"]:
-    """Return memory for the mean of each row before the norm, and one over its deviation.
+def empty_statistics(num_tokens: int, dtype: Any) -> Float[np.ndarray, "num_tokens 2"]:
+    """Return memory for the mean and the inverse standard deviation of each row.
 
-    Kernels fill it in the forward and read it in the backward.
+    They are those of the rows before the norm. Kernels fill it in the forward and read it
+    in the backward.
 
     Args:
         num_tokens: Number of rows.
-        is_double: Whether the compute dtype is float64.
+        dtype: The compute dtype.
     """
-    return np.empty((num_tokens, 2), np.float64 if is_double else np.float32)
+    return np.empty((num_tokens, 2), dtype)
 
 
 def normalize_rows(

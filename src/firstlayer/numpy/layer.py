@@ -226,7 +226,7 @@ class EmbeddingLayer(Module):
         saved, norm, statistics = arguments.saved_for_backward(tables), None, None
         if self.norm is not None:
             num_tokens = math.prod(arguments.shape[:-1])
-            statistics = empty_statistics(num_tokens, self.dtype == np.float64)
+            statistics = empty_statistics(num_tokens, compute_dtype(self.dtype))
             norm = self.norm[0].copy(), statistics
         y, dropout_factors = self._output(arguments, tables, statistics)
 

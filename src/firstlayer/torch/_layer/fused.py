@@ -1,9 +1,9 @@
 """The complete layer on the kernels, eager on the CPU: forward and backward.
 
 The forward computes each output row once and writes it once. The backward computes it
-again, instead of saving several arrays of the output's size; only the statistics of each
-row are saved. A gradient that is batched or
-itself differentiated is computed by plain operators.
+again, instead of saving several arrays of the output's size; only the mean and the inverse
+standard deviation of each row are saved. A gradient that is batched or itself
+differentiated is computed by plain operators.
 """
 
 from collections.abc import Callable
@@ -156,8 +156,8 @@ class _FusedLayer(torch.autograd.Function):
             ctx.unsaved = _tables_without_values(tensors, options)
             saved = tensors._replace(**dict.fromkeys(ctx.unsaved))
         else:
-            is_double = options.dtype is torch.float64
-            statistics = empty_statistics(tensors.token_rows.numel(), is_double)
+            number = np.float64 if options.dtype is torch.float64 else np.float32
+            statistics = empty_statistics(tensors.token_rows.numel(), number)
         ctx.statistics = statistics
         ctx.save_for_backward(*saved)
         return forward(tensors, statistics)
