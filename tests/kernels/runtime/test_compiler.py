@@ -1,11 +1,14 @@
 """Compilation of kernels, and their scratch memory."""
 
+import os
+
 import numpy as np
 import pytest
 
 from firstlayer.kernels.runtime import compiler
 from firstlayer.kernels.runtime.compile import internal, kernel, njit
 from firstlayer.kernels.runtime.scratch import free_row, is_allocated, scratch_row
+from tests.support.run_alone import start_python
 
 
 def square_sum(x, out):
@@ -50,6 +53,30 @@ class TestCompiler:
         assert run(compiled, self.x) == 3.0
         library = compiled.overloads[compiled.signatures[0]].library
         assert not isinstance(library, compiler._KernelLibrary)
+
+
+IMPORTS = """
+import sys
+import numba
+import numpy as np
+from firstlayer.numpy import Embedding
+
+rows = Embedding(5, 3, rng=0)([1, 4])
+print(rows.shape, "scipy.linalg" in sys.modules, "numba.np.arrayobj" in sys.modules)
+x = np.array([[1.0, 2.0, 4.0], [3.0, 3.0, 1.0]])
+covariance = numba.njit(lambda x: x @ x.T + np.cov(x))
+print(covariance(x).tolist() == covariance.py_func(x).tolist())
+"""
+
+
+def test_imports_what_is_needed(tmp_path):
+    def printed():
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        return start_python(IMPORTS, env=environment).stdout.splitlines()
+
+    # The second line: other functions of the process can use SciPy and the whole of Numba.
+    assert printed() == ["(2, 3) False True", "True"]
+    assert printed() == ["(2, 3) False False", "True"]
 
 
 @njit

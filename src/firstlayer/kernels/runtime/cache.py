@@ -157,8 +157,10 @@ class _KernelCache(FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Numba's method imports the whole compiler first, although it may not be needed.
         try:
-            return super().load_overload(sig, target_context)
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
         # Broad, because unpickling can raise anything.
         except Exception as error:
             _warnings.warn_once(f"{self.cache_path} cannot be read ({_text(error)})")

@@ -15,6 +15,9 @@ The classes override methods of Numba's compiler, which are no public API. A ver
 Numba that is not in :data:`numba_abi.COMPILER_VERSIONS` uses its own compiler.
 """
 
+import importlib
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,10 +140,37 @@ def _only_passes_arguments(function: Any) -> bool:
     return is_called and not function.is_declaration
 
 
+def _import_array_functions() -> None:
+    """Import Numba's functions of arrays, which every compilation needs, without SciPy.
+
+    Numba imports scipy.linalg there, only to find out whether it exists. That would take
+    longer than to compile a kernel.
+    """
+    if "numba.np.arraymath" in sys.modules:
+        return
+    linalg: Any = importlib.import_module("numba.np.linalg")
+    ensure_blas = linalg.ensure_blas
+    linalg.ensure_blas = _ensure_scipy
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        linalg.ensure_blas = ensure_blas
+
+
+def _ensure_scipy() -> None:
+    if find_spec("scipy") is None:
+        raise ImportError("linear algebra needs SciPy")
+
+
 class InternalCompiler(Compiler):
     """Compiler of functions that only kernels call."""
 
     library_class: type[JITCodeLibrary] = _InternalLibrary
+
+    def __init__(self, *args: Any) -> None:
+        if has_known_compiler():
+            _import_array_functions()
+        super().__init__(*args)
 
     def define_pipelines(self) -> Any:
         pipelines = super().define_pipelines()

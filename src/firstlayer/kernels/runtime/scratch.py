@@ -11,7 +11,6 @@ from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 from .compile import BYTE_POINTER, I64
 from .numba_abi import array_struct
@@ -25,6 +24,9 @@ def _scratch_row(typingctx, width, like):
     row_type = types.Array(like, 1, "C")
 
     def codegen(context, builder, signature, args):
+        # Here, because a process that finds kernels in the cache does not need it.
+        from numba.np.arrayobj import populate_array
+
         itemsize = I64(like.bitwidth // 8)
         # One number more: malloc may return null for no bytes.
         size = builder.mul(builder.add(args[0], I64(1)), itemsize)
