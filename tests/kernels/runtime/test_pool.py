@@ -257,3 +257,29 @@ def test_a_child_forked_while_the_pool_is_busy_shares_its_work():
         """
     )
     assert output.split() == ["0", "1"]
+
+
+def test_a_forked_child_has_no_helpers_in_the_block_of_its_parent():
+    output = run_alone(
+        """
+        import ctypes, os, warnings
+        import numpy as np
+        from firstlayer.kernels.runtime import pool
+        from firstlayer.kernels.runtime.threads import on_threads
+        from tests.kernels.runtime.test_pool import _add
+
+        def helpers(block):
+            return ctypes.c_int64.from_address(block + pool.STARTED).value
+
+        warnings.simplefilter("ignore")
+        counts = np.zeros(20_000, np.int64)
+        with on_threads(3):
+            pool.run(_add, counts.size, counts, 1, grain=7)
+        block = pool._pool.block
+        child = os.fork()
+        if child == 0:
+            os._exit(10 * helpers(block) + helpers(pool._pool.block))
+        print(helpers(block), os.waitpid(child, 0)[1])
+        """
+    )
+    assert output.split() == ["2", "0"]

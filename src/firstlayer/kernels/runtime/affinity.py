@@ -5,6 +5,7 @@ import sys
 import numpy as np
 from numba import types
 
+from .atomics import atomic_load, atomic_store
 from .compile import internal
 from .scratch import free_row, is_allocated, scratch_row
 from .system import external, noop
@@ -23,21 +24,48 @@ if sys.platform == "linux":
 def move_off_core(core):
     """Move this thread to another core if it runs on ``core`` and may run elsewhere.
 
-    A helper woken on its caller's core waits until the caller is done; the scheduler moves
-    it only milliseconds later.
+    A helper that waits for its caller's core runs when the caller is done; the scheduler
+    moves it only milliseconds later.
     """
-    if core < 0 or current_core() != core or core >= 64 * CPU_SET_WORDS:
+    if core < 0 or current_core() != core:
         return
-    allowed = scratch_row(CPU_SET_WORDS, np.int64(0))
-    if not is_allocated(allowed):
+    cores = scratch_row(CPU_SET_WORDS, np.int64(0))
+    if not is_allocated(cores):
         return
-    address, word = allowed.ctypes.data, core // 64
-    if _get_affinity(0, CPU_SET_BYTES, address) >= 0:
-        cores, others = allowed[word], np.int64(0)
-        allowed[word] = cores & ~(1 << (core % 64))
-        for i in range(CPU_SET_WORDS):
-            others |= allowed[i]
-        if others and _set_affinity(0, CPU_SET_BYTES, address) == 0:
-            allowed[word] = cores
-            _set_affinity(0, CPU_SET_BYTES, address)
-    free_row(allowed)
+    if exclude_core(0, core, cores.ctypes.data):
+        restore_cores(0, cores.ctypes.data)
+    free_row(cores)
+
+
+@internal
+def exclude_core(thread, core, cores):
+    """Exclude a core from those that a thread may run on, and return whether it was done.
+
+    It is not done if there is no other core.
+
+    Args:
+        thread: Number that the system gave the thread; 0 is the calling one.
+        core: The core.
+        cores: Address of ``CPU_SET_BYTES`` bytes, which get the cores from before; see
+            :func:`restore_cores`.
+    """
+    if core < 0 or core >= 64 * CPU_SET_WORDS:
+        return False
+    if _get_affinity(np.int32(thread), CPU_SET_BYTES, cores) < 0:
+        return False
+    word, others = cores + core // 64 * 8, np.int64(0)
+    before = atomic_load(word)
+    atomic_store(word, before & ~(1 << (core % 64)))
+    for i in range(CPU_SET_WORDS):
+        others |= atomic_load(cores + 8 * i)
+    if others == 0:
+        return False
+    is_done = _set_affinity(np.int32(thread), CPU_SET_BYTES, cores) == 0
+    atomic_store(word, before)
+    return is_done
+
+
+@internal
+def restore_cores(thread, cores):
+    """Let a thread run on the cores from before :func:`exclude_core`."""
+    _set_affinity(np.int32(thread), CPU_SET_BYTES, cores)

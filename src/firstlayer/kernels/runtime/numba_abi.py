@@ -175,9 +175,24 @@ def _call_worker(typingctx, worker, block):
     return types.void(types.int64, types.int64), codegen
 
 
+def _call_kernel(typingctx, kernel, block):
+    """Call the compiled kernel at an address, whose argument is the block's address."""
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        hidden = [alloca_once(builder, pointer) for _ in range(2)]
+        arguments = [place.type for place in hidden] + [I64]
+        function = ir.FunctionType(ir.IntType(32), arguments).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), [*hidden, args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 # Any: the declared signatures begin with the typing context that Numba passes itself.
 offer: Any = intrinsic(_offer)
 call_worker: Any = intrinsic(_call_worker)
+call_kernel: Any = intrinsic(_call_kernel)
 
 
 def is_known_version() -> bool:

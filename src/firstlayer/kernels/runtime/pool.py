@@ -12,7 +12,8 @@ Protocol:
     1. ``run`` starts missing helpers and calls the kernel with a ticket.
     2. The kernel sets ``BUSY`` in the block, the memory shared with the helpers. Its thread
        is now the owner of the job. It stores the kernel's arguments in the block, resets
-       the counters, sets ``OPEN``, adds to ``JOBS`` and wakes sleeping helpers.
+       the counters, sets ``OPEN``, adds to ``JOBS`` and wakes sleeping helpers, on other
+       cores than its own.
     3. A helper that sees ``JOBS`` change adds itself to ``INSIDE``. If the job is ``OPEN``
        and one of its ``SEATS`` is free, the helper calls the same kernel with the same
        arguments. Then it leaves ``INSIDE``.
@@ -56,18 +57,29 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVarTuple
 
 import numpy as np
+from numba import types
 
-from .affinity import current_core, move_off_core
+from .affinity import (
+    CPU_SET_BYTES,
+    CPU_SET_WORDS,
+    current_core,
+    exclude_core,
+    move_off_core,
+    restore_cores,
+)
 from .atomics import atomic_add, atomic_load, atomic_store, fence
 from .compile import inlined, internal, kernel
 from .numba_abi import (
     BUSY,
     SIZE,
     Ticket,
+    call_kernel,
     call_worker,
+    compiled_function,
     offer,
     single_thread_reason,
 )
+from .scratch import free_row, is_allocated, scratch_row
 from .system import (
     condition_broadcast,
     condition_wait,
@@ -75,7 +87,7 @@ from .system import (
     mutex_unlock,
     sleep_us,
 )
-from .threads import current_num_threads
+from .threads import current_num_threads, get_num_threads
 
 # Offsets into the block, a cache line each, after the kernel's arguments and ``BUSY``: the
 # number of items claimed, how many of them by helpers, the number of items done, whether
@@ -84,8 +96,12 @@ from .threads import current_num_threads
 CLAIMED, BY_HELPERS, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
     BUSY + 64, BUSY + 11 * 64, 64
 )
-# and the mutex and the condition variable that helpers sleep on.
-MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 4 * 64, 64)
+# the number of helpers and the system's numbers of the first, the address of ``_wake``, and
+# the mutex and the condition variable that helpers sleep on.
+STARTED, THREADS, WAKE, MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 7 * 64, 64)
+# Number of helpers that are woken on other cores than their caller's: one cache line. Among
+# more of them, one that waits for a core is missed less.
+PLACED = 8
 
 # Enough pieces to balance the load, few enough to cost little.
 PIECES_PER_THREAD = 8
@@ -153,6 +169,15 @@ def grain_for(least: int, work: int, size: int = 1) -> int:
     return max(1, least * size // max(1, work))
 
 
+def shared_block() -> int:
+    """Return the address of the block, for calls of kernels that Python does not make.
+
+    Helpers for them are started here. A forked child has none, and a block of its own.
+    """
+    _pool.start_helpers(get_num_threads() - 1)
+    return _pool.block
+
+
 def has_known_layout() -> bool:
     """Return whether compiled functions have the layout that this library relies on."""
     return _REASON is None
@@ -167,11 +192,14 @@ class _Pool:
     """The helpers and the block of memory shared with them."""
 
     def __init__(self) -> None:
-        self.has_warned = False
+        self.has_warned, self.block, self.wake = False, 0, 0
         self.reset()
 
     def reset(self) -> None:
         """Drop the helpers, which do not exist in a forked child."""
+        if self.block:
+            # Programs of XLA still use the block of the parent.
+            self._write(STARTED, 0)
         self.block = _allocate_block() if _REASON is None else 0
         self.helpers, self.max_helpers = 0, sys.maxsize
 
@@ -184,8 +212,8 @@ class _Pool:
         count = min(count, self.max_helpers)
         while self.helpers < count:
             helper = threading.Thread(
-                target=help_forever,
-                args=(self.block, HELPER_POLLS),
+                target=self._help,
+                args=(self.block,),
                 name="firstlayer",
                 daemon=True,
             )
@@ -195,8 +223,23 @@ class _Pool:
                 self.max_helpers = self.helpers
                 self.warn_once(f"a thread could not be started ({error})")
                 return self.helpers
+            if self.helpers < PLACED:
+                self._write(THREADS + 8 * self.helpers, helper.native_id or 0)
             self.helpers += 1
+            self._write(STARTED, self.helpers)
         return count
+
+    def _help(self, block: int) -> None:
+        """Join jobs until the process ends; the function of a helper thread."""
+        # Not in a child again: another thread of the parent may have been compiling.
+        if not self.wake:
+            self.wake = compiled_function(_wake, (types.int64,))[0]
+        ctypes.c_int64.from_address(block + WAKE).value = self.wake
+        help_forever(block, HELPER_POLLS)
+
+    def _write(self, offset: int, number: int) -> None:
+        """Write a number to the block."""
+        ctypes.c_int64.from_address(self.block + offset).value = number
 
     def warn_once(self, reason: str) -> None:
         """Warn that kernels use fewer threads than they could."""
@@ -276,9 +319,7 @@ def _open_job(block, worker, helpers):
     atomic_store(block + OPEN, 1)
     atomic_add(block + JOBS, 1)
     if atomic_load(block + SLEEPERS):
-        mutex_lock(block + MUTEX)
-        condition_broadcast(block + CONDITION)
-        mutex_unlock(block + MUTEX)
+        call_kernel(atomic_load(block + WAKE), block)
 
 
 @inlined
@@ -295,6 +336,33 @@ def _close_job(block, size):
         if polls > OWNER_POLLS:
             sleep_us(NAP_MICROSECONDS)
     atomic_store(block + BUSY, 0)
+
+
+@kernel()
+def _wake(block):
+    """Wake all helpers that sleep, on other cores than the caller's.
+
+    The scheduler often wakes a thread on the core of the thread that wakes it, where it
+    would wait until the caller is done: an idle core of a virtual machine may not look
+    idle. It chooses the core at once, so a helper's cores can be restored right after.
+    """
+    threads, core = min(PLACED, atomic_load(block + STARTED)), current_core()
+    sets = scratch_row(PLACED * CPU_SET_WORDS, np.int64(0))
+    placed = np.int64(0)
+    if is_allocated(sets):
+        for i in range(threads):
+            cores = sets.ctypes.data + i * CPU_SET_BYTES
+            is_placed = exclude_core(atomic_load(block + THREADS + 8 * i), core, cores)
+            placed |= np.int64(is_placed) << i
+    # A helper that holds the mutex waits before it is released, or sees the new job.
+    mutex_lock(block + MUTEX)
+    mutex_unlock(block + MUTEX)
+    condition_broadcast(block + CONDITION)
+    for i in range(threads):
+        if placed >> i & 1:
+            thread = atomic_load(block + THREADS + 8 * i)
+            restore_cores(thread, sets.ctypes.data + i * CPU_SET_BYTES)
+    free_row(sets)
 
 
 @kernel()

@@ -1,5 +1,6 @@
 """Number of threads the kernels use: one setting for the process, one for a code block."""
 
+import ctypes
 import os
 import threading
 import warnings
@@ -14,7 +15,13 @@ VARIABLES = ("FIRSTLAYER_NUM_THREADS", "OMP_NUM_THREADS")
 class _Setting:
     """The process-wide number of threads; 0 until it is set or first read."""
 
-    size = 0
+    def __init__(self) -> None:
+        self.size = 0
+        # The same number for compiled code that no Python code calls.
+        self.native = ctypes.c_int64(0)
+
+    def change(self, size: int) -> None:
+        self.size = self.native.value = size
 
 
 _setting = _Setting()
@@ -35,7 +42,7 @@ def set_num_threads(n: int) -> None:
         1
         >>> set_num_threads(before)
     """
-    _setting.size = positive("n", n)
+    _setting.change(positive("n", n))
 
 
 def get_num_threads() -> int:
@@ -50,7 +57,7 @@ def get_num_threads() -> int:
         True
     """
     if not _setting.size:
-        _setting.size = default_num_threads()
+        _setting.change(default_num_threads())
     return _setting.size
 
 
@@ -88,6 +95,12 @@ class on_threads:
 
     def __exit__(self, *error: object) -> None:
         _here.size = self.before
+
+
+def address_of_num_threads() -> int:
+    """Return the address of an int64 that has the value of :func:`get_num_threads`."""
+    get_num_threads()
+    return ctypes.addressof(_setting.native)
 
 
 def current_num_threads() -> int:
