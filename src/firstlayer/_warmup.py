@@ -157,6 +157,7 @@ def _copy_rows() -> None:
 
         row_copies.read_rows_function()
         row_copies.write_rows_function()
+        row_copies.sum_rows_function()
 
 
 def _bag(dtype: str, mode: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows copied by kernels in programs of XLA equal those that XLA's operators copy."""
+"""Rows copied and summed by kernels in programs of XLA equal those of XLA's operators."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from firstlayer.equinox._row_copies import (
-    _by_kernels,
     _read,
     _write,
+    by_kernels,
     read_rows,
     write_rows,
 )
@@ -32,7 +32,7 @@ def calls_kernel(function, *args):
 @st.composite
 def cases(draw):
     """Return a table, ascending ids with some out of range, and a row for each id."""
-    rows, width, count = draw(st.tuples(st.integers(1, 9), *[st.integers(0, 9)] * 2))
+    rows, width, count = draw(st.tuples(st.integers(1, 9), *[st.integers(0, 8)] * 2))
     ids = draw(
         st.lists(st.integers(-3, rows + 3), min_size=count, max_size=count, unique=True)
     )
@@ -47,7 +47,7 @@ def test_rows_have_the_bits_that_numpy_copies(case):
     is_row = (ids >= 0) & (ids < len(table))
     want = np.zeros_like(new)
     want[is_row] = table[ids[is_row]]
-    assert _by_kernels(jnp.asarray(table), jnp.asarray(ids))
+    assert by_kernels(jnp.asarray(table), jnp.asarray(ids))
     assert np.asarray(read_rows(jnp.asarray(table), jnp.asarray(ids))).tobytes() == (
         want.tobytes()
     )

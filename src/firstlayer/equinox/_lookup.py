@@ -10,7 +10,7 @@ passes no gradient to the padding row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ._module import compiled, upcast
 from ._row_shards import RowShards
 from ._sharding import OutSharding, Spec, table_spec, with_sharding, with_table_sharding
 from ._table_rows import Rows, RowSubset, StoredRows, array_in
+from ._take_rows import take_rows
 
 
 class CheckedIds(NamedTuple):
@@ -79,6 +80,7 @@ class LookupOptions:
         scale_grad_by_freq: Divide a row's gradient by the count of its id in the call.
         upcast: Return rows in the compute dtype.
         shards: Shards of the table; None if its rows are not sharded by the layer.
+        is_subset: Whether the table is replaced by some of its rows, for training.
     """
 
     num_embeddings: int
@@ -88,6 +90,7 @@ class LookupOptions:
     scale_grad_by_freq: bool = False
     upcast: bool = False
     shards: RowShards | None = None
+    is_subset: bool = False
 
     def shards_of(self, weight: Rows) -> RowShards | None:
         """Return the shards of a complete table; None for a table that has none."""
@@ -147,6 +150,8 @@ def gather_rows(
         rows = weight.take(index if valid is None else jnp.where(valid, index, 0))
         rows = limit_norm(jax.lax.stop_gradient(rows), options)
         return rows if options.upcast else rows.astype(weight.dtype)
+    if isinstance(weight, RowSubset):
+        return _lookup(replace(options, is_subset=True), weight.values, checked)
     shards = options.shards_of(weight)
     if shards is None:
         return _lookup(options, array_in(weight), checked)
@@ -327,9 +332,14 @@ def _take(weight: Array, checked: CheckedIds, *, mode: str = "clip") -> Array:
     return rows.get(mode=mode, fill_value=fill, wrap_negative_indices=False)
 
 
+def _take_of_subset(values: Array, checked: CheckedIds) -> Array:
+    """Return the row of each id of some rows, and zeros where it does not exist."""
+    return take_rows(jnp.asarray(values), checked.index)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _lookup(options: LookupOptions, weight: Array, checked: CheckedIds) -> Array:
-    rows = _take(weight, checked)
+    rows = (_take_of_subset if options.is_subset else _take)(weight, checked)
     if options.max_norm is None and not options.upcast:
         return rows
     rows, dtype = limit_norm(rows, options), rows.dtype
@@ -346,7 +356,8 @@ def _lookup_jvp(
     # lookup.
     # Tangents of rows that do not exist are zero, and the transpose skips them: no mask
     # has the size of the gradient.
-    tangent = _take(upcast(tangents[0]), checked, mode="fill")
+    take = _take_of_subset if options.is_subset else partial(_take, mode="fill")
+    tangent = take(upcast(tangents[0]), checked)
     if options.scale_grad_by_freq:
         counts = _counts(checked, len(weight)).astype(tangent.dtype)
         tangent = tangent / counts[..., None]

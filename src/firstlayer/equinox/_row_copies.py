@@ -1,7 +1,8 @@
-"""Rows of an array, read and written by the training of tables.
+"""Rows of an array, read, written and summed by the training of tables.
 
-In a process whose only device is a CPU, kernels copy float32 rows, in half the time of
-XLA's operators and with the same bits. All other rows are copied by operators.
+In a process whose only device is a CPU, kernels copy and sum float32 rows, in a half to a
+third of the time of XLA's operators and with the same bits. Operators do it for all other
+rows.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from .. import kernels
 from .._array import explicit_mesh
@@ -19,6 +20,7 @@ from ._unique import INDEX_HINTS
 
 # Names of the kernels in compiled programs.
 _READ, _WRITE = "firstlayer_read_rows", "firstlayer_write_rows"
+_SUM = "firstlayer_sum_rows"
 
 
 def read_rows(
@@ -30,7 +32,7 @@ def read_rows(
         array: The array.
         ids: Ids of the rows, ascending and unique.
     """
-    return (_read_by_kernel if _by_kernels(array, ids) else _read)(array, ids)
+    return (_read_by_kernel if by_kernels(array, ids) else _read)(array, ids)
 
 
 def write_rows(
@@ -46,8 +48,22 @@ def write_rows(
         rows: The rows, in any dtype.
     """
     rows = rows.astype(array.dtype)
-    write = _write_by_kernel if _by_kernels(array, ids) else _write
+    write = _write_by_kernel if by_kernels(array, ids) else _write
     return write(array, ids, rows)
+
+
+def sum_by_kernel(
+    rows: Float[Array, "n width"], index: Int32[Array, " n"], *, num_rows: int
+) -> Float[Array, "rows width"]:
+    """Return the sum of the rows of each index, in order; see :func:`by_kernels`.
+
+    Args:
+        rows: The rows, float32.
+        index: Index of each. Rows whose index is out of range are left out.
+        num_rows: Number of sums.
+    """
+    sums = jax.ShapeDtypeStruct((num_rows, rows.shape[1]), rows.dtype)
+    return jax.ffi.ffi_call(_SUM, sums)(rows, index)
 
 
 def _read(array: Array, ids: Array) -> Array:
@@ -58,10 +74,15 @@ def _write(array: Array, ids: Array, rows: Array) -> Array:
     return array.at[ids].set(rows, mode="drop", **INDEX_HINTS)
 
 
-@jax.custom_jvp
-def _read_by_kernel(array: Array, ids: Array) -> Array:
+def copy_by_kernel(
+    array: Float[Array, "rows width"], ids: Int32[Array, " n"]
+) -> Float[Array, "n width"]:
+    """Return rows of an array, in any order; see :func:`by_kernels`."""
     rows = jax.ShapeDtypeStruct((ids.size, array.shape[1]), array.dtype)
     return jax.ffi.ffi_call(_READ, rows, vmap_method="sequential")(array, ids)
+
+
+_read_by_kernel = jax.custom_jvp(copy_by_kernel)
 
 
 @_read_by_kernel.defjvp
@@ -88,8 +109,8 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _write_by_kernel(array, ids, rows), _write(d_array, ids, d_rows)
 
 
-def _by_kernels(array: Array, ids: Array) -> bool:
-    """Return whether kernels copy rows of this array."""
+def by_kernels(array: Array, ids: Array) -> bool:
+    """Return whether kernels copy and sum rows of this array."""
     return (
         array.ndim == 2
         and array.dtype == jnp.float32
@@ -113,6 +134,7 @@ def _has_registered() -> bool:
         for name, address in (
             (_READ, row_copies.read_rows_function()),
             (_WRITE, row_copies.write_rows_function()),
+            (_SUM, row_copies.sum_rows_function()),
         ):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
     except jax.errors.JaxRuntimeError as error:

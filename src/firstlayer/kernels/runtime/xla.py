@@ -1,22 +1,24 @@
 """Kernels as functions that programs compiled by XLA call on the CPU.
 
 XLA passes a call frame, a struct of its foreign function interface, which has the addresses
-and shapes of its buffers. A small function, made by LLVM, reads them and calls a kernel on
-the calling thread. Nothing here imports JAX.
+and shapes of its buffers. A small function, made by LLVM, reads them and calls a kernel,
+which shares its work with the helpers of the thread pool. Nothing here imports JAX.
 
 The layout of the frame is that of ``xla/ffi/api/c_api.h``. XLA asks a function for the
 version that it was written for, and refuses one that it does not support.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from .bind import machine_code
-from .numba_abi import I64, compiled_function
+from .numba_abi import COUNT, I64, LENGTH, TICKET_TYPE, compiled_function
+from .pool import PIECES_PER_THREAD, STARTED, shared_block
+from .threads import address_of_num_threads
 
 #: Oldest version of the interface with this layout. XLA accepts it as long as that is so.
 MAJOR, MINOR = 0, 1
@@ -32,17 +34,41 @@ _MAJOR, _MINOR, _TRAITS = 24, 28, 32
 _DATA, _SHAPE = 24, 40
 
 
-@functools.cache
-@global_compiler_lock
-def xla_function(kernel: Any, arguments: tuple[types.Array, ...], results: int) -> int:
-    """Return the address of a function of a call frame that calls a kernel.
+class Range(NamedTuple):
+    """The range of a kernel that threads share: an axis of one of its arguments.
 
     Args:
-        kernel: Kernel of contiguous arrays, which cannot fail.
-        arguments: Types of its arguments: the arguments of the call, then its results.
-        results: Number of results.
+        argument: Number of the argument.
+        axis: The axis.
+        least: Minimum number of items per thread.
+        grain: Minimum number of entries of the argument per thread.
+        pieces: Pieces per thread.
     """
-    address, kernel_type = compiled_function(kernel, arguments)
+
+    argument: int
+    grain: int
+    axis: int = 0
+    least: int = 1
+    pieces: int = PIECES_PER_THREAD
+
+
+@functools.cache
+@global_compiler_lock
+def xla_function(
+    kernel: Any, arguments: tuple[types.Array, ...], *, results: int, shared: Range
+) -> int:
+    """Return the address of a function of a call frame that calls a kernel.
+
+    The number of threads is that of :func:`firstlayer.get_num_threads` at the time of a
+    call.
+
+    Args:
+        kernel: Kernel of a ticket and contiguous arrays, which cannot fail.
+        arguments: Types of the arrays: the arguments of the call, then its results.
+        results: Number of results.
+        shared: The range of the kernel.
+    """
+    address, kernel_type = compiled_function(kernel, (TICKET_TYPE, *arguments))
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name="call")
     builder: Any = ir.IRBuilder(function.append_basic_block())
@@ -59,12 +85,17 @@ def xla_function(kernel: Any, arguments: tuple[types.Array, ...], results: int) 
             builder.ret(null)
     # The kernel's result, which is none, and its exception.
     passed = [builder.alloca(pointer.pointee) for pointer in kernel_type.args[:2]]
-    num_arguments = len(arguments) - results
+    num_arguments, words = len(arguments) - results, []
     for index, array in enumerate(arguments):
         is_result = index >= num_arguments
         buffers = frame.pointer(_RESULTS if is_result else _ARGUMENTS)
         place = index - num_arguments if is_result else index
-        passed += _array_words(buffers.pointer(8 * place), array)
+        words.append(_array_words(buffers.pointer(8 * place), array))
+    range_words = words[shared.argument]
+    size, entries = range_words[LENGTH + shared.axis], range_words[COUNT]
+    passed += _ticket_words(builder, size, entries, shared)
+    for array_words in words:
+        passed += array_words
     wanted = kernel_type.args[2:]
     passed[2:] = [
         builder.inttoptr(word, type_) if isinstance(type_, ir.PointerType) else word
@@ -102,6 +133,37 @@ class _Struct:
     def pointer(self, offset: int) -> "_Struct":
         """Return the memory whose address is in a field."""
         return _Struct(self.builder, self.load(offset, POINTER))
+
+
+def _ticket_words(builder: Any, size: Any, entries: Any, shared: Range) -> list[Any]:
+    """Return the words of a ticket; see :func:`firstlayer.kernels.runtime.pool.run`."""
+    block = shared_block()
+
+    def number_at(address: int) -> Any:
+        return builder.load(builder.inttoptr(I64(address), I64.as_pointer()))
+
+    def smaller(a: Any, b: Any) -> Any:
+        return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+    threads = smaller(
+        number_at(address_of_num_threads()),
+        builder.add(number_at(block + STARTED), I64(1)),
+    )
+    threads = smaller(threads, builder.udiv(entries, I64(shared.grain)))
+    threads = smaller(threads, builder.udiv(size, I64(shared.least)))
+    is_shared = builder.icmp_signed(">", threads, I64(1))
+    pieces = builder.mul(threads, I64(shared.pieces))
+    # Not a division by zero if the range is not shared.
+    pieces = builder.select(is_shared, pieces, I64(1))
+    whole = builder.add(size, builder.sub(pieces, I64(1)))
+    shares = {
+        0: I64(block),
+        2: builder.udiv(whole, pieces),
+        3: builder.sub(threads, I64(1)),
+        4: I64(1),
+    }
+    words = {word: builder.select(is_shared, n, I64(0)) for word, n in shares.items()}
+    return [words.get(word, size) for word in range(5)]
 
 
 def _array_words(buffer: _Struct, array: Any) -> list[Any]:
