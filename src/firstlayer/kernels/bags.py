@@ -24,7 +24,7 @@ from .runtime.pool import grain_for, pieces, run
 from .runtime.scratch import free_row, is_allocated, scratch_row
 
 # Number of ids between the row that is read and the one that is prefetched.
-AHEAD = 16
+AHEAD = 32
 # Minimum number of entries per thread.
 GRAIN = 1 << 17
 
