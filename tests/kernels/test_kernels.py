@@ -11,6 +11,7 @@ import pytest
 from firstlayer import kernels
 from firstlayer.embeddings.layer_gradients import layer_gradients
 from firstlayer.kernels.runtime import lanes
+from firstlayer.kernels.runtime.aligned import aligned_empty
 from firstlayer.kernels.runtime.compile import bits_of, downcast, kernel, upcast
 from firstlayer.positions.rotary import Layout, rotate
 
@@ -91,12 +92,17 @@ def test_gather_equals_indexing(dtype, count, threads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_with_streaming_stores_copies_every_bit(dtype, threads, monkeypatch):
+@pytest.mark.parametrize("offset", [0, 16, 48])
+def test_gather_with_streaming_stores_copies_every_bit(dtype, offset, threads, monkeypatch):
     monkeypatch.setattr(lanes, "STREAMING_BYTES", 0)
     table = rng.integers(0, 256, (100, 1024), np.uint8).view(dtype)
     ids = rng.integers(0, 100, 9000)
-    got = kernels.gather_rows(table, ids)
-    assert got is not None and got.tobytes() == table[ids].tobytes()
+    # Whole cache lines, or parts of them.
+    memory = aligned_empty((ids.size * 1024 + offset,), np.uint8)
+    out = memory[offset:].view(dtype).reshape(ids.size, -1)
+    assert lanes.is_streamed(out)
+    assert kernels.gather_rows(table, ids, out=out) is not None
+    assert out.tobytes() == table[ids].tobytes()
 
 
 def test_gather_takes_tables_with_strides_and_of_any_alignment(monkeypatch):
@@ -201,8 +207,9 @@ def test_layer_repeats_short_rows_and_streams_the_same_output(dtype, threads, mo
     ids, few, one = rng.integers(0, 50, n), rng.integers(0, 50, 24), np.array([7])
     norm = (*rng.standard_normal((2, width)).astype(dtype), 1e-3)
 
-    def layer(position_rows, segment_rows):
-        out = np.empty((n, width), dtype)
+    def layer(position_rows, segment_rows, offset=0):
+        memory = aligned_empty((n * width * np.dtype(dtype).itemsize + offset,), np.uint8)
+        out = memory[offset:].view(dtype).reshape(n, width)
         kernels.layer_forward(
             (tables[0], ids),
             position=(tables[1], position_rows),
@@ -223,7 +230,9 @@ def test_layer_repeats_short_rows_and_streams_the_same_output(dtype, threads, mo
     )
     np.testing.assert_array_equal(layer(few, one), got)
     monkeypatch.setattr(lanes, "STREAMING_BYTES", 0)
-    np.testing.assert_array_equal(layer(few, one), got)
+    # Whole cache lines are streamed, or parts of them.
+    for offset in (0, 16):
+        np.testing.assert_array_equal(layer(few, one, offset), got)
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**62, -(2**63)])

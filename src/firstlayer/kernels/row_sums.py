@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .runtime.aligned import aligned_empty
 from .runtime.compile import bits_of, kernel, prefetch_row, upcast
 from .runtime.lanes import LANES_BYTES, load, store, zeros
 from .runtime.pool import grain_for, pieces, run
@@ -20,7 +21,7 @@ def sum_groups(
     Sums are float64 for float64, else float32.
     """
     dtype = np.float64 if values.dtype == np.float64 else np.float32
-    sums = np.empty((starts.size, values.shape[1]), dtype)
+    sums = aligned_empty((starts.size, values.shape[1]), dtype)
     grain = grain_for(GRAIN, values.shape[1])
     run(_sum_groups, starts.size, bits_of(values), order, starts, ends, sums, grain=grain)
     return sums

@@ -290,5 +290,6 @@ class StaleTable(TableEvents):
             if self.stored is not None:
                 self.state[name] = self.stored.new_array(name, value)
             else:
-                zeros = np.zeros(self.state_shape, self.dtype)
-                self.state[name] = np.full_like(zeros, value) if value else zeros
+                self.state[name] = kernels.aligned_zeros(self.state_shape, self.dtype)
+                if value:
+                    self.state[name][:] = value

@@ -83,7 +83,7 @@ def layer_backward(
     compute_dtype = np.float64 if dy.dtype == np.float64 else np.float32
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
-    buffer = np.empty((plan.partial_starts[-1], width), compute_dtype)
+    buffer = aligned_empty((plan.partial_starts[-1], width), compute_dtype)
     num_position_sums = num_blocks if plan.splits_positions else 1
     num_positions = plan.unique_position_rows.size
     position_sums = aligned_zeros((num_position_sums, num_positions, width), compute_dtype)

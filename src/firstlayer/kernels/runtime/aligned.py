@@ -26,5 +26,5 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray
 def _from_line(allocate: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = allocate(size + LINE, np.uint8)
-    start = -memory.ctypes.data % LINE
-    return memory[start : start + size].view(dtype).reshape(shape)
+    start = -memory.__array_interface__["data"][0] % LINE
+    return np.ndarray(shape, dtype, memory, start)
