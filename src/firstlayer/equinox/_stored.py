@@ -28,7 +28,7 @@ from ..stores.quantize import (
 )
 from ..stores.row_store import RowStore, check_store
 from ._bags import checked_offsets, checked_weights
-from ._ids import IdsArgument, host_values, ids_argument, is_token
+from ._ids import IdsArgument, call_values, host_values, ids_argument, is_token
 from ._lookup import LookupOptions, compiled_look_up, limit_norm
 from ._module import Module, compiled, native
 from ._parameters import Key
@@ -173,7 +173,7 @@ class StoredEmbedding(Module):
             out_sharding: Sharding of the result on a mesh with explicit axes.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        values = host_values(ids)
+        values = call_values(ids)
         if isinstance(self.rows, HostRows) and values is not None:
             # Without a callback, whose rows no accelerator could receive faster.
             rows = jnp.asarray(self.rows.row_store.read(values))

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
@@ -266,7 +267,8 @@ class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
         if values is not None and not (
             isinstance(ids, jax.Array) and ids.dtype == jnp.uint32
         ):
-            ids = ids_in_range(values, self.num_embeddings)
+            checked = ids_in_range(values, self.num_embeddings)
+            ids = ids if isinstance(ids, Tracer) else checked
         return _rows_by(self.rows, ids, num_rows=self.rows.num_rows)
 
 

@@ -27,8 +27,8 @@ from ..embeddings.table_group import (
 )
 from ..embeddings.token import mask_out_of_range
 from ..files.layer_configs import config_of
-from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights
-from ._ids import IdsArgument, as_int32, host_values, ids_argument, traced_integers
+from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights, traced_offsets
+from ._ids import IdsArgument, as_int32, call_values, ids_argument
 from ._lookup import LookupOptions, check_ids, gather_rows, nan_if_invalid
 from ._module import Module, compiled, replace_fields
 from ._parameters import Init, Key, draw_parameter
@@ -260,13 +260,13 @@ def _call(feature: str, place: TablePlace, one: FeatureIds, weights: Any) -> _Ca
     table = place.table
     ids = ids_argument(one.ids, table.num_embeddings, name=feature, bound=place.bound)
     shape, is_pooled, offsets = ids.ids.shape, table.mode is not None, one.offsets
-    values = None if offsets is None else host_values(offsets)
+    values = None if offsets is None else call_values(offsets)
     if offsets is None or values is not None:
         feature_bounds(feature, shape, values, is_pooled=is_pooled)
         if offsets is not None and not isinstance(offsets, jax.Array):
             offsets = np.asarray(offsets).astype(np.int32)
     else:
-        offsets = traced_integers(offsets, name=f"offsets of {feature}")
+        offsets = traced_offsets(offsets, int(np.prod(shape)), name=f"offsets of {feature}")
         if offsets.ndim != 1 or not offsets.size or len(shape) != 1:
             raise ValueError(
                 f"{feature} and its offsets must have 1 axis, "
