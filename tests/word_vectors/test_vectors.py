@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import firstlayer
 from firstlayer.vector_files.folder import write_folder
+from firstlayer.vector_files.table import Subwords
 from firstlayer.word_vectors.encode import encode
 from firstlayer.word_vectors.neighbors import neighbors, parse, similarities
 from firstlayer.word_vectors.vectors import Vectors, open_vectors
@@ -145,6 +146,18 @@ def test_repeated_words_and_rows_without_a_word_are_no_neighbors():
     vectors = Vectors(["king", "king", "queen", "", "prince"], rows)
     found = neighbors(vectors, parse(["king"]))[0].found
     assert [one.word for one in found] == ["prince", "queen"]
+
+
+@pytest.mark.rejects
+def test_a_word_that_is_not_unicode_is_unknown(minilm):
+    # As in an argument of a command in another encoding than the terminal's.
+    rows = np.eye(4, 2, dtype=np.float32)
+    subwords = Vectors(["king"], rows[:1], subwords=Subwords(rows, 4, (2, 3)))
+    assert "kin" in subwords
+    for vectors in (minilm, subwords, Vectors(["king"], rows[:1])):
+        assert "kin\udcff" not in vectors
+        with pytest.raises(KeyError, match=r"'kin\\\\udcff' is not in the table"):
+            vectors["kin\udcff"]
 
 
 def test_no_words_have_no_rows():

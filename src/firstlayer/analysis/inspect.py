@@ -125,7 +125,7 @@ def inspect(path: str | os.PathLike[str], *, names: Sequence[str] = ()) -> Repor
         names: Tensors to inspect instead of those with the name of an embedding table.
     """
     place = Path(path)
-    if place.is_file() and not is_checkpoint(place):
+    if place.exists() and not place.is_dir() and not is_checkpoint(place):
         return _report_of_rows(place, names)
     folder = place.parent if place.is_file() else place
     return read_one_save(folder, lambda opener: _report(place, names, opener))

@@ -55,7 +55,10 @@ def command(
     """
     from ..analysis import ngram as analysis
     from ..ngram import ByteGroups, from_hf
+    from ..word_vectors.text import lone_surrogate
 
+    if text is not None and lone_surrogate(text) is not None:
+        raise click.UsageError(f"--text must be in the terminal's encoding, got {text!r}")
     config, tokenizer = analysis.read_model(model)
     scheme = from_hf(config, tokenizer)
     has_text = text is not None or bool(files)

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, Real
 
-from .._check import FLOATS, dtype_text, host_array
+from .._check import FLOATS, all_in_range, dtype_text, host_array
 from ..embeddings import ragged
 from ..embeddings.bag import Mode, divide_or_zero, pool
 from ..embeddings.token import mask_out_of_range
-from ._ids import host_values, traced_integers
+from ._ids import call_values, host_values, traced_integers
 from ._module import native
 
 
@@ -32,7 +32,7 @@ def checked_offsets(
     """
     if offsets is None and len(shape) == 2:
         return None
-    values = None if offsets is None else host_values(offsets)
+    values = None if offsets is None else call_values(offsets)
     if offsets is None or values is not None:
         ragged.bag_bounds(shape, values, include_last_offset=include_last_offset)
         if isinstance(offsets, jax.Array):
@@ -40,9 +40,33 @@ def checked_offsets(
         return np.asarray(offsets).astype(np.int32)
     # Check the axes of the ids against offsets that are known to be right.
     ragged.bag_bounds(shape if len(shape) != 1 else (0,), [0])
-    offsets = traced_integers(offsets, name="offsets")
+    offsets = traced_offsets(offsets, shape[0])
     if offsets.ndim != 1:
         raise ValueError(f"offsets must have 1 axis, got shape {offsets.shape}")
+    if include_last_offset and not offsets.size:
+        raise ValueError("offsets must have an end with include_last_offset, got none")
+    return offsets
+
+
+def traced_offsets(
+    offsets: Integer[Array, "*offsets"], size: int, *, name: str = "offsets"
+) -> Integer[Array, "*offsets"]:
+    """Return traced offsets if their dtype is an integer dtype.
+
+    Those of an eager ``vmap`` of a NumPy array are checked, because the first operation
+    would truncate 64 bits to 32.
+
+    Args:
+        offsets: The caller's offsets.
+        size: Number of ids.
+        name: Name of the offsets in error messages.
+    """
+    offsets, values = traced_integers(offsets, name=name), host_values(offsets)
+    if values is not None and not all_in_range(values, size + 1):
+        wrong = values[(values < 0) | (values > size)].flat[0]
+        raise ValueError(
+            f"{name} must be between 0 and {size}, the number of ids, got {wrong}"
+        )
     return offsets
 
 

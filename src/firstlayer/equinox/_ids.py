@@ -76,6 +76,15 @@ def host_values(x: Any) -> np.ndarray | Any | None:
     return np.asarray(x) if is_on_host(x) else None
 
 
+def call_values(x: Any) -> np.ndarray | Any | None:
+    """Return the values of ``x`` in this call if they are in host memory, else None.
+
+    Unlike :func:`host_values`, nothing for a NumPy array inside an eager ``vmap``, whose
+    values are those of all mapped calls.
+    """
+    return None if isinstance(x, Tracer) else host_values(x)
+
+
 def traced_integers(ids: Any, *, name: str = "ids") -> Integer[Array, "*batch"]:
     """Return ``ids`` if their dtype is an integer dtype, else raise a TypeError."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Real, UInt8
 
 from .._array import compute_dtype
-from .._check import boolean, check_real, float_dtype, one_of, padding_index
+from .._check import boolean, check_real, one_of, padding_index
 from ..embeddings.bag import MODES, Mode
 from ..embeddings.token import check_norm
 from ..files.layer_files import rows_not_saved
@@ -28,10 +28,10 @@ from ..stores.quantize import (
 )
 from ..stores.row_store import RowStore, check_store
 from ._bags import checked_offsets, checked_weights
-from ._ids import IdsArgument, host_values, ids_argument, is_token
+from ._ids import IdsArgument, call_values, host_values, ids_argument, is_token
 from ._lookup import LookupOptions, compiled_look_up, limit_norm
 from ._module import Module, compiled, native
-from ._parameters import Key
+from ._parameters import Key, table_dtype
 from ._sharding import OutSharding
 from ._table_rows import StoredRows
 from .bag import BagOptions, pool
@@ -173,7 +173,7 @@ class StoredEmbedding(Module):
             out_sharding: Sharding of the result on a mesh with explicit axes.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
-        values = host_values(ids)
+        values = call_values(ids)
         if isinstance(self.rows, HostRows) and values is not None:
             # Without a callback, whose rows no accelerator could receive faster.
             rows = jnp.asarray(self.rows.row_store.read(values))
@@ -361,7 +361,7 @@ def stored_layer(layer_class: Any, store: RowStore, **options: Any) -> Any:
     """
     check_store(store)
     dtype = options.pop("dtype", None)
-    name = store.dtype.name if dtype is None else float_dtype(dtype).name
+    name = store.dtype.name if dtype is None else table_dtype(dtype).name
     rows = HostRows(store.format.name, name, store)
     return layer_class(rows, *store.shape, **options)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
-from .._array import exact_integers
+from .._array import axis_specs, exact_integers
 from .._check import ids_in_range, not_negative
 from ..embeddings.hashed import (
     COMBINE_HASHES,
@@ -35,6 +35,7 @@ from ._ids import host_values
 from ._module import Module, replace_fields
 from ._parameters import Init, Key
 from ._row_shards import replicated_like
+from ._sharding import Spec, with_sharding
 from .bag import EmbeddingBag
 from .token import Embedding
 
@@ -110,10 +111,19 @@ def _rows_by(rows: Any, ids: Ids, *, num_rows: int, **constants: Constant) -> An
             "ids of dtype uint32 must be pairs of low and high bits, (..., 2), "
             f"got shape {ids.shape}"
         )
-    with exact_integers(ids):
-        wide = joined_pairs(ids) if ids.dtype == jnp.uint32 else ids.astype(jnp.int64)
-        arrays = {name: jnp.asarray(value.array) for name, value in constants.items()}
-        return rows(wide, **arrays).astype(jnp.int32)
+    is_pairs = ids.dtype == jnp.uint32
+
+    def run(ids: Array) -> Array:
+        with exact_integers(ids):
+            wide = joined_pairs(ids) if is_pairs else ids.astype(jnp.int64)
+            arrays = {name: jnp.asarray(value.array) for name, value in constants.items()}
+            return rows(wide, **arrays).astype(jnp.int32)
+
+    def spec() -> Spec:
+        batch = ids.ndim - is_pairs
+        return (*axis_specs(ids)[:batch], None)
+
+    return with_sharding(run, ids, out_sharding=None, default=spec)
 
 
 class HashedEmbedding(HashedArguments, CombinedRows):
@@ -266,7 +276,8 @@ class QuotientRemainderEmbedding(QuotientRemainderArguments, CombinedRows):
         if values is not None and not (
             isinstance(ids, jax.Array) and ids.dtype == jnp.uint32
         ):
-            ids = ids_in_range(values, self.num_embeddings)
+            checked = ids_in_range(values, self.num_embeddings)
+            ids = ids if isinstance(ids, jax.Array) else checked
         return _rows_by(self.rows, ids, num_rows=self.rows.num_rows)
 
 

@@ -3,12 +3,15 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 from jaxtyping import Array, Bool, Float, Integer
 
+from .._array import axis_specs
 from ..ngram.layers import NgramArguments
 from ..ngram.scheme import Scheme
 from ..stores.row_store import RowStore
 from ._module import Module, replace_fields
+from ._sharding import with_sharding
 from ._stored import StoredEmbedding
 from .token import Embedding
 
@@ -106,6 +109,20 @@ class NgramEmbedding(NgramArguments, Module):
         rows = self._rows(ids, history=history, documents=documents, dead=dead)
         if isinstance(self.table, StoredEmbedding):
             self.table.prefetch(rows)
+
+    def _rows(self, ids: Any, **others: Any) -> Any:
+        if not isinstance(ids, jax.Array):
+            return super()._rows(ids, **others)
+        scheme_rows = super()._rows
+        arrays = {name: x for name, x in others.items() if isinstance(x, jax.Array)}
+        rest = {name: x for name, x in others.items() if name not in arrays}
+        return with_sharding(
+            lambda ids, arrays: scheme_rows(ids, **rest, **arrays),
+            ids,
+            arrays,
+            out_sharding=None,
+            default=lambda: (*axis_specs(ids), None),
+        )
 
     def parameters(self) -> dict[str, Float[Array, "rows width"]]:
         return {f"table.{name}": x for name, x in self.table.parameters().items()}

@@ -13,8 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer, Real
 
+from .._array import axis_specs
 from ..embeddings.bag import Mode
 from ..embeddings.table_group import (
     FeatureIds,
@@ -27,12 +29,13 @@ from ..embeddings.table_group import (
 )
 from ..embeddings.token import mask_out_of_range
 from ..files.layer_configs import config_of
-from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights
-from ._ids import IdsArgument, as_int32, host_values, ids_argument, traced_integers
+from ._bags import MatrixBags, RaggedBags, bag_bounds, checked_weights, traced_offsets
+from ._ids import IdsArgument, as_int32, call_values, ids_argument
 from ._lookup import LookupOptions, check_ids, gather_rows, nan_if_invalid
 from ._module import Module, compiled, replace_fields
 from ._parameters import Init, Key, draw_parameter
-from ._table_rows import Rows
+from ._sharding import Spec, with_specs
+from ._table_rows import Rows, array_in
 from .bag import EmbeddingBag
 
 Features = Mapping[str, Any]
@@ -161,10 +164,11 @@ class TableGroup(Module):
             [3, 1, 14]
         """
         return {
-            width: _joined_ids(
-                tuple(one.part for one in call.values()),
+            width: with_specs(
+                partial(_joined_rows, tuple(one.part for one in call.values())),
                 [one.argument.ids for one in call.values()],
-            )[0]
+                specs=PartitionSpec(None),
+            )
             for width, call in self._calls(features, {}).items()
         }
 
@@ -260,13 +264,13 @@ def _call(feature: str, place: TablePlace, one: FeatureIds, weights: Any) -> _Ca
     table = place.table
     ids = ids_argument(one.ids, table.num_embeddings, name=feature, bound=place.bound)
     shape, is_pooled, offsets = ids.ids.shape, table.mode is not None, one.offsets
-    values = None if offsets is None else host_values(offsets)
+    values = None if offsets is None else call_values(offsets)
     if offsets is None or values is not None:
         feature_bounds(feature, shape, values, is_pooled=is_pooled)
         if offsets is not None and not isinstance(offsets, jax.Array):
             offsets = np.asarray(offsets).astype(np.int32)
     else:
-        offsets = traced_integers(offsets, name=f"offsets of {feature}")
+        offsets = traced_offsets(offsets, int(np.prod(shape)), name=f"offsets of {feature}")
         if offsets.ndim != 1 or not offsets.size or len(shape) != 1:
             raise ValueError(
                 f"{feature} and its offsets must have 1 axis, "
@@ -305,6 +309,11 @@ def _joined_ids(
     return jnp.concatenate(rows), jnp.concatenate(padding) if has_padding else None
 
 
+def _joined_rows(parts: tuple[_Part, ...], ids: list[IdsArgument]) -> Int32[Array, " n"]:
+    """Return the rows of flat ids in the joined table; see :func:`_joined_ids`."""
+    return _joined_ids(parts, ids)[0]
+
+
 @partial(compiled, static_argnums=(0, 1))
 def _look_up(
     parts: tuple[_Part, ...],
@@ -313,6 +322,32 @@ def _look_up(
     arguments: tuple[_Argument, ...],
 ) -> tuple[Float[Array, "..."], ...]:
     """Return the vectors of each feature."""
+    # Raises if the weight is in the state of an optimizer.
+    columns = axis_specs(jnp.asarray(array_in(weight)))[1:]
+    specs = tuple(
+        PartitionSpec(*_lead_spec(part, argument), *columns)
+        for part, argument in zip(parts, arguments, strict=True)
+    )
+    run = partial(_vectors, parts, options)
+    return with_specs(run, weight, arguments, specs=specs)
+
+
+def _lead_spec(part: _Part, argument: _Argument) -> Spec:
+    """Return the mesh axes of a feature's vectors, without that of the columns."""
+    ids = axis_specs(argument.ids.ids)
+    if part.mode is None:
+        return ids
+    # Bags with offsets are one fewer than these.
+    return (ids[0] if argument.offsets is None else None,)
+
+
+def _vectors(
+    parts: tuple[_Part, ...],
+    options: LookupOptions,
+    weight: Rows,
+    arguments: tuple[_Argument, ...],
+) -> tuple[Float[Array, "..."], ...]:
+    """Return the vectors of each feature, with automatic axes of a mesh."""
     ids = [argument.ids for argument in arguments]
     joined, is_padding = _joined_ids(parts, ids)
     in_range = all(one.in_range for one in ids)

@@ -13,6 +13,8 @@ from ..files.checkpoint import open_regular
 from .table import VectorTable
 
 MAGIC = b"PAR1"
+#: Types of words. Polars writes the last one.
+STRINGS = ("string", "large_string", "string_view")
 #: Numbers that are read at a time.
 CHUNK_NUMBERS = 1 << 18
 #: The most numbers that a byte of a file may stand for. Pages can hold repeated values.
@@ -71,7 +73,7 @@ def _columns(pa: Any, schema: Any, path: Path, need_words: bool) -> list[str]:
     if "word" in schema.names:
         word = schema.field("word").type
         text = word.value_type if types.is_dictionary(word) else word
-        if not types.is_string(text) and not types.is_large_string(text):
+        if str(text) not in STRINGS:
             raise ValueError(f"{path} must have words of type string, got {word}")
     vector = schema.field("vector").type
     is_list = (

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from .text import UTF8, check_encoding, is_binary, read_blocks, read_lines
+from .text import (
+    UTF8,
+    check_encoding,
+    is_binary,
+    lone_surrogate,
+    read_blocks,
+    read_lines,
+)
 
 #: Names of files with one JSON object per line, before the suffix of a compressed file.
 JSON_LINES = (".jsonl", ".ndjson")
@@ -208,6 +215,11 @@ def field_of(line: str, field: str, *, place: str) -> str:
     if not isinstance(value[field], str):
         kind = type(value[field]).__name__
         raise ValueError(f"{place}: the field {field!r} must be a string, got {kind}")
+    if (half := lone_surrogate(value[field])) is not None:
+        raise ValueError(
+            f"{place}: the field {field!r} must be Unicode text, got {half!a} without the "
+            "other half of its character"
+        )
     return value[field]
 
 

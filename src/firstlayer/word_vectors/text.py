@@ -69,6 +69,23 @@ def check_encoding(encoding: str) -> None:
         ) from None
 
 
+def lone_surrogate(text: str) -> str | None:
+    r"""Return the first half of a surrogate pair without the other, which is not Unicode.
+
+    Strings of JSON can have such halves, and so do arguments of a command that are not in
+    the encoding of the terminal.
+
+    Example:
+        >>> lone_surrogate("whole: \U0001f600"), lone_surrogate("half: \ud83d") is None
+        (None, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
+
+
 def read_blocks(
     path: str | os.PathLike[str] | BinaryIO,
     *,
@@ -223,6 +240,9 @@ def _decoded(file: BinaryIO, *, name: str, encoding: str) -> Iterator[str]:
                 f"{name} is not {_shown(encoding)} text: byte {bad} (line {line}) is "
                 f"0x{error.object[error.start]:02x}"
             ) from None
+        except UnicodeError as error:
+            # A UTF-16 or UTF-32 decoder without a byte order mark names no byte.
+            raise ValueError(f"{name} is not {_shown(encoding)} text: {error}") from None
         if (zero := text.find("\0")) >= 0:
             after = len(text[zero:].encode(encoding)) - len("".encode(encoding))
             bad = place - len(decoder.getstate()[0]) - after

@@ -24,6 +24,7 @@ from ..vector_files.table import Subwords, VectorTable
 from ..vector_files.vocabulary import TOKENIZER
 from .corpus import UNKNOWN
 from .phrases import Phrases
+from .text import lone_surrogate
 
 #: Prefixes of tokens that begin a word: byte-level BPE and SentencePiece.
 MARKS = ("Ġ", "▁")
@@ -187,6 +188,8 @@ class Vectors:
         number = self._own_number(word)
         if number is not None:
             return WordVector(word, self.take([number])[0], [number])
+        if lone_surrogate(word) is not None:
+            return None  # tokenizers and n-grams read UTF-8
         if self.tokenizer is not None:
             numbers = self._pieces(word)
             if len(numbers) == 1:
