@@ -1,7 +1,7 @@
 """Map from ids to the rows that they were given.
 
 Row 0 is the unknown row. All ids without a row of their own read it. The rows from 1 on are
-given to ids in the order in which they are first seen. When all of them are given away, the
+given to ids in the order in which they are first seen. When all of them are taken, the
 id that was used least recently or least frequently loses its row.
 
 Which row an id has follows from the sequence of batches alone. Within a batch, the ids that

@@ -210,7 +210,7 @@ class EmbeddingLayer(Module):
             ids: Token ids; may be None if ``inputs_embeds`` is given.
             positions: Position of each token. Ignored, like ``offset``, if the layer has no
                 positions.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.

@@ -37,8 +37,8 @@ class LearnedPositions(Module):
     """Adds the table row of its position to each vector.
 
     Args:
-        max_positions: Number of positions. A larger position is a ValueError that names
-            both, or NaN if it is traced or on an accelerator.
+        max_positions: Number of positions. A position that is not smaller is a ValueError,
+            or NaN if it is traced or on an accelerator.
         embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of those rows, for padding. It is zero in a new table and gets no
@@ -127,7 +127,7 @@ class LearnedPositions(Module):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)

@@ -2,10 +2,10 @@
 
 **The updates are lazy, not exact.** Rows without a gradient do not move; this differs from
 the dense optimizer, which moves every row in every step. Moments of such a row do not
-decay, momentum does not move it, and weight decay does not shrink it. A model trained so
-has other weights than with the dense optimizer: after 300 steps of AdamW on ids with a Zipf
-distribution, rare rows differ by as much as dense updates move them. The row optimizers of
-:mod:`firstlayer.equinox.optim` are exact instead. Lazy is the rule of
+decay, momentum does not move it, and weight decay does not shrink it. The trained weights
+therefore differ from those of a dense optimizer: after 300 steps of AdamW on ids with a
+Zipf distribution, rare rows differ by as much as dense updates move them. The row
+optimizers of :mod:`firstlayer.equinox.optim` are exact instead. Lazy is the rule of
 ``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``. Step counts, for bias correction
 and schedules, count every step. SGD without momentum and Adagrad do not move rows without a
 gradient anyway, so they give the same result as dense updates.

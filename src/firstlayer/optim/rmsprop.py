@@ -258,7 +258,7 @@ class RowRMSprop(RowOptimizer):
         lr: Learning rate.
         alpha: Decay rate of the averages.
         eps: Term added to the denominator.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         momentum: Momentum factor.
         centered: Divide by the standard deviation of gradients.
         maximize: Maximize instead of minimize.
@@ -288,7 +288,7 @@ class RowWiseRMSprop(RowOptimizer):
         lr: Learning rate.
         alpha: Decay rate of the averages.
         eps: Term added to the denominator.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         maximize: Maximize instead of minimize.
         mode, stochastic_rounding: See :class:`RowOptimizer`.
 

@@ -32,7 +32,7 @@ class RowStep:
 
     Made by :meth:`firstlayer.torch.optim.RowOptimizer.row_step`. A call takes the step that
     ``optimizer.step()`` would take for this table with the sparse gradient of these ids and
-    values. Options are read at each call, so schedules do not compile again. The options
+    values. Options are read at each call, so schedules do not recompile. The options
     that choose the form of the rule (``amsgrad``, ``centered``, ``eps``, momentum or none)
     must stay the same.
 
