@@ -212,10 +212,10 @@ class IdMap:
         return new
 
     def take_over(self, other: Self) -> None:
-        """Continue as another map that nobody uses any more."""
+        """Continue with the arrays of another map, which must not be used afterwards."""
         new = other._arrays
         with self._lock:
-            # Gradients of earlier batches belong to the ids before.
+            # Gradients of earlier batches belong to the earlier ids of these rows.
             new.numbers[1] = self._arrays.numbers[1] + 1
             new.rows[:, BORN] = new.numbers[1]
             self._arrays, self._candidates = new, other._candidates

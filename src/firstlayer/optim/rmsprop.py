@@ -41,7 +41,7 @@ class RMSpropStep(RMSpropNumbers, Step):
         return weight - self.lr * (gradient / (ops.sqrt(total) + self.eps))
 
     def update(self, ops: Any, weight: Any, gradient: Any, square: Any) -> Any:
-        # Not of gradient²: it overflows at smaller gradients.
+        # Not share * gradient², in which gradient² overflows at smaller gradients.
         square = self.alpha * square + self.share * gradient * gradient
         return self.move(ops, weight, gradient, square), square
 

@@ -31,7 +31,7 @@ from .optim.row_optimizer import RowOptimizer
 from .optim.table_state import catch_up
 from .token import Embedding
 
-# Number of batches after which the lists of rows that were given in each are merged.
+# Number of batches after which their lists of newly assigned rows are merged.
 MERGE = 64
 
 

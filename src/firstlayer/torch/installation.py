@@ -1,4 +1,4 @@
-"""Our layers in code that builds torch's, and torch's layers in tools that need them."""
+"""Make torch's constructors build Firstlayer's layers, and turn layers into torch's."""
 
 import functools
 import sys
