@@ -151,7 +151,7 @@ class EmbeddingBag(TableModule):
         out_sharding: OutSharding = None,
         key: Key | None = None,
     ) -> Float[Array, "bags embedding_dim"]:
-        """Return one row for each bag.
+        """Return the pooled rows of each bag.
 
         Args:
             ids: Ids of the rows.

@@ -237,7 +237,7 @@ class EmbeddingLayer(Module):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of token rows."""
+        """Number of ids."""
         return self.token.num_embeddings
 
     @property
@@ -247,7 +247,7 @@ class EmbeddingLayer(Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """Padding id, counted from the front, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch length"]:

@@ -106,7 +106,7 @@ class LearnedPositions(Module):
 
     @property
     def weight(self) -> Float[Array, "rows embedding_dim"]:
-        """The table, of ``max_positions + row_offset`` rows."""
+        """The table, ``max_positions + row_offset`` rows."""
         return self.table.weight
 
     @property
@@ -202,7 +202,7 @@ class LearnedPositions(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer with ``value`` written into the padding row.
+        """Return a layer with a vector or a number written to the padding row.
 
         Example:
             >>> import jax.numpy as jnp

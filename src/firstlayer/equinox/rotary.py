@@ -270,12 +270,12 @@ class RotaryPositions(Module):
     def rerotate(
         self, keys: Float[Array | np.ndarray, "*lead head_dim"], delta: Offset
     ) -> Float[Array, "*lead head_dim"]:
-        """Return rotated keys shifted by ``delta`` positions, as after trimming a cache.
+        """Return rotated keys shifted by ``delta`` positions, as after trimming a KV cache.
 
         Args:
             keys: Output of this layer.
-            delta: A number, or an array of one per row (the first axis of ``keys``). All
-                coordinates of a position shift alike.
+            delta: A number, or one for each sequence (the first axis of ``keys``). May be
+                negative. All coordinates of a position are shifted equally.
 
         The attention factor is not applied again.
 

@@ -124,7 +124,7 @@ class Embedding(TableModule):
     def __call__(
         self, ids: Ids, *, out_sharding: OutSharding = None, key: Key | None = None
     ) -> Float[Array, "*batch embedding_dim"]:
-        """Return the rows of ``ids``.
+        """Return the rows of the ids.
 
         Args:
             ids: Ids of the rows.

@@ -253,7 +253,7 @@ class EmbeddingLayer(Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """Id of padding, not negative, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Int[Any, "*batch length"] | list[Any]) -> np.ndarray:

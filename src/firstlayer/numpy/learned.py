@@ -234,7 +234,7 @@ class LearnedPositions(Module):
         )
 
     def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
-        """Write ``value`` to the padding row.
+        """Write a vector or a number to the padding row.
 
         Example:
             >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0, rng=0)

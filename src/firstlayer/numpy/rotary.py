@@ -260,7 +260,7 @@ class RotaryPositions(Module):
         return cos, sin
 
     def at_length(self, n: int) -> Self:
-        """Return the layer for sequences of ``n`` positions. Most rules do not change.
+        """Return a copy for sequences of ``n`` positions; most rules ignore the length.
 
         Example:
             >>> from firstlayer.positions.scaling import DynamicNTK
@@ -276,13 +276,13 @@ class RotaryPositions(Module):
     def rerotate(
         self, keys: Float[Any, "*lead head_dim"] | list[Any], delta: Any
     ) -> Float[np.ndarray, "*lead head_dim"]:
-        """Return rotated keys shifted by ``delta`` positions, as when a cache is truncated.
+        """Return rotated keys shifted by ``delta`` positions, as after trimming a KV cache.
 
         The attention factor, already part of the keys, is not applied again.
 
         Args:
             keys: Output of this layer.
-            delta: Number of positions, or one per row (the first axis of ``keys``). May be
+            delta: A number, or one for each sequence (the first axis of ``keys``). May be
                 negative. All coordinates of a position are shifted equally.
 
         Example:

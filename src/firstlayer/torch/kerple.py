@@ -99,7 +99,7 @@ class KerpleBias(Bias):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the parameters in place, after an optimizer step.
+        """Clamp the stored parameters to their limits. Call it after an optimizer step.
 
         Example:
             >>> layer = KerpleBias(1, form="power", r1=[-3.0], r2=[2.0])

@@ -118,7 +118,7 @@ class LearnedPositions(nn.Module):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
-        """Return ``x`` with the rows of its positions added.
+        """Return ``x`` plus the rows of its positions.
 
         Args:
             x: Token vectors.

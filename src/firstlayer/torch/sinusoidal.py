@@ -169,7 +169,7 @@ class SinusoidalPositions(PrecomputedBuffers):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
-        """Return ``x`` plus the encodings of its positions.
+        """Return ``x`` plus the vectors of its positions.
 
         Args:
             x: Token vectors.
@@ -183,7 +183,7 @@ class SinusoidalPositions(PrecomputedBuffers):
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> Float[Tensor, "*seq embedding_dim"]:
-        """Return the encodings of positions.
+        """Return the vectors that are added at these positions.
 
         Args:
             positions: Integers or floats of any shape; several coordinates are on the

@@ -143,7 +143,7 @@ class TableModule(nn.Module):
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every row: the output head tied to this table.
+        """Return the product of ``x`` with every row: the tied output head.
 
         The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
         If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
