@@ -230,7 +230,7 @@ def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) ->
     ids = with_sharding(ids_of, argument, out_sharding=None, default=lambda: (None,))
     values = _gather(weight, 0, ids=ids)
     if padding_idx is not None:
-        # Under a number that is no id: the padding row is read but not updated.
+        # Under a number that is not an id: the padding row is read but not updated.
         padding = _gather(weight, 0, ids=jnp.array([padding_idx], jnp.int32))
         ids = jnp.append(ids, jnp.array([end + ids.size], jnp.int32))
         values = jnp.concatenate([values, padding])
@@ -263,7 +263,7 @@ def _check_state(name: str, state: PyTree, transformation: Any, parameters: PyTr
         dtype = jnp.result_type(leaf)
         if shape != want.shape:
             raise ValueError(f"{place} must have shape {want.shape}, got {shape}")
-        # Optimizers may promote their reals, but not turn them into integers.
+        # Optimizers may promote floats, but not turn them into integers.
         if jnp.issubdtype(dtype, jnp.inexact) != jnp.issubdtype(want.dtype, jnp.inexact):
             raise TypeError(f"{place} must be {want.dtype.name}, got {dtype.name}")
         is_count = not shape and dtype.kind == "i"
