@@ -1,9 +1,9 @@
 """Train word vectors with row gradients in a loop of Accelerate.
 
 Four words predict the next one. The table has sparse gradients, which Accelerate clips as
-usual, and RowAdamW updates the rows of the batch with the result of AdamW. Halfway a
-checkpoint is saved, and a new process could continue from it: the second half is run twice,
-and the weights are equal. Run it: ``python examples/accelerate_loop.py``.
+usual, and RowAdamW updates the rows of the batch with the result of AdamW. A checkpoint is
+saved halfway, from which a new process could continue. The second half is run twice, and
+the weights are equal. Run it: ``python examples/accelerate_loop.py``.
 """
 
 import argparse

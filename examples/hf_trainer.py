@@ -1,7 +1,7 @@
 """Train a Llama of Hugging Face with row gradients in ``transformers.Trainer``.
 
 The token table has sparse gradients, which the trainer clips as usual, and RowAdamW updates
-the rows of the batch with the result of AdamW. Halfway a checkpoint is saved. A second
+the rows of the batch with the result of AdamW. A checkpoint is saved halfway. A second
 trainer continues from it, and the weights are equal.
 Run it: ``python examples/hf_trainer.py``.
 """

@@ -1,4 +1,4 @@
-"""Give a small byte-level language model an n-gram memory on disk, 100× its size.
+"""Give a small byte-level language model an n-gram memory on disk, 160× its size.
 
 Two models are trained on the sources of Python's standard library for the same time: a
 transformer, and the same transformer with a memory. Before its first block, the memory

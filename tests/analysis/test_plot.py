@@ -357,7 +357,7 @@ def test_schemes_within_chance_are_not_told_apart():
     assert two(0.029, 0.02)[0].endswith("± 0.020; t5 follows with 0.029 more.")
     one = two(0.029, 0.02, seeds=1)
     assert one[0].endswith("1.500; t5 follows with 0.029 more.")
-    assert one[1] == "One seed says nothing about chance; compare several."
+    assert one[1] == "With one seed, differences may be chance; compare several."
 
 
 def test_the_report_has_no_external_resources(page):

@@ -294,7 +294,7 @@ def test_positions_compares_schemes_on_a_file(text, tmp_path):
     ]
     assert lines[-3].startswith("At 16 bytes (the training length) the lowest loss is ")
     assert lines[-2].startswith("At 32 bytes (2× the training length) the lowest loss is ")
-    assert lines[-1] == "One seed says nothing about chance; compare several."
+    assert lines[-1] == "With one seed, differences may be chance; compare several."
     assert "2 schemes, each 1 × 3 steps of 4 × 16 bytes" in done.stderr
     page = path.read_text()
     assert page.startswith("<!doctype html>") and "rotary + yarn" in page

@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 62
 def measure_step(
     rows: int, width: int, *, dtype: str, optimizer: str, tokens: int, allowed: int
 ) -> tuple[Bytes | None, Method]:
-    """Return the bytes that a step keeps and the method; see :func:`memory.footprint`."""
+    """Return the bytes that a step keeps and the method; see :func:`.memory.footprint`."""
     sizes: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "tokens": tokens}
     if computed(rows, width, **sizes).total >= MAX_BYTES:
         return None, None

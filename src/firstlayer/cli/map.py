@@ -50,12 +50,12 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Draw TABLE as a map: near words are near, in one HTML file that works offline.
+    """Draw TABLE as a map with similar words close together, in one HTML file.
 
-    The page can be searched and zoomed, and shows the nearest words of a word or of a sum
-    of words. TABLE is anything that firstlayer neighbors reads. The first rows are shown,
-    in most tables those of frequent words. Every pair of rows is compared: 30,000 rows take
-    seconds, 100,000 rows a few minutes.
+    The page works offline, can be searched and zoomed, and shows the nearest words of a
+    word or of a sum of words. TABLE is anything that firstlayer neighbors reads. The first
+    rows are shown, in most tables those of frequent words. Every pair of rows is compared:
+    30,000 rows take seconds, 100,000 rows a few minutes.
     """
     path = check_output(output, force=force)
     begin = time.perf_counter()

@@ -13,6 +13,7 @@ from ._output import (
     Number,
     cli_command,
     columns,
+    counted,
     emit,
     force_option,
     progress,
@@ -123,8 +124,8 @@ def _text(files: tuple[str, ...]) -> bytes:
 
 def _plan(schemes: tuple[str, ...], setting: "Setting", size: int) -> str:
     return (
-        f"{len(schemes)} schemes, each {setting.seeds} × {setting.steps} steps of "
-        f"{setting.batch} × {setting.length} bytes out of {size:,}, tested up to "
+        f"{counted(len(schemes), 'scheme')}, each {setting.seeds} × {setting.steps} "
+        f"steps of {setting.batch} × {setting.length} bytes out of {size:,}, tested up to "
         f"{max(setting.lengths)}"
     )
 

@@ -76,8 +76,9 @@ ALLOWED_WITH_RESUME |= {"as_json", "scratch", "epochs", "lr"}
 @click.option(
     "--pattern",
     metavar="REGEX",
-    help="A word.  [default: letters, digits and _, with contractions such as don't; one "
-    "character of Chinese, as in BERT, or Thai; a run of kana]",
+    help="Regular expression of a word.  [default: letters, digits and _, with "
+    "contractions such as don't; one character of Chinese, as in BERT, or Thai; a run of "
+    "kana]",
 )
 @value_option(
     "--phrases",
@@ -182,10 +183,10 @@ def command(ctx: click.Context, **options: Any) -> None:
     each line of .jsonl is a document, and - is standard input. The default is the source of
     Python's standard library. The text need not fit into memory. Writes a FOLDER that
     model2vec and sentence-transformers can open, and prints the neighbors of a few frequent
-    words. The same seed gives the same table, bit for bit. Ctrl-C saves the current state,
-    and so does the run every few minutes; --resume continues it. --resume --epochs N trains
-    a run that was finished with --keep-state for N more epochs; the learning rate starts
-    again from --lr and decays.
+    words. The same seed gives the same table, bit for bit. The state is saved every few
+    minutes and on Ctrl-C; to continue, use --resume. --resume --epochs N trains a run that
+    was finished with --keep-state for N more epochs; the learning rate starts again from
+    --lr and decays.
     """
     _check_resume(ctx, resume=options["resume"])
     check_output_folder(options["output"], force=options["force"] or options["resume"])

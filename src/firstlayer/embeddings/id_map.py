@@ -1,7 +1,7 @@
 """Map from ids to the rows that they were given.
 
 Row 0 is the unknown row. All ids without a row of their own read it. The rows from 1 on are
-given to ids in the order in which they are first seen. When all of them are given away, the
+given to ids in the order in which they are first seen. When all of them are taken, the
 id that was used least recently or least frequently loses its row.
 
 Which row an id has follows from the sequence of batches alone. Within a batch, the ids that
@@ -212,10 +212,10 @@ class IdMap:
         return new
 
     def take_over(self, other: Self) -> None:
-        """Continue as another map that nobody uses any more."""
+        """Continue with the arrays of another map, which must not be used afterwards."""
         new = other._arrays
         with self._lock:
-            # Gradients of earlier batches belong to the ids before.
+            # Gradients of earlier batches belong to the earlier ids of these rows.
             new.numbers[1] = self._arrays.numbers[1] + 1
             new.rows[:, BORN] = new.numbers[1]
             self._arrays, self._candidates = new, other._candidates

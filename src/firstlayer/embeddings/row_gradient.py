@@ -44,7 +44,7 @@ class RowGradient:
         return out
 
     def current(self) -> "RowGradient":
-        """Return the gradient without rows that have been given to another id since."""
+        """Return the gradient without rows that another id has got since."""
         return self
 
     def __add__(self, other: "RowGradient") -> "RowGradient":

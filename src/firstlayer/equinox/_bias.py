@@ -23,8 +23,8 @@ class Bias(Module):
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
     """
 
     def bias(

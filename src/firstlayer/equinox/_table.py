@@ -116,7 +116,7 @@ class TableModule(Module):
         *,
         out_sharding: OutSharding = None,
     ) -> Float[Array, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every row: an output head tied to this table.
+        """Return the product of ``x`` with every row: the tied output head.
 
         Sums are float32 (float64 for float64); the result has the dtype of ``x``. Every
         row gets a gradient, the padding row included.
@@ -233,7 +233,7 @@ class TableModule(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer with ``value`` written into the padding row.
+        """Return a layer with a vector or a number written to the padding row.
 
         Example:
             >>> from firstlayer.equinox import Embedding

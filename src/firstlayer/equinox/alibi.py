@@ -31,8 +31,8 @@ class AlibiBias(Bias):
     Shape:
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
     BLOOM, Falcon and MPT add ``slope * k`` instead, which gives the same attention under a
     causal mask.

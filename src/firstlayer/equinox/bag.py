@@ -73,7 +73,7 @@ class EmbeddingBag(TableModule):
         - output: ``(bags, embedding_dim)``, in the table's dtype
 
     A bag with an id out of range that is traced, or on an accelerator, is NaN and passes no
-    gradient. Such offsets that are invalid make every bag NaN.
+    gradient. Invalid offsets that are traced or on an accelerator make every bag NaN.
 
     Example:
         >>> table = [[1.0], [2.0], [4.0], [8.0]]
@@ -151,7 +151,7 @@ class EmbeddingBag(TableModule):
         out_sharding: OutSharding = None,
         key: Key | None = None,
     ) -> Float[Array, "bags embedding_dim"]:
-        """Return one row for each bag.
+        """Return the pooled rows of each bag.
 
         Args:
             ids: Ids of the rows.

@@ -39,12 +39,12 @@ class FireBias(Bias):
         - head_weight: ``(num_heads, width)``; head_bias: ``(num_heads,)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    Positions must count from the start of the text, because the bias depends on absolute
-    query positions beyond ``threshold``. Matrix products use full float32 precision on
-    every device.
+    Count positions from the start of the text, because the bias depends on absolute query
+    positions beyond ``threshold``. Matrix products use full float32 precision on every
+    device.
 
     Example:
         >>> layer = FireBias(8, key=jax.random.key(0))

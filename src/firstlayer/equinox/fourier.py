@@ -83,7 +83,7 @@ class FourierFeatures(Module):
 
     @classmethod
     def gaussian(cls, pairs: int, *, axes: int, std: float, key: Key) -> "FourierFeatures":
-        """Return features of random frequencies, as in Tancik et al.
+        """Return features with normally distributed frequencies, as in Tancik et al.
 
         Args:
             pairs: Number of frequencies; there are twice as many features.
@@ -101,10 +101,10 @@ class FourierFeatures(Module):
 
     @classmethod
     def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
-        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate.
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
 
         Args:
-            octaves: Number of frequencies of each coordinate.
+            octaves: Number of frequencies per coordinate.
             axes: Number of coordinates of a point.
         """
         matrix = octave_matrix(octaves, axes=axes)
@@ -119,7 +119,7 @@ class FourierFeatures(Module):
         """Return the features of ``coordinates``.
 
         Args:
-            coordinates: Points, one number for each axis.
+            coordinates: Points, with one number for each axis of ``matrix``.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         return _features(self, self._checked(coordinates))

@@ -62,8 +62,9 @@ class Gate(GateArguments, Module):
 class EngramGate(EngramArguments, Gate):
     """Adds n-gram vectors to hidden states, as in DeepSeek-V4.1.
 
-    Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
-    signed root of a normalized product of hidden state and key. Computed in float32.
+    Keys, one for each stream, and one value for all streams are projections of ``memory``.
+    The value is multiplied by ``sigmoid(sign(s) * sqrt(|s|))``, where ``s`` is a normalized
+    product of hidden state and key. Computed in float32.
 
     Args:
         memory_dim: Width of the n-gram vectors.
@@ -123,10 +124,10 @@ class EngramGate(EngramArguments, Gate):
 class ShortConvGate(ShortConvArguments, Gate):
     """Adds n-gram vectors and their convolution to hidden states: Engram's paper, Qwen.
 
-    Each stream has a key, all share a value. The value is multiplied by the sigmoid of the
-    signed root of the product of normalized key and hidden state; a causal depthwise
-    convolution of the normalized result is added to it. The convolution starts at zero.
-    Computed in float32.
+    Keys, one for each stream, and one value for all streams are projections of ``memory``.
+    The value is multiplied by ``sigmoid(sign(s) * sqrt(|s|))``, where ``s`` is the product
+    of normalized key and hidden state; a causal depthwise convolution of the normalized
+    result is added to it. The convolution starts at zero. Computed in float32.
 
     Args:
         memory_dim: Width of the n-gram vectors.

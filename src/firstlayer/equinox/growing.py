@@ -26,21 +26,21 @@ from .token import Embedding
 class GrowingEmbedding(GrowingArguments, Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
-    When all rows are given away, the id that was used least recently or least frequently
+    When all rows are taken, the id that was used least recently or least frequently
     loses its row, and its optimizer state with it: an id that comes back starts again. Ids
     without a row read the unknown row, row 0 of ``table.weight``, which starts at zero and
     is trained like any other.
 
-    Rows are given on the host: ``rows, layer = layer.assign(ids)``, or, if a row optimizer
-    trains the table, ``rows, state = optimizer.assign(model, state, ids)``. Pass the rows
-    into the compiled step and look them up there with ``layer.table(rows)``. A call of the
-    layer itself looks up ids on the host and changes nothing.
+    Rows are assigned on the host: ``rows, layer = layer.assign(ids)``, or, if a row
+    optimizer trains the table, ``rows, state = optimizer.assign(model, state, ids)``. Pass
+    the rows into the compiled step and look them up there with ``layer.table(rows)``. A
+    call of the layer itself looks up ids on the host and changes nothing.
 
     Args:
         capacity: Number of rows, without the unknown row.
         embedding_dim: Width of each vector.
         evict: Which id loses its row to a new one: ``"lru"`` (least recently used),
-            ``"lfu"`` (least frequently used), or None: once all rows are given away, new
+            ``"lfu"`` (least frequently used), or None: once all rows are taken, new
             ids read the unknown row.
         min_count: Number of times that an id must have been seen to get a row. The counts
             of the last ``capacity`` ids without a row are kept.
@@ -132,7 +132,8 @@ class GrowingEmbedding(GrowingArguments, Module):
     ) -> tuple[Int32[np.ndarray, " n"], Float[np.ndarray, "n embedding_dim"]]:
         """Return the new rows of a batch, ascending, and their initial values.
 
-        Filled up to a power of two with rows beyond the table: each size is compiled.
+        Padded to a power of two with row numbers beyond the table, because each size is
+        compiled separately.
 
         Args:
             assigned: Rows of the batch.

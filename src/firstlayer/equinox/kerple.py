@@ -31,10 +31,10 @@ class KerpleBias(Bias):
         - r1, r2: ``(num_heads,)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
-    Parameters below 0.01 and powers above 2 are clipped to 0.01 and 2, and then get no
+    Parameters below 0.01 and powers above 2 are clamped when they are used, and then get no
     gradient. Use :meth:`projected` after an optimizer step.
 
     Example:
@@ -88,7 +88,7 @@ class KerpleBias(Bias):
         return _bias(self, checked_pair(q_positions, k_positions), dtype)
 
     def projected(self) -> Self:
-        """Return a layer with clipped parameters. Call it after an optimizer step.
+        """Return a layer with clamped parameters. Call it after an optimizer step.
 
         Example:
             >>> KerpleBias(1, r1=[-1.0], r2=[0.5]).projected().r1.round(4).tolist()

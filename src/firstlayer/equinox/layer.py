@@ -210,7 +210,7 @@ class EmbeddingLayer(Module):
             ids: Token ids; may be None if ``inputs_embeds`` is given.
             positions: Position of each token. Ignored, like ``offset``, if the layer has no
                 positions.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.
@@ -237,7 +237,7 @@ class EmbeddingLayer(Module):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of token rows."""
+        """Number of ids."""
         return self.token.num_embeddings
 
     @property
@@ -247,7 +247,7 @@ class EmbeddingLayer(Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """Padding id, counted from the front, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Ids) -> Bool[Array, "*batch length"]:

@@ -37,8 +37,8 @@ class LearnedPositions(Module):
     """Adds the table row of its position to each vector.
 
     Args:
-        max_positions: Number of positions. A larger position is a ValueError that names
-            both, or NaN if it is traced or on an accelerator.
+        max_positions: Number of positions. A position that is not smaller is a ValueError,
+            or NaN if it is traced or on an accelerator.
         embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of those rows, for padding. It is zero in a new table and gets no
@@ -106,7 +106,7 @@ class LearnedPositions(Module):
 
     @property
     def weight(self) -> Float[Array, "rows embedding_dim"]:
-        """The table, of ``max_positions + row_offset`` rows."""
+        """The table, ``max_positions + row_offset`` rows."""
         return self.table.weight
 
     @property
@@ -127,7 +127,7 @@ class LearnedPositions(Module):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)
@@ -202,7 +202,7 @@ class LearnedPositions(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | list[float] | float
     ) -> Self:
-        """Return a layer with ``value`` written into the padding row.
+        """Return a layer with a vector or a number written to the padding row.
 
         Example:
             >>> import jax.numpy as jnp

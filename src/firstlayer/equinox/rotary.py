@@ -65,7 +65,7 @@ class RotaryPositions(Module):
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
             a ValueError unless it has a position for every vector or an offset for every
-            row.
+            sequence.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -224,7 +224,7 @@ class RotaryPositions(Module):
         Args:
             x: Queries or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = self._vectors(x)
@@ -270,12 +270,12 @@ class RotaryPositions(Module):
     def rerotate(
         self, keys: Float[Array | np.ndarray, "*lead head_dim"], delta: Offset
     ) -> Float[Array, "*lead head_dim"]:
-        """Return rotated keys shifted by ``delta`` positions, as after trimming a cache.
+        """Return rotated keys shifted by ``delta`` positions, as after trimming a KV cache.
 
         Args:
             keys: Output of this layer.
-            delta: A number, or an array of one per row (the first axis of ``keys``). All
-                coordinates of a position shift alike.
+            delta: A number, or one for each sequence (the first axis of ``keys``). May be
+                negative. All coordinates of a position are shifted equally.
 
         The attention factor is not applied again.
 

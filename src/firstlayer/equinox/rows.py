@@ -2,10 +2,10 @@
 
 **The updates are lazy, not exact.** Rows without a gradient do not move; this differs from
 the dense optimizer, which moves every row in every step. Moments of such a row do not
-decay, momentum does not move it, and weight decay does not shrink it. A model trained so
-has other weights than with the dense optimizer: after 300 steps of AdamW on ids with a Zipf
-distribution, rare rows differ by as much as dense updates move them. The row optimizers of
-:mod:`firstlayer.equinox.optim` are exact instead. Lazy is the rule of
+decay, momentum does not move it, and weight decay does not shrink it. The trained weights
+therefore differ from those of a dense optimizer: after 300 steps of AdamW on ids with a
+Zipf distribution, rare rows differ by as much as dense updates move them. The row
+optimizers of :mod:`firstlayer.equinox.optim` are exact instead. Lazy is the rule of
 ``torch.optim.SparseAdam`` and TensorFlow's ``LazyAdam``. Step counts, for bias correction
 and schedules, count every step. SGD without momentum and Adagrad do not move rows without a
 gradient anyway, so they give the same result as dense updates.
@@ -230,7 +230,7 @@ def _row_subset(options: LookupOptions, weight: Array, argument: IdsArgument) ->
     ids = with_sharding(ids_of, argument, out_sharding=None, default=lambda: (None,))
     values = _gather(weight, 0, ids=ids)
     if padding_idx is not None:
-        # Under a number that is no id: the padding row is read but not updated.
+        # Under a number that is not an id: the padding row is read but not updated.
         padding = _gather(weight, 0, ids=jnp.array([padding_idx], jnp.int32))
         ids = jnp.append(ids, jnp.array([end + ids.size], jnp.int32))
         values = jnp.concatenate([values, padding])
@@ -263,7 +263,7 @@ def _check_state(name: str, state: PyTree, transformation: Any, parameters: PyTr
         dtype = jnp.result_type(leaf)
         if shape != want.shape:
             raise ValueError(f"{place} must have shape {want.shape}, got {shape}")
-        # Optimizers may promote their reals, but not turn them into integers.
+        # Optimizers may promote floats, but not turn them into integers.
         if jnp.issubdtype(dtype, jnp.inexact) != jnp.issubdtype(want.dtype, jnp.inexact):
             raise TypeError(f"{place} must be {want.dtype.name}, got {dtype.name}")
         is_count = not shape and dtype.kind == "i"

@@ -126,7 +126,11 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the positions of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+        """Return the layer of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
@@ -136,7 +140,11 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the positions of Marian and Pegasus; with ``axes=2``, of ViT-MAE.
+        """Return the layer of Marian and Pegasus; with ``axes=2``, that of ViT-MAE.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0]).tolist()
@@ -146,9 +154,13 @@ class SinusoidalPositions(Module):
 
     @classmethod
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the timestep embedding of DiT and Stable Diffusion.
+        """Return the timestep encoding of diffusion models (DiT, Stable Diffusion).
 
-        Use ``shift=1, cos_first=False`` for DDPM.
+        The original DDPM has ``shift=1, cos_first=False``.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
@@ -169,7 +181,7 @@ class SinusoidalPositions(Module):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             key: Ignored; accepted for :class:`equinox.nn.Sequential`.
         """
         x = checked_vectors(x, self.embedding_dim)

@@ -45,8 +45,8 @@ class T5Bias(Bias):
         - weight: ``(num_buckets, num_heads)``
         - q_positions: ``(q_length,)`` or ``(batch, q_length)``, integers or reals
         - k_positions: ``(k_length,)`` or ``(batch, k_length)``
-        - output: ``(num_heads, q_length, k_length)``, with ``batch`` in front if either
-          has it
+        - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
+          has one
 
     T5 does not divide its scores by √head_dim, and shares one table among all layers. If
     ``bidirectional``, the first row of the second half is never used, as in T5. The table's

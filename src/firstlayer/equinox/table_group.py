@@ -64,8 +64,8 @@ class TableGroup(Module):
         - output: for each feature ``(batch, embedding_dim)``; for a table with mode None a
           vector for each id
 
-    A bag with a traced id out of range is NaN and passes no gradient. Such offsets that are
-    invalid make every bag of their feature NaN.
+    A bag with a traced id out of range is NaN and passes no gradient. Traced offsets that
+    are invalid make every bag of their feature NaN.
 
     Example:
         >>> tables = {

@@ -52,10 +52,10 @@ class Embedding(TableModule):
     device has a part of the rows: it looks up the ids whose rows it has, and one sum over
     the devices combines them (a reduce-scatter if the output is sharded over the same
     axis). Gradients are sharded as the table is. The table is drawn on its devices, with
-    the same numbers on every mesh. Its number of rows need not divide: ``weight`` then ends
-    in rows of zeros that are never read, which files and :meth:`parameters` leave out. The
-    other axes of the mesh, and those of the columns, work as for any array. Axes may be
-    automatic or explicit. ``checkify`` does not work on such a table.
+    the same numbers on every mesh. If its number of rows is not a multiple of the shards,
+    ``weight`` ends in rows of zeros that no id reads, and that files and :meth:`parameters`
+    leave out. The other axes of the mesh, and those of the columns, work as for any array.
+    Axes may be automatic or explicit. ``checkify`` does not work on such a table.
 
     Example:
         >>> import jax
@@ -124,7 +124,7 @@ class Embedding(TableModule):
     def __call__(
         self, ids: Ids, *, out_sharding: OutSharding = None, key: Key | None = None
     ) -> Float[Array, "*batch embedding_dim"]:
-        """Return the rows of ``ids``.
+        """Return the rows of the ids.
 
         Args:
             ids: Ids of the rows.

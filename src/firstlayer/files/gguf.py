@@ -1,9 +1,9 @@
 """Read the header of a GGUF file: names, types and places of its tensors.
 
 A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) begins with
-key-value pairs, which hold the vocabulary of the model among others, followed by a
-description of each tensor. The values have no table of contents, so they must be skipped
-one by one: strings of a vocabulary take about 0.2 µs each.
+key-value pairs, such as the vocabulary of the model, followed by a description of each
+tensor. The values have no table of contents, so they must be skipped one by one: strings of
+a vocabulary take about 0.2 µs each.
 """
 
 import mmap

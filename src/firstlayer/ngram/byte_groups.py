@@ -21,7 +21,7 @@ class ByteGroups(Scheme):
 
     A group is a polynomial in a prime, whose coefficients are its bytes, oldest first, in
     64 bits with wrap-around, modulo ``rows``. Bytes before the start count as 0, and so do
-    bytes in another document and at or behind a dead or negative id. Columns are sorted by
+    bytes in another document and at or before a dead or negative id. Columns are sorted by
     function, then by size. The model adds the vectors to the embedding of the byte.
 
     Args:

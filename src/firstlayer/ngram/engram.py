@@ -23,7 +23,7 @@ class Engram(Scheme):
 
     Ids are replaced by canonical ids. For each n from 2 to ``order``, the last n of them
     are multiplied by odd numbers, combined by xor, and reduced modulo ``heads`` primes.
-    Ids before the start, in another document or behind a dead id read the canonical id of
+    Ids before the start, in another document or before a dead id read the canonical id of
     ``pad``; at a dead id all of them do.
 
     NumPy's generator draws the multipliers. The layout of DeepSeek-V4.1 is pinned by a

@@ -19,8 +19,8 @@ def from_hf(
     """Return the n-gram scheme of a model's config.
 
     Reads the configs of DeepSeek-V4.1 and of Engram's demo, Qwen3.8-Flash-Next,
-    LongCat-Flash-Lite and BLT. A ValueError if the number of canonical ids or of rows
-    differs from the one in the config: every row would be another one.
+    LongCat-Flash-Lite and BLT. Raises a ValueError if the number of canonical ids or of
+    rows differs from the one in the config, because all ids would then read other rows.
 
     Args:
         config: The dict of a ``config.json``, or an object with ``to_dict``. A config with

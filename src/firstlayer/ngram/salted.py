@@ -21,7 +21,7 @@ class SaltedNgram(Scheme):
 
     The ids of an n-gram are multiplied by numbers that depend on the salt, added, and
     reduced modulo the largest prime that is at most ``rows``. Ids before the start count as
-    0, and so do ids in another document and at or behind a dead or negative id. Columns
+    0, and so do ids in another document and at or before a dead or negative id. Columns
     are sorted by order, then by salt.
 
     Args:

@@ -70,8 +70,8 @@ class Scheme:
             history: The ids before ``ids``, at most ``history_length`` of them, oldest
                 first; a negative id stands for none. None is the start of a sequence.
             documents: Document of each id of a packed sequence. N-grams do not cross from
-                one into the next. With a history, either of its ids too, ``(..., history +
-                length)``, or it is in the document of the first id.
+                one into the next. With a history, either ``(..., history + length)``, for
+                its ids too, or ``(..., length)``: its ids are then in the first document.
             dead: True at ids that n-grams must not read, such as images and padding.
                 Shape as of ``documents``. Negative ids are dead.
 

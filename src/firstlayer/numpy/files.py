@@ -20,7 +20,7 @@ from ._stored import quantized_embedding
 def save(path: Path, layer: Module) -> None:
     """Write a layer to one safetensors file, atomically.
 
-    The rows of a table that is trained on disk are written up to date, some at a time. A
+    A table that is trained on disk is written in chunks of rows, stale rows caught up. A
     layer that only reads a store has no rows of its own: it is a TypeError.
 
     Args:

@@ -41,7 +41,8 @@ class FireBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, with a leading ``batch`` if either
           has one
 
-    Count positions from the start of the text; beyond ``threshold`` the bias uses them.
+    Count positions from the start of the text, because the bias depends on absolute query
+    positions beyond ``threshold``.
 
     Example:
         >>> layer = FireBias(8, rng=0)

@@ -27,7 +27,7 @@ Ids = Integer[Any, "*batch"] | Sequence[Any] | int
 class GrowingEmbedding(GrowingArguments, Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
-    When all rows are given away, the id that was used least recently or least frequently
+    When all rows are taken, the id that was used least recently or least frequently
     loses its row, and its optimizer state with it: an id that comes back starts again.
     :meth:`vjp` gives rows to new ids; a call changes nothing. Ids without a row read the
     unknown row, row 0 of ``table.weight``, which starts at zero and is trained like any
@@ -37,7 +37,7 @@ class GrowingEmbedding(GrowingArguments, Module):
         capacity: Number of rows, without the unknown row.
         embedding_dim: Width of each vector.
         evict: Which id loses its row to a new one: ``"lru"`` (least recently used),
-            ``"lfu"`` (least frequently used), or None: once all rows are given away, new
+            ``"lfu"`` (least frequently used), or None: once all rows are taken, new
             ids read the unknown row.
         min_count: Number of times that an id must have been seen to get a row. The counts
             of the last ``capacity`` ids without a row are kept.

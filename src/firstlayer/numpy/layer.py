@@ -28,8 +28,8 @@ from .token import Embedding
 class EmbeddingLayer(Module):
     """Token rows, positions, segments, LayerNorm and dropout, in this order.
 
-    Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm →
-    dropout → zero at padding; all but the token rows are optional.
+    Token rows → × √embedding_dim if ``scale`` → + positions (+ segments) → LayerNorm if
+    ``layer_norm`` → dropout → zero at padding if ``zero_padding``.
 
     Args:
         num_embeddings: Number of ids.
@@ -170,7 +170,7 @@ class EmbeddingLayer(Module):
             ids: Token ids; may be None if ``inputs_embeds`` is given.
             positions: Position of each token. Ignored, like ``offset``, if the layer has no
                 positions.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.
@@ -253,7 +253,7 @@ class EmbeddingLayer(Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """Id of padding, not negative, or None."""
+        """Id of padding, counted from the front, or None."""
         return self.token.padding_idx
 
     def mask(self, ids: Int[Any, "*batch length"] | list[Any]) -> np.ndarray:

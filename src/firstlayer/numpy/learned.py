@@ -30,7 +30,7 @@ class LearnedPositions(Module):
     """Adds the table row of its position to each vector.
 
     Args:
-        max_positions: Number of positions. A larger position is a ValueError.
+        max_positions: Number of positions. A position that is not smaller is a ValueError.
         embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of those rows, for padding. It is zero in a new table and gets no
@@ -89,7 +89,7 @@ class LearnedPositions(Module):
 
     @property
     def max_positions(self) -> int:
-        """Number of positions: that of rows of ``weight``, without ``row_offset``."""
+        """Number of positions: all rows of ``weight`` but the first ``row_offset``."""
         return self.table.num_embeddings - self.row_offset
 
     @property
@@ -114,7 +114,7 @@ class LearnedPositions(Module):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         x = vectors(x, self.embedding_dim)
         rows = self._rows(positions_of(x.shape, positions=positions, offset=offset))
@@ -234,7 +234,7 @@ class LearnedPositions(Module):
         )
 
     def set_padding(self, value: Float[Any, " embedding_dim"] | float) -> None:
-        """Write ``value`` to the padding row.
+        """Write a vector or a number to the padding row.
 
         Example:
             >>> layer = LearnedPositions(4, 2, row_offset=1, padding_idx=0, rng=0)

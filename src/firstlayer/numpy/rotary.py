@@ -64,7 +64,7 @@ class RotaryPositions(Module):
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
             a ValueError unless it has a position for every vector or an offset for every
-            row.
+            sequence.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -73,7 +73,7 @@ class RotaryPositions(Module):
           length)`` or ``(axes, batch, length)``.
         - output: as ``x``, in the dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError. Until
+    There is no maximum length. A position of magnitude 2^24 or more is a ValueError. Until
     :meth:`at_length` is called, DynamicNTK is unscaled and LongRoPE uses its short factors.
 
     Example:
@@ -200,7 +200,7 @@ class RotaryPositions(Module):
         Args:
             x: Queries, or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         return self.vjp(x, positions, offset=offset)[0]
 
@@ -260,7 +260,7 @@ class RotaryPositions(Module):
         return cos, sin
 
     def at_length(self, n: int) -> Self:
-        """Return the layer for sequences of ``n`` positions. Most rules do not change.
+        """Return a copy for sequences of ``n`` positions; most rules ignore the length.
 
         Example:
             >>> from firstlayer.positions.scaling import DynamicNTK
@@ -276,13 +276,13 @@ class RotaryPositions(Module):
     def rerotate(
         self, keys: Float[Any, "*lead head_dim"] | list[Any], delta: Any
     ) -> Float[np.ndarray, "*lead head_dim"]:
-        """Return rotated keys shifted by ``delta`` positions, as when a cache is truncated.
+        """Return rotated keys shifted by ``delta`` positions, as after trimming a KV cache.
 
         The attention factor, already part of the keys, is not applied again.
 
         Args:
             keys: Output of this layer.
-            delta: Number of positions, or one per row (the first axis of ``keys``). May be
+            delta: A number, or one for each sequence (the first axis of ``keys``). May be
                 negative. All coordinates of a position are shifted equally.
 
         Example:

@@ -59,7 +59,7 @@ class SinusoidalPositions(Module):
           length)``.
         - output: as ``x``, in the dtype of ``x``
 
-    There is no maximum length. A position of 2^24 or more in size is a ValueError.
+    There is no maximum length. A position of magnitude 2^24 or more is a ValueError.
 
     Example:
         >>> layer = SinusoidalPositions(4)
@@ -109,6 +109,10 @@ class SinusoidalPositions(Module):
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
         """Return the layer of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
 
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
+
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0]).tolist()
             [[0.0, 0.0, 1.0, 1.0, 0.0]]
@@ -118,6 +122,10 @@ class SinusoidalPositions(Module):
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
         """Return the layer of Marian and Pegasus; with ``axes=2``, that of ViT-MAE.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0]).tolist()
@@ -129,7 +137,11 @@ class SinusoidalPositions(Module):
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
         """Return the timestep encoding of diffusion models (DiT, Stable Diffusion).
 
-        Pass ``shift=1, cos_first=False`` for the first diffusion models.
+        The original DDPM has ``shift=1, cos_first=False``.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0]).tolist()
@@ -149,7 +161,7 @@ class SinusoidalPositions(Module):
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         x = vectors(x, self.embedding_dim)
         at = positions_of(x.shape, positions=positions, offset=offset, axes=self.axes)

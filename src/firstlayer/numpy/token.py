@@ -293,7 +293,7 @@ class Embedding(Module):
         return logits, pull
 
     def project(self, ids: Ids | None = None) -> None:
-        """Clip the stored rows to ``max_norm``: those of ``ids``, or all.
+        """Scale stored rows down to ``max_norm``: those of ``ids``, or all.
 
         Call this after an optimizer step, so that all reads until the next step see the
         same rows.
@@ -345,7 +345,7 @@ class Embedding(Module):
     def set_padding(
         self, value: Float[Any, " embedding_dim"] | Sequence[float] | float
     ) -> None:
-        """Write ``value`` to the padding row.
+        """Write a vector or a number to the padding row.
 
         Example:
             >>> layer = Embedding(3, 2, padding_idx=0, rng=0)

@@ -55,7 +55,7 @@ class XPosRotary(Module):
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
             a ValueError unless it has a position for every vector or an offset for every
-            row.
+            sequence.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -109,7 +109,7 @@ class XPosRotary(Module):
         Args:
             x: Queries, or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             keys: Whether ``x`` are keys, which are scaled inversely to queries.
         """
         return self.vjp(x, positions, offset=offset, keys=keys)[0]

@@ -33,7 +33,7 @@ normalized (``weight_decay`` of Adam, Adagrad and RMSprop), because then every r
 gradient. Adafactor averages over rows; LAMB and LARS use the norm of the whole table.
 
 **Averages of weights.** :class:`AveragedRows` keeps an exponential moving average of every
-row, also at the cost of the batch.
+row; an update costs as much as a batch.
 
 Gradients that are arrays of the parameter's shape are accepted too, and update every row.
 """

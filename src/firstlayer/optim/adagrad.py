@@ -118,7 +118,7 @@ class RowAdagrad(RowOptimizer):
         layer: Layer whose parameters are trained.
         lr: Learning rate.
         lr_decay: Decay of the learning rate.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         initial_accumulator_value: Initial value of the sums of squares.
         eps: Term added to the denominator.
         maximize: Maximize instead of minimize.
@@ -147,7 +147,7 @@ class RowWiseAdagrad(RowOptimizer):
         layer: Layer whose parameters are trained.
         lr: Learning rate.
         lr_decay: Decay of the learning rate.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         initial_accumulator_value: Initial value of the sums.
         eps: Term added to the denominator.
         maximize: Maximize instead of minimize.

@@ -359,7 +359,7 @@ class RowAdam(RowOptimizer):
         lr: Learning rate.
         betas: Decay rates of the first and second moment.
         eps: Term added to the denominator.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         amsgrad: Divide by the largest second moment so far.
         maximize: Maximize instead of minimize.
         mode, stochastic_rounding: See :class:`RowOptimizer`.

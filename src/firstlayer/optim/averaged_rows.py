@@ -19,7 +19,7 @@ CHANGED = "averages must not be changed"
 
 
 class AveragedRows:
-    """Exponential moving average (EMA) of weights, at the cost of the rows of a batch.
+    """Exponential moving average (EMA) of weights; an update costs as much as a batch.
 
     After every :meth:`update_parameters` the averages are
     ``decay · average + (1 − decay) · weight``, of every row: rows without a gradient are

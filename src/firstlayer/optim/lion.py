@@ -1,7 +1,7 @@
 """Lion on rows (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
 
 Without a gradient the average of gradients only shrinks. Its sign, which determines the
-update, does not change, so missed steps add up to one.
+update, does not change, so many missed steps have the effect of one.
 """
 
 from dataclasses import KW_ONLY, dataclass

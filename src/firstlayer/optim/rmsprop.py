@@ -41,7 +41,7 @@ class RMSpropStep(RMSpropNumbers, Step):
         return weight - self.lr * (gradient / (ops.sqrt(total) + self.eps))
 
     def update(self, ops: Any, weight: Any, gradient: Any, square: Any) -> Any:
-        # Not of gradient²: it overflows at smaller gradients.
+        # Not share * gradient², in which gradient² overflows at smaller gradients.
         square = self.alpha * square + self.share * gradient * gradient
         return self.move(ops, weight, gradient, square), square
 
@@ -258,7 +258,7 @@ class RowRMSprop(RowOptimizer):
         lr: Learning rate.
         alpha: Decay rate of the averages.
         eps: Term added to the denominator.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         momentum: Momentum factor.
         centered: Divide by the standard deviation of gradients.
         maximize: Maximize instead of minimize.
@@ -288,7 +288,7 @@ class RowWiseRMSprop(RowOptimizer):
         lr: Learning rate.
         alpha: Decay rate of the averages.
         eps: Term added to the denominator.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
         maximize: Maximize instead of minimize.
         mode, stochastic_rounding: See :class:`RowOptimizer`.
 

@@ -1,4 +1,4 @@
-"""Exponential moving average of a table's weights, at the cost of the rows of a batch.
+"""Exponential moving average of a table's weights; an update costs as much as a batch.
 
 Every update of the average moves the averages of all rows, and rows without a gradient move
 in steps that they miss. Both are recorded as events (``TableState.event_count``), and a row

@@ -2,8 +2,8 @@
 
 The arrays of the state, the average and the counters of rows are files of the table's
 store, and are journalled with the rows. The remaining numbers, such as the coefficients of
-missed steps, are saved with every commit. So an optimizer made for a store that was trained
-before continues as if it had never stopped, with stale rows stale.
+missed steps, are saved with every commit. An optimizer made later for the same store
+therefore continues the run, and stale rows are still stale.
 """
 
 from collections.abc import Callable, Iterator

@@ -212,7 +212,7 @@ class TableState(StaleTable):
             if ids[0] < 0 or ids[-1] >= rows:
                 raise out_of_range(ids, rows, name=ids_name, bound="the number of rows")
         if self.stored is not None:
-            # Now, since a full disk must not end a step halfway.
+            # Before anything changes: a full disk must not end a step halfway.
             every_row = ids is None or self._must_catch_up_all(options)
             self.stored.before_write(None if every_row else ids)
 

@@ -44,8 +44,8 @@ def from_offset(steps: Shaped[Any, "*seq"], offset: Any = 0) -> Shaped[Any, "*sh
 
     Args:
         steps: ``0, 1, …`` as an array of the library in use.
-        offset: A number, or an array of one per row, which gives positions of shape
-            ``(batch, length)``.
+        offset: A number, or an array of one for each sequence, which gives positions of
+            shape ``(batch, length)``.
 
     Example:
         >>> from_offset(np.arange(3), np.array([0, 10])).tolist()
@@ -72,7 +72,7 @@ def from_mask(
     Args:
         mask: Bools or integers: True or 1 at tokens, False or 0 at padding. Reals are a
             TypeError, because 0 is a token in a mask that is added to scores.
-        offset: Number of preceding tokens: a number, or an array of one per row.
+        offset: Number of preceding tokens: a number, or an array of one for each sequence.
         at_padding: Position of padding. -1 with a table whose ``row_offset`` is 2 gives
             the rows that OPT and RoBERTa use.
 

@@ -141,7 +141,8 @@ def over_rows(
     """Align a shift of cached keys with their axes.
 
     Args:
-        delta: Number of positions to shift by: a scalar, or one per row of ``keys``.
+        delta: Number of positions to shift by: a scalar, or one for each sequence (the
+            first axis of ``keys``).
         keys: Output of a rotary layer.
         axes: Number of coordinates of a position, all shifted equally; None if a position
             is a single number.

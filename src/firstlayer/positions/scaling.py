@@ -48,7 +48,7 @@ class Scaling:
         return 1.0
 
     def at_length(self, n: int) -> Self:
-        """Return the rule for sequences of ``n`` positions. Most rules do not change.
+        """Return the rule for sequences of ``n`` positions; most rules ignore the length.
 
         Example:
             >>> from firstlayer.numpy import RotaryPositions

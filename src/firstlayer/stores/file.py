@@ -22,10 +22,9 @@ STAGED_BYTES = 1 << 21
 class FileStore(RowStore):
     """A table in files, read in place; :func:`~firstlayer.stores.open_store` opens it.
 
-    The files are mapped: memory follows the rows that were read, and processes share the
-    pages. A file must not be cut short while it is open; replacing it by a rename is safe.
-    Reading from several threads is safe. A pickled store is opened again where it is
-    unpickled.
+    The files are mapped: only pages that were read take memory, and processes share them. A
+    file must not be cut short while it is open; replacing it by a rename is safe. Reading
+    from several threads is safe. A pickled store is opened again where it is unpickled.
 
     Args:
         path: Path of the table; see :func:`~firstlayer.stores.open_store`.

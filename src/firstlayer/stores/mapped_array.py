@@ -1,4 +1,4 @@
-"""Arrays over mapped files: memory follows the rows in use, writes go to the file."""
+"""Arrays over mapped files: only pages in use take memory, and writes go to the file."""
 
 import json
 import mmap

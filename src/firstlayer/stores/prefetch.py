@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-#: Requests that may wait. If there are more, the oldest one is dropped: whoever made it has
-#: likely read those rows by now.
+#: Requests that may wait. If there are more, the oldest one is dropped, because its rows
+#: have likely been read by now.
 MAX_WAITING = 32
 #: An idle thread ends after this many seconds.
 IDLE_SECONDS = 10.0

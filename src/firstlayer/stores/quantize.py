@@ -1,4 +1,4 @@
-"""Quantized tables of layers: encoding with a report, and what they refuse."""
+"""Quantized tables of layers: encoding with a report, and errors for other uses."""
 
 from dataclasses import dataclass
 from typing import Any

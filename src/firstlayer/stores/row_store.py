@@ -142,7 +142,7 @@ class RowStore:
         return self._sum_bags(self._checked_ids(ids), bounds, weights, divisors)
 
     def write(self, ids: Int[np.ndarray, "*batch"] | Any, rows: Any) -> None:
-        """Replace the rows of ``ids``. The last row for a repeated id stays.
+        """Replace the rows of ``ids``. If an id is repeated, its last row is written.
 
         Args:
             ids: Rows to replace.

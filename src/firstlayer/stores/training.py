@@ -68,8 +68,9 @@ class TrainingStore(RowStore):
     into its folder, and all of them journal rows before they change them. Code that writes
     to ``array`` directly calls :meth:`before_write` first.
 
-    One process at a time has the store open. A process forked from it can read. Reading
-    writes nothing: missed steps of stale rows are applied to the rows that are returned.
+    Only one process at a time can open the store. A process forked from it can read.
+    Reading writes nothing: missed steps of stale rows are applied to the rows that are
+    returned.
 
     ``with`` commits at the end of the block, unless an exception is raised.
 
@@ -267,7 +268,7 @@ class TrainingStore(RowStore):
 
     @property
     def saved_state(self) -> SavedState | None:
-        """Optimizer state to continue from, as far as it is not stored per row."""
+        """Optimizer state to continue from, without the arrays that have a row per id."""
         return self._saved_state()
 
     @property
@@ -276,7 +277,7 @@ class TrainingStore(RowStore):
         return self._journal.newest.commit.state
 
     def bind(self, trainer: Trainer) -> None:
-        """Make a trainer that continues from :attr:`saved_state` the one of this store."""
+        """Train with this trainer, which continues from :attr:`saved_state`."""
         with self._lock:
             self._check_usable()
             if self._trainer is not None:

@@ -28,7 +28,7 @@ from .token import Embedding
 def save(path: Path, layer: nn.Module) -> None:
     """Write a layer to one safetensors file, atomically.
 
-    The rows of a table that is trained on disk are written up to date, some at a time. A
+    A table that is trained on disk is written in chunks of rows, stale rows caught up. A
     layer that only reads a store has no rows of its own: it is a TypeError.
 
     Args:
@@ -52,7 +52,7 @@ def load(path: Path, *, device: Any = None) -> Any:
 
     Args:
         path: Path of the file. A file that :func:`save` did not write is a ValueError that
-            says what is wrong with it.
+            states the reason.
         device: Device of the layer; None is the CPU.
 
     Example:

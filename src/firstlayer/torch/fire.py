@@ -39,8 +39,9 @@ class FireBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
           k_length)`` if either side has a batch
 
-    Query positions beyond ``threshold`` affect the bias, so count positions from the start
-    of the text. The network runs in float32; autocast is disabled inside.
+    Count positions from the start of the text, because the bias depends on absolute query
+    positions beyond ``threshold``. The network runs in float32; autocast is disabled
+    inside.
 
     Example:
         >>> layer = FireBias(8)

@@ -58,7 +58,7 @@ class FourierFeatures(PrecomputedBuffers):
         super().__init__()
         #: Frequencies in cycles per unit, float64.
         self.matrix = _checked_matrix(matrix)
-        #: Number of coordinates per point.
+        #: Number of coordinates of a point.
         self.axes = self.matrix.shape[1]
         self.layout: Layout = layout
         one_of("layout", layout, LAYOUTS)
@@ -69,11 +69,11 @@ class FourierFeatures(PrecomputedBuffers):
     def gaussian(
         cls, pairs: int, *, axes: int, std: float, rng: Any = None
     ) -> "FourierFeatures":
-        """Return features with normally distributed frequencies (Tancik et al.).
+        """Return features with normally distributed frequencies, as in Tancik et al.
 
         Args:
             pairs: Number of frequencies; the output has twice as many features.
-            axes: Number of coordinates per point.
+            axes: Number of coordinates of a point.
             std: Standard deviation of the frequencies, in cycles per unit.
             rng: Seed or NumPy generator; None takes a seed from torch's global generator.
         """
@@ -84,11 +84,11 @@ class FourierFeatures(PrecomputedBuffers):
 
     @classmethod
     def octaves(cls, octaves: int, *, axes: int) -> "FourierFeatures":
-        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate ``v``.
+        """Return NeRF's features: ``sin 2^k πv, cos 2^k πv`` for each coordinate in turn.
 
         Args:
             octaves: Number of frequencies per coordinate.
-            axes: Number of coordinates per point.
+            axes: Number of coordinates of a point.
         """
         matrix = octave_matrix(octaves, axes=axes)
         return cls(matrix, layout="interleaved", cos_first=False)
@@ -96,10 +96,10 @@ class FourierFeatures(PrecomputedBuffers):
     def forward(
         self, coordinates: Float[Tensor, "*batch axes"]
     ) -> Float[Tensor, "*batch features"]:
-        """Return the Fourier features of ``coordinates``.
+        """Return the features of ``coordinates``.
 
         Args:
-            coordinates: Floats, one per axis of ``matrix`` on the last axis.
+            coordinates: Points, with one number for each axis of ``matrix``.
         """
         check_tensor(coordinates, name="coordinates")
         if not coordinates.is_floating_point():

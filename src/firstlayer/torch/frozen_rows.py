@@ -2,7 +2,7 @@
 
 Zeroing the gradient of a row does not freeze it: weight decay and momentum move rows
 without a gradient. Here a hook of the parameter drops the gradients of frozen rows, those
-of a tied head included, and hooks of every torch optimizer put frozen rows back after each
+of a tied head included, and hooks of every torch optimizer restore frozen rows after each
 step.
 """
 
@@ -47,7 +47,7 @@ class FrozenRowsEmbedding(Embedding):
     ``mode="exact"`` trains the table, brings them up to date. Optimizers keep a state for
     frozen rows. :class:`PartlyFrozenEmbedding` has neither cost, but no single ``weight``.
 
-    The optimizer must be a ``torch.optim.Optimizer``: its step hooks put frozen rows back.
+    The optimizer must be a ``torch.optim.Optimizer``: its step hooks restore frozen rows.
     Tables that such an optimizer does not step (sharded by FSDP, parametrized, or passed by
     ``torch.func.functional_call``) raise a TypeError in training. Code that updates
     ``weight`` without a torch optimizer, such as DeepSpeed's, is not noticed.

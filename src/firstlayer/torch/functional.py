@@ -154,7 +154,7 @@ def flat_bags(
     if weights is not None and not weights.is_nested:
         raise WrongValue("per_sample_weights must be nested for nested ids, got a tensor")
     for name, x in (("ids", input), (WEIGHTS, weights)):
-        # The values of others have gaps between bags, or another order.
+        # Values of other nested tensors have gaps between bags, or another order.
         if x is not None and not is_jagged(x):
             raise WrongValue(
                 f"nested {name} must be contiguous and jagged in the second axis"

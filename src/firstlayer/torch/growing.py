@@ -31,14 +31,14 @@ from .optim.row_optimizer import RowOptimizer
 from .optim.table_state import catch_up
 from .token import Embedding
 
-# Number of batches after which the lists of rows that were given in each are merged.
+# Number of batches after which their lists of newly assigned rows are merged.
 MERGE = 64
 
 
 class GrowingEmbedding(GrowingArguments, nn.Module):
     """Vectors of any 64-bit ids: an id gets a row when training first sees it.
 
-    When all rows are given away, the id that was used least recently or least frequently
+    When all rows are taken, the id that was used least recently or least frequently
     loses its row, and its optimizer state with it: an id that comes back starts again. In
     evaluation nothing changes. Ids without a row read the unknown row, row 0 of
     ``table.weight``, which starts at zero and is trained like any other.
@@ -47,7 +47,7 @@ class GrowingEmbedding(GrowingArguments, nn.Module):
         capacity: Number of rows, without the unknown row.
         embedding_dim: Width of each vector.
         evict: Which id loses its row to a new one: ``"lru"`` (least recently used),
-            ``"lfu"`` (least frequently used), or None: once all rows are given away, new
+            ``"lfu"`` (least frequently used), or None: once all rows are taken, new
             ids read the unknown row.
         min_count: Number of times that an id must have been seen to get a row. The counts
             of the last ``capacity`` ids without a row are kept.

@@ -1,4 +1,4 @@
-"""Rotary positions of firstlayer inside transformers models.
+"""Rotary positions of Firstlayer inside transformers models.
 
 A transformers model gets cosines and sines from one module and rotates queries and keys
 itself. :class:`HFRotary` replaces that module: its values are exact at every position and

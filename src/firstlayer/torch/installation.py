@@ -1,4 +1,4 @@
-"""Our layers in code that builds torch's, and torch's layers in tools that need them."""
+"""Make torch's constructors build Firstlayer's layers, and turn layers into torch's."""
 
 import functools
 import sys
@@ -9,19 +9,20 @@ from torch import Tensor, nn
 from ._conversion import OURS, to_ours, to_theirs
 from ._tensors.errors import WrongValue, check_module
 
-# Attribute of the constructors that build our layers.
+# Attribute of the constructors that build Firstlayer's layers.
 _MARK = "builds_firstlayer"
 _QUANTIZE = "torch.ao.quantization.quantize"
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def install() -> "Installation":
-    """Make ``torch.nn.Embedding(...)`` and ``EmbeddingBag(...)`` build our layers.
+    """Make ``torch.nn.Embedding(...)`` and ``EmbeddingBag(...)`` build Firstlayer's layers.
 
     Torch's classes stay the same objects; only their constructors change. Code that
-    imported them before is therefore covered, ``isinstance`` holds for layers built before
-    and after, and layers of torch's that are copied or loaded stay torch's. Subclasses of
-    torch's classes do not change, nor do ``torch.nn.functional`` and existing layers.
+    imported them before therefore builds Firstlayer's layers too, and ``isinstance`` is
+    true for layers built before and after. Copies and pickles of torch's layers stay
+    torch's. Subclasses of torch's classes do not change, nor do ``torch.nn.functional`` and
+    existing layers.
 
     ``torch.ao.quantization`` quantizes only layers of torch's classes and skips others.
     While installed, it first turns the layers that it is to quantize into torch's, as
@@ -81,7 +82,7 @@ def to_torch(model: Model) -> Model:
 
     For tools that compare classes, such as ``torch.ao.quantization``, and to undo
     :func:`replace_embeddings`. Layers keep their parameters, hooks and names. Other layers
-    that are subclasses of ours do not change.
+    that are subclasses of Firstlayer's do not change.
 
     Args:
         model: A model, or a single layer.

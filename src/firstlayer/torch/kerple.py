@@ -39,9 +39,9 @@ class KerpleBias(Bias):
         - output: ``(num_heads, q_length, k_length)``, or ``(batch, num_heads, q_length,
           k_length)`` if either side has a batch
 
-    Parameters are clamped to at least 0.01, and powers to at most 2; clamped values get no
-    gradient, so call :meth:`project` after an optimizer step. The bias is computed in
-    float32, even under autocast.
+    Parameters below 0.01 and powers above 2 are clamped when they are used, and then get no
+    gradient. Call :meth:`project` after an optimizer step. The bias is computed in float32,
+    even under autocast.
 
     Example:
         >>> layer = KerpleBias(1, form="power", r1=[3.0], r2=[2.0])
@@ -99,7 +99,7 @@ class KerpleBias(Bias):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the parameters in place, after an optimizer step.
+        """Clamp the stored parameters to their limits. Call it after an optimizer step.
 
         Example:
             >>> layer = KerpleBias(1, form="power", r1=[-3.0], r2=[2.0])

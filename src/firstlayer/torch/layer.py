@@ -62,10 +62,10 @@ class EmbeddingLayer(nn.Module):
     A jagged nested tensor of ids, ``(batch, ragged)``, gives a jagged output; its positions
     start again in each sequence. Other arguments are then jagged too.
 
-    Tables are drawn with standard deviation 0.02; tokens and segments with
-    1/√embedding_dim if ``scale``. The layer computes in float32 (float64 for float64) and
-    rounds to its dtype once. Autocast changes only the product of :meth:`logits`. Eager on
-    the CPU, the layer is one pass over memory.
+    Tables are drawn with standard deviation 0.02; tokens and segments with 1/√embedding_dim
+    if ``scale``. The layer computes in float32 (float64 for float64) and rounds to its
+    dtype once. Autocast changes only the product of :meth:`logits`. In eager mode on the
+    CPU, the layer is one pass over memory.
 
     Example:
         >>> layer = EmbeddingLayer(100, 8, max_positions=32, layer_norm=True)
@@ -188,7 +188,7 @@ class EmbeddingLayer(nn.Module):
             ids: Token ids; may be None if ``inputs_embeds`` is given.
             positions: Position of each token. Ignored, like ``offset``, if the layer has no
                 positions.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
             segments: Segment of each token; None is 0.
             inputs_embeds: Token vectors that replace the lookup; ``ids`` then only mark
                 padding.

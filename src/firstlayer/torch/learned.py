@@ -39,8 +39,8 @@ class LearnedPositions(nn.Module):
     """Adds the table row of its position to each vector.
 
     Args:
-        max_positions: Number of positions. A larger position raises a ValueError on the
-            CPU, and gives NaN on other devices and in compiled code.
+        max_positions: Number of positions. A position that is not smaller raises a
+            ValueError on the CPU, and gives NaN on other devices and in compiled code.
         embedding_dim: Width of each vector.
         row_offset: Number of rows before that of position 0; 2 in OPT and RoBERTa.
         padding_idx: One of those rows, for padding. It is zero in a new table and gets no
@@ -118,12 +118,12 @@ class LearnedPositions(nn.Module):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
-        """Return ``x`` with the rows of its positions added.
+        """Return ``x`` plus the rows of its positions.
 
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         check_vectors(x, self.embedding_dim)
         positions = positions_of(x, positions=positions, offset=offset)

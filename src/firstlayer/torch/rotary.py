@@ -71,7 +71,7 @@ class RotaryPositions(PrecomputedBuffers):
         heads_axis: -3 for ``(..., heads, length, head_dim)``, -2 for ``(..., length, heads,
             head_dim)``. None is -3, but an input of three axes, which may be either, is
             a ValueError unless it has a position for every vector or an offset for every
-            row.
+            sequence.
 
     Shape:
         - x: ``(..., heads, length, head_dim)`` or ``(..., length, head_dim)``
@@ -139,7 +139,7 @@ class RotaryPositions(PrecomputedBuffers):
     def from_hf(
         cls, config: Any, layer_type: str | None = None, *, heads_axis: int | None = None
     ) -> Self:
-        """Return the rotary layer that a transformers config describes.
+        """Return the layer of a transformers model.
 
         See :func:`firstlayer.files.hf.rotary_from_hf` for supported configs and
         :func:`firstlayer.torch.hf.replace_rotary` to use it inside the model.
@@ -215,7 +215,7 @@ class RotaryPositions(PrecomputedBuffers):
         Args:
             x: Queries or keys.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         plan = None if is_compiling() else self.__dict__.get("_plan")
         if plan is not None and positions is None:
@@ -246,7 +246,7 @@ class RotaryPositions(PrecomputedBuffers):
     def phases(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "*seq pairs"], Float[Tensor, "*seq pairs"]]:
-        """Return the cosine and the sine of each pair, times the attention factor.
+        """Return the cosine and the sine of each pair, attention factor included.
 
         Args:
             positions: Integers or floats of any shape; several coordinates are on the
@@ -265,9 +265,9 @@ class RotaryPositions(PrecomputedBuffers):
         return self._phases(in_reach(positions), dtype or torch.float32)
 
     def at_length(self, n: int) -> Self:
-        """Return a copy with the scaling for sequences of ``n`` positions.
+        """Return a copy for sequences of ``n`` positions.
 
-        The copy equals this layer unless its rule is DynamicNTK or LongRoPE.
+        It equals this layer unless the rule is DynamicNTK or LongRoPE.
 
         Example:
             >>> from firstlayer.positions.scaling import DynamicNTK
@@ -283,14 +283,14 @@ class RotaryPositions(PrecomputedBuffers):
     def rerotate(
         self, keys: Float[Tensor, "*lead head_dim"], delta: Offset
     ) -> Float[Tensor, "*lead head_dim"]:
-        """Return rotated keys shifted by ``delta`` positions, as for a trimmed KV cache.
+        """Return rotated keys shifted by ``delta`` positions, as after trimming a KV cache.
 
         The attention factor is not applied again.
 
         Args:
             keys: Output of this layer.
-            delta: Number of positions, or one number per row (the first axis of ``keys``);
-                may be negative. Applied to every coordinate of a position.
+            delta: A number, or one for each sequence (the first axis of ``keys``). May be
+                negative. All coordinates of a position are shifted equally.
 
         Example:
             >>> layer, k = RotaryPositions(4), torch.ones(3, 4)

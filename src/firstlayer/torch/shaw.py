@@ -75,11 +75,11 @@ class ShawScores(nn.Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Tensor, "*lead q_length k_length"]:
-        """Return the scores of every query-key pair, divided by √head_dim.
+        """Return the scores of every query and key.
 
         Args:
-            q: Queries without position information.
-            k: Keys without position information.
+            q: Queries, without positions.
+            k: Keys, without positions.
             q_positions: Positions of the queries.
             k_positions: Positions of the keys.
         """
@@ -104,7 +104,7 @@ class ShawScores(nn.Module):
         q_positions: Positions,
         k_positions: Positions,
     ) -> Float[Tensor, "*lead q_length k_length"]:
-        """Return the scores of every query-key pair; see :meth:`scores`."""
+        """Return the scores of every query and key; see :meth:`scores`."""
         return self.scores(q, k, q_positions, k_positions)
 
     def config(self) -> dict[str, Any]:

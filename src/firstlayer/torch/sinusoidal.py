@@ -120,7 +120,11 @@ class SinusoidalPositions(PrecomputedBuffers):
 
     @classmethod
     def tensor2tensor(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the encodings of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+        """Return the layer of tensor2tensor, fairseq, M2M100 and Whisper's encoder.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.tensor2tensor(5).encode([0])
@@ -130,7 +134,11 @@ class SinusoidalPositions(PrecomputedBuffers):
 
     @classmethod
     def marian(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the encodings of Marian and Pegasus; with ``axes=2``, of ViT-MAE.
+        """Return the layer of Marian and Pegasus; with ``axes=2``, that of ViT-MAE.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.marian(5).encode([0])
@@ -140,9 +148,13 @@ class SinusoidalPositions(PrecomputedBuffers):
 
     @classmethod
     def timestep(cls, embedding_dim: int, **options: Any) -> "SinusoidalPositions":
-        """Return the timestep encodings of diffusion models (DiT, Stable Diffusion).
+        """Return the timestep encoding of diffusion models (DiT, Stable Diffusion).
 
-        The original DDPM uses ``shift=1, cos_first=False``.
+        The original DDPM has ``shift=1, cos_first=False``.
+
+        Args:
+            embedding_dim: Width of each vector.
+            options: Further arguments of the constructor.
 
         Example:
             >>> SinusoidalPositions.timestep(4).encode([0.0])
@@ -157,12 +169,12 @@ class SinusoidalPositions(PrecomputedBuffers):
         *,
         offset: Offset = 0,
     ) -> Float[Tensor, "*batch length embedding_dim"]:
-        """Return ``x`` plus the encodings of its positions.
+        """Return ``x`` plus the vectors of its positions.
 
         Args:
             x: Token vectors.
             positions: Position of each vector; None is ``offset, offset + 1, …``.
-            offset: Number of preceding positions, for all rows or for each.
+            offset: Number of preceding positions: one number, or one for each sequence.
         """
         check_vectors(x, self.embedding_dim)
         positions = positions_of(x, positions=positions, offset=offset, axes=self.axes)
@@ -171,7 +183,7 @@ class SinusoidalPositions(PrecomputedBuffers):
     def encode(
         self, positions: Positions, *, dtype: torch.dtype | None = None
     ) -> Float[Tensor, "*seq embedding_dim"]:
-        """Return the encodings of positions.
+        """Return the vectors that are added at these positions.
 
         Args:
             positions: Integers or floats of any shape; several coordinates are on the

@@ -1,4 +1,4 @@
-"""Read a table of vectors with its words from any file; the content tells the format."""
+"""Read a table of vectors with its words from a file, and find its format."""
 
 import gzip
 import json

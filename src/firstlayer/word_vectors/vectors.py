@@ -284,8 +284,8 @@ def open_vectors(path: str | os.PathLike[str]) -> Vectors:
             ``.model``), fastText (``.bin``, ``.ftz``, ``.vec``), word2vec (text or binary),
             GloVe or GGUF; ``.npy`` or TSV next to ``vocab.txt`` or ``metadata.tsv``;
             ``.npz``; ``.parquet`` with columns ``word`` and ``vector``, if pyarrow is
-            installed; or a text format with ``.gz``. The content tells the format. Nothing
-            in a file is run.
+            installed; or a text format with ``.gz``. The format is found from the content.
+            No code in a file is run.
 
     Example:
         >>> import tempfile

@@ -206,7 +206,7 @@ class Study:
             if self.ranking(length)
         ]
         if self.setting.seeds == 1:
-            sentences.append("One seed says nothing about chance; compare several.")
+            sentences.append("With one seed, differences may be chance; compare several.")
         return sentences
 
     def _verdict(self, length: int, ranking: list[Curve]) -> str:

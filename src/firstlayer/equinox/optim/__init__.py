@@ -58,9 +58,9 @@ add up the gradients with ``jax.tree.map``.
 :class:`~firstlayer.equinox.GrowingEmbedding` to new ids, on the host and before the
 compiled step, which takes the rows. New rows start with the initial state.
 
-**Sizes are static.** The number of ids is that of their array's shape. Fill up smaller
-batches with -1, which moves nothing. Donate the model and the state to the step; otherwise
-XLA copies all tables.
+**Sizes are static.** The number of ids is the size of their array. Pad smaller batches with
+-1, which moves no row. Donate the model and the state to the step; otherwise XLA copies all
+tables.
 
 **Tied heads.** ``embed.logits`` needs every row, and gives every row a gradient. Pass None
 instead of ids, or use ``flush``: the step is then dense, and a warning says so. A softmax

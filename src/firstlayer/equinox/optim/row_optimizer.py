@@ -392,7 +392,7 @@ def _with_padding(module: TableModule, subset: RowSubset) -> RowSubset:
     if module.padding_idx is None:
         return subset
     index, _ = subset.find(jnp.array([module.padding_idx], jnp.int32))
-    # Under a number that is no id, as RowSubset wants it.
+    # RowSubset expects the padding row under a number that is not an id.
     last = jnp.array([module.num_embeddings + subset.ids.size], jnp.int32)
     rows = jnp.concatenate([subset.values, subset.values[index]])
     return RowSubset(jnp.append(subset.ids, last), rows)

@@ -59,7 +59,7 @@ def pool_by_operators(
 def _bag_numbers(bounds: Tensor, steps: Tensor) -> Tensor:
     if not is_recorded():
         return bag_indices(bounds, steps)
-    # ONNX cannot search. The number of bounds up to each id is one more than its bag.
+    # ONNX has no searchsorted. The number of bounds up to each id is one more than its bag.
     zeros = bounds.new_zeros(steps.shape[0] + 1)
     starts = zeros.scatter_add(0, bounds, torch.ones_like(bounds))
     return starts.cumsum(0)[:-1] - 1
@@ -87,7 +87,7 @@ class _RaggedBags:
     def _sum(self, terms: Tensor) -> Tensor:
         zeros = terms.new_zeros(self.count + 1, *terms.shape[1:])
         if is_recorded():
-            # Traces have no index_add with repeated rows in ONNX.
+            # The exporter of traces to ONNX does not support repeated rows in index_add.
             index = self.numbers.reshape(-1, *(1,) * (terms.ndim - 1)).expand_as(terms)
             sums = zeros.scatter_add(0, index, terms)
         else:

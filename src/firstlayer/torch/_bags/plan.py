@@ -1,8 +1,8 @@
 """Short calls of bags without a gradient, on a table that stays as it is.
 
-The sum of forty rows takes less time than to decide how it is computed and to call the
-kernel. A :class:`BagPlan` holds what depends on the layer alone, and compares it before
-each use. It has the address of the table and refers to no parameter.
+Summing forty rows takes less time than deciding how to sum them and calling the kernel. A
+:class:`BagPlan` holds what depends on the layer alone, and compares it before each use. It
+has the address of the table and refers to no parameter.
 """
 
 from operator import itemgetter
@@ -19,7 +19,8 @@ from .._tensors.memory import TensorMemory, array_of_table, is_plain_cpu
 if TYPE_CHECKING:
     from ..bag import EmbeddingBag
 
-# Largest number of bags, and of ids times width. Others take longer than their checks.
+# Largest number of bags, and of ids times width. A larger call takes longer than the checks
+# that a plan saves.
 MAX_BAGS, MAX_NUMBERS = 64, 1 << 17
 _CPU = torch.device("cpu")
 _settings_of = itemgetter("mode", "include_last_offset", "padding_idx", "max_norm")

@@ -1,8 +1,8 @@
 """Rotation of one position by a layer that stays as it is, as in each step of generation.
 
-To rotate the heads of one token takes less time than to decide how it is computed and to
-call the kernels. A :class:`RotationPlan` holds what depends on the layer alone, and
-compares it before each use. It has the address of the tables and refers to no buffer.
+Rotating the heads of one token takes less time than deciding how to and calling the
+kernels. A :class:`RotationPlan` holds what depends on the layer alone, and compares it
+before each use. It has the address of the tables and refers to no buffer.
 """
 
 from operator import itemgetter

@@ -2,8 +2,8 @@
 
 The table is a Parameter over the mapped file of a training store, which is its attribute
 ``row_store``. Row optimizers journal the rows that they change; the functions here do so
-for other writes, refuse what would move the table out of its file, and put the commit
-instead of the values into state dicts.
+for other writes, raise an error for casts and moves, which would take the table out of its
+file, and put the commit instead of the values into state dicts.
 """
 
 from collections.abc import Callable

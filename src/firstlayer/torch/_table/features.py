@@ -1,4 +1,4 @@
-"""Features of a group of tables: reads what callers pass, returns what they get.
+"""Features of a group of tables: ids as callers pass them, and vectors as they get them.
 
 Ids may be tensors, jagged nested tensors, lists, or values of TorchRec, which is not
 imported: its classes are recognized by their methods.

@@ -53,11 +53,11 @@ class HostTableModule(TableModule):
 
         The next lookup of the same ids takes the rows. Results are the same as without, bit
         for bit: rows that an optimizer, a hook or an assignment changes in between are read
-        again. Not noticed are writes through ``weight.data`` or NumPy.
+        again. Writes through ``weight.data`` or NumPy are not noticed.
 
-        Call it when the table has its values for the lookup, which is after
-        ``optimizer.step()``. A call before the step helps only if the step moves no rows
-        but those with a gradient: no momentum, no weight decay.
+        Call it after ``optimizer.step()``, when the table has the values that the lookup
+        reads. A call before the step helps only if the step moves no rows but those with a
+        gradient: no momentum, no weight decay.
 
         The four latest prefetches are kept. Does nothing if the table is on a device, and
         in compiled code.

@@ -88,7 +88,7 @@ class TableModule(nn.Module):
     def prepare_lookup(self, ids: Integer[Tensor, "*batch"]) -> None:
         """Catch up the rows of ``ids`` and install the gradient hook if one is needed.
 
-        Not for lookups that read out of place.
+        For lookups that read the table itself, not :meth:`caught_up_rows`.
         """
         weight = self.weight
         catch_up(weight, ids)
@@ -104,14 +104,14 @@ class TableModule(nn.Module):
         """
 
     def reads_out_of_place(self, ids: Any) -> bool:
-        """Return whether a lookup corrects what it returns and leaves stale rows alone."""
+        """Return whether a lookup catches up a copy of its rows and not the table."""
         weight = self._parameters.get("weight")
         return reads_out_of_place(weight, ids, training=self.training)
 
     def caught_up_rows(
         self, ids: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch embedding_dim"]:
-        """Return the rows of ``ids`` for a lookup that reads out of place."""
+        """Return copies of the rows of ``ids``, caught up; do not write to the table."""
         rows = caught_up_rows(self.weight, as_index(ids))
         if self.max_norm is None:
             return rows
@@ -143,7 +143,7 @@ class TableModule(nn.Module):
     def logits(
         self, x: Float[Tensor, "*batch embedding_dim"]
     ) -> Float[Tensor, "*batch num_embeddings"]:
-        """Return the product of ``x`` with every row: the output head tied to this table.
+        """Return the product of ``x`` with every row: the tied output head.
 
         The result has the dtype of ``x``. Every row gets a gradient, the padding row too.
         If the table is a DTensor and ``x`` is a plain tensor, the result is plain, and the
@@ -229,7 +229,7 @@ class TableModule(nn.Module):
         # TorchScript reads the memory of the parameter.
         catch_up(self.weight)
         layer = cls.__new__(cls)
-        # Not the constructor of cls, which may build our layers.
+        # Not the constructor of cls, which may build Firstlayer's layers.
         nn.Module.__init__(layer)
         for name in cls.__constants__:
             setattr(layer, name, getattr(self, name))

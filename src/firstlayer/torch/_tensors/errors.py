@@ -1,4 +1,4 @@
-"""Errors with our messages that are also instances of the class that torch raises.
+"""Errors with Firstlayer's messages, also instances of the classes that torch raises.
 
 Code written for torch may catch RuntimeError or AssertionError, so these classes inherit
 from those as well.

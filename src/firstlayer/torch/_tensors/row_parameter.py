@@ -142,7 +142,7 @@ def _reduce_shared(x: RowTensor) -> Any:
     return reduce_tensor(_plain(x))
 
 
-# Other processes get the same memory, as for any tensor.
+# Sent to another process, the parameter shares its memory, as any tensor does.
 for _cls in ROW_CLASSES.values():
     ForkingPickler.register(_cls, _reduce_shared)
 

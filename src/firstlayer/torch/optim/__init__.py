@@ -62,9 +62,10 @@ Accelerate therefore clip them as they clip any gradient.
 **Any device.** Kernels update contiguous tables on the CPU. Torch operators update tables
 on other devices and tables that are not contiguous: they gather the rows of the batch,
 catch up, update and write back. A step waits for the device only to sum repeated ids, which
-the layers of Firstlayer have done before. If a row with a gradient was read while stale, an
-accelerator reports it when every row next catches up, as in ``state_dict``. In this release
-the operators were tested on the CPU, on ``meta`` and on fake tensors only, not on CUDA.
+Firstlayer's layers have already summed in the backward. If a row with a gradient was read
+while stale, an accelerator reports it when every row next catches up, as in ``state_dict``.
+In this release the operators were tested on the CPU, on ``meta`` and on fake tensors only,
+not on CUDA.
 
 **In the background.** With ``background=True`` a worker thread updates the rows of tables.
 ``step`` returns earlier, and the next read of a table waits for its update, so results have
@@ -142,7 +143,7 @@ class RowAdagrad(RowOptimizer):
         params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
             ``torch.optim.Adagrad``.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
@@ -174,7 +175,7 @@ class RowWiseAdagrad(RowAdagrad):
         params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, lr_decay, initial_accumulator_value, eps, maximize, torch_options: See
             ``torch.optim.Adagrad``.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
@@ -193,7 +194,7 @@ class RowAdam(RowOptimizer):
     Args:
         params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, betas, eps, amsgrad, maximize, torch_options: See ``torch.optim.Adam``.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
@@ -228,7 +229,7 @@ class RowRMSprop(RowOptimizer):
         params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, alpha, eps, momentum, centered, maximize, torch_options: See
             ``torch.optim.RMSprop``.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)
@@ -248,7 +249,7 @@ class RowWiseRMSprop(RowRMSprop):
     Args:
         params, mode, stochastic_rounding, background: See :class:`RowOptimizer`.
         lr, alpha, eps, maximize, torch_options: See ``torch.optim.RMSprop``.
-        weight_decay: Weight decay, added to the gradient; 0 in exact mode.
+        weight_decay: Weight decay, added to the gradient; must be 0 in exact mode.
 
     Example:
         >>> layer = torch.nn.Embedding(5, 2, sparse=True)

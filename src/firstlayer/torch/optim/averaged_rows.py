@@ -25,7 +25,7 @@ from .tensor_average import TensorAverage
 
 
 class AveragedRows:
-    """Exponential moving average (EMA) of weights, at the cost of the rows of a batch.
+    """Exponential moving average (EMA) of weights; an update costs as much as a batch.
 
     Equals ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``,
     which updates every row of a table in every step. Rows without a gradient are averaged

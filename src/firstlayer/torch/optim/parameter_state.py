@@ -94,7 +94,7 @@ class ParameterState(TableState, AttachedState):
         running = self._running
         if running is None or is_worker():
             return
-        # Interrupted while it waits, the step is still running.
+        # An interrupt here leaves the step running, so ``_running`` is reset afterwards.
         error = running.exception()
         self._running = None
         if error is not None:

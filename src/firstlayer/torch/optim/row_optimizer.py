@@ -194,8 +194,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self, state: State, ids: Any, gradient: Any, group: dict[str, Any]
     ) -> None:
         published = self.state[state.parameter]
-        # The first step creates the arrays of the state. Other optimizers do not wait for
-        # the worker, so in lazy mode nothing would.
+        # Not the first step, which creates the arrays of the state. Not in lazy mode, in
+        # which neither lookups nor other optimizers wait for the worker.
         if (
             self._background
             and isinstance(state, ParameterState)

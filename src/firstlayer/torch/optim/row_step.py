@@ -32,7 +32,7 @@ class RowStep:
 
     Made by :meth:`firstlayer.torch.optim.RowOptimizer.row_step`. A call takes the step that
     ``optimizer.step()`` would take for this table with the sparse gradient of these ids and
-    values. Options are read at each call, so schedules do not compile again. The options
+    values. Options are read at each call, so schedules do not recompile. The options
     that choose the form of the rule (``amsgrad``, ``centered``, ``eps``, momentum or none)
     must stay the same.
 
@@ -157,7 +157,8 @@ def _(tensors: list[Tensor], numbers: list[Tensor], ids: Tensor, number: int) ->
     return None
 
 
-# The numbers count as changed, so that the operator runs after the code that reads them.
+# The numbers are declared as mutated, so that the operator runs after the code that reads
+# them.
 @torch.library.custom_op("firstlayer::end_row_step", mutates_args=("numbers",))
 def _end_step(numbers: list[Tensor], number: int) -> None:
     state = _state(number)
@@ -170,7 +171,7 @@ def _(numbers: list[Tensor], number: int) -> None:
     return None
 
 
-# They catch up by themselves.
+# These operators catch up rows themselves.
 WITHOUT_VALUES.update((
     torch.ops.firstlayer.begin_row_lookup.default,
     torch.ops.firstlayer.begin_row_step.default,

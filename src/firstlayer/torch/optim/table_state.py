@@ -307,7 +307,7 @@ def _(weight: Tensor, ids: Tensor, number: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-# Compiled code calls the operators with the parameter itself.
+# Compiled code calls these operators with the parameter itself, and they catch up.
 WITHOUT_VALUES.update((
     torch.ops.firstlayer.catch_up.default,
     torch.ops.firstlayer.caught_up_rows.default,

@@ -94,8 +94,8 @@ class ShardedColumnsEmbedding(ShardedColumnsModule, ShardedTokens):
 class ShardedColumnsEmbeddingBag(ShardedColumnsModule, ShardedBags):
     """Looks up rows and pools them; each rank has some of the columns.
 
-    A column is pooled without the others, so that pooled vectors travel in every mode. Made
-    by :func:`firstlayer.torch.sharding.shard_columns`.
+    Columns are pooled independently, so pooled vectors are sent in every mode, never rows.
+    Made by :func:`firstlayer.torch.sharding.shard_columns`.
     """
 
     num_counts = 3

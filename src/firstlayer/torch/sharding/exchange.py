@@ -118,7 +118,7 @@ class Exchange:
         wire = x.contiguous()
         if wire.dtype in HALF:
             # Gloo sends bytes, but neither of these dtypes. The bytes have an axis of their
-            # own, so that the first still counts rows.
+            # own, so that the size of the first is still the number of rows.
             wire = wire.unsqueeze(-1).view(torch.uint8)
         out = wire.new_empty((sum(received), *wire.shape[1:]))
         dist.all_to_all_single(out, wire, received, sent, group=self.group)
@@ -159,7 +159,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Route:
-    """Number of rows that go from each rank to each.
+    """Number of rows that each rank sends to each rank.
 
     Args:
         exchange: Collectives of the ranks.
@@ -173,7 +173,7 @@ class Route:
 
     @property
     def reverse(self) -> "Route":
-        """The way back."""
+        """Route with senders and receivers exchanged."""
         return Route(self.exchange, self.received, self.sent)
 
     def send(self, x: Shaped[Tensor, "sent *width"], *, kind: str) -> Tensor:

@@ -38,9 +38,9 @@ def shard_rows(
 
     The parameter becomes this rank's rows, an ordinary tensor. With ``sparse=True`` its
     gradient has the rows of the batch that this rank owns, and row optimizers train it as
-    they train any table. Call it on all ranks, before the optimizer is made. All ranks have
-    the same table before, or a table on the meta device: then ``to_empty`` and
-    ``reset_parameters`` make it.
+    they train any table. Call it on all ranks, before the optimizer is made. All ranks must
+    have the same table, or a table on the meta device, which ``to_empty`` and
+    ``reset_parameters`` then initialize.
 
     Gradients are averaged over ranks with different batches, as DDP does.
 

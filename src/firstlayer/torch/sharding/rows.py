@@ -1,12 +1,12 @@
 """Layers whose rows are sharded: lookups, bags and tied heads.
 
 If ids differ by rank, each rank sends its distinct ids to the ranks that own them and gets
-rows back. Bags are pooled by the owners: a vector travels for each bag, not for each id. If
-every rank has the same ids, each looks up its own rows, and the results are summed.
+rows back. Bags are pooled by the owners, which send one vector for each bag, not for each
+id. If every rank has the same ids, each looks up its own rows, and the results are summed.
 
 The owner looks rows up as an ordinary layer does, so padding, ``max_norm``, stale rows and
-half precision are handled there. The gradient goes the same way back: each rank sums the
-gradients of an id before they travel, and the owner gets a gradient of its rows only.
+half precision are handled there. Gradients are sent the same way back: each rank sums the
+gradients of an id before it sends them, and the owner gets a gradient of its rows only.
 """
 
 from typing import Any, NamedTuple
