@@ -64,7 +64,7 @@ def _table(table: "Table") -> Iterator[str]:
     norms = table.norm_min, table.norm_median, table.norm_max
     sampled = "" if table.rank_rows == rows else f", from {table.rank_rows:,} rows"
     lines = [
-        ("norms", "{:.3g} to {:.3g} to {:.3g} (min, median, max)".format(*norms)),
+        ("norms", "min {:.3g}, median {:.3g}, max {:.3g}".format(*norms)),
         ("effective rank", f"{table.effective_rank:.1f} of {min(rows, width)}{sampled}"),
         ("zero rows", _odd(table.zero)),
         ("duplicate rows", _odd(table.duplicate)),

@@ -14,6 +14,8 @@ from ._tensors.errors import WrongValue, check_tensor, reject_torchrec
 from ._tensors.memory import overrides_torch_functions
 from .optim.table_state import catch_up
 
+__all__ = ["embedding", "embedding_bag"]
+
 WEIGHTS = "per_sample_weights"
 
 
