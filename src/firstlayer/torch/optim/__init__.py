@@ -159,6 +159,9 @@ class RowAdagrad(RowOptimizer):
             for parameter in group["params"]:
                 state, initial = self.state[parameter], group["initial_accumulator_value"]
                 if not state:
+                    if parameter.is_complex():
+                        # torch has sums of the real and the imaginary parts.
+                        initial = complex(initial, initial)
                     state["step"] = step_tensor(0)
                     state["sum"] = torch.full_like(parameter, initial)
         super()._step_dense(groups)

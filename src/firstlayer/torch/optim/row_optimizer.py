@@ -290,7 +290,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         parameters = self._all_parameters()
         state_dict = to_local(state_dict, parameters)
-        check_tensors(state_dict)
+        check_tensors(state_dict, parameters)
         check_stored_steps(state_dict, parameters, self._table_states)
         with held_interrupts():
             self._flush_in_memory()
