@@ -72,7 +72,8 @@ the same bits. This hides the update behind whatever the model computes before i
 table: data loading, or the layers below an n-gram memory.
 
 **Compiled steps.** :meth:`RowOptimizer.row_step` returns a :class:`RowStep`, which looks up
-rows and takes a step of one table in code compiled with ``fullgraph=True``.
+rows and takes a step of one table in code compiled with ``fullgraph=True``. ``step`` itself
+ends a graph: a compiled function calls it uncompiled.
 
 **Resized tables.** Call :meth:`RowOptimizer.resize_rows` after ``layer.resize``, or after
 rows were pruned or reordered, and :meth:`RowOptimizer.reset_rows` after rows were given new
