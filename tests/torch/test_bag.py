@@ -512,6 +512,7 @@ def test_torch_func_agrees_with_autograd():
         ([1, 2], [0.0], {}, TypeError, "offsets must be integers, got float32"),
         ([[1]], None, {"mode": "min"}, ValueError, "mode must be 'sum', .* got 'min'"),
         ([[1]], None, {"padding_idx": 5}, RuntimeError, "padding_idx must be in .* got 5"),
+        ([[1]], None, {"max_norm": -1.0}, ValueError, "max_norm must be positive, got -1"),
         (
             [[1]],
             None,

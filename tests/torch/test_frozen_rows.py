@@ -210,6 +210,11 @@ def test_resize_trains_the_new_rows_and_max_norm_spares_frozen_rows():
     optimizer = OPTIMIZERS["SGD"](layer.parameters())
     train_step(layer, optimizer, torch.arange(8), head=False)
     assert layer.weight[0].tolist() == [3] * 4
+    with torch.no_grad():
+        layer.weight[1:].fill_(2.0)
+    layer.project(torch.tensor([[0, 3], [3, 5]]))
+    norms = layer.weight.detach().norm(dim=1)
+    assert (norms < 1.0001).nonzero()[:, 0].tolist() == [3, 5]
     layer.project()
     norms = layer.weight.detach().norm(dim=1)
     assert norms[0] == 6 and norms[1:].max() < 1.0001

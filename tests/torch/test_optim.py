@@ -15,7 +15,14 @@ from torch.nn.functional import cross_entropy
 import firstlayer.torch.optim
 from firstlayer.torch import Embedding, EmbeddingBag, EmbeddingLayer, PartlyFrozenEmbedding
 from firstlayer.torch._tensors.row_parameter import without_catch_up
-from firstlayer.torch.optim import RowAdam, RowAdamW, RowLion, RowSGD, clip_grad_norm_
+from firstlayer.torch.optim import (
+    AveragedRows,
+    RowAdam,
+    RowAdamW,
+    RowLion,
+    RowSGD,
+    clip_grad_norm_,
+)
 from tests.support.optim_cases import (
     OPTIONS,
     ROWS,
@@ -282,6 +289,26 @@ def test_clip_grad_norm_of_complex_gradients_equals_torch(norm_type):
     ours = clip_grad_norm_(pairs[0], 0.5, norm_type)
     assert_close(ours, nn.utils.clip_grad_norm_(pairs[1], 0.5, norm_type), 1e-6)
     assert_close(pairs[0].grad, pairs[1].grad, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW", "RMSprop"])
+def test_complex_parameters_continue_from_saved_states_and_are_averaged(name):
+    options: Any = OPTIONS[name][-1]
+    model = nn.ParameterList([torch.tensor([3 + 4j, -2j, 1.0], dtype=torch.complex128)])
+    pair = Pair(name, options, model=model)
+    averaged = AveragedRows(pair.ours, decay=0.75)
+    for number in range(6):
+        losses = [(each[0] - 1 - 1j).abs().sum() for each in (pair.model, pair.twin)]
+        pair.backward(*losses)
+        averaged.update_parameters()
+        twin = pair.twin[0].detach()
+        mean = 0.75 * mean + 0.25 * twin if number else twin.clone()
+        if number == 2:
+            pair.ours.load_state_dict(copy.deepcopy(pair.ours.state_dict()))
+    pair.finish()
+    assert_close(averaged.average(pair.model[0]), mean, 1e-9)
+    copied = copy.deepcopy(pair.ours).param_groups[0]["params"][0]
+    assert_close(copied.detach(), twin, 1e-9)
 
 
 @pytest.mark.rejects

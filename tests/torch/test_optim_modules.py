@@ -337,6 +337,36 @@ def test_compiled_nn_embedding_catches_up_by_its_hooks():
     assert_near(got, twin.weight)
 
 
+@pytest.mark.parametrize("make", [RowAdamW, RowSGD])
+def test_compiled_training_steps_call_the_optimizer_outside_of_their_graphs(make):
+    forget_graphs()
+    torch.manual_seed(0)
+    model = nn.Sequential(Embedding(30, 3, sparse=True), nn.Linear(3, 2)).double()
+    twin = copy.deepcopy(model)
+    twin[0].sparse = False  # pyright: ignore
+    optimizer = make(model, **OPTIONS)
+    theirs = {RowAdamW: torch.optim.AdamW, RowSGD: torch.optim.SGD}[make]
+    dense = theirs(twin.parameters(), **OPTIONS)
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, dense)
+    ]
+
+    def step(model, optimizer, ids):
+        optimizer.zero_grad()
+        model(ids).tanh().sum().backward()
+        optimizer.step()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(6):
+        ids = torch.randint(0, 30, (4,))
+        compiled(model, optimizer, ids)
+        step(twin, dense, ids)
+        for each in schedules:
+            each.step()
+    for got, want in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_near(got, want)
+
+
 def test_grad_scaler_unscales_sparse_gradients_and_skips_overflow():
     torch.manual_seed(0)
     layer = Embedding(30, 3, sparse=True)

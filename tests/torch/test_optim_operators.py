@@ -483,6 +483,23 @@ def test_row_step_and_step_alternate_and_follow_a_loaded_state():
     run.finish()
 
 
+@pytest.mark.parametrize("name, options", ONE_OF_EACH)
+def test_row_step_continues_from_a_table_that_was_read_whole(name, options):
+    run = Run(name, options)
+    draw = draw_ids("uniform", np.random.default_rng(12))
+    for _ in range(5):
+        run.step(torch.from_numpy(draw()))
+    # Every row catches up, as in a state dict.
+    assert_close(run.layer.weight.detach(), run.twin.detach(), 1e-6)
+    step = run.ours.row_step(run.layer.weight)
+    for _ in range(3):
+        rows = step.lookup(torch.arange(ROWS))
+        assert_close(rows, run.twin.detach(), 1e-6)
+        ids = torch.from_numpy(draw())
+        run.step(ids)
+    run.finish()
+
+
 def _is_dense(x):
     return isinstance(x, torch.Tensor) and not x.is_sparse
 

@@ -277,8 +277,12 @@ class FrozenRowsEmbedding(Embedding):
             grad.index_fill_(0, self._frozen_index(), 0.0)
 
     def _renormalize(self, rows: Tensor | None) -> None:
+        is_trained = torch.from_numpy(~self.is_frozen).to(self.weight.device)
         if rows is None:
-            rows = torch.from_numpy(~self.is_frozen).to(self.weight.device)
+            rows = is_trained
+        elif rows.dtype != torch.bool:
+            # Rows of a bool mask have a gradient, which frozen rows do not.
+            rows = rows[is_trained[rows]]
         super()._renormalize(rows)
 
 

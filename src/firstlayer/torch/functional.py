@@ -118,6 +118,8 @@ def embedding_bag(
         )  # fmt: skip
     if weight.dim() != 2:
         raise WrongValue(f"weight must have 2 axes, got shape {tuple(weight.shape)}")
+    if max_norm is not None:
+        _check_norm(max_norm, norm_type)
     catch_up(weight, input)
     options = BagOptions(
         checked_mode(mode),

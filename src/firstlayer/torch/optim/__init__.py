@@ -73,7 +73,8 @@ the same bits. This hides the update behind whatever the model computes before i
 table: data loading, or the layers below an n-gram memory.
 
 **Compiled steps.** :meth:`RowOptimizer.row_step` returns a :class:`RowStep`, which looks up
-rows and takes a step of one table in code compiled with ``fullgraph=True``.
+rows and takes a step of one table in code compiled with ``fullgraph=True``. ``step`` itself
+ends a graph: a compiled function calls it uncompiled.
 
 **Resized tables.** Call :meth:`RowOptimizer.resize_rows` after ``layer.resize``, or after
 rows were pruned or reordered, and :meth:`RowOptimizer.reset_rows` after rows were given new
@@ -160,6 +161,9 @@ class RowAdagrad(RowOptimizer):
             for parameter in group["params"]:
                 state, initial = self.state[parameter], group["initial_accumulator_value"]
                 if not state:
+                    if parameter.is_complex():
+                        # torch has sums of the real and the imaginary parts.
+                        initial = complex(initial, initial)
                     state["step"] = step_tensor(0)
                     state["sum"] = torch.full_like(parameter, initial)
         super()._step_dense(groups)

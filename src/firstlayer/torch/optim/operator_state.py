@@ -151,7 +151,9 @@ class OperatorState(StaleTensors):
         self.step_count, self.base_step = other.step_count, other.base_step
         self.event_count, self.averages = other.event_count, other.averages
         self.missed, self._missed_moves = other.missed, other._missed_moves
-        self.last_step_event = self.base_step + self.missed.last_step_column
+        last_step_event = self.base_step + self.missed.last_step_column
+        # Steps recorded before every row caught up count from an earlier event.
+        self.last_step_event = min(last_step_event, self.event_count)
         for average in self.averages:
             average.move_to(self.device)
         self.device_steps = DeviceSteps(self.missed, self.dtype, self.device)

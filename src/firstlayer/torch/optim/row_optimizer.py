@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from ... import kernels
@@ -158,6 +159,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 # date. Checkpoints of shards are loaded into the arrays of the state.
                 self._adopt_new(parameter, group)
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take a step.
 
@@ -288,7 +290,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         parameters = self._all_parameters()
         state_dict = to_local(state_dict, parameters)
-        check_tensors(state_dict)
+        check_tensors(state_dict, parameters)
         check_stored_steps(state_dict, parameters, self._table_states)
         with held_interrupts():
             self._flush_in_memory()

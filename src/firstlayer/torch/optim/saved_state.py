@@ -50,7 +50,7 @@ def saved_arrays(
         if not is_dense or value.is_meta or value.is_nested:
             kind = type(value).__name__
             raise ValueError(f"{name} of {owner} must be a dense tensor, got {kind}")
-        if tuple(value.shape) not in shapes or not value.is_floating_point():
+        if tuple(value.shape) not in shapes or not _is_number(value, parameter):
             raise ValueError(
                 f"{name} of {owner} must be real of shape {shapes[-1]}, "
                 f"got {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
@@ -58,15 +58,28 @@ def saved_arrays(
     return arrays
 
 
-def check_tensors(state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for arrays that torch could not copy, or would cast to real."""
+def _is_number(value: Tensor, parameter: Tensor | None) -> bool:
+    """Return whether a tensor is real, or complex as its parameter is."""
+    is_complex = parameter is not None and parameter.is_complex() and value.is_complex()
+    return value.is_floating_point() or is_complex
+
+
+def check_tensors(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError for arrays that torch could not copy, or would cast to real.
+
+    Args:
+        state_dict: Saved state of an optimizer.
+        parameters: Parameters of the optimizer, in order.
+    """
+    by_number = dict(zip(parameter_numbers(state_dict), parameters, strict=False))
     for number, saved in state_dict["state"].items():
         if not isinstance(saved, dict):
             kind = type(saved).__name__
             raise ValueError(f"the state of parameter {number} must be a dict, got {kind}")
         for name, value in saved.items():
             if isinstance(value, Tensor) and name != "step":
-                if value.is_meta or value.is_nested or not value.is_floating_point():
+                is_number = _is_number(value, by_number.get(number))
+                if value.is_meta or value.is_nested or not is_number:
                     raise ValueError(
                         f"{name} of parameter {number} must be real and have values, "
                         f"got {dtype_name(value.dtype)} on {value.device}"

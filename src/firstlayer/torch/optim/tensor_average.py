@@ -39,10 +39,11 @@ class TensorAverage(RowAverage):
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(np.zeros((0, 0)))
+        dtype = parameter.dtype
         #: The average.
         self.tensor = torch.zeros_like(
             parameter,
-            dtype=compute_dtype(parameter.dtype),
+            dtype=dtype if dtype.is_complex else compute_dtype(dtype),
             memory_format=torch.contiguous_format,
             requires_grad=False,
         )
