@@ -318,7 +318,7 @@ def test_bad_arguments_are_refused_alike(front_end):
         "frequent_ids must be different, got 7 twice": (
             lambda: front_end.FrequencyEmbedding([7, 7], 9, 4, **key)
         ),
-        "frequent_ids must be a list of ids": (
+        "frequent_ids must be a list of at least one id": (
             lambda: front_end.FrequencyEmbedding([], 9, 4, **key)
         ),
         "seed must be below": lambda: front_end.HashedEmbedding(9, 4, seed=2**63, **key),

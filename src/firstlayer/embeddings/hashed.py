@@ -249,7 +249,9 @@ def sorted_frequent(ids: Any) -> tuple[np.ndarray, np.ndarray]:
     """
     given = np.asarray(ids)
     if given.ndim != 1 or not given.size:
-        raise ValueError(f"frequent_ids must be a list of ids, got shape {given.shape}")
+        raise ValueError(
+            f"frequent_ids must be a list of at least one id, got shape {given.shape}"
+        )
     array = int64_bits(ids, name="frequent_ids")
     order = np.argsort(array, kind="stable")
     ordered = array[order]
