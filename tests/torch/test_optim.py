@@ -754,3 +754,34 @@ def test_invalid_arguments_and_tables_raise():
     grad_of(layer.weight)._values().fill_(float("nan"))
     with pytest.raises(RuntimeError, match="norm of the gradients must be finite, got nan"):
         clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.rejects
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_a_backward_that_needs_rows_from_before_a_step_is_an_error(name, background, mode):
+    options = OPTIONS[name][0] if mode == "exact" else {}
+    layer = EmbeddingLayer(9, 8, max_positions=4, layer_norm=True, sparse=True)
+    optimizer = getattr(firstlayer.torch.optim, f"Row{name}")(
+        [layer.token.weight], background=background, mode=mode, **options
+    )
+    ids = ids_of(1, 2, 3)
+    for _ in range(2):  # the first step creates the state
+        first, second = layer(ids), layer(ids)
+        first.square().sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.square().sum().backward()
+        optimizer.zero_grad()
+    # Without the norm, as without it in torch, no value of the table is needed.
+    plain = EmbeddingLayer(9, 8, max_positions=4, sparse=True)
+    optimizer = getattr(firstlayer.torch.optim, f"Row{name}")(
+        [plain.token.weight], **options
+    )
+    first, second = plain(ids), plain(ids)
+    first.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    second.sum().backward()
+    assert (plain.token.weight.grad.to_dense()[1:4] == 1).all()

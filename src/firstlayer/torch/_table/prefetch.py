@@ -43,15 +43,15 @@ class Prefetch:
 
     def __init__(self, ids: Tensor, weight: Tensor, *, pinned: bool) -> None:
         self.ids = ids
+        state = getattr(weight, "table_state", None)
+        self.state: ParameterState | None = state
         with without_catch_up():
             # Another tensor of the same memory, which lives as long as the worker reads it.
             self.table = weight.detach()
-            self.version = weight._version
+            self.version = _version(weight, state)
         # Allocated here: the C library keeps freed memory for the thread that allocates.
         # Memory new to the process costs more than the copy.
         self.buffer = new_buffer(ids, weight, pinned=pinned)
-        state = getattr(weight, "table_state", None)
-        self.state: ParameterState | None = state
         #: Number of steps of the row optimizer that the rows are up to date with.
         self.step_count = 0
         self.rows: Future[Tensor] = submit(self._gather)
@@ -87,8 +87,8 @@ class Prefetch:
                 weight.data_ptr() == self.table.data_ptr()
                 and weight.shape == self.table.shape
                 and weight.dtype == self.table.dtype
-                and weight._version == self.version
                 and getattr(weight, "table_state", None) is self.state
+                and _version(weight, self.state) == self.version
             )
 
     def _gather(self) -> Tensor:
@@ -104,6 +104,11 @@ class Prefetch:
             # Not the method of the subclass, which uses as many threads as torch does.
             rows = TableState.caught_up_rows(state, ids, table=table)
         return self.buffer.copy_(tensor_of(rows))
+
+
+def _version(weight: Tensor, state: ParameterState | None) -> int:
+    """Return the version of a table, in which exact steps of its optimizer do not count."""
+    return weight._version - (0 if state is None else state.num_steps_in_version)
 
 
 def can_prefetch(weight: Tensor) -> bool:

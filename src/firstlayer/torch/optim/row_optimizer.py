@@ -186,10 +186,9 @@ class RowOptimizer(torch.optim.Optimizer):
             for state, ids, gradient, group in tables:
                 self._adopt(state)
                 self._step_table(state, ids, gradient, group)
-                if state.rule.lazy:
-                    # Prefetched rows are read again. In exact mode they see the step in the
-                    # state on the parameter.
-                    increment_version(state.parameter)
+                # A backward that needs the rows from before raises torch's error.
+                increment_version(state.parameter)
+                state.num_steps_in_version += not state.rule.lazy
         return loss
 
     def _step_table(

@@ -57,6 +57,9 @@ class AttachedState:
         self._step_tensor: Tensor | None = None
         #: Whether the user was told that the gradient of the table is dense.
         self.has_warned = False
+        #: Number of exact steps that increased the version of the parameter. Prefetched
+        #: rows see these steps in the state, and all other changes in the version.
+        self.num_steps_in_version = 0
         self.number = next(_numbers)
         _by_number[self.number] = self
 
