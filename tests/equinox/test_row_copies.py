@@ -194,3 +194,24 @@ def test_without_numbas_compiler_operators_copy_rows():
         """,
         folder=ROOT,
     )
+
+
+def test_threads_that_call_the_kernels_first_at_once_get_them():
+    run_alone(
+        """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        from tests.equinox.test_row_copies import calls_kernel, read_rows, some_case
+
+        table, ids, _ = some_case()
+        started = threading.Barrier(4)
+
+        def call(_):
+            started.wait()
+            return calls_kernel(read_rows, table, ids)
+
+        with ThreadPoolExecutor(4) as callers:
+            assert all(callers.map(call, range(4)))
+        """,
+        folder=ROOT,
+    )

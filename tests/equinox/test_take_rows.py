@@ -118,6 +118,21 @@ def test_steps_of_a_loop_equal_those_of_operators():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_operators_take_rows_of_wide_indices():
+    array, index = some_case()
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.asarray(index), jnp.int64)
+        assert not calls_kernel(take_rows, array, wide)
+        np.testing.assert_array_equal(take_rows(array, wide), _take(array, index))
+
+
+def test_programs_for_other_platforms_have_operators():
+    traced = jax.jit(jax.grad(lambda array, index: take_rows(array, index).sum()))
+    lowered = traced.trace(*some_case()).lower(lowering_platforms=("cuda",))
+    assert "firstlayer_" not in lowered.as_text()
+    assert "firstlayer_" in traced.lower(*some_case()).as_text()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_operators_take_rows_of_other_dtypes(dtype):
     array, index = some_case()

@@ -100,9 +100,21 @@ def test_gather_with_streaming_stores_copies_every_bit(dtype, offset, threads, m
     # Whole cache lines, or parts of them.
     memory = aligned_empty((ids.size * 1024 + offset,), np.uint8)
     out = memory[offset:].view(dtype).reshape(ids.size, -1)
-    assert lanes.is_streamed(out)
+    assert lanes.is_streamed(out, has_rest=False)
     assert kernels.gather_rows(table, ids, out=out) is not None
     assert out.tobytes() == table[ids].tobytes()
+
+
+@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize("offset", [0, 8, 16])
+@pytest.mark.parametrize("width", [64, 80, 100, 3])
+def test_rows_are_streamed_in_whole_lines(width, offset, has_rest):
+    # A line of which the last entries go through the caches would be written in two ways.
+    memory = aligned_empty((30 * width * 4 + offset,), np.uint8)
+    out = memory[offset:].view(np.float32).reshape(30, width)
+    fits = offset in ((0,) if has_rest else (0, 16)) and width in (64, 80)
+    assert lanes.is_streamed(out, 1, has_rest=has_rest) == fits
+    assert not lanes.is_streamed(out, out.nbytes + 1, has_rest=has_rest)
 
 
 def test_gather_takes_tables_with_strides_and_of_any_alignment(monkeypatch):
@@ -259,10 +271,10 @@ def test_a_nan_in_one_row_does_not_reach_other_rows():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairs", [1, 16, 21, 32])
+@pytest.mark.parametrize("pairs", [1, 16, 21, 32, 64])
 def test_rotate_equals_numpy_with_and_without_streaming(dtype, pairs, threads, monkeypatch):
     compute_dtype = np.float64 if dtype == np.float64 else np.float32
-    x = rng.standard_normal((6000, 80)).astype(dtype)
+    x = rng.standard_normal((6000, 128)).astype(dtype)
     phases = rng.standard_normal((7, 2 * pairs)).astype(compute_dtype)
     which = rng.integers(0, 7, 12)
     cos, sin = np.split(phases[np.tile(which, 500)], 2, axis=1)

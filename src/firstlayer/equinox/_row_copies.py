@@ -1,8 +1,7 @@
 """Rows of an array, read, written and summed by the training of tables.
 
-In a process whose only device is a CPU, kernels copy and sum float32 rows, in a half to a
-third of the time of XLA's operators and with the same bits. Operators do it for all other
-rows.
+In a process whose only device is a CPU, kernels copy and sum float32 rows, on several
+threads and with the same bits as XLA's operators. Operators do it for all other rows.
 """
 
 import functools
@@ -114,6 +113,7 @@ def by_kernels(array: Array, ids: Array) -> bool:
     return (
         array.ndim == 2
         and array.dtype == jnp.float32
+        and ids.dtype == jnp.int32
         and jax.default_backend() == "cpu"
         # A program for several devices would gather an array before the kernel's call.
         and jax.device_count() == 1

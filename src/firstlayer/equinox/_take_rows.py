@@ -1,9 +1,8 @@
 """Rows of an array by index, whose gradient a kernel sums.
 
-XLA's scatter takes twice as long as the kernel to add rows to the rows of an array on a
-CPU. A function with a derivative of its own could not have both forward and reverse mode,
-so taking rows and summing them are two primitives, each of which is the transpose of the
-other.
+XLA's scatter adds rows to the rows of an array on one thread of a CPU. ``custom_vjp`` has
+no forward mode, and a call of a kernel has no transpose, so taking rows and summing them
+are two primitives, each of which is the transpose of the other.
 """
 
 from collections.abc import Callable
@@ -88,7 +87,9 @@ def _define(
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = pullback
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(operators, multiple_results=False))
+    by_kernel = mlir.lower_fun(run, multiple_results=False)
+    mlir.register_lowering(primitive, by_kernel, platform="cpu")
 
 
 _define(

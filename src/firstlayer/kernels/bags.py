@@ -65,7 +65,7 @@ def sum_bags(
         absent if divisors is None else divisors,
         block,
         bits_of(out),
-        is_streamed(out),
+        is_streamed(out, has_rest=False),  # the last lanes of a row overlap others
         has_bad_id,
         grain=_grain(ids, out),
     )

@@ -57,7 +57,8 @@ def gather_rows(
     if row_bytes % SHORT_LANES_BYTES == 0 and bits.flags.c_contiguous:
         # One kernel for every dtype.
         table, copies = bits.view(np.float32), out.view(np.float32)
-        args = table, ids, order, ahead, is_streamed(out), copies, has_bad_id
+        streams = is_streamed(out, has_rest=False)
+        args = table, ids, order, ahead, streams, copies, has_bad_id
         run(_copy_lanes, ids.size, *args, grain=grain)
     else:
         args = bits, ids, order, ahead, out, has_bad_id

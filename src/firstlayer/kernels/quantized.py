@@ -80,7 +80,7 @@ def gather_quantized(rows: QuantizedRows, ids: np.ndarray, out: np.ndarray) -> b
         ids,
         rows.last_start,
         out,
-        is_streamed(out),
+        is_streamed(out, has_rest=out.shape[1] % GROUP != 0),
         has_bad_id,
         grain=grain_for(GRAIN, row_bytes),
     )

@@ -57,7 +57,8 @@ def rotate_pairs(
     out = np.empty_like(x)
     loop = _LOOPS[read_half, write_half]
     # Streaming stores need each half of a row aligned too.
-    streams = is_streamed(out) and (
+    has_rest = x.shape[1] > phases.shape[1]
+    streams = is_streamed(out, has_rest=has_rest) and (
         phases.shape[1] * phases.itemsize % (2 * SHORT_LANES_BYTES) == 0
     )
     args = bits_of(x), phases, which, streams, bits_of(out)

@@ -6,11 +6,11 @@ Rows are float32. Ids are int32, and those out of range stand for no row.
 import numpy as np
 from numba import types
 
+from .runtime.aligned import LINE
 from .runtime.compile import is_row, kernel, prefetch_row
 from .runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
-    STREAM_BYTES,
     add_to,
     load,
     short_zeros,
@@ -25,7 +25,7 @@ from .runtime.xla import Range, xla_function
 AHEAD = 4
 # Minimum number of entries per thread.
 GRAIN = 1 << 16
-# Minimum number of columns per thread: a multiple of a cache line.
+# Minimum number of columns per thread: two cache lines.
 LEAST_COLUMNS = 32
 
 _TABLE, _IDS = types.Array(types.float32, 2, "C"), types.Array(types.int32, 1, "C")
@@ -72,8 +72,9 @@ def _write_rows(ticket, table, ids, rows, out):
     (num_rows, width), zero = table.shape, np.float32(0)
     lanes, block = zeros(zero), LANES_BYTES // 4
     whole = width - width % block
-    # Streaming stores: whole rows are written, and not read again before the next step.
-    streams = (out.ctypes.data | 4 * width) % STREAM_BYTES == 0
+    # Streaming stores: the rows are not read again before the next step. Not for rows that
+    # share cache lines.
+    streams = (out.ctypes.data | 4 * width) % LINE == 0
     for lo, hi in pieces(ticket):
         for i in range(lo, hi):
             row = np.int64(ids[i])

@@ -10,9 +10,7 @@ import pytest
 
 from firstlayer.kernels.runtime.affinity import (
     CPU_SET_WORDS,
-    current_core,
     exclude_core,
-    move_off_core,
     restore_cores,
 )
 from firstlayer.kernels.runtime.compile import kernel
@@ -31,16 +29,6 @@ def _exclude(thread, core, cores):
 @kernel()
 def _restore(thread, cores):
     restore_cores(thread, cores)
-
-
-@kernel()
-def _move_off(core):
-    move_off_core(core)
-
-
-@kernel()
-def _core():
-    return np.int64(current_core())
 
 
 def cores_of(thread=0):
@@ -68,17 +56,7 @@ def test_a_core_is_excluded_until_it_is_restored():
 def test_cores_that_a_thread_may_not_use_change_nothing(core):
     before, saved = cores_of(), np.zeros(CPU_SET_WORDS + 1, np.int64)
     _exclude(0, core, saved.ctypes.data)
-    _move_off(core)
     assert cores_of() == before and saved[-1] == 0
-
-
-def test_a_thread_leaves_a_core_and_may_come_back():
-    before = cores_of()
-    for _ in range(10):
-        core = _core()
-        _move_off(core)
-        # The scheduler may have moved the thread between the calls, and moves it back.
-        assert cores_of() == before
 
 
 def test_helpers_keep_their_cores_when_they_are_woken():

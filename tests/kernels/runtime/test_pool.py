@@ -283,3 +283,34 @@ def test_a_forked_child_has_no_helpers_in_the_block_of_its_parent():
         """
     )
     assert output.split() == ["2", "0"]
+
+
+def test_threads_that_start_helpers_at_once_start_each_once():
+    output = run_alone(
+        """
+        import ctypes, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from firstlayer.kernels.runtime import pool
+
+        write = pool._pool._write
+        started = threading.Barrier(4)
+
+        def slow_write(offset, number):
+            threading.Event().wait(0.01)
+            write(offset, number)
+
+        pool._pool._write = slow_write
+
+        def start(count):
+            started.wait()
+            return pool._pool.start_helpers(count)
+
+        with ThreadPoolExecutor(4) as callers:
+            counts = list(callers.map(start, (1, 2, 3, 3)))
+        helpers = [one for one in threading.enumerate() if one.name == "firstlayer"]
+        slots = (ctypes.c_int64 * 4).from_address(pool._pool.block + pool.THREADS)
+        assert list(slots) == [*(one.native_id for one in helpers), 0], list(slots)
+        print(*counts, len(helpers))
+        """
+    )
+    assert output.split() == ["1", "2", "3", "3", "3"]

@@ -103,7 +103,7 @@ def layer_backward(
         plan.block_starts,
         plan.buffer_rows,
         buffer,
-        plan.ids.size if is_streamed(buffer, STREAMING_BYTES) else 0,
+        plan.ids.size if is_streamed(buffer, STREAMING_BYTES, has_rest=True) else 0,
         plan.position_indices,
         position_sums,
         shared_sums,

@@ -90,7 +90,8 @@ def write_rows(*args: Any, out: np.ndarray) -> bool:
         out: As in :func:`layer_forward`.
     """
     has_bad_id, (num_tokens, width) = np.zeros(1, np.int64), out.shape
-    args = *args, is_streamed(out), bits_of(out), has_bad_id
+    streams = is_streamed(out, has_rest=out.strides[0] % LANES_BYTES != 0)
+    args = *args, streams, bits_of(out), has_bad_id
     run(_write_rows, num_tokens, *args, grain=grain_for(GRAIN, width))
     return not has_bad_id[0]
 

@@ -7,7 +7,6 @@ from numba import types
 
 from .atomics import atomic_load, atomic_store
 from .compile import internal
-from .scratch import free_row, is_allocated, scratch_row
 from .system import external, noop
 
 # Size of Linux's ``cpu_set_t``, in bytes and in 64-bit words.
@@ -21,27 +20,10 @@ if sys.platform == "linux":
 
 
 @internal
-def move_off_core(core):
-    """Move this thread to another core if it runs on ``core`` and may run elsewhere.
-
-    A helper that waits for its caller's core runs when the caller is done; the scheduler
-    moves it only milliseconds later.
-    """
-    if core < 0 or current_core() != core:
-        return
-    cores = scratch_row(CPU_SET_WORDS, np.int64(0))
-    if not is_allocated(cores):
-        return
-    if exclude_core(0, core, cores.ctypes.data):
-        restore_cores(0, cores.ctypes.data)
-    free_row(cores)
-
-
-@internal
 def exclude_core(thread, core, cores):
     """Exclude a core from those that a thread may run on, and return whether it was done.
 
-    It is not done if there is no other core.
+    Return False, and change nothing, if the thread may run on no other core.
 
     Args:
         thread: Number that the system gave the thread; 0 is the calling one.

@@ -112,8 +112,8 @@ def _bits(value: Any) -> int:
     return int(value or 0)
 
 
-@functools.cache
 @global_compiler_lock
+@functools.cache
 def _entry(kernel: Any, argument_types: tuple[Any, ...], sources: tuple[int, ...]) -> Any:
     """Return a C function of a block and of the parameters that calls the kernel."""
     address, kernel_type = compiled_function(kernel, argument_types)

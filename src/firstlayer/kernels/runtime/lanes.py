@@ -52,11 +52,22 @@ STREAMING_BYTES = 1 << 24
 ROUNDING_SHIFT = 1.5 * 2**52
 
 
-def is_streamed(out: np.ndarray, min_bytes: int | None = None) -> bool:
-    """Return whether ``out`` is large enough for streaming stores and aligned for them."""
+def is_streamed(out: np.ndarray, min_bytes: int | None = None, *, has_rest: bool) -> bool:
+    """Return whether ``out`` is large enough for streaming stores, and its rows fit them.
+
+    A line that is written partly by streaming stores and partly through the caches takes
+    several times as long, so rows are whole lines.
+
+    Args:
+        out: Contiguous array.
+        min_bytes: Size from which on to stream.
+        has_rest: Whether entries at the end of a row may not be streamed. They begin a line
+            if the array does.
+    """
     if out.nbytes < (STREAMING_BYTES if min_bytes is None else min_bytes):
         return False
-    return (out.ctypes.data | out.strides[0]) % STREAM_BYTES == 0
+    start = out.ctypes.data % (LINE if has_rest else STREAM_BYTES)
+    return start == 0 and out.strides[0] % LINE == 0
 
 
 class Lanes(types.Type):
@@ -220,8 +231,8 @@ def _prefetch(like, array, *, writes):
         start = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(start, BYTE_POINTER)
         size = count * _bytes(signature.args[1].dtype)
-        # Lanes that begin within a cache line end in one more, which the next lanes of the
-        # row prefetch.
+        # Lanes that begin within a cache line end in one more: the first line of the next
+        # lanes of the row, which is prefetched with them.
         for offset in range(0, size, LINE):
             build_prefetch(builder, builder.gep(pointer, [I32(offset)]), writes=writes)
         return context.get_dummy_value()

@@ -64,7 +64,6 @@ from .affinity import (
     CPU_SET_WORDS,
     current_core,
     exclude_core,
-    move_off_core,
     restore_cores,
 )
 from .atomics import atomic_add, atomic_load, atomic_store, fence
@@ -89,18 +88,19 @@ from .system import (
 )
 from .threads import current_num_threads, get_num_threads
 
-# Offsets into the block, a cache line each, after the kernel's arguments and ``BUSY``: the
-# number of items claimed, how many of them by helpers, the number of items done, whether
-# there is a job, how many helpers are inside, how many more may join, the number of jobs so
-# far, how many helpers sleep, the address of the worker, the owner's core,
-CLAIMED, BY_HELPERS, DONE, OPEN, INSIDE, SEATS, JOBS, SLEEPERS, WORKER, CORE = range(
-    BUSY + 64, BUSY + 11 * 64, 64
+# Offsets into the block, a cache line each, after the kernel's arguments and ``BUSY``. Of a
+# job: the number of items claimed, how many of them by helpers, the number of items done,
+# whether the job is open, how many helpers are inside, how many more may join, and the
+# address of the worker.
+CLAIMED, BY_HELPERS, DONE, OPEN, INSIDE, SEATS, WORKER = range(BUSY + 64, BUSY + 8 * 64, 64)
+# Of the pool: the number of jobs so far, the number of helpers, how many of them sleep, the
+# system's numbers of the first, the address of ``_wake``, and the mutex and the condition
+# variable that helpers sleep on.
+JOBS, STARTED, SLEEPERS, THREADS, WAKE, MUTEX, CONDITION, BLOCK_BYTES = range(
+    WORKER + 64, WORKER + 9 * 64, 64
 )
-# the number of helpers and the system's numbers of the first, the address of ``_wake``, and
-# the mutex and the condition variable that helpers sleep on.
-STARTED, THREADS, WAKE, MUTEX, CONDITION, BLOCK_BYTES = range(CORE + 64, CORE + 7 * 64, 64)
-# Number of helpers that are woken on other cores than their caller's: one cache line. Among
-# more of them, one that waits for a core is missed less.
+# Only the first helpers, whose numbers fill one cache line, are kept off their caller's
+# core. With more helpers, one that starts late matters less.
 PLACED = 8
 
 # Enough pieces to balance the load, few enough to cost little.
@@ -172,7 +172,8 @@ def grain_for(least: int, work: int, size: int = 1) -> int:
 def shared_block() -> int:
     """Return the address of the block, for calls of kernels that Python does not make.
 
-    Helpers for them are started here. A forked child has none, and a block of its own.
+    Helpers for the current number of threads are started here. In a forked child, programs
+    compiled before the fork run on one thread.
     """
     _pool.start_helpers(get_num_threads() - 1)
     return _pool.block
@@ -202,15 +203,17 @@ class _Pool:
             self._write(STARTED, 0)
         self.block = _allocate_block() if _REASON is None else 0
         self.helpers, self.max_helpers = 0, sys.maxsize
+        self.lock = threading.Lock()
 
     def start_helpers(self, count: int) -> int:
-        """Start helpers until there are ``count``, and return how many may be used.
+        """Start helpers until there are ``count``, and return how many may be used."""
+        if self.helpers < min(count, self.max_helpers):
+            with self.lock:
+                self._start_missing(count)
+        return min(count, self.max_helpers)
 
-        Two threads that call this at once can start more than ``count``. Helpers that are
-        not needed sleep.
-        """
-        count = min(count, self.max_helpers)
-        while self.helpers < count:
+    def _start_missing(self, count: int) -> None:
+        while self.helpers < min(count, self.max_helpers):
             helper = threading.Thread(
                 target=self._help,
                 args=(self.block,),
@@ -222,16 +225,16 @@ class _Pool:
             except RuntimeError as error:
                 self.max_helpers = self.helpers
                 self.warn_once(f"a thread could not be started ({error})")
-                return self.helpers
+                return
             if self.helpers < PLACED:
                 self._write(THREADS + 8 * self.helpers, helper.native_id or 0)
             self.helpers += 1
             self._write(STARTED, self.helpers)
-        return count
 
     def _help(self, block: int) -> None:
         """Join jobs until the process ends; the function of a helper thread."""
-        # Not in a child again: another thread of the parent may have been compiling.
+        # A forked child reuses the address: another thread of the parent may have held the
+        # compiler's lock at the fork, and nothing in the child would release it.
         if not self.wake:
             self.wake = compiled_function(_wake, (types.int64,))[0]
         ctypes.c_int64.from_address(block + WAKE).value = self.wake
@@ -315,7 +318,6 @@ def _open_job(block, worker, helpers):
     atomic_store(block + DONE, 0)
     atomic_store(block + SEATS, helpers)
     atomic_store(block + WORKER, worker)
-    atomic_store(block + CORE, current_core())
     atomic_store(block + OPEN, 1)
     atomic_add(block + JOBS, 1)
     if atomic_load(block + SLEEPERS):
@@ -389,6 +391,5 @@ def help_forever(block, max_polls):
         # INSIDE before OPEN: the owner clears OPEN before it waits for INSIDE.
         atomic_add(block + INSIDE, 1)
         if atomic_load(block + OPEN) and atomic_add(block + SEATS, -1) > 0:
-            move_off_core(atomic_load(block + CORE))
             call_worker(atomic_load(block + WORKER), block)
         atomic_add(block + INSIDE, -1)

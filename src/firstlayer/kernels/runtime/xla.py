@@ -52,15 +52,15 @@ class Range(NamedTuple):
     pieces: int = PIECES_PER_THREAD
 
 
-@functools.cache
 @global_compiler_lock
+@functools.cache
 def xla_function(
     kernel: Any, arguments: tuple[types.Array, ...], *, results: int, shared: Range
 ) -> int:
     """Return the address of a function of a call frame that calls a kernel.
 
-    The number of threads is that of :func:`firstlayer.get_num_threads` at the time of a
-    call.
+    A call uses at most :func:`firstlayer.get_num_threads` threads, and no more than the
+    pool has started so far.
 
     Args:
         kernel: Kernel of a ticket and contiguous arrays, which cannot fail.

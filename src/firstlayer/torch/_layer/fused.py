@@ -172,7 +172,8 @@ class _FusedLayer(torch.autograd.Function):
             tensors = tensors._replace(position_rows=rows)
         needed = LayerTensors(*ctx.needs_input_grad[3:])
         dy = grads[0].reshape(-1, grads[0].shape[-1])
-        # The rows read here were read, and up to date, in the forward.
+        # The rows read here were up to date in the forward. Autograd raises if a step has
+        # changed them since.
         with without_catch_up():
             if kernel_eligible(dy) and not torch.is_grad_enabled():
                 gradients = _backward_by_kernels(
