@@ -240,6 +240,8 @@ class Word2Vec:
         start = self.done
         while self.epoch < self.setting.epochs:
             if stop():
+                if report is not None:
+                    report(self._progress(start, time.perf_counter() - started))
                 return False
             self._step()
             now = time.perf_counter()
