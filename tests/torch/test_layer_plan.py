@@ -1,4 +1,4 @@
-"""Short calls reuse the kernel arguments of a layer, which are never outdated."""
+"""Calls reuse the kernel arguments of a layer, which are never outdated."""
 
 import copy
 import gc
@@ -187,6 +187,39 @@ def test_gradients_have_the_bits_of_calls_without_a_plan(options):
         assert ours.is_sparse == want.is_sparse
         assert torch.equal(ours.to_dense(), want.to_dense())
     assert gradients[0][0].is_sparse == layer.token.sparse
+
+
+# Outputs below and above the sizes of large pages and of streaming stores.
+@pytest.mark.parametrize("tokens", [(1, 1), (16, 128), (32, 128), (65, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_of_any_size_have_the_bits_of_calls_without_a_plan(tokens, dtype):
+    options = {"max_positions": 128, "layer_norm": True, "sparse": True, "dtype": dtype}
+    # Rows that are whole cache lines, and rows that are not.
+    for width in (512, 520):
+        layer, other = (EmbeddingLayer(300, width, **options) for _ in range(2))
+        other.load_state_dict(layer.state_dict())
+        ids, dy = torch.randint(0, 300, tokens), torch.randn(*tokens, width, dtype=dtype)
+        found = []
+        for x in (layer, layer, other):
+            vars(other).pop("_plan", None)
+            x.zero_grad(set_to_none=True)
+            y = x(ids)
+            y.backward(dy)
+            found.append([y.detach(), *(p.grad.to_dense() for p in x.parameters())])
+        assert vars(layer)["_plan"].run(layer, ids, 0) is not None
+        for first, planned_, want in zip(*found, strict=True):
+            assert torch.equal(first, want) and torch.equal(planned_, want)
+
+
+def test_parameters_that_move_are_planned_again_only_by_short_calls():
+    layer, long = EmbeddingLayer(300, 512, position=None), torch.arange(300)
+    layer(long)
+    plan = vars(layer)["_plan"]
+    layer.token.weight = nn.Parameter(layer.token.weight.detach() + 1)
+    assert torch.equal(layer(long), layer.token.weight) and vars(layer)["_plan"] is plan
+    assert torch.equal(layer(long[:2]), layer.token.weight[:2])
+    assert vars(layer)["_plan"] is not plan
+    assert torch.equal(layer(long), layer.token.weight)
 
 
 def test_ids_that_change_before_the_backward_are_detected():

@@ -10,15 +10,16 @@ Calls return 0, or 1 if an id was out of range, or -1 if memory could not be all
 
 import ctypes
 from array import array
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from . import bags, phases, rotate
 from .layer import forward
+from .runtime.aligned import address_of
 from .runtime.bind import FLAG, bind
 from .runtime.compile import bits_of
-from .runtime.lanes import LANES_BYTES
+from .runtime.lanes import LANES_BYTES, fits_streams
 from .runtime.numba_abi import Ticket
 from .runtime.pool import grain_for, ticket_for
 
@@ -26,8 +27,7 @@ from .runtime.pool import grain_for, ticket_for
 class BoundForward:
     """The kernel of the forward, with everything but ids, output and rows of positions.
 
-    Rows of positions are not checked. There are no streaming stores, so an output should
-    fit in the cache.
+    Rows of positions are not checked.
 
     Args:
         token_table: Contiguous table, whose dtype is that of the output.
@@ -36,7 +36,7 @@ class BoundForward:
         scale: Factor of token rows.
     """
 
-    __slots__ = "_call", "_first", "_grain", "_rows"
+    __slots__ = "_call", "_first", "_grain", "_row_bytes", "_rows", "_streaming_call"
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class BoundForward:
         # All rows of positions in order. A call reads some of them.
         self._rows, self._first = rows, 0 if rows is None else rows.ctypes.data
         self._grain = grain_for(forward.GRAIN, width)
-        self._call = bind(
+        self._row_bytes = width * token_table.itemsize
+        bound = partial(
+            bind,
             forward._write_rows,
             varying=varying,
             token_table=bits_of(token_table),
@@ -68,10 +70,10 @@ class BoundForward:
             scale=number(scale),
             eps=number(eps),
             statistics=np.empty((1, 2), number),
-            streams=False,
             out=bits_of(np.empty((1, width), token_table.dtype)),
             has_bad_id=FLAG,
         )
+        self._call, self._streaming_call = bound(streams=False), bound(streams=True)
 
     def __call__(
         self,
@@ -81,7 +83,7 @@ class BoundForward:
         rows: range | None,
         statistics: np.ndarray | None = None,
     ) -> int:
-        """Write output rows on the calling thread.
+        """Write output rows on the calling thread, to the caches.
 
         Args:
             ids: Address of the ids, int64.
@@ -91,7 +93,7 @@ class BoundForward:
                 positions.
             statistics: As in :func:`firstlayer.kernels.layer_forward`.
         """
-        at = (0, 0) if statistics is None else (_address(statistics), size)
+        at = (0, 0) if statistics is None else (address_of(statistics), size)
         if rows is None:
             return self._call(0, size, 0, 0, 0, ids, size, out, size, *at)
         first = self._first + 8 * rows.start
@@ -115,9 +117,12 @@ class BoundForward:
             statistics: Statistics of rows.
         """
         ticket: Ticket = ticket_for(size, self._grain)
-        at = (0, 0) if statistics is None else (_address(statistics), size)
+        at = (0, 0) if statistics is None else (address_of(statistics), size)
         where = () if rows is None else (self._first + 8 * rows.start, len(rows))
-        return self._call(*ticket, ids, size, out, size, *at, *where)
+        has_rest, size_in_bytes = self._row_bytes % LANES_BYTES != 0, size * self._row_bytes
+        streams = fits_streams(out, size_in_bytes, self._row_bytes, has_rest=has_rest)
+        call = self._streaming_call if streams else self._call
+        return call(*ticket, ids, size, out, size, *at, *where)
 
 
 class BoundRotation:
@@ -229,11 +234,6 @@ class BoundBags:
             counts.buffer_info()[0], len(counts),
             out, size,
         )  # fmt: skip
-
-
-def _address(array: Any) -> int:
-    """Return the address of an array that is not empty, faster than NumPy does."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))
 
 
 def _scratch_type(features: int) -> type[ctypes.Structure]:

@@ -1,8 +1,8 @@
 """Grouping of equal ids.
 
 A least-significant-digit radix sort in base 2048: one stable pass for each digit of the
-largest id, usually two. An id and its index or label are sorted as one number if they fit
-into 63 bits, so that a pass reads memory in order.
+largest id, usually two, and none if the ids ascend. An id and its index or label are sorted
+as one number if they fit into 63 bits, so that a pass reads memory in order.
 """
 
 import numpy as np
@@ -86,9 +86,11 @@ def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
         Number of groups, -1 if an id is negative, or ``DOES_NOT_FIT``.
     """
     # The bits of a negative id are above those of every other.
-    used = np.int64(0)
+    used, before, ascends = np.int64(0), np.int64(0), True
     for id_ in ids:
         used |= id_
+        ascends &= before <= id_
+        before = id_
     if used < 0:
         return -1
     id_bits = 0
@@ -96,8 +98,8 @@ def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
         id_bits += 1
     if id_bits + label_bits > 63:
         return DOES_NOT_FIT
-    passes = -(-id_bits // BITS) if id_bits else 1
-    bits = -(-id_bits // passes)
+    passes = 0 if ascends else -(-id_bits // BITS)
+    bits = -(-id_bits // max(passes, 1))
     mask = (1 << bits) - 1
     for i in range(passes * (mask + 2)):
         starts[i] = 0

@@ -18,7 +18,7 @@ from ._layer.arguments import LayerArguments, check_arguments
 from ._layer.eligibility import has_hooks, is_idle, kernel_inputs
 from ._layer.fused import fused_layer
 from ._layer.jagged import flat_arguments, jagged_tokens
-from ._layer.plan import plan_of
+from ._layer.plan import plan_for
 from ._positions.arguments import Offset, Positions, check_width
 from ._table.module import TableModule
 from ._tensors.dtypes import as_torch_dtype, compute_dtype, dtype_name, upcast
@@ -241,8 +241,7 @@ class EmbeddingLayer(nn.Module):
                 lead = arguments.lead
                 out = fused_layer(*inputs, lead=lead, may_overwrite=is_own)
             if inputs is not None and not dropping:
-                if plan is None or plan.parameters_of(self) is None:
-                    self.__dict__["_plan"] = plan_of(self, arguments, inputs)
+                self.__dict__["_plan"] = plan_for(plan, self, arguments, inputs)
         if out is None:
             out = self._by_modules(arguments)
         if inputs is None or dropping:

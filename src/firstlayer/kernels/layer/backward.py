@@ -295,8 +295,9 @@ def _backward_blocks(
                         add_to(grad, shared_sums, segment_at + d)
                     if position_indices is not None:
                         add_to(grad, position_sums, position_at + d)
-                if weight is not None and whole < width:
-                    prefetch_lanes(zero, token_table, later + whole)
+                if weight is not None:
+                    # See the forward.
+                    prefetch_lanes(zero, token_table, later + width - 1)
                 for d in range(whole, width):
                     rest = _gradient_at(
                         zero,

@@ -4,6 +4,7 @@ Lanes of other arrays cross cache lines, which takes twice as long to read and w
 threads that write to neighboring parts would wait for the line that both share.
 """
 
+import ctypes
 import math
 from typing import Any
 
@@ -23,8 +24,13 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray
     return _from_line(np.zeros, shape, dtype)
 
 
+def address_of(array: Any) -> int:
+    """Return the address of a writable array that is not empty, faster than NumPy does."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))
+
+
 def _from_line(allocate: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = allocate(size + LINE, np.uint8)
-    start = -memory.__array_interface__["data"][0] % LINE
+    start = -address_of(memory) % LINE
     return np.ndarray(shape, dtype, memory, start)

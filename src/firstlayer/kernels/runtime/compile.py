@@ -155,7 +155,9 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
+def build_prefetch(
+    builder: Any, pointer: Any, *, writes: bool = False, is_kept: bool = True
+) -> None:
     """Prefetch the cache line of an LLVM pointer to bytes, into the L2 cache.
 
     The L1 cache can wait for far fewer lines at a time, so that prefetches of whole rows
@@ -166,13 +168,16 @@ def build_prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
         pointer: The pointer.
         writes: Whether the line will be written. No other core has it then; after a
             prefetch to read, a write would have to wait for those that have it.
+        is_kept: Whether the line is read again soon. Otherwise it leaves the caches first,
+            and what they hold stays: the arrays of other kernels, and those of Python.
     """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
     # Data (1); LLVM counts levels from the last (0) to the first (3).
-    builder.call(prefetch_, [pointer, I32(int(writes)), I32(2), I32(1)])
+    level = I32(2 if is_kept else 0)
+    builder.call(prefetch_, [pointer, I32(int(writes)), level, I32(1)])
 
 
 def shaped_like(value: Any, element: Any) -> Any:

@@ -64,10 +64,33 @@ def is_streamed(out: np.ndarray, min_bytes: int | None = None, *, has_rest: bool
         has_rest: Whether entries at the end of a row may not be streamed. They begin a line
             if the array does.
     """
-    if out.nbytes < (STREAMING_BYTES if min_bytes is None else min_bytes):
+    min_bytes = STREAMING_BYTES if min_bytes is None else min_bytes
+    if out.nbytes < min_bytes:
         return False
-    start = out.ctypes.data % (LINE if has_rest else STREAM_BYTES)
-    return start == 0 and out.strides[0] % LINE == 0
+    return fits_streams(
+        out.ctypes.data, out.nbytes, out.strides[0], min_bytes, has_rest=has_rest
+    )
+
+
+def fits_streams(
+    address: int,
+    size: int,
+    row_size: int,
+    min_bytes: int = STREAMING_BYTES,
+    *,
+    has_rest: bool,
+) -> bool:
+    """Return the result of :func:`is_streamed` for an array given by its address.
+
+    Args:
+        address: Address of the array.
+        size: Its size in bytes.
+        row_size: Size of a row in bytes.
+        min_bytes: As in :func:`is_streamed`.
+        has_rest: As there.
+    """
+    start = address % (LINE if has_rest else STREAM_BYTES)
+    return size >= min_bytes and start == 0 and row_size % LINE == 0
 
 
 class Lanes(types.Type):
@@ -216,8 +239,8 @@ def _build_stores(context, builder, signature, args, size):
 
 
 def _prefetch_lanes(typingctx, like, array, start):
-    """Prefetch what ``load`` would read with the same arguments."""
-    return _prefetch(like, array, writes=False)
+    """Prefetch what ``load`` would read once with the same arguments."""
+    return _prefetch(like, array, is_kept=False)
 
 
 def _prefetch_target(typingctx, like, array, start):
@@ -225,16 +248,18 @@ def _prefetch_target(typingctx, like, array, start):
     return _prefetch(like, array, writes=True)
 
 
-def _prefetch(like, array, *, writes):
+def _prefetch(like, array, *, writes=False, is_kept=True):
     def codegen(context, builder, signature, args):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
         pointer = builder.bitcast(start, BYTE_POINTER)
         size = count * _bytes(signature.args[1].dtype)
         # Lanes that begin within a cache line end in one more: the first line of the next
-        # lanes of the row, which is prefetched with them.
+        # lanes of the row, which is prefetched with them. The caller prefetches the last
+        # entry of a row.
         for offset in range(0, size, LINE):
-            build_prefetch(builder, builder.gep(pointer, [I32(offset)]), writes=writes)
+            line = builder.gep(pointer, [I32(offset)])
+            build_prefetch(builder, line, writes=writes, is_kept=is_kept)
         return context.get_dummy_value()
 
     return types.void(like, array, types.int64), codegen
