@@ -155,29 +155,27 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
     return builder.trunc(upper_half, shaped_like(number, ir.IntType(16)))
 
 
-def build_prefetch(
-    builder: Any, pointer: Any, *, writes: bool = False, is_kept: bool = True
-) -> None:
-    """Prefetch the cache line of an LLVM pointer to bytes, into the L2 cache.
+def build_prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
+    """Prefetch the cache line of an LLVM pointer to bytes.
 
-    The L1 cache can wait for far fewer lines at a time, so that prefetches of whole rows
-    into it would wait for each other.
+    Lines that are only read are the first to leave the caches again (``prefetchnta`` on
+    x86): a row is read once in a call, and what it would evict, such as the arrays of other
+    kernels and the objects of Python, is used again.
 
     Args:
         builder: LLVM's builder.
         pointer: The pointer.
         writes: Whether the line will be written. No other core has it then; after a
             prefetch to read, a write would have to wait for those that have it.
-        is_kept: Whether the line is read again soon. Otherwise it leaves the caches first,
-            and what they hold stays: the arrays of other kernels, and those of Python.
     """
     function_type = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
     prefetch_ = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTE_POINTER], function_type
     )
-    # Data (1); LLVM counts levels from the last (0) to the first (3).
-    level = I32(2 if is_kept else 0)
-    builder.call(prefetch_, [pointer, I32(int(writes)), level, I32(1)])
+    # LLVM counts from data that is used once (0) to data that is used again and again (3).
+    # The last number says that it is data, and not code.
+    reuse = I32(2 if writes else 0)
+    builder.call(prefetch_, [pointer, I32(int(writes)), reuse, I32(1)])
 
 
 def shaped_like(value: Any, element: Any) -> Any:

@@ -239,8 +239,8 @@ def _build_stores(context, builder, signature, args, size):
 
 
 def _prefetch_lanes(typingctx, like, array, start):
-    """Prefetch what ``load`` would read once with the same arguments."""
-    return _prefetch(like, array, is_kept=False)
+    """Prefetch what ``load`` would read with the same arguments."""
+    return _prefetch(like, array, writes=False)
 
 
 def _prefetch_target(typingctx, like, array, start):
@@ -248,7 +248,7 @@ def _prefetch_target(typingctx, like, array, start):
     return _prefetch(like, array, writes=True)
 
 
-def _prefetch(like, array, *, writes=False, is_kept=True):
+def _prefetch(like, array, *, writes):
     def codegen(context, builder, signature, args):
         count = _count(like) if isinstance(like, Lanes) else 1
         start = _pointer(context, builder, signature, args)
@@ -258,8 +258,7 @@ def _prefetch(like, array, *, writes=False, is_kept=True):
         # lanes of the row, which is prefetched with them. The caller prefetches the last
         # entry of a row.
         for offset in range(0, size, LINE):
-            line = builder.gep(pointer, [I32(offset)])
-            build_prefetch(builder, line, writes=writes, is_kept=is_kept)
+            build_prefetch(builder, builder.gep(pointer, [I32(offset)]), writes=writes)
         return context.get_dummy_value()
 
     return types.void(like, array, types.int64), codegen
