@@ -14,7 +14,7 @@ from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
     add_to,
-    is_streamed,
+    fits_streams,
     load,
     prefetch_lanes,
     prefetch_target,
@@ -84,6 +84,9 @@ def layer_backward(
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
     buffer = aligned_empty((plan.partial_starts[-1], width), compute_dtype)
+    streams = fits_streams(
+        0, buffer.nbytes, buffer.strides[0], STREAMING_BYTES, has_rest=True
+    )
     num_position_sums = num_blocks if plan.splits_positions else 1
     num_positions = plan.unique_position_rows.size
     position_sums = aligned_zeros((num_position_sums, num_positions, width), compute_dtype)
@@ -103,7 +106,7 @@ def layer_backward(
         plan.block_starts,
         plan.buffer_rows,
         buffer,
-        plan.ids.size if is_streamed(buffer, STREAMING_BYTES, has_rest=True) else 0,
+        plan.ids.size if streams else 0,
         plan.position_indices,
         position_sums,
         shared_sums,

@@ -115,7 +115,7 @@ def _rows_of_ids(
     # Tokens are ordered by block, so those of each id are too.
     order, bounds, unique = group_private(ids[token_order])
     blocks, repeated = np.empty(size, np.int64), np.empty(size, np.int64)
-    buffer_rows, counts = np.full(ids.size, -1), np.empty(2, np.int64)
+    buffer_rows, counts = np.empty(ids.size, np.int64), np.empty(2, np.int64)
     partial_starts = np.empty(size + 1, np.int64)
     written = blocks, buffer_rows, repeated, partial_starts, counts
     _assign_buffer_rows(token_order, block_starts, order, bounds, unique, skip, *written)
@@ -183,7 +183,7 @@ def _assign_buffer_rows(
         unique: Id of each group; those that have a gradient are moved to the front.
         skip: Id that gets no gradient.
         blocks: Scratch memory of the size of ``token_order``.
-        buffer_rows: Field of the plan, -1 everywhere.
+        buffer_rows: Field of the plan.
         repeated: Field of the plan, in the beginning of this array.
         partial_starts: Field of the plan, in the beginning of this array.
         counts: Number of ids that have a gradient, and of repeated ones.
@@ -191,6 +191,8 @@ def _assign_buffer_rows(
     for block in range(block_starts.size - 1):
         for k in range(block_starts[block], block_starts[block + 1]):
             blocks[k] = block
+    for token in range(buffer_rows.size):
+        buffer_rows[token] = -1
     next_partial, row, count = 0, 0, 0
     for index in range(unique.size):
         next_partial += unique[index] != skip

@@ -83,7 +83,7 @@ def fits_streams(
     """Return the result of :func:`is_streamed` for an array given by its address.
 
     Args:
-        address: Address of the array.
+        address: Address of the array; 0 if it begins a cache line.
         size: Its size in bytes.
         row_size: Size of a row in bytes.
         min_bytes: As in :func:`is_streamed`.

@@ -30,7 +30,7 @@ from .._tensors.dtypes import upcast
 from .._tensors.errors import OutOfRange, out_of_range_error
 from .._tensors.memory import (
     array_of,
-    arrays_of,
+    array_of_table,
     kernel_eligible,
     request_large_pages,
     tensor_of,
@@ -166,7 +166,8 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         options, rows = ctx.options, ctx.position_rows
         tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
-        tensors = tensors._replace(**ctx.unsaved)
+        if ctx.unsaved:
+            tensors = tensors._replace(**ctx.unsaved)
         if rows is not None:
             rows = tensor_of(np.arange(rows.start, rows.stop))
             tensors = tensors._replace(position_rows=rows)
@@ -215,14 +216,14 @@ def _forward(
     if out is None:
         out = torch.empty((*lead, width), dtype=options.dtype, device="cpu")
         request_large_pages(out)
-    arrays, norm = _arrays(tensors), None
-    if arrays.norm_weight is not None and arrays.norm_bias is not None:
-        norm = arrays.norm_weight, arrays.norm_bias, options.eps
+    norm, weight, bias = None, tensors.norm_weight, tensors.norm_bias
+    if weight is not None and bias is not None:
+        norm = array_of_table(weight), array_of_table(bias), options.eps
     with threads_of_torch():
         in_range = kernels.layer_forward(
-            (arrays.token_table, arrays.token_rows.reshape(-1)),
-            position=_pair(arrays.position_table, arrays.position_rows),
-            segment=_pair(arrays.segment_table, arrays.segment_rows),
+            _pair(tensors.token_table, tensors.token_rows),
+            position=_pair(tensors.position_table, tensors.position_rows),
+            segment=_pair(tensors.segment_table, tensors.segment_rows),
             scale=options.scale,
             norm=norm,
             out=array_of(out).reshape(-1, width),
@@ -254,22 +255,21 @@ def _backward_by_kernels(
     needed: LayerTensors[bool],
     statistics: np.ndarray | None,
 ) -> LayerTensors[Tensor | None]:
-    arrays, token, position = _arrays(tensors), options.token, options.position
-    norm = None
-    if arrays.norm_weight is not None and statistics is not None:
-        norm = arrays.norm_weight, statistics
+    token, position, mask, norm = options.token, options.position, tensors.mask, None
+    if tensors.norm_weight is not None and statistics is not None:
+        norm = array_of_table(tensors.norm_weight), statistics
     with threads_of_torch():
         gradients = layer_gradients(
-            (arrays.token_table, arrays.token_rows.reshape(-1)),
-            position=_pair(arrays.position_table, arrays.position_rows),
-            segment=_pair(arrays.segment_table, arrays.segment_rows),
+            _pair(tensors.token_table, tensors.token_rows),
+            position=_pair(tensors.position_table, tensors.position_rows),
+            segment=_pair(tensors.segment_table, tensors.segment_rows),
             scale=options.scale,
             norm=norm,
             dy=array_of(dy.contiguous()),
             by_id=token is not None,
             token_padding=None if token is None else token.padding_idx,
             position_padding=None if position is None else position.padding_idx,
-            mask=None if arrays.mask is None else arrays.mask.reshape(-1),
+            mask=None if mask is None else array_of(mask).reshape(-1),
         )
     return LayerTensors(
         token_table=_as_tensor(gradients.token, token, needed.token_table),
@@ -348,14 +348,11 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
     return rows.reshape(-1).repeat(count // rows.numel())
 
 
-def _arrays(tensors: LayerTensors[Tensor]) -> LayerTensors[np.ndarray]:
-    return LayerTensors(*arrays_of(tensors))  # pyright: ignore
-
-
-def _pair(
-    table: np.ndarray | None, rows: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray] | None:
-    return None if table is None or rows is None else (table, rows.reshape(-1))
+def _pair(table: Tensor | None, rows: Tensor | None) -> Any:
+    """Return a table and its flat rows as arrays; None if either is absent."""
+    if table is None or rows is None:
+        return None
+    return array_of_table(table), array_of(rows).reshape(-1)
 
 
 def _as_tensor(

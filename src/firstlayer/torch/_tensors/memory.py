@@ -13,7 +13,6 @@ Three predicates decide, each stricter than the one before:
 
 import ctypes
 import mmap
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -206,16 +205,6 @@ class TensorMemory:
             and x.dtype is self._dtype
             and x.is_contiguous()
         )
-
-
-def arrays_of(tensors: Iterable[Tensor | None]) -> list[np.ndarray | None]:
-    """Return tensors as NumPy arrays of the same memory, floats kept resizable."""
-    arrays = []
-    for x in tensors:
-        if x is not None:
-            x = array_of_table(x) if x.dtype in FLOATS else array_of(x)
-        arrays.append(x)
-    return arrays
 
 
 def tensor_of(array: Any, *, dtype: torch.dtype | None = None) -> Tensor:
