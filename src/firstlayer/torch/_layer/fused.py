@@ -168,19 +168,24 @@ class _FusedLayer(torch.autograd.Function):
         tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
         if ctx.unsaved:
             tensors = tensors._replace(**ctx.unsaved)
-        if rows is not None:
-            rows = tensor_of(np.arange(rows.start, rows.stop))
-            tensors = tensors._replace(position_rows=rows)
-        needed = LayerTensors(*ctx.needs_input_grad[3:])
-        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        positions = None if rows is None else np.arange(rows.start, rows.stop)
+        needed, dy = LayerTensors(*ctx.needs_input_grad[3:]), grads[0]
         # The rows read here were up to date in the forward. Autograd raises if a step has
         # changed them since.
         with without_catch_up():
             if kernel_eligible(dy) and not torch.is_grad_enabled():
                 gradients = _backward_by_kernels(
-                    tensors, options, dy=dy, needed=needed, statistics=ctx.statistics
+                    tensors,
+                    options,
+                    dy=dy,
+                    needed=needed,
+                    statistics=ctx.statistics,
+                    position_rows=positions,
                 )
             else:
+                if positions is not None:
+                    tensors = tensors._replace(position_rows=tensor_of(positions))
+                dy = dy.reshape(-1, dy.shape[-1])
                 gradients = _backward_by_operators(tensors, options, dy=dy, needed=needed)
         return None, None, None, *gradients
 
@@ -221,9 +226,9 @@ def _forward(
         norm = array_of_table(weight), array_of_table(bias), options.eps
     with threads_of_torch():
         in_range = kernels.layer_forward(
-            _pair(tensors.token_table, tensors.token_rows),
-            position=_pair(tensors.position_table, tensors.position_rows),
-            segment=_pair(tensors.segment_table, tensors.segment_rows),
+            _pair(tensors.token_table, array_of(tensors.token_rows)),
+            position=_pair(tensors.position_table, _array(tensors.position_rows)),
+            segment=_pair(tensors.segment_table, _array(tensors.segment_rows)),
             scale=options.scale,
             norm=norm,
             out=array_of(out).reshape(-1, width),
@@ -254,18 +259,22 @@ def _backward_by_kernels(
     dy: Tensor,
     needed: LayerTensors[bool],
     statistics: np.ndarray | None,
+    position_rows: np.ndarray | None,
 ) -> LayerTensors[Tensor | None]:
+    """Return all gradients; ``position_rows`` replace those of the tensors."""
+    if position_rows is None and tensors.position_rows is not None:
+        position_rows = array_of(tensors.position_rows)
     token, position, mask, norm = options.token, options.position, tensors.mask, None
     if tensors.norm_weight is not None and statistics is not None:
         norm = array_of_table(tensors.norm_weight), statistics
     with threads_of_torch():
         gradients = layer_gradients(
-            _pair(tensors.token_table, tensors.token_rows),
-            position=_pair(tensors.position_table, tensors.position_rows),
-            segment=_pair(tensors.segment_table, tensors.segment_rows),
+            _pair(tensors.token_table, array_of(tensors.token_rows)),
+            position=_pair(tensors.position_table, position_rows),
+            segment=_pair(tensors.segment_table, _array(tensors.segment_rows)),
             scale=options.scale,
             norm=norm,
-            dy=array_of(dy.contiguous()),
+            dy=array_of(dy.contiguous()).reshape(-1, dy.shape[-1]),
             by_id=token is not None,
             token_padding=None if token is None else token.padding_idx,
             position_padding=None if position is None else position.padding_idx,
@@ -348,11 +357,15 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
     return rows.reshape(-1).repeat(count // rows.numel())
 
 
-def _pair(table: Tensor | None, rows: Tensor | None) -> Any:
-    """Return a table and its flat rows as arrays; None if either is absent."""
+def _array(x: Tensor | None) -> np.ndarray | None:
+    return None if x is None else array_of(x)
+
+
+def _pair(table: Tensor | None, rows: np.ndarray | None) -> Any:
+    """Return a table as an array, and its flat rows; None if either is absent."""
     if table is None or rows is None:
         return None
-    return array_of_table(table), array_of(rows).reshape(-1)
+    return array_of_table(table), rows.reshape(-1)
 
 
 def _as_tensor(
