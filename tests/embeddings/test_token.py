@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlayer._check import float_dtype
 from firstlayer.embeddings.init import initial_table, normal, uniform
 from firstlayer.embeddings.resize import resize_table
 from firstlayer.embeddings.token import clip_norms
@@ -130,6 +131,18 @@ def test_two_tables_from_one_generator_differ():
     generator = np.random.default_rng(0)
     a, b = (Embedding(5, 3, rng=generator).weight for _ in range(2))
     assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "init", ["normal", "uniform", "xavier", "truncated_normal", "zeros"]
+)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_initial_tables_begin_a_cache_line(init, dtype):
+    for shape in ((3, 5), (70_000, 16), (0, 4)):
+        table = initial_table(shape, init=init, rng=0, dtype=dtype)
+        assert table.shape == shape and table.dtype == float_dtype(dtype)
+        assert table.ctypes.data % 64 == 0 or not table.size
+        assert table.flags.c_contiguous and table.flags.writeable
 
 
 @pytest.mark.parametrize(

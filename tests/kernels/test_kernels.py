@@ -176,6 +176,31 @@ def test_runs_are_summed_into_the_given_rows(dtype, width, threads):
 def test_ids_ascend_if_each_is_larger_than_the_one_before():
     for ids, ascends in (([], True), ([4], True), ([1, 2, 7], True), ([1, 2, 2], False)):
         assert kernels.ascends(np.array(ids, np.int64)) is ascends
+    # Every other row of a larger array.
+    assert kernels.ascends(np.array([1, 9, 2, 0, 3])[::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_that_do_not_begin_a_cache_line_give_the_same_bits(dtype):
+    # Tables of NumPy begin 16 bytes after a page, so that their rows end in one line more.
+    rows, width = 60, 256
+    table = rng.standard_normal((rows, width)).astype(dtype)
+    ids, bounds = rng.integers(0, rows, 500), np.arange(0, 501, 20)
+    found = []
+    for offset in (0, 16, 56):
+        memory = aligned_empty((table.nbytes + 64,), np.uint8)
+        moved = np.ndarray(table.shape, table.dtype, memory, offset)
+        moved[...] = table
+        out = np.empty((500, width), table.dtype)
+        assert kernels.layer_forward((moved, ids), scale=1.5, norm=None, out=out)
+        found.append((
+            kernels.gather_rows(moved, ids),
+            kernels.sum_bags(moved, ids, bounds),
+            out,
+        ))
+    for arrays in found[1:]:
+        for got, want in zip(arrays, found[0], strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def layer_norm(x, norm):

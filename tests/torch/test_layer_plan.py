@@ -205,7 +205,8 @@ def test_calls_of_any_size_have_the_bits_of_calls_without_a_plan(tokens, dtype):
             x.zero_grad(set_to_none=True)
             y = x(ids)
             y.backward(dy)
-            found.append([y.detach(), *(p.grad.to_dense() for p in x.parameters())])
+            gradients: list[Any] = [parameter.grad for parameter in x.parameters()]
+            found.append([y.detach(), *(grad.to_dense() for grad in gradients)])
         assert vars(layer)["_plan"].run(layer, ids, 0) is not None
         for first, planned_, want in zip(*found, strict=True):
             assert torch.equal(first, want) and torch.equal(planned_, want)

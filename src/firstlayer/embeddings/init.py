@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._check import float_dtype, one_of
+from ..kernels.runtime.aligned import aligned_empty, aligned_zeros
 
 Init = str | Callable[[tuple[int, ...], np.random.Generator], Any]
 Seed = int | np.random.Generator | None
@@ -15,7 +16,9 @@ def normal(
     shape: tuple[int, ...], rng: np.random.Generator, *, std: float = 1.0
 ) -> np.ndarray:
     """Draw from a normal distribution, the default of ``torch.nn.Embedding``."""
-    return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    out = rng.standard_normal(shape, dtype=np.float32)
+    out *= np.float32(std)
+    return out
 
 
 def uniform(
@@ -37,12 +40,13 @@ def truncated_normal(
     out = rng.standard_normal(shape, dtype=np.float32)
     while (beyond := np.abs(out) > 2).any():
         out[beyond] = rng.standard_normal(int(beyond.sum()), dtype=np.float32)
-    return out * np.float32(std)
+    out *= np.float32(std)
+    return out
 
 
 def zeros(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Return zeros."""
-    return np.zeros(shape, np.float32)
+    return aligned_zeros(shape)
 
 
 INITS = {
@@ -57,7 +61,7 @@ INITS = {
 def initial_table(
     shape: tuple[int, ...], *, init: Init = "normal", rng: Seed = None, dtype: Any = None
 ) -> np.ndarray:
-    """Return a new table.
+    """Return a new table; the first row of a named kind begins a cache line.
 
     Args:
         shape: Shape of the table.
@@ -78,4 +82,9 @@ def initial_table(
     table = np.asarray(draw(shape, np.random.default_rng(rng)))
     if table.shape != shape:
         raise ValueError(f"init must return an array of shape {shape}, got {table.shape}")
-    return np.ascontiguousarray(table, dtype=float_dtype(dtype))
+    dtype = float_dtype(dtype)
+    if not isinstance(init, str) or (init == "zeros" and dtype == table.dtype):
+        return np.ascontiguousarray(table, dtype=dtype)
+    aligned = aligned_empty(shape, dtype)
+    aligned[...] = table
+    return aligned

@@ -65,7 +65,16 @@ def group_private(
 
 def ascends(ids: np.ndarray) -> bool:
     """Return whether each id is larger than the one before it."""
-    return bool((ids[1:] > ids[:-1]).all())
+    # Between other kernels, three operators of NumPy would take 20 µs longer.
+    return _ascends(ids)
+
+
+@kernel()
+def _ascends(ids):
+    for i in range(1, ids.size):
+        if ids[i] <= ids[i - 1]:
+            return False
+    return True
 
 
 @kernel()

@@ -9,11 +9,15 @@ import ctypes
 
 import numpy as np
 
-from .group import ascends as ascends
 from .layer.backward_plan import BackwardPlan
 from .layer.forward import TableRows, check_sizes
 from .phases import LIMIT
 from .quantized_rows import QuantizedRows
+
+
+def ascends(ids: np.ndarray) -> bool:
+    """Return whether each id is larger than the one before it."""
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def gather_rows(
