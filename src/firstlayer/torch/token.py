@@ -205,9 +205,10 @@ class Embedding(HostTableModule, TorchEmbedding):
         if not self.training and self.reads_out_of_place(input):
             return self.caught_up_rows(input)
         self.prepare_lookup(input)
+        weight = self._parameters.get("weight")
         return lookup(
             input,
-            self.weight,
+            self.weight if weight is None else weight,
             padding_idx=self.padding_idx,
             max_norm=self.max_norm,
             norm_type=self.norm_type,

@@ -90,7 +90,9 @@ class TableModule(nn.Module):
 
         For lookups that read the table itself, not :meth:`caught_up_rows`.
         """
-        weight = self.weight
+        # Faster than the attribute; a parametrized weight is not among the parameters.
+        weight = self._parameters.get("weight")
+        weight = self.weight if weight is None else weight
         catch_up(weight, ids)
         self._install_grad_hook(weight)
 
