@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import kernels
 from .._check import float_dtype, one_of
-from ..kernels.runtime.aligned import aligned_empty, aligned_zeros
 
 Init = str | Callable[[tuple[int, ...], np.random.Generator], Any]
 Seed = int | np.random.Generator | None
@@ -46,7 +46,7 @@ def truncated_normal(
 
 def zeros(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Return zeros."""
-    return aligned_zeros(shape)
+    return kernels.aligned_zeros(shape)
 
 
 INITS = {
@@ -85,6 +85,6 @@ def initial_table(
     dtype = float_dtype(dtype)
     if not isinstance(init, str) or (init == "zeros" and dtype == table.dtype):
         return np.ascontiguousarray(table, dtype=dtype)
-    aligned = aligned_empty(shape, dtype)
+    aligned = kernels.aligned_empty(shape, dtype)
     aligned[...] = table
     return aligned

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .row_sums import sum_groups as sum_groups
     from .row_sums import sum_runs as sum_runs
     from .row_sums import sum_words as sum_words
+    from .runtime.aligned import aligned_empty as aligned_empty
     from .runtime.aligned import aligned_zeros as aligned_zeros
     from .runtime.threads import get_num_threads as get_num_threads
     from .runtime.threads import set_num_threads as set_num_threads
@@ -68,7 +69,7 @@ _NAMES = {
     "rotate": ("rotate_pairs",),
     "row_io": ("store_rows", "upcast_rows"),
     "row_sums": ("sum_groups", "sum_runs", "sum_words"),
-    "runtime.aligned": ("aligned_zeros",),
+    "runtime.aligned": ("aligned_empty", "aligned_zeros"),
     "runtime.threads": ("get_num_threads", "set_num_threads"),
     "subwords": ("mean_subword_rows",),
     "text_rows": ("parse_text_rows",),
