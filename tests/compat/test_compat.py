@@ -83,7 +83,7 @@ def test_missing_framework_error_names_the_extra_to_install():
             try:
                 importlib.import_module(f"firstlayer.compat.{name}")
             except ImportError as error:
-                assert f"pip install firstlayer[{extra}]" in str(error), error
+                assert f"pip install 'firstlayer[{extra}]'" in str(error), error
             else:
                 raise AssertionError(name)
     """)

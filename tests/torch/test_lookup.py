@@ -219,7 +219,7 @@ def test_import_without_torch_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; import firstlayer.torch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
-        "ImportError: firstlayer.torch needs PyTorch: pip install firstlayer[torch]"
+        "ImportError: firstlayer.torch needs PyTorch: pip install 'firstlayer[torch]'"
         in done.stderr
     )
 

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     if error.name not in {"equinox", "jax", "jaxlib"}:
         raise
     raise ImportError(
-        "firstlayer.equinox needs JAX and Equinox: pip install firstlayer[equinox]"
+        "firstlayer.equinox needs JAX and Equinox: pip install 'firstlayer[equinox]'"
     ) from error
 
 from ..embeddings.hashed import split_ids as split_ids

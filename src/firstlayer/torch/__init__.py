@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ImportError(
-        "firstlayer.torch needs PyTorch: pip install firstlayer[torch]"
+        "firstlayer.torch needs PyTorch: pip install 'firstlayer[torch]'"
     ) from error
 
 from . import functional as functional

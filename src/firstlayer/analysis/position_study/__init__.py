@@ -77,7 +77,7 @@ def measure(
         if error.name != "torch":
             raise
         raise ImportError(
-            "comparing position schemes needs PyTorch: pip install firstlayer[torch]"
+            "comparing position schemes needs PyTorch: pip install 'firstlayer[torch]'"
         ) from error
     models = [
         train(
