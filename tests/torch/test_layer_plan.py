@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from firstlayer.torch import (
     Embedding,
@@ -210,6 +211,30 @@ def test_calls_of_any_size_have_the_bits_of_calls_without_a_plan(tokens, dtype):
         assert vars(layer)["_plan"].run(layer, ids, 0) is not None
         for first, planned_, want in zip(*found, strict=True):
             assert torch.equal(first, want) and torch.equal(planned_, want)
+
+
+@pytest.mark.parametrize("tokens", [(2, 3), (16, 128)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layer_norm": True}, {"position": None, "max_positions": None}],
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_checkpointed_calls_have_the_gradients_of_others(tokens, options, steps):
+    # The first call makes the plan, and its recomputation uses it.
+    gradients = []
+    for is_checkpointed in (True, False):
+        torch.manual_seed(0)
+        layer = EmbeddingLayer(300, 512, **{"max_positions": 128, **options})
+        ids = torch.randint(0, 300, tokens)
+        for _ in range(steps):
+            if is_checkpointed:
+                y = checkpoint(layer, ids, use_reentrant=False)
+            else:
+                y = layer(ids)
+            y.sin().sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    for ours, want in zip(*gradients, strict=True):
+        assert torch.equal(ours, want)
 
 
 def test_parameters_that_move_are_planned_again_only_by_short_calls():

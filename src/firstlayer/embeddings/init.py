@@ -61,7 +61,9 @@ INITS = {
 def initial_table(
     shape: tuple[int, ...], *, init: Init = "normal", rng: Seed = None, dtype: Any = None
 ) -> np.ndarray:
-    """Return a new table; the first row of a named kind begins a cache line.
+    """Return a new table.
+
+    It is aligned to cache lines if ``init`` is a name.
 
     Args:
         shape: Shape of the table.

@@ -157,7 +157,7 @@ def _sum_wide(
                         prefetch_lanes(sums, table, later + a)
                         if is_pair:
                             prefetch_lanes(more, table, later + b)
-                        # Rows that do not begin a cache line end in one more.
+                        # Rows that are not aligned to cache lines end in one more.
                         prefetch_lanes(one, table, later + max(a, b) + block - 1)
                     id_ = ids[i]
                     if not is_row(id_, num_rows):

@@ -1,4 +1,4 @@
-"""Kernels for calls that are shorter than the work of Numba's dispatcher.
+"""Calls of kernels without Numba's dispatcher, whose work takes longer than a short call.
 
 A class holds the arguments that stay the same (:mod:`firstlayer.kernels.runtime.bind`).
 Only the addresses of arrays are kept: the caller makes sure that their memory exists, and
@@ -83,7 +83,7 @@ class BoundForward:
         rows: range | None,
         statistics: np.ndarray | None = None,
     ) -> int:
-        """Write output rows on the calling thread, to the caches.
+        """Write output rows on the calling thread, without streaming stores.
 
         Args:
             ids: Address of the ids, int64.

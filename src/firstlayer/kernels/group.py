@@ -1,8 +1,8 @@
 """Grouping of equal ids.
 
 A least-significant-digit radix sort in base 2048: one stable pass for each digit of the
-largest id, usually two, and none if the ids ascend. An id and its index or label are sorted
-as one number if they fit into 63 bits, so that a pass reads memory in order.
+largest id, usually two. An id and its index or label are sorted as one number if they fit
+into 63 bits, so that a pass reads memory in order; there is no pass if the ids are sorted.
 """
 
 import numpy as np
@@ -95,10 +95,10 @@ def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
         Number of groups, -1 if an id is negative, or ``DOES_NOT_FIT``.
     """
     # The bits of a negative id are above those of every other.
-    used, before, ascends = np.int64(0), np.int64(0), True
+    used, before, is_sorted = np.int64(0), np.int64(0), True
     for id_ in ids:
         used |= id_
-        ascends &= before <= id_
+        is_sorted &= before <= id_
         before = id_
     if used < 0:
         return -1
@@ -107,7 +107,7 @@ def _group_pairs(ids, labels, label_bits, order, spare, bounds, unique, starts):
         id_bits += 1
     if id_bits + label_bits > 63:
         return DOES_NOT_FIT
-    passes = 0 if ascends else -(-id_bits // BITS)
+    passes = 0 if is_sorted else -(-id_bits // BITS)
     bits = -(-id_bits // max(passes, 1))
     mask = (1 << bits) - 1
     for i in range(passes * (mask + 2)):

@@ -239,7 +239,7 @@ class EmbeddingLayer(nn.Module):
                 # Rows that were read for this call, and not given by the caller.
                 is_own = arguments.embeds is not inputs_embeds
                 lead = arguments.lead
-                out = fused_layer(*inputs, lead=lead, may_overwrite=is_own)
+                out = fused_layer(inputs, lead=lead, may_overwrite=is_own)
             if inputs is not None and not dropping:
                 self.__dict__["_plan"] = plan_for(plan, self, arguments, inputs)
         if out is None:

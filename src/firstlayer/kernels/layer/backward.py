@@ -299,7 +299,7 @@ def _backward_blocks(
                     if position_indices is not None:
                         add_to(grad, position_sums, position_at + d)
                 if weight is not None:
-                    # See the forward.
+                    # The last line, as in the forward.
                     prefetch_lanes(zero, token_table, later + width - 1)
                 for d in range(whole, width):
                     rest = _gradient_at(

@@ -285,7 +285,8 @@ def _write_rows(
                 prefetch_lanes(lanes, token_table, later + d)
                 part = _output_at(lanes, row, d, mean, rstd, norm_weight, norm_bias)
                 store_or_stream(part, out, start + d, streams)
-            # A row that does not begin a cache line ends in one more, as do entries left.
+            # The last line: of the entries that fill no lanes, or of a row that is not
+            # aligned to cache lines.
             prefetch_lanes(zero, token_table, later + width - 1)
             for d in range(whole, width):
                 number = _output_at(zero, row, d, mean, rstd, norm_weight, norm_bias)

@@ -1,4 +1,4 @@
-"""Arrays that begin at a cache line; NumPy aligns to 16 bytes.
+"""Arrays aligned to cache lines; NumPy aligns to 16 bytes.
 
 Lanes of other arrays cross cache lines, which takes twice as long to read and write, and
 threads that write to neighboring parts would wait for the line that both share.
@@ -31,6 +31,11 @@ def address_of(array: Any) -> int:
 
 def _from_line(allocate: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = allocate(size + LINE, np.uint8)
+    try:
+        memory = allocate(size + LINE, np.uint8)
+    except (MemoryError, ValueError):
+        # NumPy's error, which names the shape and the dtype.
+        allocate(shape, dtype)
+        raise
     start = -address_of(memory) % LINE
     return np.ndarray(shape, dtype, memory, start)

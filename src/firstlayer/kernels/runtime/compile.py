@@ -158,9 +158,9 @@ def build_downcast(builder: Any, number: Any, dtype: Any) -> Any:
 def build_prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
     """Prefetch the cache line of an LLVM pointer to bytes.
 
-    Lines that are only read are the first to leave the caches again (``prefetchnta`` on
-    x86): a row is read once in a call, and what it would evict, such as the arrays of other
-    kernels and the objects of Python, is used again.
+    Lines prefetched to be read are the first to leave the caches again (``prefetchnta`` on
+    x86): few rows are read again soon, and what they would evict, such as the arrays of
+    other kernels and the objects of Python, is.
 
     Args:
         builder: LLVM's builder.

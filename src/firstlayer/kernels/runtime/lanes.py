@@ -83,7 +83,7 @@ def fits_streams(
     """Return the result of :func:`is_streamed` for an array given by its address.
 
     Args:
-        address: Address of the array; 0 if it begins a cache line.
+        address: Address of the array; 0 if it is aligned to cache lines.
         size: Its size in bytes.
         row_size: Size of a row in bytes.
         min_bytes: As in :func:`is_streamed`.
@@ -255,8 +255,8 @@ def _prefetch(like, array, *, writes):
         pointer = builder.bitcast(start, BYTE_POINTER)
         size = count * _bytes(signature.args[1].dtype)
         # Lanes that begin within a cache line end in one more: the first line of the next
-        # lanes of the row, which is prefetched with them. The caller prefetches the last
-        # entry of a row.
+        # lanes of the row, which is prefetched with them. If rows are read in random
+        # order, the caller also prefetches their last entry.
         for offset in range(0, size, LINE):
             build_prefetch(builder, builder.gep(pointer, [I32(offset)]), writes=writes)
         return context.get_dummy_value()

@@ -21,18 +21,22 @@ from ..learned import LearnedPositions
 from ..sinusoidal import SinusoidalPositions
 from ..token import Embedding
 from .arguments import LayerArguments
-from .fused import LayerOptions, LayerTensors
+from .fused import LayerInputs, LayerOptions, LayerTensors
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
 
 
 class TableRows(NamedTuple):
-    """A table, the row of it for each token, and the options of its gradient."""
+    """A table, the row of it for each token, and the options of its gradient.
+
+    ``places`` has the rows too if they follow from the offset.
+    """
 
     table: Tensor
     rows: Tensor
     options: LookupOptions | None
+    places: range | None = None
 
 
 _ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
@@ -40,7 +44,7 @@ _ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
 
 def kernel_inputs(
     layer: "EmbeddingLayer", arguments: LayerArguments, *, upcast_output: bool
-) -> tuple[LayerTensors[Tensor], LayerOptions] | None:
+) -> LayerInputs | None:
     """Return the inputs of the fused layer, or None if the call is not eligible."""
     # Read from the dict once: attributes of a module are slow.
     modules: dict[str, Any] = layer._modules
@@ -79,7 +83,7 @@ def kernel_inputs(
         norm_bias=weights.get("norm_bias"),
         mask=arguments.mask,
     )
-    return tensors, LayerOptions(
+    options = LayerOptions(
         token=tokens.options,
         position=positions.options,
         segment=segments.options,
@@ -87,6 +91,7 @@ def kernel_inputs(
         eps=0.0 if norm is None else norm.eps,
         dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
+    return LayerInputs(tensors, options, positions.places)
 
 
 def has_hooks(*modules: nn.Module | None) -> bool:
@@ -200,9 +205,10 @@ def _position_rows(
         fits = 0 <= offset <= position.max_positions - lead[-1]
         if fits and position.padding_idx is None:
             first = offset + position.row_offset
+            places = range(first, first + lead[-1])
             # NumPy is faster for short ranges and ignores torch's default device.
-            rows = tensor_of(np.arange(first, first + lead[-1]))
-            return _table_rows(position, weight, rows)
+            rows = tensor_of(np.arange(places.start, places.stop))
+            return _table_rows(position, weight, rows)._replace(places=places)
     positions = positions_of(
         token_table.new_empty(()).expand((*lead, position.embedding_dim)),
         positions=arguments.positions,

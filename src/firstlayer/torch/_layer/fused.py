@@ -89,9 +89,23 @@ class LayerOptions(NamedTuple):
     dtype: torch.dtype
 
 
+class LayerInputs(NamedTuple):
+    """Inputs of the kernels for one call.
+
+    Args:
+        tensors: Tensors of the call.
+        options: Its other values.
+        position_rows: Rows of positions, if they follow from the offset; also in
+            ``tensors``.
+    """
+
+    tensors: LayerTensors[Tensor]
+    options: LayerOptions
+    position_rows: range | None
+
+
 def fused_layer(
-    tensors: LayerTensors[Tensor],
-    options: LayerOptions,
+    inputs: LayerInputs,
     *,
     lead: tuple[int, ...],
     may_overwrite: bool = False,
@@ -99,17 +113,17 @@ def fused_layer(
     """Return the layer's output, before dropout and before padding is zeroed.
 
     Args:
-        tensors: Tensors of the call.
-        options: Options of the call.
+        inputs: Inputs of the kernels.
         lead: Shape of the output without its last axis.
         may_overwrite: Whether the token table has one row for each token, in order, which
             only this call reads: the output may take its memory.
     """
+    tensors, options, rows = inputs
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 forward = partial(_forward, options=options, lead=lead)
-                return _FusedLayer.apply(options, forward, None, *tensors)  # pyright: ignore
+                return _FusedLayer.apply(options, forward, rows, *tensors)  # pyright: ignore
     out = None
     if may_overwrite and tensors.token_table.dtype is options.dtype:
         # The kernel reads all of a row before it writes the row. Rows decoded a moment ago
@@ -158,6 +172,10 @@ class _FusedLayer(torch.autograd.Function):
         else:
             number = np.float64 if options.dtype is torch.float64 else np.float32
             statistics = empty_statistics(tensors.token_rows.numel(), number)
+        if position_rows is not None:
+            # Every call saves the same tensors, with a plan or without, as recomputation
+            # under torch.utils.checkpoint requires.
+            saved = saved._replace(position_rows=None)
         ctx.statistics = statistics
         ctx.save_for_backward(*saved)
         return forward(tensors, statistics)

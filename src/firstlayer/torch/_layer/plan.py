@@ -31,7 +31,7 @@ from .._tensors.memory import (
 from ..learned import LearnedPositions
 from .arguments import LayerArguments
 from .eligibility import has_own_hooks, is_idle
-from .fused import LayerOptions, LayerTensors, recorded_layer
+from .fused import LayerInputs, LayerOptions, LayerTensors, recorded_layer
 
 if TYPE_CHECKING:
     from ..layer import EmbeddingLayer
@@ -244,12 +244,13 @@ def plan_for(
     plan: CallPlan | None,
     layer: "EmbeddingLayer",
     arguments: LayerArguments,
-    inputs: tuple[LayerTensors[Tensor], LayerOptions],
+    inputs: LayerInputs,
 ) -> CallPlan | None:
-    """Return the layer's plan, a new one if it is no longer valid, or None.
+    """Return the plan for the next calls, or None if there can be none.
 
-    Making a plan takes longer than it saves in a long call. Parameters may move from call
-    to call, so a long call makes the first plan only.
+    A short call replaces a plan that is no longer valid. Making a plan takes longer than it
+    saves in a long call, and parameters may move from call to call, so a long call only
+    makes the first plan.
 
     Args:
         plan: The plan of the layer so far.
@@ -260,7 +261,7 @@ def plan_for(
     is_long = math.prod(arguments.lead) * layer.embedding_dim >= ONE_THREAD_NUMBERS
     if plan is not None and (is_long or plan.parameters_of(layer) is not None):
         return plan
-    tensors, options = inputs
+    tensors, options, _ = inputs
     position: Any = layer._modules.get("position")
     others = arguments.positions, arguments.segments, arguments.embeds, arguments.mask
     if any(x is not None for x in others):
