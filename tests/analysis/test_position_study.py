@@ -475,5 +475,5 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"pip install firstlayer\[torch\]"):
+    with pytest.raises(ImportError, match=r"pip install 'firstlayer\[torch\]'"):
         measure(TEXT, "none", setting=TINY)
