@@ -34,6 +34,7 @@ from .forward import (
     flat,
     flat_norm,
     flat_pair,
+    prefetch_end,
     sum_at,
 )
 
@@ -299,8 +300,7 @@ def _backward_blocks(
                     if position_indices is not None:
                         add_to(grad, position_sums, position_at + d)
                 if weight is not None:
-                    # The last line, as in the forward.
-                    prefetch_lanes(zero, token_table, later + width - 1)
+                    prefetch_end(token_table, later + whole, later + width)
                 for d in range(whole, width):
                     rest = _gradient_at(
                         zero,

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..runtime.compile import bits_of, inlined, is_row, kernel
+from ..runtime.compile import bits_of, inlined, is_row, kernel, prefetch_bytes
 from ..runtime.lanes import (
     LANES_BYTES,
     is_streamed,
@@ -150,6 +150,17 @@ def flat(array: np.ndarray | None) -> np.ndarray | None:
 # In the functions below ``token``, ``position`` and ``segment`` are tables, and names that
 # end in ``_at`` are flat indices of a row's first entry.
 @inlined
+def prefetch_end(array, start, end):
+    """Prefetch the lines of the entries before ``end`` that fill no lanes.
+
+    If there are none, that of the last entry: a row that is not aligned to cache lines ends
+    in a line in which no lanes begin.
+    """
+    size = array.itemsize
+    prefetch_bytes(array.ctypes.data + start * size, (end - start) * size)
+
+
+@inlined
 def sum_at(like, d, token, token_at, position, position_at, segment, segment_at, scale):
     """Return the sum of the tables at ``d``, as lanes or one number like ``like``."""
     value = load(like, token, token_at + d) * scale
@@ -285,9 +296,7 @@ def _write_rows(
                 prefetch_lanes(lanes, token_table, later + d)
                 part = _output_at(lanes, row, d, mean, rstd, norm_weight, norm_bias)
                 store_or_stream(part, out, start + d, streams)
-            # The last line: of the entries that fill no lanes, or of a row that is not
-            # aligned to cache lines.
-            prefetch_lanes(zero, token_table, later + width - 1)
+            prefetch_end(token_table, later + whole, later + width)
             for d in range(whole, width):
                 number = _output_at(zero, row, d, mean, rstd, norm_weight, norm_bias)
                 store(number, out, start + d)
