@@ -137,12 +137,20 @@ def test_two_tables_from_one_generator_differ():
     "init", ["normal", "uniform", "xavier", "truncated_normal", "zeros"]
 )
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_initial_tables_begin_a_cache_line(init, dtype):
+def test_initial_tables_are_aligned_to_cache_lines(init, dtype):
     for shape in ((3, 5), (70_000, 16), (0, 4)):
         table = initial_table(shape, init=init, rng=0, dtype=dtype)
         assert table.shape == shape and table.dtype == float_dtype(dtype)
         assert table.ctypes.data % 64 == 0 or not table.size
         assert table.flags.c_contiguous and table.flags.writeable
+
+
+def test_a_seed_draws_the_numbers_of_the_generator():
+    want = np.random.default_rng(3).standard_normal((300, 7), dtype=np.float32)
+    np.testing.assert_array_equal(initial_table((300, 7), rng=3), want)
+    want = normal((300, 7), np.random.default_rng(3), std=0.3)
+    np.testing.assert_array_equal(want, initial_table((300, 7), rng=3) * np.float32(0.3))
+    assert initial_table((300, 7), rng=3, dtype="float64").dtype == np.float64
 
 
 @pytest.mark.parametrize(

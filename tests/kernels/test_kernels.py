@@ -181,8 +181,8 @@ def test_ids_ascend_if_each_is_larger_than_the_one_before():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_that_do_not_begin_a_cache_line_give_the_same_bits(dtype):
-    # Tables of NumPy begin 16 bytes after a page, so that their rows end in one line more.
+def test_tables_that_are_not_aligned_to_cache_lines_give_the_same_bits(dtype):
+    # Large arrays of NumPy begin 16 bytes after a page: their rows end in one line more.
     rows, width = 60, 256
     table = rng.standard_normal((rows, width)).astype(dtype)
     ids, bounds = rng.integers(0, rows, 500), np.arange(0, 501, 20)
@@ -198,6 +198,13 @@ def test_arrays_that_do_not_begin_a_cache_line_give_the_same_bits(dtype):
             kernels.sum_bags(moved, ids, bounds),
             out,
         ))
+    gathered, sums, out = found[0]
+    np.testing.assert_array_equal(gathered, table[ids])
+    rows = table[ids].astype(np.float64)
+    rtol = 4 * float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float64), 1.5 * rows, rtol=rtol)
+    want = rows.reshape(25, 20, width).sum(axis=1)
+    np.testing.assert_allclose(sums.astype(np.float64), want, rtol=rtol, atol=10 * rtol)
     for arrays in found[1:]:
         for got, want in zip(arrays, found[0], strict=True):
             np.testing.assert_array_equal(got, want)

@@ -234,7 +234,7 @@ def test_checkpointed_calls_have_the_gradients_of_others(tokens, options, steps)
             y.sin().sum().backward()
         gradients.append([parameter.grad for parameter in layer.parameters()])
     for ours, want in zip(*gradients, strict=True):
-        assert torch.equal(ours, want)
+        assert torch.equal(ours, want) and want.any()
 
 
 def test_parameters_that_move_are_planned_again_only_by_short_calls():

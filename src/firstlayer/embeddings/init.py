@@ -16,7 +16,8 @@ def normal(
     shape: tuple[int, ...], rng: np.random.Generator, *, std: float = 1.0
 ) -> np.ndarray:
     """Draw from a normal distribution, the default of ``torch.nn.Embedding``."""
-    out = rng.standard_normal(shape, dtype=np.float32)
+    out = kernels.aligned_empty(shape, np.float32)
+    rng.standard_normal(dtype=np.float32, out=out)
     out *= np.float32(std)
     return out
 
@@ -25,7 +26,7 @@ def uniform(
     shape: tuple[int, ...], rng: np.random.Generator, *, limit: float = 0.05
 ) -> np.ndarray:
     """Draw uniformly from ``[-limit, limit)``, the default of Keras embeddings."""
-    return rng.uniform(-limit, limit, shape).astype(np.float32)
+    return _aligned(rng.uniform(-limit, limit, shape), np.float32)
 
 
 def xavier(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -37,7 +38,7 @@ def truncated_normal(
     shape: tuple[int, ...], rng: np.random.Generator, *, std: float = 0.02
 ) -> np.ndarray:
     """Draw from a normal distribution, redrawing entries beyond two ``std``."""
-    out = rng.standard_normal(shape, dtype=np.float32)
+    out = normal(shape, rng)
     while (beyond := np.abs(out) > 2).any():
         out[beyond] = rng.standard_normal(int(beyond.sum()), dtype=np.float32)
     out *= np.float32(std)
@@ -63,7 +64,7 @@ def initial_table(
 ) -> np.ndarray:
     """Return a new table.
 
-    It is aligned to cache lines if ``init`` is a name.
+    It is aligned to cache lines, unless a function returns it in this dtype.
 
     Args:
         shape: Shape of the table.
@@ -85,8 +86,11 @@ def initial_table(
     if table.shape != shape:
         raise ValueError(f"init must return an array of shape {shape}, got {table.shape}")
     dtype = float_dtype(dtype)
-    if not isinstance(init, str) or (init == "zeros" and dtype == table.dtype):
-        return np.ascontiguousarray(table, dtype=dtype)
-    aligned = kernels.aligned_empty(shape, dtype)
-    aligned[...] = table
-    return aligned
+    return np.ascontiguousarray(table) if table.dtype == dtype else _aligned(table, dtype)
+
+
+def _aligned(table: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return a copy in a dtype, aligned to cache lines."""
+    out = kernels.aligned_empty(table.shape, dtype)
+    out[...] = table
+    return out

@@ -16,10 +16,10 @@ import numpy as np
 
 from . import bags, phases, rotate
 from .layer import forward
+from .runtime import lanes
 from .runtime.aligned import address_of
 from .runtime.bind import FLAG, bind
 from .runtime.compile import bits_of
-from .runtime.lanes import LANES_BYTES, fits_streams
 from .runtime.numba_abi import Ticket
 from .runtime.pool import grain_for, ticket_for
 
@@ -119,9 +119,11 @@ class BoundForward:
         ticket: Ticket = ticket_for(size, self._grain)
         at = (0, 0) if statistics is None else (address_of(statistics), size)
         where = () if rows is None else (self._first + 8 * rows.start, len(rows))
-        has_rest, size_in_bytes = self._row_bytes % LANES_BYTES != 0, size * self._row_bytes
-        streams = fits_streams(out, size_in_bytes, self._row_bytes, has_rest=has_rest)
-        call = self._streaming_call if streams else self._call
+        call, row_bytes = self._call, self._row_bytes
+        if size * row_bytes >= lanes.STREAMING_BYTES:
+            has_rest = row_bytes % lanes.LANES_BYTES != 0
+            if lanes.fits_streams(out, row_bytes, has_rest=has_rest):
+                call = self._streaming_call
         return call(*ticket, ids, size, out, size, *at, *where)
 
 
@@ -197,7 +199,7 @@ class BoundBags:
 
     def __init__(self, table: np.ndarray) -> None:
         absent = np.empty(0, np.float64 if table.dtype == np.float64 else np.float32)
-        block, (num_rows, width) = LANES_BYTES // absent.itemsize, table.shape
+        block, (num_rows, width) = lanes.LANES_BYTES // absent.itemsize, table.shape
         self._number = "d" if absent.itemsize == 8 else "f"
         self._call = bind(
             bags._sum_wide if width >= block else bags._sum_narrow,

@@ -8,13 +8,12 @@ number of threads.
 
 import numpy as np
 
-from ..runtime.aligned import aligned_empty, aligned_zeros
+from ..runtime.aligned import LINE, aligned_empty, aligned_zeros
 from ..runtime.compile import inlined, kernel
 from ..runtime.lanes import (
     LANES_BYTES,
     SHORT_LANES_BYTES,
     add_to,
-    fits_streams,
     load,
     prefetch_lanes,
     prefetch_target,
@@ -85,9 +84,8 @@ def layer_backward(
     num_blocks = plan.block_starts.size - 1
     num_segments = 0 if segment is None else segment[0].shape[0]
     buffer = aligned_empty((plan.partial_starts[-1], width), compute_dtype)
-    streams = fits_streams(
-        0, buffer.nbytes, buffer.strides[0], STREAMING_BYTES, has_rest=True
-    )
+    # The buffer is aligned to cache lines.
+    streams = buffer.nbytes >= STREAMING_BYTES and buffer.strides[0] % LINE == 0
     num_position_sums = num_blocks if plan.splits_positions else 1
     num_positions = plan.unique_position_rows.size
     position_sums = aligned_zeros((num_position_sums, num_positions, width), compute_dtype)

@@ -64,33 +64,21 @@ def is_streamed(out: np.ndarray, min_bytes: int | None = None, *, has_rest: bool
         has_rest: Whether entries at the end of a row may not be streamed. They begin a line
             if the array does.
     """
-    min_bytes = STREAMING_BYTES if min_bytes is None else min_bytes
-    if out.nbytes < min_bytes:
+    if out.nbytes < (STREAMING_BYTES if min_bytes is None else min_bytes):
         return False
-    return fits_streams(
-        out.ctypes.data, out.nbytes, out.strides[0], min_bytes, has_rest=has_rest
-    )
+    return fits_streams(out.ctypes.data, out.strides[0], has_rest=has_rest)
 
 
-def fits_streams(
-    address: int,
-    size: int,
-    row_size: int,
-    min_bytes: int = STREAMING_BYTES,
-    *,
-    has_rest: bool,
-) -> bool:
-    """Return the result of :func:`is_streamed` for an array given by its address.
+def fits_streams(address: int, row_bytes: int, *, has_rest: bool) -> bool:
+    """Return whether rows fit streaming stores; see :func:`is_streamed`.
 
     Args:
-        address: Address of the array; 0 if it is aligned to cache lines.
-        size: Its size in bytes.
-        row_size: Size of a row in bytes.
-        min_bytes: As in :func:`is_streamed`.
-        has_rest: As there.
+        address: Address of the array.
+        row_bytes: Size of a row.
+        has_rest: As in :func:`is_streamed`.
     """
     start = address % (LINE if has_rest else STREAM_BYTES)
-    return size >= min_bytes and start == 0 and row_size % LINE == 0
+    return start == 0 and row_bytes % LINE == 0
 
 
 class Lanes(types.Type):

@@ -6,7 +6,6 @@ must be of known classes, without hooks or overrides, with ordinary parameters.
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -16,7 +15,7 @@ from ...positions.learned import check_positions
 from .._positions.arguments import on_host, positions_of, signed
 from .._table.lookup import LookupOptions
 from .._tensors.dtypes import FLOATS, compute_dtype
-from .._tensors.memory import is_plain_cpu, tensor_of
+from .._tensors.memory import is_plain_cpu
 from ..learned import LearnedPositions
 from ..sinusoidal import SinusoidalPositions
 from ..token import Embedding
@@ -30,13 +29,12 @@ if TYPE_CHECKING:
 class TableRows(NamedTuple):
     """A table, the row of it for each token, and the options of its gradient.
 
-    ``places`` has the rows too if they follow from the offset.
+    Rows are a tensor, or a range of positions.
     """
 
     table: Tensor
-    rows: Tensor
+    rows: Any
     options: LookupOptions | None
-    places: range | None = None
 
 
 _ABSENT: Any = TableRows(None, None, None)  # pyright: ignore
@@ -72,11 +70,12 @@ def kernel_inputs(
     if segment is not None:
         rows = _repeating_rows(arguments.segments, arguments.lead)
         segments = _table_rows(segment, weights["segment"], rows)
+    rows = positions.rows
     tensors = LayerTensors(
         token_table=tokens.table,
         token_rows=tokens.rows,
         position_table=positions.table,
-        position_rows=positions.rows,
+        position_rows=None if type(rows) is range else rows,
         segment_table=segments.table,
         segment_rows=segments.rows,
         norm_weight=weights.get("norm_weight"),
@@ -91,7 +90,7 @@ def kernel_inputs(
         eps=0.0 if norm is None else norm.eps,
         dtype=compute_dtype(table.dtype) if upcast_output else table.dtype,
     )
-    return LayerInputs(tensors, options, positions.places)
+    return LayerInputs(tensors, options, rows if type(rows) is range else None)
 
 
 def has_hooks(*modules: nn.Module | None) -> bool:
@@ -205,10 +204,7 @@ def _position_rows(
         fits = 0 <= offset <= position.max_positions - lead[-1]
         if fits and position.padding_idx is None:
             first = offset + position.row_offset
-            places = range(first, first + lead[-1])
-            # NumPy is faster for short ranges and ignores torch's default device.
-            rows = tensor_of(np.arange(places.start, places.stop))
-            return _table_rows(position, weight, rows)._replace(places=places)
+            return _table_rows(position, weight, range(first, first + lead[-1]))
     positions = positions_of(
         token_table.new_empty(()).expand((*lead, position.embedding_dim)),
         positions=arguments.positions,
@@ -234,7 +230,7 @@ def _position_rows(
 
 
 def _table_rows(
-    module: Any, weight: Tensor, rows: Tensor, *, sparse: bool = False
+    module: Any, weight: Tensor, rows: Tensor | range, *, sparse: bool = False
 ) -> TableRows:
     options = LookupOptions(
         weight.shape[0], weight.dtype, module.padding_idx, sparse=sparse

@@ -95,8 +95,8 @@ class LayerInputs(NamedTuple):
     Args:
         tensors: Tensors of the call.
         options: Its other values.
-        position_rows: Rows of positions, if they follow from the offset; also in
-            ``tensors``.
+        position_rows: Rows of positions that follow from the offset, instead of a tensor of
+            them; in range.
     """
 
     tensors: LayerTensors[Tensor]
@@ -122,14 +122,14 @@ def fused_layer(
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                forward = partial(_forward, options=options, lead=lead)
+                forward = partial(_forward, options=options, lead=lead, positions=rows)
                 return _FusedLayer.apply(options, forward, rows, *tensors)  # pyright: ignore
     out = None
     if may_overwrite and tensors.token_table.dtype is options.dtype:
         # The kernel reads all of a row before it writes the row. Rows decoded a moment ago
         # are still in the cache, and further memory of their size would evict them.
         out = tensors.token_table.view(*lead, -1)
-    return _forward(tensors, options=options, lead=lead, out=out)
+    return _forward(tensors, options=options, lead=lead, positions=rows, out=out)
 
 
 def recorded_layer(
@@ -146,7 +146,8 @@ def recorded_layer(
         tensors: Tensors of the call, of which at least one needs a gradient. None may be a
             wrapper of ``torch.func``.
         options: Options of the call.
-        position_rows: Rows of positions, instead of a tensor of them.
+        position_rows: As in :class:`LayerInputs`. Calls with and without a plan save the
+            same tensors, as recomputation under ``torch.utils.checkpoint`` requires.
     """
     return _apply(options, forward, position_rows, *tensors)
 
@@ -172,10 +173,6 @@ class _FusedLayer(torch.autograd.Function):
         else:
             number = np.float64 if options.dtype is torch.float64 else np.float32
             statistics = empty_statistics(tensors.token_rows.numel(), number)
-        if position_rows is not None:
-            # Every call saves the same tensors, with a plan or without, as recomputation
-            # under torch.utils.checkpoint requires.
-            saved = saved._replace(position_rows=None)
         ctx.statistics = statistics
         ctx.save_for_backward(*saved)
         return forward(tensors, statistics)
@@ -186,7 +183,6 @@ class _FusedLayer(torch.autograd.Function):
         tensors: LayerTensors[Any] = LayerTensors(*ctx.saved_tensors)
         if ctx.unsaved:
             tensors = tensors._replace(**ctx.unsaved)
-        positions = None if rows is None else np.arange(rows.start, rows.stop)
         needed, dy = LayerTensors(*ctx.needs_input_grad[3:]), grads[0]
         # The rows read here were up to date in the forward. Autograd raises if a step has
         # changed them since.
@@ -198,11 +194,12 @@ class _FusedLayer(torch.autograd.Function):
                     dy=dy,
                     needed=needed,
                     statistics=ctx.statistics,
-                    position_rows=positions,
+                    positions=rows,
                 )
             else:
-                if positions is not None:
-                    tensors = tensors._replace(position_rows=tensor_of(positions))
+                if rows is not None:
+                    positions = torch.arange(rows.start, rows.stop, device=dy.device)
+                    tensors = tensors._replace(position_rows=positions)
                 dy = dy.reshape(-1, dy.shape[-1])
                 gradients = _backward_by_operators(tensors, options, dy=dy, needed=needed)
         return None, None, None, *gradients
@@ -233,6 +230,7 @@ def _forward(
     *,
     options: LayerOptions,
     lead: tuple[int, ...],
+    positions: range | None,
     out: Tensor | None = None,
 ) -> Tensor:
     width = tensors.token_table.shape[1]
@@ -244,9 +242,9 @@ def _forward(
         norm = array_of_table(weight), array_of_table(bias), options.eps
     with threads_of_torch():
         in_range = kernels.layer_forward(
-            _pair(tensors.token_table, array_of(tensors.token_rows)),
-            position=_pair(tensors.position_table, _array(tensors.position_rows)),
-            segment=_pair(tensors.segment_table, _array(tensors.segment_rows)),
+            _pair(tensors.token_table, tensors.token_rows),
+            position=_positions(tensors, positions),
+            segment=_pair(tensors.segment_table, tensors.segment_rows),
             scale=options.scale,
             norm=norm,
             out=array_of(out).reshape(-1, width),
@@ -277,19 +275,16 @@ def _backward_by_kernels(
     dy: Tensor,
     needed: LayerTensors[bool],
     statistics: np.ndarray | None,
-    position_rows: np.ndarray | None,
+    positions: range | None,
 ) -> LayerTensors[Tensor | None]:
-    """Return all gradients; ``position_rows`` replace those of the tensors."""
-    if position_rows is None and tensors.position_rows is not None:
-        position_rows = array_of(tensors.position_rows)
     token, position, mask, norm = options.token, options.position, tensors.mask, None
     if tensors.norm_weight is not None and statistics is not None:
         norm = array_of_table(tensors.norm_weight), statistics
     with threads_of_torch():
         gradients = layer_gradients(
-            _pair(tensors.token_table, array_of(tensors.token_rows)),
-            position=_pair(tensors.position_table, position_rows),
-            segment=_pair(tensors.segment_table, _array(tensors.segment_rows)),
+            _pair(tensors.token_table, tensors.token_rows),
+            position=_positions(tensors, positions),
+            segment=_pair(tensors.segment_table, tensors.segment_rows),
             scale=options.scale,
             norm=norm,
             dy=array_of(dy.contiguous()).reshape(-1, dy.shape[-1]),
@@ -375,15 +370,19 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
     return rows.reshape(-1).repeat(count // rows.numel())
 
 
-def _array(x: Tensor | None) -> np.ndarray | None:
-    return None if x is None else array_of(x)
-
-
-def _pair(table: Tensor | None, rows: np.ndarray | None) -> Any:
-    """Return a table as an array, and its flat rows; None if either is absent."""
+def _pair(table: Tensor | None, rows: Tensor | None) -> Any:
+    """Return a table and its flat rows as arrays; None if either is absent."""
     if table is None or rows is None:
         return None
-    return array_of_table(table), rows.reshape(-1)
+    return array_of_table(table), array_of(rows).reshape(-1)
+
+
+def _positions(tensors: LayerTensors[Tensor], rows: range | None) -> Any:
+    """Return the table of positions and its rows as arrays, or None."""
+    table = tensors.position_table
+    if table is None or rows is None:
+        return _pair(table, tensors.position_rows)
+    return array_of_table(table), np.arange(rows.start, rows.stop)
 
 
 def _as_tensor(
